@@ -1,0 +1,32 @@
+"""Losses: plain functions of outputs [M, B, C] and labels [B].
+
+    loss = mheads.losses.mcl(k=1)
+    value = loss(outputs, y)
+    value.total, value.assignment, value.losses
+
+A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it.
+"""
+
+from mheads.losses.averaged import prob_averaged, score_averaged
+from mheads.losses.independent import independent
+from mheads.losses.loss import Loss, LossValue, cross_entropies
+from mheads.losses.mcl import assign, mcl
+
+LOSSES = {
+    "independent": independent,
+    "score_averaged": score_averaged,
+    "prob_averaged": prob_averaged,
+    "mcl": mcl,
+}
+
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "LossValue",
+    "assign",
+    "cross_entropies",
+    "independent",
+    "mcl",
+    "prob_averaged",
+    "score_averaged",
+]

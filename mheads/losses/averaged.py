@@ -1,0 +1,56 @@
+"""Losses of the ensemble's mean: the members answer together, and are blamed together."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mheads.errors import UserError
+from mheads.losses.loss import Loss, LossValue, cross_entropies
+
+
+def score_averaged() -> Loss:
+    """Cross-entropy of the softmax of the mean scores: -log softmax(mean_m outputs_m)_y."""
+    return Loss("score_averaged", _score_averaged, averaged=True)
+
+
+def prob_averaged(stable: bool = True) -> Loss:
+    """Cross-entropy of the mean probabilities: -log mean_m softmax(outputs_m)_y.
+
+    In log space, log sum_m exp(log p_y^m) - log M, which is finite with a finite gradient for scores of any size.
+    `stable=False` is the direct form, which underflows: a member sure of a wrong class gets no gradient, and where all
+    are the loss is clamped at -log 1e-20 as Caffe does.
+    """
+    return Loss("prob_averaged", partial(_prob_averaged, stable=stable), averaged=True)
+
+
+def _score_averaged(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None) -> LossValue:
+    _refuse(prior)
+    return _value(F.cross_entropy(outputs.mean(0), y, reduction="sum"), outputs, y)
+
+
+def _prob_averaged(
+    outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, stable: bool
+) -> LossValue:
+    _refuse(prior)
+    if stable:
+        total = (torch.logsumexp(-cross_entropies(outputs, y), 0) - math.log(len(outputs))).neg().sum()
+    else:
+        mean = outputs.softmax(-1).mean(0)
+        total = -mean.gather(1, y[:, None]).clamp_min(1e-20).log().sum()
+    return _value(total, outputs, y)
+
+
+def _value(total: Tensor, outputs: Tensor, y: Tensor) -> LossValue:
+    with torch.no_grad():
+        losses = cross_entropies(outputs, y)
+    return LossValue(total, torch.ones_like(losses), losses)
+
+
+def _refuse(prior: Tensor | None) -> None:
+    if prior is not None:
+        raise UserError("an averaged loss has no use for priors on examples: with it, sampling must be full")

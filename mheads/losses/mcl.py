@@ -1,0 +1,53 @@
+"""Multiple Choice Learning: each example teaches only the k members that do best on it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mheads.errors import UserError
+from mheads.losses.loss import Loss, LossValue, cross_entropies, ones_or
+
+
+def mcl(k: int = 1, ce_weight: float = 0.0) -> Loss:
+    """The oracle set-loss: sum over i and m of (a_mi + ce_weight) * w_mi * -log p_y(m, i).
+
+    a_mi is 1 for the k members with the lowest loss on example i and 0 for the others, w the prior; there is no
+    division by k, so an example's gradient to a winner is the same for every k. `ce_weight` mixes in the independent
+    cross-entropy of all members.
+    """
+    if k < 1:
+        raise UserError(f"loss.k must be at least 1, not {k}")
+    if ce_weight < 0:
+        raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
+    return Loss("mcl", partial(_mcl, k=k, ce_weight=ce_weight), sparse=ce_weight == 0)
+
+
+def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | None = None) -> Tensor:
+    """1 for the k lowest of the M losses of each example, else 0: [M, B] -> [M, B].
+
+    Equal losses are ordered by the keys `ties`: by sorting on (loss, key), since noise added to the losses would
+    also reorder close ones. Members whose prior is 0 are never chosen.
+    """
+    m = len(losses)
+    if k > m:
+        raise UserError(f"loss.k is {k}, but there are only {m} members: k goes from 1 to {m}")
+    if prior is not None:
+        losses = losses.masked_fill(prior == 0, torch.inf)
+    if ties is None:
+        ties = torch.rand(losses.shape, device=losses.device)
+    by_key = ties.argsort(0, stable=True)
+    by_loss = losses.gather(0, by_key).argsort(0, stable=True)
+    chosen = torch.zeros_like(losses).scatter_(0, by_key.gather(0, by_loss)[:k], 1.0)
+    return chosen if prior is None else chosen * (prior > 0)
+
+
+def _mcl(
+    outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, k: int, ce_weight: float
+) -> LossValue:
+    losses = cross_entropies(outputs, y)
+    fixed = losses.detach()
+    assignment = (assign(fixed, k, prior, ties) + ce_weight) * ones_or(prior, fixed)
+    return LossValue((assignment * losses).sum(), assignment, fixed)

@@ -1,0 +1,66 @@
+"""The paper's networks, by name: each a plain `nn.Sequential` of named layers, images -> logits [B, C]."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from difflib import SequenceMatcher
+
+from torch import nn
+
+from mheads.errors import UserError
+from mheads.models.caffenet import caffenet
+from mheads.models.cifar10_quick import cifar10_quick
+from mheads.models.digits import digits
+from mheads.models.nin import nin_cifar100, nin_ilsvrc
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "cifar10_quick": cifar10_quick,
+    "nin_cifar100": nin_cifar100,
+    "nin_ilsvrc": nin_ilsvrc,
+    "caffenet": caffenet,
+    "digits": digits,
+}
+
+INPUT_SHAPES: dict[str, tuple[int, int, int]] = {
+    "cifar10_quick": (3, 32, 32),
+    "nin_cifar100": (3, 32, 32),
+    "nin_ilsvrc": (3, 224, 224),
+    "caffenet": (3, 227, 227),
+    "digits": (1, 8, 8),
+}
+
+__all__ = ["INPUT_SHAPES", "MODELS", "resolve"]
+
+
+def resolve(name: str) -> Callable[..., nn.Module]:
+    """The factory of a built-in network, or the user's own given as `package.module:factory`."""
+    if name in MODELS:
+        return MODELS[name]
+    module_name, colon, attribute = name.partition(":")
+    if not colon:
+        known = sorted(MODELS, key=lambda known: SequenceMatcher(None, name, known).ratio(), reverse=True)
+        raise UserError(
+            f"model {name!r} is not known; there are {', '.join(known)}, "
+            "or give one of your own as package.module:factory"
+        )
+    if not module_name or not attribute:
+        raise UserError(f"model {name!r}: expected package.module:factory, both sides of the colon")
+    if os.getcwd() not in sys.path:  # as `python -m` does: a console script would not find my_nets.py here
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything
+        cause = f"{type(error).__name__}: {error}"
+        raise UserError(f"model {name!r}: importing {module_name} failed with {cause}") from error
+    if not hasattr(module, attribute):
+        raise UserError(f"model {name!r}: {module_name} ({module.__file__}) has no {attribute!r}")
+    factory = getattr(module, attribute)
+    if not callable(factory):
+        kind = type(factory).__name__
+        raise UserError(
+            f"model {name!r}: {attribute} is of type {kind}, not a function that returns a network"
+        )
+    return factory

@@ -86,7 +86,9 @@ class BatchStream:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
 
-def evaluation_batches(split: Split, preprocess: Callable[[Value, torch.dtype], Value], rows: int) -> list[Callable[[], Batch]]:
+def evaluation_batches(
+    split: Split, preprocess: Callable[[Value, torch.dtype], Value], rows: int
+) -> list[Callable[[], Batch]]:
     """Readers of the split's consecutive batches of `rows` examples; the last may be shorter."""
 
     def reader(start: int) -> Callable[[], Batch]:

@@ -1,0 +1,24 @@
+"""Datasets, how they are fetched and cached, and who learns from which example."""
+
+from mheads.data.arrays import ArraySplit, from_arrays
+from mheads.data.cache import cache_dir
+from mheads.data.catalog import DATASETS, load
+from mheads.data.fetch import get
+from mheads.data.preprocess import Preprocess
+from mheads.data.sampling import order, priors, stream
+from mheads.data.split import Data, Split
+
+__all__ = [
+    "DATASETS",
+    "ArraySplit",
+    "Data",
+    "Preprocess",
+    "Split",
+    "cache_dir",
+    "from_arrays",
+    "get",
+    "load",
+    "order",
+    "priors",
+    "stream",
+]

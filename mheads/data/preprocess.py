@@ -1,0 +1,115 @@
+"""From raw examples to what the network takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+
+from mheads.errors import UserError
+
+if TYPE_CHECKING:
+    from mheads.data.split import Split
+
+NORMALIZE = ("none", "mean_image", "mean_std")
+CHUNK = 500  # examples read at a time for the statistics
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """(raw * scale - mean) / std, in the memory layout that makes results reproducible.
+
+    mean, std: float32 (C, H, W), (C, 1, 1) or (F,), in the units of the scaled values; None leaves them away.
+    """
+
+    mean: torch.Tensor | None = None
+    std: torch.Tensor | None = None
+    scale: float = 1.0
+
+    def __call__(self, raw: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Images, uint8 NHWC or float NCHW -> `dtype` [b, C, H, W]; vectors -> `dtype` [b, F] contiguous.
+
+        Images always come with the strides (H*W*C, 1, W*C, C). For a single channel torch calls other strides
+        contiguous as well, yet picks another convolution by them, with other bits.
+        """
+        raw = pixels_last(raw)
+        exact = dtype if dtype.itemsize >= 4 else torch.float32  # half precision is rounded once, at the end
+        # A fresh tensor, because conversions such as `.to` would keep odd strides of `raw`.
+        out = torch.empty(raw.shape, dtype=exact, device=raw.device).copy_(raw)
+        flat = out.view(len(out), -1)
+        if self.scale != 1.0:
+            flat.mul_(self.scale)
+        if self.mean is not None:
+            flat.sub_(_spread(self.mean, out))
+        if self.std is not None:
+            flat.div_(_spread(self.std, out))
+        out = out.to(dtype)
+        return out.permute(0, 3, 1, 2) if out.ndim == 4 else out
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a run folder stores beside `scale`; `from_tensors` reads it back."""
+        found = {"mean": self.mean, "std": self.std}
+        return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], scale: float) -> Self:
+        """The inverse of `tensors`; other names in the mapping are ignored."""
+        return cls(mean=tensors.get("mean"), std=tensors.get("std"), scale=scale)
+
+
+def pixels_last(raw: torch.Tensor) -> torch.Tensor:
+    """Raw examples with the channels last: [b, H, W, C] or [b, F]; a view."""
+    return raw.permute(0, 2, 3, 1) if raw.ndim == 4 and raw.is_floating_point() else raw
+
+
+def _spread(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """(C, H, W), (C, 1, 1) or (F,) -> one flat row in the order of `out`, whose inner loops are then long."""
+    values = values.to(out.device, out.dtype)
+    if values.ndim == 3:
+        values = values.permute(1, 2, 0)
+    return values.expand(out.shape[1:]).reshape(-1)
+
+
+def fit_preprocess(train: Split, normalize: str, scale: float, limit: int | None) -> Preprocess:
+    """The preprocessing that `normalize` asks for, measured on (at most `limit`, evenly spaced) examples.
+
+    none: scaling alone. mean_image: the mean of every pixel, as Caffe does. mean_std: mean and standard
+    deviation of every channel (of every feature, for vectors).
+    """
+    if normalize not in NORMALIZE:
+        raise UserError(f"data.normalize is {normalize!r}; it can be {', '.join(NORMALIZE)}")
+    if normalize == "none":
+        return Preprocess(scale=scale)
+    count = len(train) if limit is None else min(limit, len(train))
+    rows = np.arange(count) * len(train) // count
+    mean = _average(train, rows)
+    if normalize == "mean_image":
+        return Preprocess(mean=_tensor(mean * scale), scale=scale)
+    mean = _per_channel(mean)
+    std = np.sqrt(_per_channel(_average(train, rows, centre=mean)))
+    std[std == 0] = 1 / scale  # a constant channel becomes 0, not a division by zero
+    return Preprocess(mean=_tensor(mean * scale), std=_tensor(std * scale), scale=scale)
+
+
+def _average(split: Split, rows: np.ndarray, centre: np.ndarray | None = None) -> np.ndarray:
+    """Mean over the examples, float64 of one example's (H, W, C) or (F,); of squares about `centre` if given."""
+    total = np.zeros(())
+    for start in range(0, len(rows), CHUNK):
+        raw = pixels_last(split.read(rows[start : start + CHUNK], None)).numpy()
+        if centre is not None:
+            raw = (raw - centre) ** 2
+        total = total + raw.sum(axis=0, dtype=np.float64)
+    return total / len(rows)
+
+
+def _per_channel(values: np.ndarray) -> np.ndarray:
+    return values.mean(axis=(0, 1), keepdims=True) if values.ndim == 3 else values
+
+
+def _tensor(values: np.ndarray) -> torch.Tensor:
+    """(H, W, C) float64 -> (C, H, W) float32 whose memory stays channels-last, as `_spread` wants it."""
+    tensor = torch.from_numpy(values.astype(np.float32))
+    return tensor.permute(2, 0, 1) if tensor.ndim == 3 else tensor

@@ -1,0 +1,207 @@
+"""What an ensemble knows, measured from its outputs: streamed, and exact however the stream is cut.
+
+Legend: M members, b examples of one update, C classes. All arithmetic is in float64, so that the numbers can
+be recomputed from saved outputs to the last digit shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BINS = 15  # of the expected calibration error
+CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
+
+
+@dataclass(frozen=True)
+class Result:
+    """The metrics of one ensemble on one set of examples; accuracies and errors are in percent.
+
+    `single` is always the mean over the members, `ensemble_mean` the mean of their probabilities taken as one
+    predictor. What is not finite (the loss of a member that gives NaN) is NaN here and null in JSON.
+    """
+
+    members: list[float]  # accuracy of each
+    single: float
+    ensemble_mean: float
+    ensemble_mean_scores: float  # of the mean of the logits
+    oracle: float  # at least one member is right
+    oracle_by_loss: float  # the owner, the member with the lowest loss on the example, is right
+    top_m: dict[str, list[float]]  # single, ensemble_mean: the true class is among the best 1, 2, .. min(M, C)
+    nll: dict[str, float]  # single, ensemble_mean: mean of -log p(true class)
+    calibration_error: dict[str, float]  # single, ensemble_mean: mean |accuracy - confidence| over 15 bins
+    disagreement: float  # answers that differ, mean over pairs of members
+    disagreement_pairs: list[list[float]]  # [M][M]
+    ownership: list[list[int]]  # [M][C] examples of each class that each member owns
+    examples: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON: rounded to 4 decimals, likelihoods to 6."""
+
+        def rounded(name: str) -> Any:
+            digits = 6 if name == "nll" else 4  # and + 0, which turns -0.0 to 0.0
+            return _map(lambda x: round(x, digits) + 0 if math.isfinite(x) else None, getattr(self, name))
+
+        return {f.name: rounded(f.name) for f in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Result:
+        """The inverse of `to_dict`, up to its rounding; other keys are ignored."""
+        return cls(**{f.name: _map(lambda x: math.nan if x is None else x, values[f.name]) for f in fields(cls)})
+
+
+class Metrics:
+    """Counts and sums over a stream of outputs.
+
+    The members and, as row M, the mean of their probabilities are the M + 1 predictors of the arrays below.
+    """
+
+    def __init__(self, members: int, classes: int) -> None:
+        self.members, self.classes = members, classes
+        self.examples = 0
+        self._ranks = torch.zeros(members + 1, classes + 1, dtype=torch.long)  # how often which rank
+        self._losses = torch.zeros(members + 1, dtype=torch.float64)
+        self._confidence = torch.zeros(members + 1, BINS, dtype=torch.float64)  # summed, by bin
+        self._right = torch.zeros(members + 1, BINS, dtype=torch.float64)
+        self._ownership = torch.zeros(members, classes, dtype=torch.long)
+        self._differ = torch.zeros(members, members, dtype=torch.long)
+        self._scores_right = self._oracle_right = self._owner_right = 0
+
+    def update(self, outputs: Tensor, y: Tensor) -> None:
+        """Takes in the logits [M, b, C] and labels [b] of further examples."""
+        expected = (self.members, len(y), self.classes)
+        if tuple(outputs.shape) != expected:
+            raise ValueError(f"outputs are {tuple(outputs.shape)}, expected (M, b, C) = {expected}")
+        logits, y = outputs.detach().cpu().double(), y.detach().cpu().long()
+        if ((y < 0) | (y >= self.classes)).any():
+            raise ValueError(f"labels run from {y.min()} to {y.max()}, outputs have {self.classes} classes")
+
+        shifted = logits - logits.amax(-1, keepdim=True)
+        exps = shifted.exp()
+        totals = exps.sum(-1, keepdim=True)
+        probabilities = exps / totals  # [M, b, C]
+        losses = totals[..., 0].log() - _of_class(shifted, y)  # [M, b]
+        mean_probabilities = _mean_members(probabilities)  # [b, C]
+        mean_loss = math.log(self.members) - torch.logsumexp(-losses, 0)  # no underflow to log 0
+
+        member_ranks = _rank(logits, y)
+        ranks = torch.cat([member_ranks, _rank(mean_probabilities, y)[None]])
+        confidence = torch.cat([probabilities.amax(-1), mean_probabilities.amax(-1)[None]])
+        right = member_ranks == 0  # [M, b]
+        answers = logits.argmax(-1)  # [M, b]
+        owner, owned = _owner(losses)
+
+        self.examples += len(y)
+        _add_counts(self._ranks, torch.arange(self.members + 1)[:, None], ranks)
+        self._losses += torch.cat([losses, mean_loss[None]]).sum(1)
+        self._bin(confidence, ranks == 0)
+        self._differ += (answers[:, None] != answers).sum(-1)
+        _add_counts(self._ownership, owner[owned], y[owned])
+        self._scores_right += int((_rank(_mean_members(logits), y) == 0).sum())
+        self._oracle_right += int(right.any(0).sum())
+        self._owner_right += int((right.gather(0, owner[None])[0] & owned).sum())
+
+    def _bin(self, confidence: Tensor, right: Tensor) -> None:
+        """Adds [M + 1, b] to the bins (0, 1/15], (1/15, 2/15], ...; a NaN stays in the first bin's sum."""
+        bins = ((confidence.nan_to_num(0) * BINS).ceil().long() - 1).clamp(0, BINS - 1)
+        self._confidence.scatter_add_(1, bins, confidence)
+        self._right.scatter_add_(1, bins, right.double())
+
+    def result(self) -> Result:
+        """The metrics of all examples so far."""
+        if self.examples == 0:
+            raise ValueError("no examples to measure")
+        top = self._percent(self._ranks.cumsum(1)[:, : min(self.members, self.classes)].double())
+        pairs = self._percent(self._differ.double())
+        num_pairs = max(self.members * (self.members - 1), 1)
+        return Result(
+            members=top[:-1, 0].tolist(),
+            single=top[:-1, 0].mean().item(),
+            ensemble_mean=top[-1, 0].item(),
+            ensemble_mean_scores=self._percent(self._scores_right),
+            oracle=self._percent(self._oracle_right),
+            oracle_by_loss=self._percent(self._owner_right),
+            top_m={"single": top[:-1].mean(0).tolist(), "ensemble_mean": top[-1].tolist()},
+            nll=_single_and_mean(self._losses / self.examples),
+            calibration_error=_single_and_mean(self._percent((self._right - self._confidence).abs().sum(1))),
+            disagreement=pairs.sum().item() / num_pairs,
+            disagreement_pairs=pairs.tolist(),
+            ownership=self._ownership.tolist(),
+            examples=self.examples,
+        )
+
+    def _percent(self, count: Any) -> Any:
+        return 100 * count / self.examples
+
+
+def compute(outputs: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Result:
+    """The metrics of logits [M, N, C] and labels [N]."""
+    outputs, y = torch.as_tensor(outputs), torch.as_tensor(y)
+    if outputs.dim() != 3 or y.shape != outputs.shape[1:2]:
+        shapes = f"{tuple(outputs.shape)} and {tuple(y.shape)}"
+        raise ValueError(f"outputs and labels are {shapes}, expected (M, N, C) and (N,)")
+    metrics = Metrics(outputs.shape[0], outputs.shape[2])
+    for rows, labels in zip(outputs.split(CHUNK, 1), y.split(CHUNK), strict=True):
+        metrics.update(rows, labels)
+    return metrics.result()
+
+
+def _rank(scores: Tensor, y: Tensor) -> Tensor:
+    """How many classes come before the true one: scores [..., b, C], labels [b] -> [..., b].
+
+    Of equal scores the lower index comes first. A true class whose score is NaN comes after everything, at
+    rank C, so that it is never right.
+    """
+    true = _of_class(scores, y)[..., None]
+    not_before = torch.arange(scores.shape[-1]) >= y[:, None]  # [b, C]
+    behind = (scores < true) | ((scores == true) & not_before)  # with itself, unless NaN
+    return scores.shape[-1] - behind.sum(-1)
+
+
+def _owner(losses: Tensor) -> tuple[Tensor, Tensor]:
+    """The first member with the lowest loss, and whether there is one: [M, b] -> [b], [b].
+
+    NaN never owns; an infinite loss does when nobody has a finite one.
+    """
+    finite_or_nan = losses.clamp(max=torch.finfo(losses.dtype).max)
+    owner = finite_or_nan.nan_to_num(nan=math.inf).argmin(0)
+    return owner, ~losses.isnan().all(0)
+
+
+def _of_class(scores: Tensor, y: Tensor) -> Tensor:
+    """The score of the labelled class: [..., b, C], [b] -> [..., b]."""
+    return scores[..., torch.arange(len(y)), y]
+
+
+def _mean_members(values: Tensor) -> Tensor:
+    """[M, ...] -> [...], added in member order: the same rounding, hence the same ties, for any shape."""
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total / len(values)
+
+
+def _add_counts(table: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """table[row, column] += 1 for each pair of the broadcast rows and columns."""
+    cells = (rows * table.shape[1] + columns).flatten()
+    table += torch.bincount(cells, minlength=table.numel()).view_as(table)
+
+
+def _single_and_mean(values: Tensor) -> dict[str, float]:
+    """[M + 1] -> the mean over the members, and the value of the ensemble mean."""
+    return {"single": values[:-1].mean().item(), "ensemble_mean": values[-1].item()}
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """The function of every number in nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map(function, item) for item in value]
+    return function(value)

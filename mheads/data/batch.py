@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads import seeds
+from mheads import seeds, values
 from mheads.data import Data, Split
 from mheads.data.sampling import stream
 from mheads.values import Value
@@ -44,6 +44,17 @@ class Batch:
             prior=None if self.prior is None else self.prior[:, start:stop],
             ties=None if self.ties is None else self.ties[:, start:stop],
         )
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        if device.type == "cpu":
+            return self
+
+        def move(value: Value) -> Value:
+            return None if value is None else values.map_leaves(lambda t: t.to(device, non_blocking=True), value)
+
+        parts = {name: move(getattr(self, name)) for name in ("inputs", "targets", "prior", "ties", "side")}
+        return replace(self, **parts)
 
     def network_inputs(self, dtype: torch.dtype) -> Value:
         return self.preprocess(self.inputs, dtype)

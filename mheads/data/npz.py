@@ -19,7 +19,7 @@ def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, tuple[str, ...]]:
     Arrays as `from_arrays` takes them. Optional: `classes`, an array of names.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             missing = [key for key in NEEDED if key not in file]
             if missing:
                 raise UserError(

@@ -1,0 +1,103 @@
+"""Figures, as matplotlib objects: nothing here touches pyplot's state or needs a display."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = "Blues"  # one hue from light to dark, which every kind of colour vision can order
+MANY_CLASSES = 30  # from here on cells are too narrow for a value, and ensembles stand one above the other
+DPI = 150
+
+
+def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: Sequence[str]) -> Figure:
+    """Who owns which class: the share of each class's examples that each member owns, in percent.
+
+    ownership: counts [M, C] of one ensemble, or several by title (their M may differ); classes: C names.
+    The column of a class without examples stays empty.
+    """
+    from matplotlib.figure import Figure
+
+    ensembles = ownership if isinstance(ownership, Mapping) else {"": ownership}
+    tables = {title: np.asarray(counts) for title, counts in ensembles.items()}
+    for title, counts in tables.items():
+        if counts.ndim != 2 or counts.shape[1] != len(classes):
+            raise ValueError(f"ownership {title!r} is {counts.shape}, expected (M, {len(classes)})")
+    many = len(classes) > MANY_CLASSES
+    cell_width, cell_height = (0.14, 0.3) if many else (0.36, 0.36)  # inches, as all sizes here
+    num_members = [len(counts) for counts in tables.values()]
+
+    label_height = max(len(name) for name in classes) * (0.06 if many else 0.05) + 0.6  # with the title
+    panel_width = len(classes) * cell_width + 0.7
+    if many:
+        size = (panel_width + 0.8, sum(num_members) * cell_height + len(tables) * label_height)
+        grid: dict[str, Any] = {"nrows": len(tables), "height_ratios": num_members}
+    else:
+        size = (len(tables) * panel_width + 0.8, max(num_members) * cell_height + label_height)
+        grid = {"ncols": len(tables)}
+
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    panels = figure.subplots(**grid, squeeze=False).ravel()
+    for panel, (title, counts) in zip(panels, tables.items(), strict=True):
+        shares = _shares(counts)
+        image = panel.imshow(shares, cmap=COLOURS, vmin=0, vmax=100, aspect="auto")
+        panel.set_title(title, fontsize=10)
+        _label(panel, len(counts), classes, many)
+        if not many:
+            _write_values(panel, shares)
+    bar = figure.colorbar(image, ax=list(panels), pad=0.01, aspect=15)
+    bar.set_label("owned by the member, %", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    bar.outline.set_visible(False)
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Writes the figure in the format of the path's suffix; an older file there stays whole until it is done."""
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        figure.savefig(partial, format=path.suffix[1:])
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _shares(counts: np.ndarray) -> np.ma.MaskedArray:
+    """Counts [M, C] -> percent of each column, masked where a column is empty."""
+    totals = counts.sum(0, keepdims=True)
+    shares = 100 * counts / np.maximum(totals, 1)
+    return np.ma.masked_where(np.broadcast_to(totals == 0, counts.shape), shares)
+
+
+def _label(panel: Axes, num_members: int, classes: Sequence[str], many: bool) -> None:
+    """Names of members and classes, and white lines between the cells."""
+    if many:
+        style: dict[str, Any] = {"fontsize": 6, "rotation": 90}
+    elif max(len(name) for name in classes) <= 4:
+        style = {"fontsize": 8}
+    else:
+        style = {"fontsize": 8, "rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    panel.set_xticks(range(len(classes)), classes, **style)
+    panel.set_yticks(range(num_members), [f"member {m}" for m in range(num_members)], fontsize=8)
+    panel.set_xticks(np.arange(len(classes) + 1) - 0.5, minor=True)
+    panel.set_yticks(np.arange(num_members + 1) - 0.5, minor=True)
+    panel.grid(which="minor", color="white", linewidth=0.4 if many else 1.2)
+    panel.tick_params(which="both", length=0)
+    panel.spines[:].set_visible(False)
+
+
+def _write_values(panel: Axes, shares: np.ma.MaskedArray) -> None:
+    """Each share as a whole number in its cell: light on dark, and pale where it is nothing."""
+    for member, column in zip(*np.nonzero(~np.ma.getmaskarray(shares)), strict=True):
+        share = round(shares[member, column])
+        colour = "white" if share > 55 else "black" if share > 0 else "0.6"
+        panel.text(column, member, str(share), ha="center", va="center", fontsize=7, color=colour)

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from mheads.report.figures import ownership_figure, save
+
+DIGITS = [str(digit) for digit in range(10)]
+
+
+def counts(members: int, classes: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(1, 100, size=(members, classes))
+
+
+def panels(figure):
+    """The heat maps, without the colour bar."""
+    return [axes for axes in figure.axes if axes.images]
+
+
+def texts(panel) -> list[str]:
+    return [text.get_text() for text in panel.texts]
+
+
+def test_each_class_is_shared_out_to_a_hundred_percent():
+    table = counts(4, 10)
+    (panel,) = panels(ownership_figure(table, DIGITS))
+    shown = panel.images[0].get_array()
+    np.testing.assert_allclose(shown.sum(0), 100)
+    np.testing.assert_allclose(shown, 100 * table / table.sum(0))
+
+
+def test_values_stand_in_their_cells():
+    (panel,) = panels(ownership_figure(np.array([[3, 0], [1, 5]]), ["cat", "dog"]))
+    values = {text.get_position(): text.get_text() for text in panel.texts}
+    assert values == {(0, 0): "75", (1, 0): "0", (0, 1): "25", (1, 1): "100"}
+
+
+def test_labels_name_members_and_classes():
+    (panel,) = panels(ownership_figure(counts(2, 3), ["cat", "dog", "automobile"]))
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["cat", "dog", "automobile"]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["member 0", "member 1"]
+
+
+def test_several_ensembles_stand_side_by_side_with_one_colour_bar():
+    figure = ownership_figure({"independent": counts(4, 10), "MCL": counts(3, 10)}, DIGITS)
+    assert [panel.get_title() for panel in panels(figure)] == ["independent", "MCL"]
+    assert len(figure.axes) == 3
+    first, second = (panel.get_subplotspec() for panel in panels(figure))
+    assert first.rowspan == second.rowspan
+
+
+def test_a_hundred_classes_stand_one_above_the_other_without_values():
+    names = [f"class {c}" for c in range(100)]
+    figure = ownership_figure({"independent": counts(4, 100), "MCL": counts(4, 100)}, names)
+    first, second = (panel.get_subplotspec() for panel in panels(figure))
+    assert first.colspan == second.colspan
+    assert [texts(panel) for panel in panels(figure)] == [[], []]
+
+
+def test_labels_of_a_hundred_classes_do_not_overlap():
+    figure = ownership_figure(counts(4, 100), [f"class {c}" for c in range(100)])
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in panels(figure)[0].get_xticklabels()]
+    assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
+
+
+def test_a_class_without_examples_stays_empty():
+    (panel,) = panels(ownership_figure(np.array([[0, 2], [0, 2]]), ["cat", "dog"]))
+    assert panel.images[0].get_array().mask.tolist() == [[True, False], [True, False]]
+    assert texts(panel) == ["50", "50"]
+
+
+def test_another_number_of_classes_is_refused():
+    with pytest.raises(ValueError, match=r"ownership 'MCL' is \(4, 10\), expected \(M, 2\)"):
+        ownership_figure({"MCL": counts(4, 10)}, ["cat", "dog"])
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_save_replaces_the_file_and_leaves_no_other(tmp_path, suffix):
+    path = tmp_path / f"ownership.{suffix}"
+    path.write_text("old")
+    save(ownership_figure(counts(3, 10), DIGITS), path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() != b"old"
+    if suffix == "png":
+        assert imread(path).std() > 0.05
+
+
+def test_a_failed_save_keeps_the_old_file(tmp_path):
+    class Unwritable:
+        def savefig(self, path, format):
+            path.write_text("half")
+            raise OSError("disk full")
+
+    path = tmp_path / "ownership.png"
+    path.write_text("old")
+    with pytest.raises(OSError, match="disk full"):
+        save(Unwritable(), path)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_pyplot_is_never_loaded():
+    code = (
+        "import sys, numpy, mheads.report.figures as f; assert 'matplotlib' not in sys.modules;"
+        "f.ownership_figure(numpy.ones((2, 2)), ['cat', 'dog']); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

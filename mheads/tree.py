@@ -96,7 +96,8 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
         while stop < len(layers) and not layers[stop].has_parameters and not layers[stop].is_dropout:
             stop += 1
         if not any(layer.has_parameters for layer in layers[stop:]):
-            raise UserError(f"split {name!r} leaves no layer with parameters to the members; use one of {splittable[:-1]}")
+            usable = ", ".join(splittable[:-1])
+            raise UserError(f"split {name!r} leaves no layer with parameters to the members; use one of {usable}")
         return stop
 
     def children_of(spec: Spec) -> list[Spec]:
@@ -210,6 +211,7 @@ class TreeNet(nn.Module):
             if members is None:
                 raise UserError(f"split={spec!r} needs the number of members")
             spec = {spec: members}
+        self.spec = spec
 
         def draw(member: int) -> nn.Module:
             # The factories of torch draw from the global generator: seed it for this network alone.
@@ -219,6 +221,10 @@ class TreeNet(nn.Module):
 
         first = draw(0)
         self.network_name = getattr(network_factory, "__name__", type(first).__name__)
+        # A lambda or a local function can only be named, not imported again: mheads.load then asks for it.
+        qualified = getattr(network_factory, "__qualname__", self.network_name)
+        module = getattr(network_factory, "__module__", "__main__") if "<" not in qualified else "__main__"
+        self.network_path = f"{module}:{qualified}"
         self.tree = parse(spec, describe(first), members, self.network_name)
         # A module that is no plain Sequential may do more in its forward than call its children: see probe().
         object.__setattr__(self, "_reference", None if isinstance(first, nn.Sequential) else draw)
@@ -231,7 +237,7 @@ class TreeNet(nn.Module):
                     stages[node.name] = Stage(layers)
         self.stages = nn.ModuleDict({name: stages[name] for name in self.tree.nodes})
         if sum(p.numel() for s in stages.values() for p in s.parameters()) != self.num_parameters():
-            raise UserError(f"layers of {self.network_name} on both sides of a split share a parameter: split elsewhere")
+            raise UserError(f"layers of {self.network_name} on both sides of a split share a parameter")
         for parameter in self.parameters():
             parameter.data = canonical(parameter.data)
 
@@ -271,7 +277,8 @@ class TreeNet(nn.Module):
             for key, tensor in self.stage(name).state_dict().items():
                 if key not in donor or donor[key].shape != tensor.shape:
                     got = tuple(donor[key].shape) if key in donor else "nothing"
-                    raise UserError(f"cannot start from those weights: {key} is {tuple(tensor.shape)} here, {got} there")
+                    here = tuple(tensor.shape)
+                    raise UserError(f"cannot start from those weights: {key} is {here} here, {got} there")
                 tensor.copy_(donor[key])
 
     def has_dropout(self) -> bool:
@@ -356,7 +363,7 @@ def describe(network: nn.Module) -> list[Layer]:
         Layer(name, any(True for _ in child.parameters()), is_dropout(child)) for name, child in children(network)
     ]
     if not layers:
-        raise UserError(f"{type(network).__name__} has no children to make a tree of; return an nn.Sequential, for example")
+        raise UserError(f"{type(network).__name__} has no children to make a tree of; return an nn.Sequential, say")
     return layers
 
 

@@ -25,7 +25,7 @@ def prob_averaged(stable: bool = True) -> Loss:
     `stable=False` is the direct form, which underflows: a member sure of a wrong class gets no gradient, and where all
     are the loss is clamped at -log 1e-20 as Caffe does.
     """
-    return Loss("prob_averaged", partial(_prob_averaged, stable=stable), averaged=True)
+    return Loss("prob_averaged", partial(_prob_averaged, stable=stable), averaged=True, options={"stable": stable})
 
 
 def _score_averaged(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None) -> LossValue:
@@ -33,9 +33,7 @@ def _score_averaged(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tens
     return _value(F.cross_entropy(outputs.mean(0), y, reduction="sum"), outputs, y)
 
 
-def _prob_averaged(
-    outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, stable: bool
-) -> LossValue:
+def _prob_averaged(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, stable: bool) -> LossValue:
     _refuse(prior)
     if stable:
         total = (torch.logsumexp(-cross_entropies(outputs, y), 0) - math.log(len(outputs))).neg().sum()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ class Loss:
     `separable`: the loss of a member does not depend on the outputs of the others, so each member's forward and
     backward can run back to back. `sparse`: a member may learn nothing from an example (its assignment is 0), and
     then costs no backward for it. `averaged`: the members' outputs are averaged before the loss, which divides their
-    gradients by M and gives priors on examples no meaning.
+    gradients by M and gives priors on examples no meaning. `options` are those that it was made with.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Loss:
     separable: bool = False
     sparse: bool = False
     averaged: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(
         self, outputs: Tensor, y: Tensor, prior: Tensor | None = None, ties: Tensor | None = None

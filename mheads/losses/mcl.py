@@ -22,7 +22,8 @@ def mcl(k: int = 1, ce_weight: float = 0.0) -> Loss:
         raise UserError(f"loss.k must be at least 1, not {k}")
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
-    return Loss("mcl", partial(_mcl, k=k, ce_weight=ce_weight), sparse=ce_weight == 0)
+    options = {"k": k, "ce_weight": ce_weight}
+    return Loss("mcl", partial(_mcl, **options), sparse=ce_weight == 0, options=options)
 
 
 def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | None = None) -> Tensor:
@@ -38,15 +39,13 @@ def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | N
         losses = losses.masked_fill(prior == 0, torch.inf)
     if ties is None:
         ties = torch.rand(losses.shape, device=losses.device)
-    by_key = ties.argsort(0, stable=True)
-    by_loss = losses.gather(0, by_key).argsort(0, stable=True)
+    by_key = ties.argsort(dim=0, stable=True)
+    by_loss = losses.gather(0, by_key).argsort(dim=0, stable=True)
     chosen = torch.zeros_like(losses).scatter_(0, by_key.gather(0, by_loss)[:k], 1.0)
     return chosen if prior is None else chosen * (prior > 0)
 
 
-def _mcl(
-    outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, k: int, ce_weight: float
-) -> LossValue:
+def _mcl(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, k: int, ce_weight: float) -> LossValue:
     losses = cross_entropies(outputs, y)
     fixed = losses.detach()
     assignment = (assign(fixed, k, prior, ties) + ce_weight) * ones_or(prior, fixed)

@@ -60,7 +60,5 @@ def resolve(name: str) -> Callable[..., nn.Module]:
     factory = getattr(module, attribute)
     if not callable(factory):
         kind = type(factory).__name__
-        raise UserError(
-            f"model {name!r}: {attribute} is of type {kind}, not a function that returns a network"
-        )
+        raise UserError(f"model {name!r}: {attribute} is of type {kind}, not a function that returns a network")
     return factory

@@ -1,0 +1,45 @@
+"""Train diverse ensembles of deep networks.
+
+    net = mheads.TreeNet(my_factory, members=4, split="layer2")
+    run = mheads.fit(net, mheads.losses.mcl(k=1), train=(x, y), test=(xt, yt), iterations=1000)
+    run.result.oracle
+
+Names are imported when they are first used, so that `mheads --help` need not wait for torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from mheads import losses
+    from mheads.api import Run, evaluate, fit, load
+    from mheads.errors import UserError
+    from mheads.models.layers import Dropout
+    from mheads.tree import TreeNet
+
+__all__ = ["Dropout", "Run", "TreeNet", "UserError", "__version__", "evaluate", "fit", "load", "losses"]
+
+_HOMES = {
+    "Dropout": "mheads.models.layers",
+    "Run": "mheads.api",
+    "TreeNet": "mheads.tree",
+    "UserError": "mheads.errors",
+    "evaluate": "mheads.api",
+    "fit": "mheads.api",
+    "load": "mheads.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "losses":
+        return importlib.import_module("mheads.losses")
+    raise AttributeError(f"module 'mheads' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,6 @@
+"""`python -m mheads` is the command line."""
+
+from mheads.cli import main
+
+if __name__ == "__main__":
+    main()

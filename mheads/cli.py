@@ -1,0 +1,173 @@
+"""The command line: parse, build, call; no logic. Torch is imported only by the commands that need it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from mheads.errors import UserError
+
+app = typer.Typer(
+    name="mheads",
+    help="Train diverse ensembles of deep networks: TreeNets, ensemble-aware losses, Multiple Choice Learning.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Fetch, verify and list datasets.", no_args_is_help=True)
+app.add_typer(data_app, name="data", rich_help_panel="Start here")
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+Recipe = Annotated[str, typer.Argument(help="A recipe's name (digits, cifar10_quick, ...) or the path of a YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, dotted: loss.k=2.")
+]
+RunPath = Annotated[Path, typer.Argument(help="A run folder.")]
+
+
+@app.command(rich_help_panel="Start here")
+def demo(
+    run: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demo"),
+) -> None:
+    """Four ways to use four networks on real digits: a table and a picture in about a minute, no network.
+
+    Example: mheads demo
+    """
+    from mheads.demo import run_demo
+
+    run_demo(run, console)
+
+
+@app.command(rich_help_panel="Train and look")
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    run: Annotated[Path | None, typer.Option(help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
+    force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Train; the same command again resumes, or says that the run is finished.
+
+    Example: mheads train cifar10_quick loss.name=mcl loss.k=1 --run runs/mcl
+    """
+    from mheads import config as configs
+
+    config = configs.load(recipe, overrides or [])
+    from mheads import experiment, runs
+    from mheads.progress import Silent, Terminal
+    from mheads.train import train as train_run
+
+    folder = runs.RunFolder(run or Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
+    if force and folder.path.exists():
+        folder = folder.beside()
+    built = experiment.build(config)
+    console.print(f"run folder {folder.path}")
+    show_result(train_run(built, folder, Silent() if quiet else Terminal(console)))
+
+
+@app.command(name="eval", rich_help_panel="Train and look")
+def evaluate(
+    run: RunPath,
+    outputs: Annotated[
+        Path | None, typer.Option(help="Also save outputs [M, N, C] and labels [N] to this .npz file.")
+    ] = None,
+) -> None:
+    """The metrics of a finished run on its test set.
+
+    Example: mheads eval runs/mcl --outputs outputs.npz
+    """
+    from mheads.evaluation import evaluate_run
+    from mheads.progress import Terminal
+
+    show_result(evaluate_run(run, outputs, Terminal(console)))
+
+
+@app.command(rich_help_panel="Train and look")
+def predict(
+    run: RunPath,
+    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    resize: Annotated[bool, typer.Option(help="Scale images of another size to the one trained on.")] = False,
+) -> None:
+    """Every member's answer to an image, the ensemble's, and how far they agree.
+
+    Example: mheads predict runs/mcl cat.png
+    """
+    from mheads.evaluation import predict_images
+
+    for table in predict_images(run, images, resize):
+        console.print(table)
+
+
+@app.command(rich_help_panel="Train and look")
+def tree(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Draw the tree of a recipe: which layers are shared by which members, and what that saves.
+
+    Example: mheads tree cifar10_quick split=conv2
+    """
+    from mheads import config as configs
+
+    config = configs.load(recipe, overrides or [])
+    from mheads.report.tree import draw
+
+    console.print(draw(config))
+
+
+@data_app.command("get")
+def data_get(
+    name: Annotated[str, typer.Argument(help="cifar10 or cifar100.")],
+    force: Annotated[bool, typer.Option(help="Fetch again even if it is there.")] = False,
+) -> None:
+    """Fetch a dataset, verify it, and keep it in the cache.
+
+    Example: mheads data get cifar10
+    """
+    from mheads import data
+    from mheads.progress import fetching
+
+    with fetching(console, name) as progress:
+        path = data.get(name, progress=progress, force=force)
+    console.print(f"{name} is in {path}")
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """The datasets, and which are here."""
+    from mheads.evaluation import dataset_table
+
+    console.print(dataset_table())
+
+
+def show_result(result: dict[str, Any]) -> None:
+    from mheads.report.tables import result_table
+
+    console.print(result_table(result))
+
+
+def main() -> None:
+    """The console script: a user's mistake is a message and exit code 2, a signal its own code."""
+    try:
+        app()
+    except UserError as error:
+        errors.print(f"[red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        code = getattr(error, "exit_code", None)  # Interrupted: saved and stopped by a signal
+        if code is None:
+            raise
+        errors.print(f"stopped by {error}; saved. The same command goes on from here.")
+        sys.exit(code)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

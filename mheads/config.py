@@ -1,0 +1,266 @@
+"""The experiment file: typed, validated, one message per mistake.
+
+config = load("cifar10_quick", ["loss.name=mcl", "loss.k=1"])
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from mheads.errors import UserError
+
+
+def _option(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
+def _named(value: Any) -> Any:
+    """`bagging` is short for `{name: bagging}`."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class Sampling(_Section):
+    name: Literal["full", "bagging", "subset", "specialists"] = _option("full", "who learns from which examples")
+    fraction: float = _option(0.63, "subset: the share of the examples that a member sees", gt=0, le=1)
+    groups: Literal["random"] | list[list[int]] = _option(
+        "random", "specialists: the classes of each member, or random for an even split by the seed"
+    )
+
+
+LOSS_NAMES = ("independent", "score_averaged", "prob_averaged", "mcl")
+
+
+def _loss_name(name: str) -> str:
+    if name not in LOSS_NAMES and ":" not in name:
+        raise ValueError(f"a loss is one of {', '.join(LOSS_NAMES)}, or package.module:factory of your own")
+    return name
+
+
+class LossOptions(_Section):
+    name: Annotated[str, AfterValidator(_loss_name)] = _option(
+        "independent", "independent, score_averaged, prob_averaged, mcl, or package.module:factory of your own"
+    )
+    args: dict[str, Any] = _option({}, "arguments of the factory of your own loss")
+    k: int = _option(1, "mcl: how many members learn from each example", ge=1)
+    ce_weight: float = _option(0.0, "mcl: weight of the cross-entropy of all members mixed in", ge=0)
+    stable: bool = _option(True, "prob_averaged: in log space; false is the direct, unstable form")
+    scale_rate: bool = _option(True, "averaged losses: multiply the rate by the number of members")
+
+
+class DataOptions(_Section):
+    name: str = _option("digits", "digits, cifar10, cifar100, folder or npz")
+    root: Path | None = _option(None, "where a fetched set lies, if not in the cache")
+    path: Path | None = _option(None, "folder, npz: the folder or file")
+    validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
+    normalize: Literal["none", "mean_image", "mean_std"] = _option("none", "what is subtracted and divided by")
+    scale: float = _option(1.0, "pixels are multiplied by this", gt=0)
+    pad: int = _option(0, "training: pad by n pixels and crop back at random", ge=0)
+    mirror: bool = _option(False, "training: mirror at random")
+    resize: int = _option(256, "folder: length of the shorter side after resizing", ge=1)
+    crop: int | None = _option(None, "folder: side of the crop that the network sees", ge=1)
+    limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
+
+
+class EngineOptions(_Section):
+    workers: Literal["auto"] | Annotated[int, Field(ge=1)] = _option("auto", "threads; never changes a result")
+    micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = _option("auto", "parts that a batch is cut into")
+
+
+class ScheduleOptions(_Section):
+    name: Literal["constant", "step", "multistep", "cosine", "plateau"] = _option("constant", "how the rate falls")
+    every: int = _option(1000, "step: multiply by gamma every n iterations", ge=1)
+    at: list[int] = _option([], "multistep: multiply by gamma at these iterations")
+    gamma: float = _option(0.1, "step, multistep, plateau: the factor", gt=0)
+    window: int = _option(20000, "plateau: compare the mean loss of the last n iterations with the n before", ge=1)
+    threshold: float = _option(0.01, "plateau: the relative drop that counts as progress", ge=0, lt=1)
+    warmup: int = _option(0, "rise linearly over the first n iterations", ge=0)
+
+
+class OptimOptions(_Section):
+    name: Literal["sgd", "adamw"] = _option("sgd", "the optimizer")
+    lr: float = _option(0.01, "the first rate", gt=0)
+    momentum: float = _option(0.9, "sgd: momentum", ge=0, lt=1)
+    nesterov: bool = _option(False, "sgd: Nesterov's form")
+    caffe_momentum: bool = _option(False, "sgd: the rate inside the momentum, as in Caffe")
+    weight_decay: float = _option(0.0, "weight decay", ge=0)
+    batch_size: int = _option(100, "examples a batch", ge=1)
+    accumulate: int = _option(1, "batches a step: gradients are averaged over them", ge=1)
+    iterations: int = _option(500, "steps", ge=1)
+    schedule: Annotated[ScheduleOptions, BeforeValidator(_named)] = _option(ScheduleOptions(), "how the rate falls")
+
+
+class LogOptions(_Section):
+    every: int = _option(50, "iterations between lines of metrics.jsonl", ge=1)
+    evaluate_every: int = _option(500, "iterations between evaluations on the test set; 0: only at the end", ge=0)
+    checkpoint_every: int = _option(500, "iterations between checkpoints; 0: only at the end", ge=0)
+    keep: int = _option(2, "how many of the newest checkpoints are kept", ge=1)
+
+
+class Config(_Section):
+    """One experiment."""
+
+    model: str = _option("digits", "a network's name, or package.module:factory of your own")
+    model_args: dict[str, Any] = _option({}, "arguments of the network's factory")
+    members: int = _option(4, "how many members", ge=1)
+    split: str | int | list[Any] | dict[str, Any] | None = _option(
+        None, "the last shared layer, or a tree such as {conv1: [{conv2: 2}, 2]}; none: independent members"
+    )
+    init: str = _option("random", "random, same, or the folder of a finished run to start from")
+    sampling: Annotated[Sampling, BeforeValidator(_named)] = _option(Sampling(), "who learns from which examples")
+    loss: Annotated[LossOptions, BeforeValidator(_named)] = _option(LossOptions(), "the loss")
+    pretrain: int = _option(0, "iterations of independent cross-entropy before the loss takes over", ge=0)
+    data: Annotated[DataOptions, BeforeValidator(_named)] = _option(DataOptions(), "the data")
+    engine: EngineOptions = _option(EngineOptions(), "how the work is cut and spread")
+    optim: OptimOptions = _option(OptimOptions(), "optimizer and schedule")
+    log: LogOptions = _option(LogOptions(), "logging, evaluation, checkpoints")
+    device: str = _option("auto", "auto, cpu, cuda or cuda:N")
+    seed: int = _option(0, "everything random follows from it", ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.loss.name == "mcl" and self.loss.k > self.members:
+            raise ValueError(
+                f"loss.k is {self.loss.k}, but there are only {self.members} members: k goes from 1 to {self.members}"
+            )
+        if self.loss.name.endswith("averaged") and self.sampling.name != "full":
+            raise ValueError(
+                f"sampling is {self.sampling.name}, but with {self.loss.name} all members learn from an example "
+                "together: use sampling=full, or another loss"
+            )
+        groups = self.sampling.groups
+        if self.sampling.name == "specialists" and isinstance(groups, list) and len(groups) != self.members:
+            raise ValueError(f"sampling.groups has {len(groups)} groups for {self.members} members: give one each")
+        return self
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def digest(self) -> str:
+        """A short name for everything that decides the result, apart from how long it is trained."""
+        text = json.dumps({k: v for k, v in flatten(self).items() if not is_free(k)}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def is_free(key: str) -> bool:
+    """Whether this key may differ when a run is resumed: it decides no bit of the steps already done."""
+    return key in ("optim.iterations", "engine.workers") or key.startswith("log.")
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted keys and JSON values."""
+
+    def walk(prefix: str, value: Any, model: BaseModel | None) -> dict[str, Any]:
+        if model is None:
+            return {prefix: value}
+        flat: dict[str, Any] = {}
+        for name in type(model).model_fields:
+            child = getattr(model, name)
+            section = child if isinstance(child, BaseModel) else None
+            flat |= walk(f"{prefix}.{name}" if prefix else name, value[name], section)
+        return flat
+
+    return walk("", config.model_dump(mode="json"), config)
+
+
+def known_keys() -> list[str]:
+    return list(flatten(Config()))
+
+
+def recipes() -> list[str]:
+    folder = resources.files("mheads.recipes")
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
+    if recipe in recipes():
+        text = (resources.files("mheads.recipes") / f"{recipe}.yaml").read_text()
+    elif Path(recipe).is_file():
+        text = Path(recipe).read_text()
+    else:
+        near = difflib.get_close_matches(recipe, recipes(), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"no recipe {recipe!r}{hint} Recipes: {', '.join(recipes())}; or give the path of a YAML file")
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{recipe} is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{recipe} must hold a mapping of config keys, not {type(tree).__name__}")
+    for override in overrides:
+        _override(tree, override)
+    return validate(tree, recipe)
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"{override!r} is not key=value, for example loss.k=2")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"the value of {override!r} is not valid YAML: {error}") from error
+    if isinstance(value, str):
+        value = _number(value)
+    *sections, last = key.split(".")
+    for section in sections:
+        child = tree.get(section)
+        if isinstance(child, str):
+            child = _named(child)  # `loss: mcl` in the file, `loss.k=2` on the command line
+        tree[section] = tree = dict(child) if isinstance(child, dict) else {}
+    tree[last] = value
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads 1e-3 as a string."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def validate(tree: dict[str, Any], source: str = "the config") -> Config:
+    try:
+        return Config.model_validate(_floats(tree))
+    except ValidationError as error:
+        raise UserError("\n".join(f"{source}: {_explain(problem)}" for problem in error.errors())) from None
+
+
+def _floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _floats(v) for k, v in value.items()}
+    if isinstance(value, str) and value[:1].isdigit():
+        return _number(value) if "e" in value.lower() else value
+    return value
+
+
+def _explain(problem: Any) -> str:
+    where = [str(part) for part in problem["loc"]]
+    known = known_keys()
+    # Pydantic appends the branch of a union that it tried: keep what is a key.
+    while len(where) > 1 and ".".join(where) not in known and problem["type"] != "extra_forbidden":
+        where.pop()
+    key = ".".join(where)
+    if problem["type"] == "extra_forbidden":
+        sections = sorted({k.rsplit(".", 1)[0] for k in known if "." in k})
+        near = difflib.get_close_matches(key, [*known, *sections], 1, 0.4)
+        by_last = [k for k in known if k.rsplit(".", 1)[-1] == where[-1]]
+        best = by_last[:1] or near
+        return f"unknown key {key!r}" + (f"; did you mean {best[0]!r}?" if best else "")
+    message = problem["msg"].removeprefix("Value error, ")
+    if not key:
+        return message
+    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"

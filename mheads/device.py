@@ -1,0 +1,25 @@
+"""Everything that depends on the device is here; a GPU is untested so far."""
+
+from __future__ import annotations
+
+import torch
+
+from mheads.errors import UserError
+
+
+def resolve(name: str) -> torch.device:
+    """`auto` is a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device = {name!r}: give auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device = {name!r}, but torch sees no GPU here; use device=cpu or auto")
+    return device
+
+
+def default_workers(device: torch.device, cores: int) -> int:
+    """One thread a core; a GPU is fed by one."""
+    return cores if device.type == "cpu" else 1

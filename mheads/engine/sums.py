@@ -1,0 +1,51 @@
+"""Sums whose bits do not depend on who finishes first."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+Gradients = list[Tensor | None]
+
+
+class PairwiseSum:
+    """The sum of n lists of tensors, given in any order from any thread, added in one fixed pairwise tree.
+
+    Level by level, entries 2j and 2j+1 are added into entry j of the next level; an odd last one moves up alone. Two
+    entries are added as soon as both are there, so no more than log2(n) of them wait when they come in order. None
+    stands for zero.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.sizes = [n]
+        while self.sizes[-1] > 1:
+            self.sizes.append((self.sizes[-1] + 1) // 2)
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[int, int], Gradients] = {}
+        self.result: Gradients | None = None
+
+    def add(self, index: int, terms: Gradients) -> None:
+        """Takes over entry `index`; its tensors may be changed from now on."""
+        for level, size in enumerate(self.sizes):
+            if size == 1:
+                self.result = terms
+                return
+            sibling = index ^ 1
+            if sibling < size:
+                with self._lock:
+                    other = self._waiting.pop((level, sibling), None)
+                    if other is None:
+                        self._waiting[level, index] = terms
+                        return
+                terms = _add(terms, other) if index < sibling else _add(other, terms)
+            index //= 2
+
+
+@torch.no_grad()
+def _add(left: Gradients, right: Gradients) -> Gradients:
+    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
+    if pairs:
+        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+    return [b if a is None else a for a, b in zip(left, right, strict=True)]

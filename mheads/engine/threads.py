@@ -1,0 +1,152 @@
+"""The engine of one process: worker threads that take tasks from one queue, one intra-op thread each."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mheads.data.batch import Batch
+from mheads.engine.sums import Gradients
+from mheads.engine.tasks import ForwardPass, Spawn, StepReport, TrainingStep
+from mheads.errors import UserError
+from mheads.losses import Loss
+from mheads.tree import TreeNet
+from mheads.values import Value
+
+
+class Workers:
+    """Threads that run tasks, the lowest priority tuple first."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._condition = threading.Condition()
+        self._queue: list[tuple[tuple[int, ...], int, Callable[..., None], tuple[object, ...]]] = []
+        self._numbers = itertools.count()
+        self._unfinished = 0
+        self._error: BaseException | None = None
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"mheads-worker-{i}", daemon=True) for i in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def spawn(self, priority: tuple[int, ...], function: Callable[..., None], *args: object) -> None:
+        with self._condition:
+            self._unfinished += 1
+            heapq.heappush(self._queue, (priority, next(self._numbers), function, args))
+            self._condition.notify_all()
+
+    def wait(self) -> None:
+        """Until no task is queued or running; raises what a task raised."""
+        with self._condition:
+            while self._unfinished:
+                self._condition.wait()
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        # Acts on this thread alone. One intra-op thread each: gradients differ in their bits between one and two.
+        torch.set_num_threads(1)
+        while True:
+            with self._condition:
+                while not self._queue and not self._closed:
+                    self._condition.wait()
+                if self._closed:
+                    return
+                _, _, function, args = heapq.heappop(self._queue)
+            try:
+                function(*args)
+            except BaseException as error:
+                with self._condition:
+                    self._error = self._error or error
+                    # What is queued depends on what failed.
+                    self._unfinished -= len(self._queue)
+                    self._queue.clear()
+            del function, args
+            with self._condition:
+                self._unfinished -= 1
+                if not self._unfinished:
+                    self._condition.notify_all()
+
+
+class ThreadsEngine:
+    """Runs a tree's training steps and evaluations on the cores of this machine."""
+
+    def __init__(self, net: TreeNet, workers: int, micro_batches: int, seed: int) -> None:
+        refused = net.batch_statistics_layers()
+        if refused and micro_batches > 1:
+            raise UserError(
+                f"engine.micro_batches is {micro_batches}, but {refused[0]} needs the statistics of the whole batch; "
+                "use engine.micro_batches=1 or auto, or a normalisation without batch statistics (GroupNorm)"
+            )
+        self.net = net
+        self.micro_batches = micro_batches
+        self.seed = seed
+        self.workers = Workers(workers)
+        self._gradients: dict[str, Gradients] = {}
+
+    def step(self, step: int, batch: Batch, loss: Loss, accumulate: int = 1) -> StepReport:
+        """Computes the gradients of one step on all its examples; `update` then uses them."""
+        self.net.train()
+        parts = min(self.micro_batches * accumulate, len(batch))
+        task = TrainingStep(self.net, loss, batch, parts, (self.seed, step), self.workers.spawn)
+        task.start()
+        self.workers.wait()
+        self._gradients = dict(task.gradients())
+        return task.report()
+
+    def update(self, update_stage: Callable[[str, Gradients], None]) -> None:
+        """Applies the last step's gradients: one task a stage, since stages have no parameter in common."""
+        for i, (name, gradients) in enumerate(self._gradients.items()):
+            self.workers.spawn((i,), update_stage, name, gradients)
+        self._gradients = {}
+        self.workers.wait()
+
+    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Tensor, Value]]:
+        """Outputs [M, b, C] and targets of each batch in order, without dropout."""
+        self.net.eval()
+        ahead = 4 * self.workers.count  # enough to keep the workers busy, few enough to fit in memory
+        for start in range(0, len(readers), ahead):
+            passes = [ForwardPass(self.net, r, i, self._spawn) for i, r in enumerate(readers[start : start + ahead])]
+            for one in passes:
+                one.start()
+            self.workers.wait()
+            for one in passes:
+                yield one.outputs, one.targets
+
+    @property
+    def _spawn(self) -> Spawn:
+        return self.workers.spawn
+
+    def close(self) -> None:
+        self.workers.close()
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def auto_micro_batches(batch_size: int, net: TreeNet) -> int:
+    """How many micro-batches a batch is cut into: a pure rule on sizes, never on the machine.
+
+    About 64 rows keep the working set in cache and the matrix products efficient; an even number lets two cores
+    share a single model evenly. Batch statistics need the whole batch.
+    """
+    if net.batch_statistics_layers():
+        return 1
+    return max(1, 2 * round(batch_size / 128)) if batch_size >= 32 else 1

@@ -1,0 +1,144 @@
+"""Optimizers and schedules: one torch optimizer a stage, all at one rate that the schedule gives."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mheads.config import OptimOptions, ScheduleOptions
+from mheads.engine.sums import Gradients
+from mheads.engine.tape import trainable
+from mheads.tree import TreeNet
+
+
+class Optimizer:
+    """Updates stages, each by itself: an engine may do so in any order and place."""
+
+    def __init__(self, net: TreeNet, options: OptimOptions) -> None:
+        self.options = options
+        self.rate = 0.0
+        self.stages = {name: _optimizer(stage, options) for name, stage in net.stages.items()}
+        self.parameters = {name: trainable(stage) for name, stage in net.stages.items()}
+        self.names = {id(p): name for name, p in net.named_parameters()}
+
+    def set_rate(self, rate: float) -> None:
+        """The rate of the next update, times each layer's own multiplier."""
+        for optimizer in self.stages.values():
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["lr_mult"]
+            if self.options.caffe_momentum and self.rate not in (0.0, rate):
+                # Caffe's momentum remembers steps, rate included; torch's remembers gradients. They part only here.
+                for state in optimizer.state.values():
+                    state["momentum_buffer"].mul_(self.rate / rate)
+        self.rate = rate
+
+    def update(self, stage: str, gradients: Gradients) -> None:
+        """One step of a stage. A member that learned nothing still decays and keeps its momentum."""
+        for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+        self.stages[stage].step()
+        for parameter in self.parameters[stage]:
+            parameter.grad = None
+
+    def forget(self) -> None:
+        """Momentum zero, as at the start."""
+        for optimizer in self.stages.values():
+            optimizer.state.clear()
+
+    def state(self) -> dict[str, Tensor]:
+        """`parameter name:what` -> tensor, the same names for any tree of processes."""
+        return {
+            f"{self.names[id(parameter)]}:{what}": tensor
+            for optimizer in self.stages.values()
+            for parameter, state in optimizer.state.items()
+            for what, tensor in state.items()
+            if isinstance(tensor, Tensor)
+        }
+
+    def load_state(self, tensors: dict[str, Tensor], rate: float) -> None:
+        found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for key, tensor in tensors.items():
+            name, _, what = key.rpartition(":")
+            found[name][what] = tensor
+        for optimizer in self.stages.values():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    for what, tensor in found[self.names[id(parameter)]].items():
+                        fits = tensor.shape == parameter.shape
+                        # Copied into the parameter's own strides: strides decide bits.
+                        optimizer.state[parameter][what] = (
+                            torch.empty_like(parameter).copy_(tensor) if fits else tensor.clone()
+                        )
+        self.rate = rate
+
+
+def _optimizer(stage: nn.Module, options: OptimOptions) -> torch.optim.Optimizer:
+    groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
+    for module in stage.modules():
+        multipliers = getattr(module, "multipliers", {})
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                groups[multipliers.get(name, (1.0, 1.0))].append(parameter)
+    parameters: list[dict[str, Any]] = [
+        {"params": params, "lr_mult": lr, "weight_decay": options.weight_decay * decay}
+        for (lr, decay), params in groups.items()
+    ]
+    if not parameters:  # a stage whose layers are all frozen
+        parameters = [{"params": [torch.zeros(1)], "lr_mult": 1.0, "weight_decay": 0.0}]
+    if options.name == "adamw":
+        return torch.optim.AdamW(parameters, lr=options.lr, fused=True)
+    return torch.optim.SGD(parameters, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
+
+
+class Schedule:
+    """The rate of each iteration; only the plateau rule remembers anything."""
+
+    def __init__(self, options: ScheduleOptions, lr: float, iterations: int) -> None:
+        self.options = options
+        self.lr = lr
+        self.iterations = iterations
+        self.drops = 0
+        self.total, self.count = 0.0, 0  # of the losses since the window began
+        self.previous: float | None = None  # the mean loss of the window before
+
+    def rate(self, iteration: int) -> float:
+        options = self.options
+        rate = self.lr
+        if options.name == "step":
+            rate *= options.gamma ** (iteration // options.every)
+        elif options.name == "multistep":
+            rate *= options.gamma ** sum(iteration >= at for at in options.at)
+        elif options.name == "cosine":
+            rate *= 0.5 * (1 + math.cos(math.pi * min(1.0, iteration / self.iterations)))
+        elif options.name == "plateau":
+            rate *= options.gamma**self.drops
+        if iteration < options.warmup:
+            rate *= (iteration + 1) / options.warmup
+        return rate
+
+    def observe(self, loss: float) -> None:
+        """The training loss of an iteration: the plateau rule drops the rate when windows stop improving."""
+        if self.options.name != "plateau":
+            return
+        self.total, self.count = self.total + loss, self.count + 1
+        if self.count < self.options.window:
+            return
+        mean = self.total / self.count
+        self.total, self.count = 0.0, 0
+        if self.previous is not None and mean > (1 - self.options.threshold) * self.previous:
+            self.drops += 1
+            self.previous = None  # a new window at the new rate
+        else:
+            self.previous = mean
+
+    def state(self) -> dict[str, Any]:
+        return {"drops": self.drops, "total": self.total, "count": self.count, "previous": self.previous}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.drops, self.total, self.count, self.previous = (
+            state[key] for key in ("drops", "total", "count", "previous")
+        )

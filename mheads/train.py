@@ -1,0 +1,264 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+import platform
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+import mheads
+from mheads.checkpoint import Checkpoint, Checkpoints
+from mheads.data import Data
+from mheads.data.batch import BatchStream, evaluation_batches
+from mheads.engine.tasks import StepReport
+from mheads.engine.threads import ThreadsEngine
+from mheads.errors import UserError
+from mheads.experiment import Experiment
+from mheads.losses import independent
+from mheads.metrics import Metrics, Result
+from mheads.optim import Optimizer, Schedule
+from mheads.progress import Silent, Watcher
+from mheads.runs import DataFacts, History, MetricsLog, RunFolder
+
+EVALUATION_ROWS = 100  # fixed: the number of rows decides the bits of a matrix product
+
+
+class Interrupted(Exception):  # noqa: N818, it is no error
+    """A signal asked training to stop; everything so far is saved."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.exit_code = 128 + signum
+
+
+def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = None) -> dict[str, Any]:
+    """Trains to the end, or goes on where the folder's newest checkpoint stands; returns what result.json holds."""
+    config, net, data = experiment.config, experiment.net, experiment.data
+    watch = watcher or Silent()
+    resuming = folder.prepare(config, DataFacts.of(data))
+    engine = experiment.engine()
+    checkpoints = Checkpoints(folder.checkpoints, config.log.keep)
+    batches = BatchStream(
+        data, config.seed, config.optim.batch_size * config.optim.accumulate, net.num_members, experiment.prior
+    )
+    optimizer = Optimizer(net, config.optim)
+    lr = config.optim.lr
+    if experiment.loss.averaged and config.loss.scale_rate:
+        lr *= net.num_members  # averaging divides every member's gradient by M
+    schedule = Schedule(config.optim.schedule, lr, config.optim.iterations)
+    state = _Progress(net.num_members, len(data.classes))
+    total = config.pretrain + config.optim.iterations
+    log: MetricsLog | None = None
+    try:
+        checkpoint = checkpoints.newest(watch.warn) if resuming else None
+        if checkpoint is not None:
+            state.restore(checkpoint, net, optimizer, schedule)
+            checkpoints.drop_after(checkpoint.step)
+            if checkpoint.step >= total and folder.finished():
+                watch.finished(folder.path)
+                return folder.read_result()
+        if resuming:
+            folder.write_config(config)  # more iterations, say
+            watch.resumed(state.step, total)
+        log = MetricsLog(folder.metrics, state.log_bytes)
+        with _signals() as received, watch.training(total, state.step):
+            while state.step < total:
+                began = time.perf_counter()
+                pretraining = state.step < config.pretrain
+                if state.step == config.pretrain:
+                    optimizer.forget()  # the loss starts with a fresh schedule and no momentum
+                iteration = state.step - config.pretrain
+                rate = config.optim.lr if pretraining else schedule.rate(iteration)
+                loss = independent() if pretraining else experiment.loss
+
+                batch = batches.batch(state.step)
+                report = engine.step(state.step, batch, loss, config.optim.accumulate)
+                _refuse_nonfinite(report, state.step + 1, checkpoints)
+                optimizer.set_rate(rate)
+                engine.update(optimizer.update)
+                if not pretraining:
+                    schedule.observe(report.loss)
+
+                state.step += 1
+                state.add(report, batch.targets, time.perf_counter() - began)
+                watch.step(state.step, report.loss, rate, len(batch), state.shares())
+                if state.step % config.log.every == 0:
+                    log.write(state.line(rate, len(batch)))
+                due = config.log.evaluate_every
+                if due and state.step % due == 0 and state.step < total:
+                    state.own(evaluate(engine, data, watch), folder, log, watch)
+                due = config.log.checkpoint_every
+                if (due and state.step % due == 0 and state.step < total) or received:
+                    checkpoints.save(state.step, *state.capture(net, optimizer, schedule, log))
+                if received:
+                    checkpoints.wait()
+                    raise Interrupted(received[0])
+        result = evaluate(engine, data, watch)
+        if state.step not in state.history.iterations:
+            state.own(result, folder, log, watch)
+        checkpoints.save(state.step, *state.capture(net, optimizer, schedule, log))
+        checkpoints.wait()
+        folder.write_model(net)
+        folder.write_result(summary(result, experiment, state.step, state.seconds))
+        return folder.read_result()
+    finally:
+        checkpoints.close()
+        batches.close()
+        engine.close()
+        if log is not None:
+            log.close()
+        folder.release()
+
+
+def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) -> Result:
+    """All metrics on the test set."""
+    metrics = Metrics(engine.net.num_members, len(data.classes))
+    readers = evaluation_batches(data.test, data.preprocess, EVALUATION_ROWS)
+    with (watch or Silent()).evaluating(len(data.test)) as advance:
+        for outputs, targets in engine.outputs(readers):
+            metrics.update(outputs, targets)
+            advance(len(targets))
+    return metrics.result()
+
+
+def summary(result: Result, experiment: Experiment, iterations: int, seconds: float) -> dict[str, Any]:
+    """What result.json holds."""
+    return {
+        **result.to_dict(),
+        "iterations": iterations,
+        "parameters": experiment.net.num_parameters(),
+        "seconds": round(seconds, 2),
+        "versions": {
+            "mheads": mheads.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+class _Progress:
+    """Where training stands, beside the weights: all of it is in the checkpoint."""
+
+    def __init__(self, members: int, classes: int) -> None:
+        self.step = 0
+        self.seconds = 0.0
+        self.log_bytes = 0
+        self.history = History(members, classes)
+        self.owned = np.zeros((members, classes))  # assignment since the last evaluation
+        self._start_window()
+
+    def _start_window(self) -> None:
+        """The means since the last line of the log."""
+        self.loss, self.count, self.window_seconds = 0.0, 0, 0.0
+        self.member_losses = np.zeros(len(self.owned))
+        self.wins = np.zeros(len(self.owned))
+
+    def add(self, report: StepReport, targets: torch.Tensor, seconds: float) -> None:
+        assignment = report.assignment.double().cpu()
+        owned = torch.zeros(self.owned.shape, dtype=torch.float64)
+        owned.index_add_(1, targets, assignment)
+        self.owned += owned.numpy()
+        self.wins += assignment.sum(1).numpy()
+        self.member_losses += report.losses.double().mean(1).cpu().numpy()
+        self.loss += report.loss
+        self.count += 1
+        self.seconds += seconds
+        self.window_seconds += seconds
+
+    def shares(self) -> list[float]:
+        """How the assignment is shared among the members, lately."""
+        return (self.wins / max(self.wins.sum(), 1e-12)).tolist()
+
+    def line(self, rate: float, batch_size: int) -> dict[str, Any]:
+        line = {
+            "iteration": self.step,
+            "loss": self.loss / self.count,
+            "rate": rate,
+            "member_losses": [round(x, 6) for x in (self.member_losses / self.count).tolist()],
+            "share": [round(x, 4) for x in self.shares()],
+            "images_per_second": round(batch_size * self.count / self.window_seconds, 1),
+        }
+        self._start_window()
+        return line
+
+    def own(self, result: Result, folder: RunFolder, log: MetricsLog, watch: Watcher) -> None:
+        """Records an evaluation."""
+        self.history.append(self.step, np.asarray(result.ownership, float), self.owned)
+        self.owned = np.zeros_like(self.owned)
+        folder.write_assignments(self.history)
+        log.write({"iteration": self.step, "test": result.to_dict()})
+        watch.evaluated(self.step, result)
+
+    def capture(self, net: Any, optimizer: Optimizer, schedule: Schedule, log: MetricsLog) -> tuple[dict, dict]:
+        arrays = {**self.history.arrays(), "owned": self.owned, "wins": self.wins, "member_losses": self.member_losses}
+        tensors = {f"model/{name}": tensor for name, tensor in net.state_dict().items()}
+        tensors |= {f"optim/{name}": tensor for name, tensor in optimizer.state().items()}
+        tensors |= {f"progress/{name}": torch.from_numpy(array) for name, array in arrays.items()}
+        state = {
+            "rate": optimizer.rate,
+            "schedule": schedule.state(),
+            "log_bytes": log.size,
+            "seconds": self.seconds,
+            "window": [self.loss, self.count, self.window_seconds],
+        }
+        return tensors, state
+
+    def restore(self, checkpoint: Checkpoint, net: Any, optimizer: Optimizer, schedule: Schedule) -> None:
+        def part(prefix: str) -> dict[str, torch.Tensor]:
+            return {k.removeprefix(prefix): t for k, t in checkpoint.tensors.items() if k.startswith(prefix)}
+
+        net.load_state_dict(part("model/"))
+        optimizer.load_state(part("optim/"), checkpoint.state["rate"])
+        schedule.load_state(checkpoint.state["schedule"])
+        arrays = {name: tensor.numpy() for name, tensor in part("progress/").items()}
+        self.history.load(arrays)
+        self.owned, self.wins, self.member_losses = (arrays[k].copy() for k in ("owned", "wins", "member_losses"))
+        self.step = checkpoint.step
+        self.seconds = checkpoint.state["seconds"]
+        self.log_bytes = checkpoint.state["log_bytes"]
+        self.loss, self.count, self.window_seconds = checkpoint.state["window"]
+
+
+def _refuse_nonfinite(report: StepReport, iteration: int, checkpoints: Checkpoints) -> None:
+    if math.isfinite(report.loss):
+        return
+    checkpoints.wait()
+    bad = [m for m, losses in enumerate(report.losses) if not torch.isfinite(losses).all()]
+    who = f"member {', '.join(map(str, bad))}" if bad else "the ensemble's mean"
+    steps = checkpoints.steps()
+    kept = f"the checkpoint of iteration {steps[0]} stays" if steps else "there is no checkpoint yet"
+    raise UserError(
+        f"the loss became {report.loss} at iteration {iteration}, in {who}; {kept}. "
+        "Try a lower optim.lr, optim.schedule.warmup, or data.normalize"
+    )
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Signals received inside, SIGINT and SIGTERM; the step in hand is finished first. A second one acts at once."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread may set handlers
+        return
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        received.append(signum)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -62,8 +62,9 @@ def test_a_hundred_classes_stand_one_above_the_other_without_values():
     assert [texts(panel) for panel in panels(figure)] == [[], []]
 
 
-def test_labels_of_a_hundred_classes_do_not_overlap():
-    figure = ownership_figure(counts(4, 100), [f"class {c}" for c in range(100)])
+@pytest.mark.parametrize("num_classes", [100, 1000])
+def test_labels_of_many_classes_do_not_overlap(num_classes):
+    figure = ownership_figure(counts(4, num_classes), [f"class {c}" for c in range(num_classes)])
     figure.canvas.draw()
     boxes = [label.get_window_extent() for label in panels(figure)[0].get_xticklabels()]
     assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))

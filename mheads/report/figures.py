@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 COLOURS = "Blues"  # one hue from light to dark, which every kind of colour vision can order
 MANY_CLASSES = 30  # from here on cells are too narrow for a value, and ensembles stand one above the other
+MOST_LABELS = 150  # of more classes only every other one is named, or every third, ...
 DPI = 150
 
 
@@ -36,7 +37,7 @@ def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: 
     num_members = [len(counts) for counts in tables.values()]
 
     label_height = max(len(name) for name in classes) * (0.06 if many else 0.05) + 0.6  # with the title
-    panel_width = len(classes) * cell_width + 0.7
+    panel_width = min(len(classes), MOST_LABELS) * cell_width + 0.7
     if many:
         size = (panel_width + 0.8, sum(num_members) * cell_height + len(tables) * label_height)
         grid: dict[str, Any] = {"nrows": len(tables), "height_ratios": num_members}
@@ -86,11 +87,12 @@ def _label(panel: Axes, num_members: int, classes: Sequence[str], many: bool) ->
         style = {"fontsize": 8}
     else:
         style = {"fontsize": 8, "rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    panel.set_xticks(range(len(classes)), classes, **style)
+    step = -(-len(classes) // MOST_LABELS)
+    panel.set_xticks(range(0, len(classes), step), classes[::step], **style)
     panel.set_yticks(range(num_members), [f"member {m}" for m in range(num_members)], fontsize=8)
     panel.set_xticks(np.arange(len(classes) + 1) - 0.5, minor=True)
     panel.set_yticks(np.arange(num_members + 1) - 0.5, minor=True)
-    panel.grid(which="minor", color="white", linewidth=0.4 if many else 1.2)
+    panel.grid(which="minor", color="white", linewidth=0.4 / step if many else 1.2)
     panel.tick_params(which="both", length=0)
     panel.spines[:].set_visible(False)
 

@@ -11,9 +11,7 @@ from mheads.models import INPUT_SHAPES, MODELS, resolve
 @pytest.fixture
 def own_nets(tmp_path, monkeypatch):
     """A file own_nets.py in the current directory, which is not yet importable."""
-    (tmp_path / "own_nets.py").write_text(
-        "from torch.nn import Linear\nsize = 3\ndef net(): return Linear(2, 1)\n"
-    )
+    (tmp_path / "own_nets.py").write_text("from torch.nn import Linear\nsize = 3\ndef net(): return Linear(2, 1)\n")
     (tmp_path / "broken_nets.py").write_text("raise ValueError('no such thing')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

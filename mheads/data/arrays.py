@@ -16,7 +16,7 @@ from mheads.data.split import Data
 from mheads.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
 class ArraySplit:
     """Examples in one array: images [N, H, W, C] or vectors [N, F], and labels int64 [N].
 

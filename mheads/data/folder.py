@@ -25,11 +25,12 @@ SUFFIXES = (".jpg", ".jpeg", ".png")
 STATISTICS = 2000  # images that the mean is measured on: decoding a million takes hours and changes little
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
 class FolderSplit:
     """Image files, each resized to `resize` pixels on its shorter side and cropped to `crop` x `crop` RGB.
 
-    Read with seeds, the crop is at random and, with `mirror`, mirrored half of the time; else it is the centre.
+    Read with seeds, the crop is at random and, with `mirror`, mirrored half of the time; without seeds, or
+    without `augment`, it is the centre.
     """
 
     root: Path
@@ -39,6 +40,7 @@ class FolderSplit:
     resize: int
     crop: int
     mirror: bool = False
+    augment: bool = True
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,7 +55,7 @@ class FolderSplit:
         out = np.empty((len(rows), self.crop, self.crop, 3), np.uint8)
         down, right = np.full((2, len(rows)), 0.5)
         flip = np.zeros(len(rows), bool)
-        if seeds is not None:
+        if seeds is not None and self.augment:
             down, right, chance = uniforms(np.asarray(seeds), 3)
             flip = (chance < 0.5) & self.mirror
 
@@ -71,7 +73,7 @@ class FolderSplit:
         return replace(self, files=self.files[rows], sizes=self.sizes[rows], labels=self.labels[rows])
 
     def fixed(self) -> Self:
-        return replace(self, mirror=False)
+        return replace(self, augment=False)
 
     def checksum(self) -> bytes:
         """Of names, sizes and labels; reading every image would take too long."""

@@ -18,7 +18,7 @@ NORMALIZE = ("none", "mean_image", "mean_std")
 CHUNK = 500  # examples read at a time for the statistics
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no truth value to compare by
 class Preprocess:
     """(raw * scale - mean) / std, in the memory layout that makes results reproducible.
 

@@ -107,6 +107,11 @@ def test_the_list_says_what_must_be_fetched_and_where_it_goes(monkeypatch, tmp_p
     assert [name for name, entry in data.DATASETS.items() if entry.needs_get] == ["cifar10", "cifar100"]
     assert data.DATASETS["cifar10"].cached_at == tmp_path / "cifar10"
     assert not data.DATASETS["cifar10"].available
+    (tmp_path / "cifar100").mkdir()
+    assert not data.DATASETS["cifar100"].available
+    for file in ("train.bin", "test.bin"):
+        (tmp_path / "cifar100" / file).touch()
+    assert data.DATASETS["cifar100"].available
     assert data.DATASETS["digits"].cached_at is None
     assert data.DATASETS["digits"].available
     assert all(entry.description for entry in data.DATASETS.values())

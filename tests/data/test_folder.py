@@ -79,6 +79,12 @@ def test_training_crops_depend_only_on_row_and_seed(path):
     assert len(first_row) > 10
 
 
+def test_the_test_split_is_read_without_chance(path):
+    test = load(path, mirror=True).test
+    rows = np.arange(8)
+    assert torch.equal(test.read(rows, rows), test.read(rows, None))
+
+
 def test_mirrored_images_are_those_of_the_plain_split_turned_round(path):
     rows, seeds = np.zeros(40, int), np.arange(40)
     plain = load(path).train.read(rows, seeds)

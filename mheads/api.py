@@ -98,7 +98,7 @@ def fit(
     if not isinstance(net, TreeNet):
         raise UserError(f"fit trains a TreeNet, not a {type(net).__name__}: mheads.TreeNet(factory, members=...)")
     loss = loss or independent()
-    arrays = {"normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror}
+    arrays: dict[str, Any] = {"normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror}
     if test is None and not validation:
         validation = max(1, len(train[1]) // 10)
     data = datasets.from_arrays(train, test, classes=classes, validation=validation, **arrays)

@@ -19,7 +19,7 @@ from mheads.train import train
 ENSEMBLES = {
     "single model": ["members=1"],
     "independent": ["members=4"],
-    "TreeNet, split at conv1": ["members=4", "split=conv1"],
+    "TreeNet, conv1": ["members=4", "split=conv1"],
     "MCL, k=1": ["members=4", "loss.name=mcl", "loss.k=1"],
 }
 

@@ -60,7 +60,7 @@ def evaluate_run(path: Path, outputs_file: Path | None, watch: Watcher) -> dict[
 
         def write(file: Path) -> None:
             with file.open("wb") as stream:
-                np.savez(stream, **arrays)
+                np.savez(stream, **arrays)  # type: ignore[arg-type]
 
         write_atomically(outputs_file, write)
     before = folder.read_result()

@@ -133,7 +133,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         text = config.to_yaml()
-        write_atomically(self.config, lambda path: path.write_text(text) and None)
+        write_atomically(self.config, lambda path: _write(path, text))
 
     def require(self) -> None:
         if not self.exists():
@@ -163,7 +163,7 @@ class RunFolder:
         )
 
     def write_result(self, result: dict[str, Any]) -> None:
-        write_atomically(self.result, lambda path: path.write_text(json.dumps(result, indent=1) + "\n") and None)
+        write_atomically(self.result, lambda path: _write(path, json.dumps(result, indent=1) + "\n"))
 
     def read_result(self) -> dict[str, Any]:
         return json.loads(self.result.read_text())
@@ -185,9 +185,13 @@ class RunFolder:
     def write_assignments(self, history: History) -> None:
         def write(path: Path) -> None:
             with path.open("wb") as file:
-                np.savez_compressed(file, **history.arrays())
+                np.savez_compressed(file, **history.arrays())  # type: ignore[arg-type]
 
         write_atomically(self.assignments, write)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
 
 
 class MetricsLog:

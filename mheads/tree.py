@@ -156,7 +156,7 @@ class Stage(nn.Sequential):
     second argument.
     """
 
-    def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:  # type: ignore[override]
+    def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         for layer in self:
             takes = getattr(layer, "takes", None)
             x = layer(x) if takes is None else layer(x, (side or {})[takes])
@@ -171,7 +171,7 @@ def canonical(x: Tensor) -> Tensor:
     """
     if x.dim() == 4:
         _, c, h, w = x.shape
-        strides = (h * w * c, 1, w * c, c)
+        strides: tuple[int, ...] = (h * w * c, 1, w * c, c)
     else:
         strides = torch.empty(x.shape, device="meta").stride()
     if x.stride() == strides:
@@ -227,7 +227,7 @@ class TreeNet(nn.Module):
         self.network_path = f"{module}:{qualified}"
         self.tree = parse(spec, describe(first), members, self.network_name)
         # A module that is no plain Sequential may do more in its forward than call its children: see probe().
-        object.__setattr__(self, "_reference", None if isinstance(first, nn.Sequential) else draw)
+        self._reference: Callable[[int], nn.Module] | None = None if isinstance(first, nn.Sequential) else draw
         stages: OrderedDict[str, Stage] = OrderedDict()
         for member in range(self.tree.num_members):
             network = dict(children(first if member == 0 else draw(member)))
@@ -334,6 +334,7 @@ class TreeNet(nn.Module):
 
     def _compare_with_reference(self, x: Value) -> None:
         """The children run in a row must give what the module's own forward gives."""
+        assert self._reference is not None
         module = self._reference(0).eval().to(values.leaves(x)[0].dtype)
         expected = module(x)
         got = nn.Sequential(OrderedDict(children(module)))

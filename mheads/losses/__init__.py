@@ -7,12 +7,14 @@
 A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it.
 """
 
+from collections.abc import Callable
+
 from mheads.losses.averaged import prob_averaged, score_averaged
 from mheads.losses.independent import independent
 from mheads.losses.loss import Loss, LossValue, cross_entropies
 from mheads.losses.mcl import assign, mcl
 
-LOSSES = {
+LOSSES: dict[str, Callable[..., Loss]] = {
     "independent": independent,
     "score_averaged": score_averaged,
     "prob_averaged": prob_averaged,

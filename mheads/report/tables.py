@@ -29,8 +29,8 @@ def result_table(result: dict[str, Any]) -> Table:
 
 def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
     """Several runs side by side."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("", "members", "mean member", "Ensemble-Mean", "Oracle", "parameters", "seconds"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("", "members", "mean\nmember", "Ensemble-\nMean", "Oracle", "parameters", "seconds"):
         table.add_column(name, justify="left" if name in ("", "members") else "right", no_wrap=True)
     for name, result in results.items():
         table.add_row(

@@ -108,8 +108,8 @@ class Terminal:
 
     def evaluated(self, step: int, result: Result) -> None:
         members = " ".join(f"{a:.1f}" for a in result.members)
-        text = f"iteration {step:>6}  Ensemble-Mean {result.ensemble_mean:.2f}  Oracle {result.oracle:.2f}  [dim]{members}[/]"
-        self.console.print(text, highlight=False, soft_wrap=True)
+        text = f"iteration {step:>6}  Ensemble-Mean {result.ensemble_mean:.2f}  Oracle {result.oracle:.2f}"
+        self.console.print(f"{text}  [dim]{members}[/]", highlight=False, soft_wrap=True)
 
     def resumed(self, step: int, total: int) -> None:
         self.console.print(f"resuming at iteration {step} of {total}", highlight=False)

@@ -119,9 +119,8 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
         nonlocal num_leaves
         if part is None:
             num_leaves += 1
-            members = (num_leaves - 1,)
-            nodes[name] = Node(name, tuple(names[start:]), members, parent, ())
-            return members
+            nodes[name] = Node(name, tuple(names[start:]), (num_leaves - 1,), parent, ())
+            return (num_leaves - 1,)
         layer, below = part
         stop = last_shared(layer, start)
         parts = children_of(below)

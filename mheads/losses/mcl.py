@@ -22,8 +22,8 @@ def mcl(k: int = 1, ce_weight: float = 0.0) -> Loss:
         raise UserError(f"loss.k must be at least 1, not {k}")
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
-    options = {"k": k, "ce_weight": ce_weight}
-    return Loss("mcl", partial(_mcl, **options), sparse=ce_weight == 0, options=options)
+    function = partial(_mcl, k=k, ce_weight=ce_weight)
+    return Loss("mcl", function, sparse=ce_weight == 0, options={"k": k, "ce_weight": ce_weight})
 
 
 def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | None = None) -> Tensor:

@@ -37,7 +37,7 @@ def run_demo(folder: Path, console: Console) -> None:
     picture = folder / "ownership.png"
     save(ownership_figure(owners, load("digits").classes), picture)
     console.print(
-        "Averaged, independent members beat one of them. Under MCL each digit teaches only the member that does best\n"
+        "Averaged, independent members beat one of them. Under MCL each digit teaches only the member that does best "
         "on it: members become specialists, poor alone, and one of the four answers is nearly always right (Oracle).\n"
         f"Who owns which digit: {picture}"
     )

@@ -206,7 +206,7 @@ def test_global_randomness_inside_a_network_is_refused_with_the_layer_named():
             return x + torch.randn_like(x)
 
     net = TreeNet(lambda: nn.Sequential(OrderedDict(a=nn.Linear(4, 4), noise=Noisy(), b=nn.Linear(4, 2))), members=2)
-    with pytest.raises(UserError, match="'noise'.*global generator"):
+    with pytest.raises(UserError, match=r"'noise'.*global generator"):
         net.probe(torch.randn(2, 4))
 
 
@@ -224,7 +224,7 @@ def test_forward_that_does_more_than_its_children_is_refused():
             return self.b(self.a(x))
 
     assert TreeNet(Plain, members=2, split="a").probe(torch.randn(2, 4)).shape == (2, 2)
-    with pytest.raises(UserError, match="Hidden.*do not give what its forward gives"):
+    with pytest.raises(UserError, match=r"Hidden.*do not give what its forward gives"):
         TreeNet(Hidden, members=2, split="a").probe(torch.randn(2, 4))
 
 

@@ -1,0 +1,436 @@
+"""The engine against plain autograd, and the traps of threads, strides, rows and dropout."""
+
+import threading
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mheads import TreeNet, UserError, losses
+from mheads.data.batch import Batch
+from mheads.engine.sums import PairwiseSum
+from mheads.engine.tape import Rows, Tape
+from mheads.engine.tasks import cuts
+from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
+from mheads.models.layers import Dropout, keyed_masks
+from mheads.tree import canonical
+
+LOSSES = {
+    "independent": losses.independent(),
+    "score": losses.score_averaged(),
+    "prob": losses.prob_averaged(),
+    "mcl k=1": losses.mcl(k=1),
+    "mcl k=2": losses.mcl(k=2),
+    "mcl + ce": losses.mcl(k=1, ce_weight=0.5),
+}
+TREES = {
+    "single": 1,
+    "independent": 3,
+    "split": {"conv1": 3},
+    "deep split": {"conv2": 3},
+    "nested": {"conv1": [{"conv2": 2}, 1]},
+    "forest": [{"conv1": 2}, 1],
+}
+
+
+def conv_net(channels: int = 2) -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, 4, 3, padding=1),
+            relu1=nn.ReLU(),
+            conv2=nn.Conv2d(4, 6, 3, padding=1),
+            pool2=nn.MaxPool2d(2, ceil_mode=True),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(54, 5),
+        )
+    )
+
+
+def dropout_net() -> nn.Sequential:
+    net = conv_net()
+    return nn.Sequential(
+        OrderedDict(
+            conv1=net.conv1,
+            drop1=nn.Dropout(0.3),
+            conv2=net.conv2,
+            pool2=net.pool2,
+            drop2=nn.Dropout2d(0.4),
+            flatten=nn.Flatten(),
+            fc=net.fc,
+        )
+    )
+
+
+def batch_of(rows: int, members: int, dtype=torch.float64, prior=None, seed: int = 0, channels: int = 2) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    return Batch(
+        torch.randn(rows, channels, 6, 6, generator=generator, dtype=dtype),
+        torch.randint(5, (rows,), generator=generator),
+        lambda raw, dtype: canonical(raw.to(dtype)),
+        prior=prior,
+        ties=torch.rand(members, rows, generator=generator),
+    )
+
+
+def engine_gradients(net, loss, batch, *, workers=2, micro_batches=3, step=0, accumulate=1):
+    engine = ThreadsEngine(net, workers, micro_batches, seed=0)
+    collected = {}
+    try:
+        report = engine.step(step, batch, loss, accumulate)
+        engine.update(lambda stage, gradients: collected.update({stage: gradients}))
+    finally:
+        engine.close()
+    return report, collected
+
+
+def plain_gradients(net, loss, batch):
+    """One big module, one backward."""
+    net.train()
+    dtype = next(net.parameters()).dtype
+    value = loss(net(batch.inputs.to(dtype)), batch.targets, batch.prior, batch.ties)
+    (value.total / len(batch)).backward()
+    grads = {name: [p.grad for p in stage.parameters()] for name, stage in net.stages.items()}
+    net.zero_grad()
+    return value, grads
+
+
+def assert_same_gradients(got, expected, rtol=1e-9):
+    for stage, gradients in expected.items():
+        scale = max(g.abs().max().item() for g in gradients)
+        for a, b in zip(got[stage], gradients, strict=True):
+            torch.testing.assert_close(torch.zeros_like(b) if a is None else a, b, rtol=rtol, atol=rtol * scale)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_equal_plain_autograd_on_one_big_module(name, tree):
+    net = TreeNet(conv_net, tree=TREES[tree]).double()
+    if name == "mcl k=2" and net.num_members < 2:
+        pytest.skip("k=2 needs two members")
+    batch = batch_of(22, net.num_members)
+    report, got = engine_gradients(net, LOSSES[name], batch)
+    value, expected = plain_gradients(net, LOSSES[name], batch)
+    assert_same_gradients(got, expected)
+    assert report.loss == pytest.approx(value.mean.item(), rel=1e-12)
+    torch.testing.assert_close(report.losses, value.losses, rtol=1e-12, atol=0)
+    assert torch.equal(report.assignment, value.assignment)
+
+
+@pytest.mark.parametrize("name", ["independent", "mcl k=1", "mcl k=2", "mcl + ce"])
+@pytest.mark.parametrize("tree", ["independent", "split", "nested"])
+def test_gradients_with_priors_equal_plain_autograd_though_rows_are_left_out(name, tree):
+    net = TreeNet(conv_net, tree=TREES[tree]).double()
+    prior = torch.zeros(3, 60, dtype=torch.float64)
+    prior[0, ::4] = 4
+    prior[1] = 1
+    prior[2, :20] = 3  # nothing at all in some micro-batches
+    batch = batch_of(60, 3, prior=prior)
+    _, got = engine_gradients(net, LOSSES[name], batch)
+    _, expected = plain_gradients(net, LOSSES[name], batch)
+    assert_same_gradients(got, expected)
+
+
+def test_rows_of_weight_zero_are_not_computed():
+    net = TreeNet(conv_net, members=2).double()
+    seen = []
+    net.member(0).conv1.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    prior = torch.ones(2, 64, dtype=torch.float64)
+    prior[0, 10:] = 0
+    engine_gradients(net, losses.independent(), batch_of(64, 2, prior=prior), micro_batches=1)
+    assert seen == [16]  # ten rows, padded to a multiple of eight
+
+
+@pytest.mark.parametrize("tree", ["split", "nested"])
+@pytest.mark.parametrize("name", ["independent", "mcl k=1"])
+def test_trunk_runs_once_per_micro_batch(name, tree):
+    net = TreeNet(conv_net, tree=TREES[tree])
+    calls = dict.fromkeys(net.stages, 0)
+    lock = threading.Lock()
+
+    def count(stage):
+        def hook(module, args, output):
+            with lock:
+                calls[stage] += 1
+
+        return hook
+
+    for name_, stage in net.stages.items():
+        next(iter(stage)).register_forward_hook(count(name_))
+    engine_gradients(net, LOSSES[name], batch_of(22, 3, torch.float32), micro_batches=4)
+    assert calls == dict.fromkeys(net.stages, 4)
+
+
+def test_float32_gradients_are_equal_bit_for_bit_for_any_number_of_workers():
+    for tree in TREES.values():
+        for name in ("independent", "mcl k=1"):
+            results = []
+            for workers in (1, 2, 3, 4):
+                net = TreeNet(dropout_net, tree=tree)
+                batch = batch_of(70, net.num_members, torch.float32)
+                results.append(engine_gradients(net, LOSSES[name], batch, workers=workers, micro_batches=5)[1])
+            for other in results[1:]:
+                for stage in results[0]:
+                    assert all(torch.equal(a, b) for a, b in zip(results[0][stage], other[stage], strict=True))
+
+
+def test_workers_use_one_intra_op_thread_and_leave_the_main_thread_alone():
+    before = torch.get_num_threads()
+    workers = Workers(2)
+    seen = []
+    for i in range(8):
+        workers.spawn((i,), lambda: seen.append(torch.get_num_threads()))
+    workers.wait()
+    workers.close()
+    assert seen == [1] * 8
+    assert torch.get_num_threads() == before
+
+
+def test_steps_work_under_no_grad_of_the_main_thread_and_evaluation_keeps_no_graph():
+    net = TreeNet(conv_net, members=2)
+    with torch.no_grad():
+        _, gradients = engine_gradients(net, losses.mcl(), batch_of(16, 2, torch.float32))
+    assert all(g.abs().sum() > 0 for g in gradients["0"])
+    engine = ThreadsEngine(net, 2, 1, seed=0)
+    batch = batch_of(16, 2, torch.float32)
+    ((outputs, targets),) = engine.outputs([lambda: batch])
+    engine.close()
+    assert not outputs.requires_grad
+    assert torch.equal(targets, batch.targets)
+
+
+def test_strides_of_the_input_do_not_change_bits():
+    def one_channel():
+        return conv_net(1)
+
+    results = []
+    for strides in ((36, 36, 6, 1), (36, 1, 6, 1)):
+        net = TreeNet(one_channel, members=1)
+        batch = batch_of(16, 1, torch.float32, channels=1)
+        x = torch.empty_strided(batch.inputs.shape, strides).copy_(batch.inputs)
+        given = Batch(x, batch.targets, lambda raw, dtype: raw, ties=batch.ties)
+        results.append(engine_gradients(net, losses.independent(), given)[1]["trunk"])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_row_counts_follow_from_sizes_alone():
+    assert cuts(10, 3) == [(0, 4), (4, 7), (7, 10)]
+    net = TreeNet(conv_net, members=1)
+    assert auto_micro_batches(350, net) == auto_micro_batches(350, TreeNet(conv_net, members=8))
+    assert auto_micro_batches(8, net) == 1
+
+
+@given(st.integers(1, 500), st.integers(1, 40))
+def test_cuts_cover_every_row_once(rows, parts):
+    slices = cuts(rows, parts)
+    assert [i for start, stop in slices for i in range(start, stop)] == list(range(rows))
+    sizes = [stop - start for start, stop in slices]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 20), st.permutations(range(20)))
+@settings(deadline=None)
+def test_pairwise_sum_has_the_same_bits_in_any_order(n, order):
+    terms = [torch.from_numpy(np.random.Philox(i).random_raw(5).astype(np.float32)) for i in range(n)]
+
+    def total(indices):
+        pairwise = PairwiseSum(n)
+        for i in indices:
+            pairwise.add(i, [terms[i].clone(), None])
+        return pairwise.result
+
+    first = total(range(n))
+    again = total([i for i in order if i < n])
+    assert torch.equal(first[0], again[0])
+    assert again[1] is None
+    expected = [t.clone() for t in terms]  # level by level, neighbours first
+    while len(expected) > 1:
+        expected = [sum(expected[i + 1 : i + 2], expected[i]) for i in range(0, len(expected), 2)]
+    assert torch.equal(first[0], expected[0])
+
+
+def test_pairwise_sum_takes_a_missing_term_for_zero():
+    pairwise = PairwiseSum(3)
+    for i, term in enumerate([None, torch.ones(2), None]):
+        pairwise.add(i, [term])
+    assert pairwise.result[0].tolist() == [1, 1]
+
+
+def test_dropout_masks_depend_on_the_key_and_not_on_the_neighbours():
+    layer = Dropout(0.5)
+    x = torch.ones(40, 6)
+    with keyed_masks((0, "a"), 40):
+        first, second = layer(x), layer(x)
+    with keyed_masks((0, "a"), 40):
+        again = layer(x)
+    rows = torch.tensor([3, 17, 39])
+    with keyed_masks((0, "a"), 40, rows):
+        some = layer(x[rows])
+    with keyed_masks((1, "a"), 40):
+        other = layer(x)
+    assert torch.equal(first, again)
+    assert torch.equal(first[rows], some)
+    assert not torch.equal(first, second)  # two layers, two masks
+    assert not torch.equal(first, other)
+    assert set(first.unique().tolist()) == {0.0, 2.0}
+
+
+def test_dropout_differs_between_branches_and_steps_and_is_off_in_evaluation():
+    net = TreeNet(dropout_net, members=2, init="same")
+    batch = batch_of(32, 2, torch.float32)
+    _, first = engine_gradients(net, losses.independent(), batch, step=0)
+    _, again = engine_gradients(net, losses.independent(), batch, step=0)
+    _, later = engine_gradients(net, losses.independent(), batch, step=1)
+    assert torch.equal(first["0"][0], again["0"][0])
+    assert not torch.equal(first["0"][0], first["1"][0])
+    assert not torch.equal(first["0"][0], later["0"][0])
+    engine = ThreadsEngine(net, 2, 1, seed=0)
+    (one, _), (two, _) = engine.outputs([lambda: batch, lambda: batch])
+    engine.close()
+    assert torch.equal(one, two)
+
+
+def test_channelwise_dropout_drops_whole_channels():
+    with keyed_masks((0,), 8):
+        y = Dropout(0.5, channelwise=True)(torch.ones(8, 16, 3, 3))
+    per_channel = y.flatten(2)
+    assert (per_channel == per_channel[..., :1]).all()
+    assert 0 < (per_channel[..., 0] == 0).float().mean() < 1
+
+
+def test_outside_an_engine_dropout_is_torchs_own():
+    torch.manual_seed(0)
+    ours = Dropout(0.5)(torch.ones(100))
+    torch.manual_seed(0)
+    assert torch.equal(ours, nn.functional.dropout(torch.ones(100), 0.5))
+    assert torch.equal(Dropout(0.5).eval()(torch.ones(3)), torch.ones(3))
+
+
+def norm_net() -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(2, 4, 3, padding=1), norm=nn.BatchNorm2d(4), flatten=nn.Flatten(), fc=nn.Linear(144, 5)
+        )
+    )
+
+
+def test_batch_statistics_need_the_whole_batch_and_are_then_exact():
+    net = TreeNet(norm_net, members=2).double()
+    assert auto_micro_batches(350, net) == 1
+    with pytest.raises(UserError, match=r"0\.norm.*micro_batches=1"):
+        ThreadsEngine(net, 1, 2, seed=0)
+    reference = TreeNet(norm_net, members=2).double()
+    batch = batch_of(24, 2)
+    _, got = engine_gradients(net, losses.mcl(), batch, micro_batches=1)
+    _, expected = plain_gradients(reference, losses.mcl(), batch)
+    assert_same_gradients(got, expected)
+    for name, buffer in net.named_buffers():
+        torch.testing.assert_close(buffer, dict(reference.named_buffers())[name])
+
+
+def test_running_statistics_are_updated_in_order_when_batches_accumulate():
+    nets = [TreeNet(norm_net, members=2) for _ in range(2)]
+    batch = batch_of(48, 2, torch.float32)
+    for net, workers in zip(nets, (1, 4), strict=True):
+        engine_gradients(net, losses.independent(), batch, micro_batches=1, workers=workers, accumulate=4)
+    states = [net.state_dict() for net in nets]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert states[0]["stages.0.norm.num_batches_tracked"] == 4
+
+
+def test_evaluation_does_not_touch_running_statistics():
+    net = TreeNet(norm_net, members=1)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    batch = batch_of(8, 1, torch.float32)
+    engine = ThreadsEngine(net, 2, 1, seed=0)
+    list(engine.outputs([lambda: batch]))
+    engine.close()
+    assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+
+
+def test_frozen_layers_get_no_gradient_and_the_rest_is_unchanged():
+    net = TreeNet(conv_net, members=2, split="conv1").double()
+    for parameter in net.stage("trunk").parameters():
+        parameter.requires_grad_(False)
+    _, got = engine_gradients(net, losses.independent(), batch_of(20, 2))
+    assert got["trunk"] == []
+    assert len(got["conv1/0"]) == 4
+
+
+def test_error_in_a_task_reaches_the_caller_and_the_engine_lives_on():
+    net = TreeNet(conv_net, members=2)
+    engine = ThreadsEngine(net, 2, 2, seed=0)
+    bad = batch_of(16, 2, torch.float32)
+    bad = Batch(bad.inputs[:, :1], bad.targets, bad.preprocess, ties=bad.ties)
+    with pytest.raises(RuntimeError, match="channels"):
+        engine.step(0, bad, losses.independent())
+    good = batch_of(16, 2, torch.float32)
+    assert np.isfinite(engine.step(0, good, losses.independent()).loss)
+    engine.close()
+
+
+def test_outputs_of_the_engine_equal_the_members():
+    net = TreeNet(dropout_net, tree={"conv1": [{"conv2": 2}, 1]}).double()
+    batches = [batch_of(rows, 3, seed=rows) for rows in (8, 8, 3)]
+    engine = ThreadsEngine(net, 2, 2, seed=0)
+    found = list(engine.outputs([lambda b=b: b for b in batches]))
+    engine.close()
+    for (outputs, targets), batch in zip(found, batches, strict=True):
+        assert torch.equal(targets, batch.targets)
+        for m in range(3):
+            torch.testing.assert_close(outputs[m], net.member(m)(batch.inputs), rtol=1e-12, atol=1e-12)
+
+
+def test_members_may_give_more_than_scores():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores, self.boxes = nn.Linear(4, 3), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return {"scores": self.scores(x), "boxes": self.boxes(x)}
+
+    def both(outputs, y, prior, ties):
+        value = losses.independent()(outputs["scores"], y, prior, ties)
+        total = value.total + outputs["boxes"].square().sum()
+        return losses.LossValue(total, value.assignment, value.losses)
+
+    def factory():
+        return nn.Sequential(OrderedDict(a=nn.Linear(6, 4), two=Two()))
+
+    for separable in (True, False):
+        net = TreeNet(factory, members=2, split="a").double()
+        x, y = torch.randn(20, 6, dtype=torch.float64), torch.randint(3, (20,))
+        loss = losses.Loss("both", both, separable=separable)
+        _, got = engine_gradients(net, loss, Batch(x, y, lambda raw, dtype: raw.to(dtype)))
+        value = loss(net(x), y)
+        (value.total / 20).backward()
+        assert_same_gradients(got, {n: [p.grad for p in s.parameters()] for n, s in net.stages.items()})
+
+
+def test_rows_pad_to_multiples_and_come_back_in_place():
+    mask = torch.zeros(40, dtype=torch.bool)
+    mask[[3, 9, 30]] = True
+    rows = Rows.where(mask)
+    assert len(rows.index) == 8
+    assert rows.count == 3
+    x = torch.randn(40, 5)
+    back = rows.put(rows.take(x))
+    assert torch.equal(back[mask], x[mask])
+    assert back[~mask].abs().sum() == 0
+    assert rows.take_gradient(x)[3:].abs().sum() == 0
+    assert Rows.where(torch.ones(40, dtype=torch.bool)) is None
+    assert len(Rows.where(torch.zeros(40, dtype=torch.bool)).index) == 8
+
+
+def test_a_tape_frees_its_graph_after_backward():
+    net = TreeNet(conv_net, members=1)
+    x = torch.randn(4, 2, 6, 6)
+    tape = Tape(net.stage("trunk"), x, (0,), {}, input_gradient=True)
+    d_input, gradients = tape.backward(torch.ones(4, 5))
+    assert d_input.shape == x.shape
+    assert len(gradients) == 6
+    assert tape._graph is None

@@ -1,0 +1,140 @@
+"""Optimizers against Caffe's update in numpy, and the schedules."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mheads import TreeNet
+from mheads.config import OptimOptions, ScheduleOptions
+from mheads.optim import Optimizer, Schedule
+
+
+def one_layer() -> nn.Sequential:
+    layer = nn.Linear(3, 2)
+    layer.multipliers = {"weight": (1.0, 1.0), "bias": (2.0, 0.0)}
+    return nn.Sequential(layer)
+
+
+def test_caffe_momentum_keeps_the_rate_inside_over_changes_of_the_rate():
+    net = TreeNet(one_layer, members=1).double()
+    options = OptimOptions(lr=0.1, momentum=0.9, weight_decay=0.01, caffe_momentum=True)
+    optimizer = Optimizer(net, options)
+    weight, bias = (p.detach().numpy().copy() for p in net.parameters())
+    v_weight, v_bias = np.zeros_like(weight), np.zeros_like(bias)
+    rng = np.random.default_rng(0)
+    for rate in (0.1, 0.1, 0.01, 0.01, 0.05):
+        g_weight, g_bias = rng.normal(size=weight.shape), rng.normal(size=bias.shape)
+        optimizer.set_rate(rate)
+        optimizer.update("trunk", [torch.from_numpy(g_weight.copy()), torch.from_numpy(g_bias.copy())])
+        v_weight = 0.9 * v_weight + rate * (g_weight + 0.01 * weight)
+        v_bias = 0.9 * v_bias + 2 * rate * g_bias
+        weight, bias = weight - v_weight, bias - v_bias
+    for parameter, expected in zip(net.parameters(), (weight, bias), strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "reference"),
+    [
+        (
+            {"name": "sgd", "momentum": 0.9, "nesterov": True},
+            lambda p: torch.optim.SGD(p, 0.1, 0.9, weight_decay=0.01, nesterov=True),
+        ),
+        ({"name": "sgd", "momentum": 0.0}, lambda p: torch.optim.SGD(p, 0.1, weight_decay=0.01)),
+        ({"name": "adamw"}, lambda p: torch.optim.AdamW(p, 0.1, weight_decay=0.01)),
+    ],
+)
+def test_optimizers_equal_torchs_own(options, reference):
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(3, 2)), members=1).double()
+    twin = TreeNet(lambda: nn.Sequential(nn.Linear(3, 2)), members=1).double()
+    optimizer, other = Optimizer(net, OptimOptions(lr=0.1, weight_decay=0.01, **options)), reference(twin.parameters())
+    for _ in range(3):
+        gradients = [torch.randn_like(p) for p in net.parameters()]
+        for p, g in zip(twin.parameters(), gradients, strict=True):
+            p.grad = g.clone()
+        other.step()
+        optimizer.set_rate(0.1)
+        optimizer.update("trunk", gradients)
+    for a, b in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+
+
+def test_a_member_that_won_nothing_still_decays_and_keeps_its_momentum():
+    net = TreeNet(one_layer, members=1).double()
+    optimizer = Optimizer(net, OptimOptions(lr=0.1, momentum=0.5, weight_decay=0.1))
+    optimizer.set_rate(0.1)
+    optimizer.update("trunk", [torch.ones(2, 3).double(), torch.ones(2).double()])
+    weight = net.member(0)[0].weight.detach().clone()
+    optimizer.update("trunk", [None, None])
+    assert not torch.equal(net.member(0)[0].weight, weight)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_state_survives_saving_and_loading_bit_for_bit(name):
+    def trained(steps, saved=None):
+        net = TreeNet(one_layer, members=2)
+        optimizer = Optimizer(net, OptimOptions(name=name, lr=0.1))
+        if saved is not None:
+            net.load_state_dict(saved[0])
+            optimizer.load_state(saved[1], 0.1)
+        for step in steps:
+            optimizer.set_rate(0.1)
+            for stage in net.stages:
+                generator = torch.Generator().manual_seed(step)
+                optimizer.update(
+                    stage, [torch.randn(p.shape, generator=generator) for p in net.stage(stage).parameters()]
+                )
+        return net, optimizer
+
+    whole, _ = trained(range(6))
+    first, optimizer = trained(range(3))
+    saved = {k: v.clone() for k, v in optimizer.state().items()}
+    resumed, _ = trained(range(3, 6), (first.state_dict(), saved))
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert all(key.startswith("stages.") for key in saved)
+
+
+def rates(options: dict, iterations: int, lr: float = 1.0) -> list[float]:
+    schedule = Schedule(ScheduleOptions(**options), lr, iterations)
+    return [schedule.rate(i) for i in range(iterations)]
+
+
+def test_schedules():
+    assert rates({"name": "constant"}, 3) == [1, 1, 1]
+    assert rates({"name": "step", "every": 2, "gamma": 0.5}, 6) == [1, 1, 0.5, 0.5, 0.25, 0.25]
+    assert rates({"name": "multistep", "at": [2, 3], "gamma": 0.1}, 5) == pytest.approx([1, 1, 0.1, 0.01, 0.01])
+    cosine = rates({"name": "cosine"}, 4)
+    assert cosine == pytest.approx([0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)])
+    assert min(cosine) > 0
+    assert rates({"name": "constant", "warmup": 4}, 6) == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_plateau_drops_when_a_window_has_not_improved_by_the_threshold():
+    schedule = Schedule(ScheduleOptions(name="plateau", window=2, threshold=0.01, gamma=0.1), 1.0, 100)
+    seen = []
+    for i, loss in enumerate([4.0, 4.0, 3.0, 3.0, 2.99, 2.99, 2.99, 2.99, 2.0, 2.0, 2.0, 2.0]):
+        seen.append(schedule.rate(i))
+        schedule.observe(loss)
+    seen.append(schedule.rate(12))
+    # 4 -> 3 is progress; 3 -> 2.99 is not: a tenth, and a new window; 2.99 -> 2 is; 2 -> 2 is not.
+    assert seen == pytest.approx([1] * 6 + [0.1] * 6 + [0.01])
+
+
+def test_plateau_state_survives_a_checkpoint():
+    options = ScheduleOptions(name="plateau", window=3)
+    whole, first = Schedule(options, 1.0, 100), Schedule(options, 1.0, 100)
+    losses = [3, 3, 3, 3, 3, 3, 2, 2, 2, 2, 2, 2]
+    for loss in losses:
+        whole.observe(loss)
+    for loss in losses[:5]:
+        first.observe(loss)
+    second = Schedule(options, 1.0, 100)
+    second.load_state(first.state())
+    for loss in losses[5:]:
+        second.observe(loss)
+    assert second.state() == whole.state()
+    assert second.rate(12) == whole.rate(12) < 1

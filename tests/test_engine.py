@@ -12,8 +12,10 @@ from torch import nn
 
 from mheads import TreeNet, UserError, losses
 from mheads.data.batch import Batch
+from mheads.engine import sliced
+from mheads.engine.rows import Rows
 from mheads.engine.sums import PairwiseSum
-from mheads.engine.tape import Rows, Tape
+from mheads.engine.tape import AutogradTape, Context, SlicedTape
 from mheads.engine.tasks import cuts
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
 from mheads.models.layers import Dropout, keyed_masks
@@ -158,10 +160,26 @@ def test_trunk_runs_once_per_micro_batch(name, tree):
 
         return hook
 
-    for name_, stage in net.stages.items():
-        next(iter(stage)).register_forward_hook(count(name_))
+    shared = [node.name for node in net.tree.nodes.values() if node.children]
+    for name_ in shared:
+        next(iter(net.stage(name_))).register_forward_hook(count(name_))
     engine_gradients(net, LOSSES[name], batch_of(22, 3, torch.float32), micro_batches=4)
-    assert calls == dict.fromkeys(net.stages, 4)
+    assert calls == {stage: 4 if stage in shared else 0 for stage in net.stages}
+
+
+@pytest.mark.parametrize("name", ["independent", "mcl k=1"])
+def test_every_layer_runs_once_per_micro_batch_where_the_layers_are_known(name, monkeypatch):
+    calls = []
+
+    def counting(layer, x, owned):
+        calls.append(layer)
+        return sliced.conv2d(layer, x, owned)
+
+    monkeypatch.setitem(sliced.STEPS, nn.Conv2d, counting)
+    net = TreeNet(conv_net, members=3, split="conv1")
+    engine_gradients(net, LOSSES[name], batch_of(22, 3, torch.float32), micro_batches=4)
+    assert len(calls) == 4 * (1 + 3)
+    assert calls.count(net.member(0).conv1) == 4
 
 
 def test_float32_gradients_are_equal_bit_for_bit_for_any_number_of_workers():
@@ -429,8 +447,11 @@ def test_rows_pad_to_multiples_and_come_back_in_place():
 def test_a_tape_frees_its_graph_after_backward():
     net = TreeNet(conv_net, members=1)
     x = torch.randn(4, 2, 6, 6)
-    tape = Tape(net.stage("trunk"), x, (0,), {}, input_gradient=True)
+    tape = AutogradTape(net.stage("trunk"), x, Context((0,), 4, {}, input_gradient=True))
     d_input, gradients = tape.backward(torch.ones(4, 5))
     assert d_input.shape == x.shape
     assert len(gradients) == 6
     assert tape._graph is None
+    known = SlicedTape(net.stage("trunk"), x, Context((0,), 4, {}, input_gradient=True))
+    known.backward(torch.ones(4, 5))
+    assert known._backwards == []

@@ -1,101 +1,85 @@
-"""Forward and backward of one stage on one micro-batch."""
+"""Tapes: one forward of a stage on a micro-batch, recorded so that it can be taken back once.
+
+`output` carries no graph. `backward` turns its gradient into those of the input (None if it is not wanted) and of the
+stage's parameters, and frees what was kept. `learn`, where given, is a mask over the rows that says where the gradient
+is not zero; a tape may leave out the others.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mheads import values
+from mheads.engine import sliced
+from mheads.engine.rows import Rows
 from mheads.engine.sums import Gradients
-from mheads.models.layers import keyed_masks
+from mheads.models.layers import has_batch_statistics, keyed_masks
 from mheads.tree import Stage, canonical
 from mheads.values import Value
 
-ROW_MULTIPLE = 8  # a convolution that meets a new row count spends 1 to 2 ms on building a primitive for it
+# Forward is a third of a step: computing it twice for a member's own rows pays while these are less than two thirds.
+RECOMPUTE_BELOW = 0.6
+
+
+class Tape(Protocol):
+    output: Value
+
+    def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]: ...
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Some rows of a micro-batch, padded by repeating one to a multiple of ROW_MULTIPLE."""
+class Context:
+    """What a stage runs in: the key of its dropout masks, which are drawn for all rows of the micro-batch and cut to
+    `rows`, side inputs, and whether anybody wants the gradient of its input."""
 
-    index: Tensor
-    count: int
-    total: int
+    key: tuple[int | str, ...]
+    num_rows: int
+    side: dict[str, Value]
+    input_gradient: bool
+    rows: Tensor | None = None
 
-    @staticmethod
-    def where(mask: Tensor) -> Rows | None:
-        """The rows where the mask is true; None for all of them, or so many that leaving some out gains nothing."""
-        total = len(mask)
-        index = mask.nonzero().flatten()
-        count = len(index)
-        padded = max(ROW_MULTIPLE, -(-count // ROW_MULTIPLE) * ROW_MULTIPLE)
-        if padded >= total:
-            return None
-        filler = index.new_full((padded - count,), int(index[0]) if count else 0)
-        return Rows(torch.cat([index, filler]), count, total)
+    def masks(self) -> AbstractContextManager[None]:
+        return keyed_masks(self.key, self.num_rows, self.rows)
 
-    def take(self, value: Value) -> Value:
-        return values.map_leaves(lambda t: canonical(t[self.index.to(t.device)]), value)
-
-    def take_gradient(self, value: Value) -> Value:
-        """As `take`, with zeros in the rows that only fill up."""
-
-        def pick(t: Tensor) -> Tensor:
-            t = canonical(t[self.index.to(t.device)])
-            t[self.count :] = 0
-            return t
-
-        return values.map_leaves(pick, value)
-
-    def put(self, value: Value) -> Value:
-        """Back to all rows, with zeros in the others."""
-
-        def spread(t: Tensor) -> Tensor:
-            full = canonical(t.new_zeros((self.total, *t.shape[1:])))
-            full[self.index[: self.count].to(t.device)] = t[: self.count]
-            return full
-
-        return values.map_leaves(spread, value)
+    def only(self, index: Tensor) -> Context:
+        return replace(self, rows=index if self.rows is None else self.rows[index])
 
 
-class Tape:
-    """One forward of a stage, recorded so that it can be taken back once.
+def record(stage: Stage, x: Value, context: Context, rows: Rows | None = None, share: float = 1.0) -> Tape:
+    """Runs the stage on x and records it; with `rows`, only these are computed, and the others get zeros.
 
-    `output` carries no graph; `backward` turns its gradient into those of the input and of the stage's parameters, and
-    frees what was kept. With `rows`, only these rows are computed, and the others get zeros.
+    `share` is the part of the rows that the stage can be expected to learn from.
     """
+    if rows is not None:
+        return PartialTape(record(stage, rows.take(x), context.only(rows.index), None, share), rows)
+    x = values.map_leaves(canonical, x)  # whatever the engine that brought the value did with its strides
+    if isinstance(x, Tensor) and sliced.supports(stage):
+        return SlicedTape(stage, x, context)
+    if share < RECOMPUTE_BELOW and not has_batch_statistics(stage):
+        return RecomputingTape(stage, x, context)
+    return AutogradTape(stage, x, context)
 
-    def __init__(
-        self,
-        stage: Stage,
-        x: Value,
-        key: tuple[int | str, ...],
-        side: dict[str, Value],
-        input_gradient: bool,
-        rows: Rows | None = None,
-    ) -> None:
-        self.rows = rows
-        self.parameters = [p for p in stage.parameters() if p.requires_grad]
-        num_rows = values.num_rows(x)
-        if rows is not None:
-            x = rows.take(x)
-        # A fresh leaf with canonical strides, whatever the engine that brought the value did with it.
-        self.input = values.map_leaves(lambda t: canonical(t.detach()), x)
+
+class AutogradTape:
+    """Any stage; all rows are taken back."""
+
+    def __init__(self, stage: Stage, x: Value, context: Context) -> None:
+        self.parameters = trainable(stage)
+        self.input = values.map_leaves(Tensor.detach, x)
         self.wanted: list[Tensor] = []
-        if input_gradient:
+        if context.input_gradient:
             self.wanted = [t.requires_grad_() for t in values.leaves(self.input) if t.is_floating_point()]
-        with torch.enable_grad(), keyed_masks(key, num_rows, None if rows is None else rows.index):
-            self._graph: Value | None = stage(self.input, side)
+        with torch.enable_grad(), context.masks():
+            self._graph: Value | None = stage(self.input, context.side)
         self.output = values.map_leaves(lambda t: canonical(t.detach()), self._graph)
-        if rows is not None:
-            self.output = rows.put(self.output)
 
-    def backward(self, d_output: Value) -> tuple[Value | None, Gradients]:
+    def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
         graph, self._graph = self._graph, None
-        if self.rows is not None:
-            d_output = self.rows.take_gradient(d_output)
         pairs = [
             (y, canonical(d))
             for y, d in zip(values.leaves(graph), values.leaves(d_output), strict=True)
@@ -108,13 +92,65 @@ class Tape:
             gradients = list(torch.autograd.grad(ys, sources, ds, allow_unused=True))
         d_input = None
         if self.wanted:
-            d_leaves = [torch.zeros_like(x) if d is None else d for x, d in zip(self.wanted, gradients, strict=False)]
-            queue = iter(d_leaves)
-            d_input = values.map_leaves(lambda t: next(queue) if t.requires_grad else torch.zeros_like(t), self.input)
-            if self.rows is not None:
-                d_input = self.rows.put(d_input)
+            queue = iter(gradients)
+
+            def gradient_of(t: Tensor) -> Tensor:
+                d = next(queue) if t.requires_grad else None
+                return torch.zeros_like(t) if d is None else d
+
+            d_input = values.map_leaves(gradient_of, self.input)
         del self.input
         return d_input, gradients[len(self.wanted) :]
+
+
+class RecomputingTape:
+    """Outputs of all rows without a graph; forward and backward again for the rows that learn."""
+
+    def __init__(self, stage: Stage, x: Value, context: Context) -> None:
+        self.stage, self.input, self.context = stage, x, context
+        # no_grad, not inference mode: what is computed here meets autograd later.
+        with torch.no_grad(), context.masks():
+            self.output = values.map_leaves(canonical, stage(x, context.side))
+
+    def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
+        x = self.input
+        del self.input
+        rows = None if learn is None else Rows.where(learn)
+        if rows is None:
+            return AutogradTape(self.stage, x, self.context).backward(d_output)
+        tape = AutogradTape(self.stage, rows.take(x), self.context.only(rows.index))
+        d_input, gradients = tape.backward(rows.take_gradient(d_output))
+        return None if d_input is None else rows.put(d_input), gradients
+
+
+class SlicedTape:
+    """Stages of known layers: the one forward keeps what each layer needs, and only the rows that learn go back."""
+
+    def __init__(self, stage: Stage, x: Tensor, context: Context) -> None:
+        self.input_gradient = context.input_gradient
+        with torch.no_grad(), context.masks():
+            output, self._backwards = sliced.forward(stage, x)
+        self.output = canonical(output)
+
+    def backward(self, d_output: Tensor, learn: Tensor | None = None) -> tuple[Tensor | None, Gradients]:
+        rows = None if learn is None else Rows.where(learn)
+        with torch.no_grad():
+            d = canonical(d_output) if rows is None else rows.take_gradient(d_output)
+            d_input, gradients = sliced.backward(self._backwards, d, rows, self.input_gradient)
+        return d_input if d_input is None or rows is None else rows.put(d_input), gradients
+
+
+class PartialTape:
+    """A tape of some rows, seen as one of all."""
+
+    def __init__(self, tape: Tape, rows: Rows) -> None:
+        self.tape, self.rows = tape, rows
+        self.output = rows.put(tape.output)
+
+    def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
+        inner = None if learn is None else self.rows.within(learn)
+        d_input, gradients = self.tape.backward(self.rows.take_gradient(d_output), inner)
+        return None if d_input is None else self.rows.put(d_input), gradients
 
 
 def trainable(stage: nn.Module) -> list[Tensor]:

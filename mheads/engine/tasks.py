@@ -17,8 +17,9 @@ from torch import Tensor
 
 from mheads import values
 from mheads.data.batch import Batch
+from mheads.engine.rows import Rows
 from mheads.engine.sums import Gradients, PairwiseSum
-from mheads.engine.tape import Rows, Tape
+from mheads.engine.tape import Context, Tape, record
 from mheads.losses import Loss
 from mheads.models.layers import has_batch_statistics
 from mheads.tree import Node, TreeNet, canonical
@@ -69,6 +70,8 @@ class TrainingStep:
         # Members that have nothing in common are finished one after the other: only those running are in memory.
         order = {root.name: i for i, root in enumerate(self.tree.roots)} if loss.separable else {}
         self.group_order = {n: order.get(self._root(n), 0) for n in self.tree.nodes}
+        # The part of the examples that a member learns from, where the loss tells.
+        self.share = min(1.0, (loss.winners or net.num_members) / net.num_members)
         self.statistics = {name for name in self.tree.nodes if has_batch_statistics(net.stage(name))}
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
@@ -106,7 +109,8 @@ class TrainingStep:
         if not node.children and batch.prior is not None and node.name not in self.statistics:
             rows = Rows.where(batch.prior[node.members[0]] > 0)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
-        tape = Tape(self.net.stage(node.name), x, key, batch.side, node.parent is not None, rows)
+        context = Context(key, values.num_rows(x), batch.side, input_gradient=node.parent is not None)
+        tape = record(self.net.stage(node.name), x, context, rows, self.share if not node.children else 1.0)
         if node.children:
             self._tapes[node.name, i] = tape
             for child in node.children:
@@ -127,15 +131,17 @@ class TrainingStep:
     def apply_loss(self, i: int) -> None:
         outputs = self._outputs.pop(i)
         d_outputs = self._apply_loss(i, None, [outputs[m] for m in range(len(outputs))])
+        learn = self._assignments[0, i] > 0 if self.share < 1 else None
         for leaf in self.tree.leaves:
             m = leaf.members[0]
-            self._spawn(BACKWARD, i, leaf, self.backward, values.map_leaves(lambda t, m=m: t[m], d_outputs))
+            d_output = values.map_leaves(lambda t, m=m: t[m], d_outputs)
+            self._spawn(BACKWARD, i, leaf, self.backward, d_output, None if learn is None else learn[m])
 
-    def backward(self, i: int, node: Node, d_output: Value) -> None:
-        self._take_back(i, node, self._tapes.pop((node.name, i)), d_output)
+    def backward(self, i: int, node: Node, d_output: Value, learn: Tensor | None = None) -> None:
+        self._take_back(i, node, self._tapes.pop((node.name, i)), d_output, learn)
 
-    def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value) -> None:
-        d_input, gradients = tape.backward(d_output)
+    def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value, learn: Tensor | None = None) -> None:
+        d_input, gradients = tape.backward(d_output, learn)
         self.sums[node.name].add(i, gradients)
         if node.parent is not None:
             parent = self.tree.nodes[node.parent]

@@ -34,15 +34,15 @@ class Loss:
     """A loss function with what an engine must know of it.
 
     `separable`: the loss of a member does not depend on the outputs of the others, so each member's forward and
-    backward can run back to back. `sparse`: a member may learn nothing from an example (its assignment is 0), and
-    then costs no backward for it. `averaged`: the members' outputs are averaged before the loss, which divides their
-    gradients by M and gives priors on examples no meaning. `options` are those that it was made with.
+    backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
+    assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
+    divides their gradients by M and gives priors on examples no meaning. `options`: those that it was made with.
     """
 
     name: str
     function: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], LossValue]
     separable: bool = False
-    sparse: bool = False
+    winners: int | None = None
     averaged: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -23,7 +23,7 @@ def mcl(k: int = 1, ce_weight: float = 0.0) -> Loss:
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
     function = partial(_mcl, k=k, ce_weight=ce_weight)
-    return Loss("mcl", function, sparse=ce_weight == 0, options={"k": k, "ce_weight": ce_weight})
+    return Loss("mcl", function, winners=None if ce_weight else k, options={"k": k, "ce_weight": ce_weight})
 
 
 def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | None = None) -> Tensor:

@@ -73,11 +73,13 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        shape = torch.Size((*x.shape[:2], *(1,) * (x.dim() - 2))) if self.channelwise else x.shape
-        mask = draw_mask(shape, self.p, x)
+        mask = draw_mask(self.mask_shape(x), self.p, x)
         if mask is None:
             return F.dropout2d(x, self.p) if self.channelwise else F.dropout(x, self.p)
         return x * mask
+
+    def mask_shape(self, x: Tensor) -> torch.Size:
+        return torch.Size((*x.shape[:2], *(1,) * (x.dim() - 2))) if self.channelwise else x.shape
 
     def extra_repr(self) -> str:
         return f"p={self.p}" + (", channelwise=True" if self.channelwise else "")

@@ -1,0 +1,163 @@
+"""Tapes: the backward of some rows against autograd, for every layer that allows it and for those that do not."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from mheads.engine import sliced
+from mheads.engine.rows import Rows
+from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record
+from mheads.models import MODELS
+from mheads.models.layers import Dropout, keyed_masks
+from mheads.tree import Stage, canonical
+
+LAYERS = {
+    "conv": lambda: nn.Conv2d(6, 4, 3, padding=1),
+    "conv strided, grouped, no bias": lambda: nn.Conv2d(6, 4, 3, stride=2, groups=2, bias=False),
+    "conv dilated": lambda: nn.Conv2d(6, 4, 3, dilation=2, padding=2),
+    "relu": nn.ReLU,
+    "max pool": lambda: nn.MaxPool2d(3, 2, ceil_mode=True),
+    "max pool padded": lambda: nn.MaxPool2d(3, 1, padding=1),
+    "average pool": lambda: nn.AvgPool2d(3, 2, ceil_mode=True),
+    "average pool padded": lambda: nn.AvgPool2d(3, 2, padding=1, count_include_pad=False),
+    "global pool": lambda: nn.AdaptiveAvgPool2d(1),
+    "lrn": lambda: nn.LocalResponseNorm(5, alpha=0.5, beta=0.75),
+    "lrn of even size": lambda: nn.LocalResponseNorm(4, alpha=0.5, beta=0.75, k=2.0),
+    "dropout": lambda: Dropout(0.4),
+    "channelwise dropout": lambda: Dropout(0.4, channelwise=True),
+    "identity": nn.Identity,
+    "flatten": nn.Flatten,
+    "linear": lambda: nn.Sequential(nn.Flatten(), nn.Linear(6 * 7 * 7, 5)),
+}
+
+
+def context(rows: int, **options) -> Context:
+    return Context((0, "test"), rows, {}, input_gradient=options.pop("input_gradient", True), **options)
+
+
+def gradients_by_autograd(stage, x, d_output):
+    x = x.clone().requires_grad_()
+    with keyed_masks((0, "test"), len(x)):
+        y = stage(x)
+    return y.detach(), torch.autograd.grad(y, [x, *stage.parameters()], d_output, allow_unused=True)
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("learning", ["all", "some", "none"])
+def test_sliced_backward_equals_autograd(name, learning):
+    stage = Stage(OrderedDict(layer=LAYERS[name]())).double()
+    assert sliced.supports(stage)
+    x = canonical(torch.randn(30, 6, 7, 7, dtype=torch.float64))
+    tape = SlicedTape(stage, x, context(30))
+    d_output = torch.randn_like(tape.output)
+    learn = {"all": torch.ones(30), "some": torch.arange(30) % 3 == 0, "none": torch.zeros(30)}[learning].bool()
+    d_output[~learn] = 0
+    y, (d_x, *expected) = gradients_by_autograd(stage, x, d_output)
+    got_x, got = tape.backward(d_output, learn)
+    close(tape.output, y)
+    close(got_x, d_x)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("kind", [AutogradTape, RecomputingTape])
+def test_other_stages_take_back_the_rows_that_learn(kind):
+    stage = Stage(OrderedDict(a=nn.Conv2d(6, 4, 3), act=nn.GELU(), drop=Dropout(0.3), flat=nn.Flatten())).double()
+    assert not sliced.supports(stage)
+    x = canonical(torch.randn(30, 6, 7, 7, dtype=torch.float64))
+    tape = kind(stage, x, context(30))
+    d_output = torch.randn_like(tape.output)
+    learn = torch.arange(30) % 4 == 1
+    d_output[~learn] = 0
+    y, (d_x, *expected) = gradients_by_autograd(stage, x, d_output)
+    got_x, got = tape.backward(d_output, learn)
+    close(tape.output, y)
+    close(got_x, d_x)
+    for a, b in zip(got, expected, strict=True):
+        close(a, b)
+
+
+def test_the_kind_of_tape_follows_from_layers_and_shares():
+    known = Stage(OrderedDict(a=nn.Linear(4, 4), r=nn.ReLU()))
+    other = Stage(OrderedDict(a=nn.Linear(4, 4), g=nn.GELU()))
+    norm = Stage(OrderedDict(a=nn.Linear(4, 4), n=nn.BatchNorm1d(4)))
+    x = torch.randn(16, 4)
+    assert type(record(known, x, context(16))) is SlicedTape
+    assert type(record(other, x, context(16), share=0.25)) is RecomputingTape
+    assert type(record(other, x, context(16), share=0.75)) is AutogradTape
+    assert type(record(norm, x, context(16), share=0.25)) is AutogradTape
+
+
+def test_a_hooked_layer_runs_as_a_module():
+    stage = Stage(OrderedDict(a=nn.Linear(4, 4)))
+    stage.a.register_forward_hook(lambda module, args, output: None)
+    assert not sliced.supports(stage)
+
+
+def test_a_layer_used_twice_is_left_to_autograd():
+    layer = nn.Linear(4, 4)
+    assert not sliced.supports(Stage(OrderedDict(a=layer, b=layer)))
+    relu = nn.ReLU()
+    assert sliced.supports(Stage(OrderedDict(a=nn.Linear(4, 4), r=relu, b=nn.Linear(4, 4), s=relu)))
+
+
+def test_relu_in_place_never_overwrites_what_others_need():
+    stage = Stage(OrderedDict(r=nn.ReLU(), a=nn.Linear(4, 4), s=nn.ReLU(), t=nn.ReLU()))
+    x = torch.randn(12, 4)
+    before = x.clone()
+    tape = SlicedTape(stage, x, context(12))
+    assert torch.equal(x, before)
+    assert torch.equal(tape.output, stage(x))
+
+
+def test_forward_rows_and_learning_rows_combine():
+    stage = Stage(OrderedDict(a=nn.Conv2d(6, 4, 3), drop=Dropout(0.5), flat=nn.Flatten(), b=nn.Linear(100, 3))).double()
+    x = canonical(torch.randn(40, 6, 7, 7, dtype=torch.float64))
+    seen = torch.arange(40) % 2 == 0
+    learn = torch.arange(40) % 4 == 0
+    tape = record(stage, x, context(40), Rows.where(seen))
+    d_output = torch.randn(40, 3, dtype=torch.float64) * learn[:, None]
+    y, (d_x, *expected) = gradients_by_autograd(stage, x, d_output)
+    got_x, got = tape.backward(d_output, learn)
+    close(tape.output[seen], y[seen])
+    assert tape.output[~seen].abs().sum() == 0
+    close(got_x, d_x)
+    for a, b in zip(got, expected, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("name", ["cifar10_quick", "nin_cifar100", "digits"])
+def test_the_papers_networks_are_made_of_known_layers(name):
+    shape = {"digits": (1, 8, 8)}.get(name, (3, 32, 32))
+    stage = Stage(OrderedDict(MODELS[name]().named_children())).double()
+    assert sliced.supports(stage)
+    x = canonical(torch.randn(20, *shape, dtype=torch.float64))
+    tape = SlicedTape(stage, x, context(20))
+    learn = torch.arange(20) < 6
+    d_output = torch.randn_like(tape.output) * learn[:, None]
+    _, (d_x, *expected) = gradients_by_autograd(stage, x, d_output)
+    got_x, got = tape.backward(d_output, learn)
+    close(got_x, d_x)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9 * b.abs().max().item())
+
+
+def test_caffenet_and_the_large_nin_are_made_of_known_layers():
+    with torch.device("meta"):
+        for name in ("caffenet", "nin_ilsvrc"):
+            assert sliced.supports(Stage(OrderedDict(MODELS[name]().named_children())))
+
+
+def test_the_first_layer_is_not_asked_for_an_input_gradient():
+    stage = Stage(OrderedDict(a=nn.Linear(4, 3)))
+    for kind in (SlicedTape, AutogradTape, RecomputingTape):
+        d_input, gradients = kind(stage, torch.randn(8, 4), context(8, input_gradient=False)).backward(torch.ones(8, 3))
+        assert d_input is None
+        assert len(gradients) == 2

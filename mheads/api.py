@@ -98,6 +98,8 @@ def fit(
     if not isinstance(net, TreeNet):
         raise UserError(f"fit trains a TreeNet, not a {type(net).__name__}: mheads.TreeNet(factory, members=...)")
     loss = loss or independent()
+    known = loss.name in configs.LOSS_NAMES  # one of the user's own is remembered, not imported again
+    named = {"name": loss.name, **loss.options} if known else {"name": f"__main__:{loss.name}", "args": loss.options}
     arrays: dict[str, Any] = {"normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror}
     if test is None and not validation:
         validation = max(1, len(train[1]) // 10)
@@ -108,7 +110,7 @@ def fit(
             "members": net.num_members,
             "split": net.spec,
             "sampling": sampling,
-            "loss": {"name": loss.name, **loss.options},
+            "loss": named,
             "pretrain": pretrain,
             "data": {"name": "arrays", "validation": validation, **arrays},
             "engine": {"workers": workers, "micro_batches": micro_batches},

@@ -1,7 +1,7 @@
 """Checkpoints: whole or absent, and nothing in them can run code.
 
     checkpoints/step-00000500/tensors.safetensors   weights, optimizer state, ownership so far
-                              state.json            the rest, and the checksum of the tensors
+                              state.json            the rest, and the checksum of both
 
 A checkpoint is written to a hidden folder, flushed to the disk, and renamed: whatever kills the process, a folder under
 its final name is complete. Damage that happens later is found by the checksum.
@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,11 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
+    def check(self) -> None:
+        """Raises what a save met that has ended, so that training does not go on for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
     def close(self) -> None:
         self._writer.shutdown(wait=True)
 
@@ -62,18 +67,21 @@ class Checkpoints:
         """Steps with a checkpoint, the newest first."""
         if not self.folder.is_dir():
             return []
-        return sorted((int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*")), reverse=True)
+        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*"))
+        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that is whole; `warn` hears of those that are not."""
-        for step in self.steps():
+        steps = self.steps()
+        for step, before in zip(steps, [*steps[1:], 0], strict=True):
             try:
                 return self._read(step)
-            except (OSError, ValueError, KeyError, SafetensorError) as error:
-                warn(f"checkpoint {self.path(step).name} is damaged ({error}); going back to the one before")
+            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+                back = f"the one before, iteration {before}" if before else "the start: no other is left"
+                warn(f"checkpoint {self.path(step)} is damaged ({error}); going back to {back}")
         return None
 
     def drop_after(self, step: int) -> None:
@@ -84,19 +92,20 @@ class Checkpoints:
 
     def _read(self, step: int) -> Checkpoint:
         path = self.path(step)
-        state = json.loads((path / "state.json").read_text())
-        if _sha256(path / "tensors.safetensors") != state["sha256"]:
+        written = json.loads((path / "state.json").read_text())
+        state = written["state"]
+        if written["sha256"] != _sha256(path / "tensors.safetensors", state):
             raise ValueError("its checksum does not match")
         return Checkpoint(step, load_file(path / "tensors.safetensors"), state)
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         hidden = self.folder / f".step-{step:08d}"
-        with saving(hidden):
+        with saving(self.path(step), hidden):
             shutil.rmtree(hidden, ignore_errors=True)
             hidden.mkdir(parents=True)
             save_file(tensors, hidden / "tensors.safetensors")
-            digest = _sha256(hidden / "tensors.safetensors")
-            (hidden / "state.json").write_text(json.dumps({**state, "step": step, "sha256": digest}))
+            digest = _sha256(hidden / "tensors.safetensors", state)
+            (hidden / "state.json").write_text(json.dumps({"sha256": digest, "state": state}))
             for file in hidden.iterdir():
                 flush(file)
             flush(hidden)
@@ -109,28 +118,32 @@ class Checkpoints:
             shutil.rmtree(self.path(old))
 
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
 @contextlib.contextmanager
-def saving(path: Path) -> Any:
-    """Turns a full disk or a forbidden folder into a message; what was there before stays."""
+def saving(path: Path, hidden: Path | None = None) -> Iterator[None]:
+    """Turns a full disk or a forbidden folder into a message and removes `hidden`, the half of a new `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        if hidden is not None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(hidden) if hidden.is_dir() else hidden.unlink(missing_ok=True)
+        # The writer of safetensors says the number in words only.
+        words = ("os error 28", "os error 122", "os error 27")
+        full = getattr(error, "errno", None) in FULL or any(word in str(error) for word in words)
+        cause = "no space left on the disk" if full else getattr(error, "strerror", None) or error
         remedy = "free some space" if full else "make the folder writable"
         raise UserError(
-            f"could not save {path.parent}: {'no space left on the disk' if full else error}. "
-            f"The checkpoints already there are whole: {remedy} and give the same command again to go on from them"
+            f"could not save {path}: {cause}. What was saved before is whole: {remedy} and give the same command again"
         ) from error
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Writes a file beside its final name, flushes it, and renames it: readers see the old one or the new one."""
     hidden = path.with_name(f".{path.name}")
-    with saving(hidden):
+    with saving(path, hidden):
         write(hidden)
         flush(hidden)
         os.replace(hidden, path)
@@ -146,6 +159,8 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, state: dict[str, Any]) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(json.dumps(state, sort_keys=True).encode())
+    return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,15 +62,15 @@ def train(
 
     config = configs.load(recipe, overrides or [])
     from mheads import experiment, runs
-    from mheads.progress import Silent, Terminal
+    from mheads.progress import Terminal
     from mheads.train import train as train_run
 
     folder = runs.RunFolder(run or Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
     if force and folder.path.exists():
         folder = folder.beside()
     built = experiment.build(config)
-    console.print(f"run folder {folder.path}")
-    show_result(train_run(built, folder, Silent() if quiet else Terminal(console)))
+    console.print(f"run folder {folder.path}", markup=False, soft_wrap=True)
+    show_result(train_run(built, folder, Terminal(console, bar=not quiet)))
 
 
 @app.command(name="eval", rich_help_panel="Train and look")
@@ -133,7 +134,7 @@ def data_get(
 
     with fetching(console, name) as progress:
         path = data.get(name, progress=progress, force=force)
-    console.print(f"{name} is in {path}")
+    console.print(f"{name} is in {path}", markup=False, soft_wrap=True)
 
 
 @data_app.command("list")
@@ -150,6 +151,9 @@ def show_result(result: dict[str, Any]) -> None:
     console.print(result_table(result))
 
 
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+
 def main() -> None:
     """The console script: a user's mistake is a message and exit code 2, a signal its own code."""
     try:
@@ -159,6 +163,12 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        errors.print(f"[red]error:[/] {_escape(f'{error.strerror}{where}')}", soft_wrap=True)
+        sys.exit(2)
     except Exception as error:
         code = getattr(error, "exit_code", None)  # Interrupted: saved and stopped by a signal
         if code is None:

@@ -29,7 +29,7 @@ def _named(value: Any) -> Any:
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Sampling(_Section):
@@ -38,6 +38,13 @@ class Sampling(_Section):
     groups: Literal["random"] | list[list[int]] = _option(
         "random", "specialists: the classes of each member, or random for an even split by the seed"
     )
+
+
+def _no_truth_value(value: Any) -> Any:
+    """`split=yes` must not count as a tree of one member."""
+    if isinstance(value, bool):
+        raise ValueError("give the name of a layer or a tree such as {conv1: [{conv2: 2}, 2]}, not yes or no")
+    return value
 
 
 LOSS_NAMES = ("independent", "score_averaged", "prob_averaged", "mcl")
@@ -114,8 +121,8 @@ class Config(_Section):
 
     model: str = _option("digits", "a network's name, or package.module:factory of your own")
     model_args: dict[str, Any] = _option({}, "arguments of the network's factory")
-    members: int = _option(4, "how many members", ge=1)
-    split: str | int | list[Any] | dict[str, Any] | None = _option(
+    members: int = _option(4, "how many members", ge=1, le=10_000)
+    split: Annotated[str | int | list[Any] | dict[str, Any] | None, BeforeValidator(_no_truth_value)] = _option(
         None, "the last shared layer, or a tree such as {conv1: [{conv2: 2}, 2]}; none: independent members"
     )
     init: str = _option("random", "random, same, or the folder of a finished run to start from")
@@ -189,20 +196,36 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
     if recipe in recipes():
         text = (resources.files("mheads.recipes") / f"{recipe}.yaml").read_text()
     elif Path(recipe).is_file():
-        text = Path(recipe).read_text()
+        return read(Path(recipe), overrides)
     else:
         near = difflib.get_close_matches(recipe, recipes(), 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"no recipe {recipe!r}{hint} Recipes: {', '.join(recipes())}; or give the path of a YAML file")
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(
+            f"there is no recipe and no file {recipe!r}{hint}: "
+            f"give one of {', '.join(recipes())}, or the path of a YAML file"
+        )
+    return _parse(text, recipe, overrides)
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in a file."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a YAML file: {error}") from error
+    return _parse(text, str(path), overrides)
+
+
+def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
     try:
         tree = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
-        raise UserError(f"{recipe} is not valid YAML: {error}") from error
+        raise UserError(f"{source} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{recipe} must hold a mapping of config keys, not {type(tree).__name__}")
+        raise UserError(f"{source} must hold a mapping of config keys, not {tree!r}")
     for override in overrides:
         _override(tree, override)
-    return validate(tree, recipe)
+    return validate(tree, source)
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -236,7 +259,12 @@ def validate(tree: dict[str, Any], source: str = "the config") -> Config:
     try:
         return Config.model_validate(_floats(tree))
     except ValidationError as error:
-        raise UserError("\n".join(f"{source}: {_explain(problem)}" for problem in error.errors())) from None
+        # What a union refused comes once for each of its branches: one message with all that it would take.
+        messages: dict[str, list[str]] = {}
+        for where, message in map(_explain, error.errors()):
+            messages.setdefault(where, []).append(message)
+        lines = [f"{source}: {where}{', or '.join(dict.fromkeys(texts))}" for where, texts in messages.items()]
+        raise UserError("\n".join(lines)) from None
 
 
 def _floats(value: Any) -> Any:
@@ -247,7 +275,8 @@ def _floats(value: Any) -> Any:
     return value
 
 
-def _explain(problem: Any) -> str:
+def _explain(problem: Any) -> tuple[str, str]:
+    """The place with its value, and what is wrong with it."""
     where = [str(part) for part in problem["loc"]]
     known = known_keys()
     # Pydantic appends the branch of a union that it tried: keep what is a key.
@@ -259,8 +288,11 @@ def _explain(problem: Any) -> str:
         near = difflib.get_close_matches(key, [*known, *sections], 1, 0.4)
         by_last = [k for k in known if k.rsplit(".", 1)[-1] == where[-1]]
         best = by_last[:1] or near
-        return f"unknown key {key!r}" + (f"; did you mean {best[0]!r}?" if best else "")
+        return f"unknown key {key!r}", f"; did you mean {best[0]!r}?" if best else f"; there are {', '.join(known)}"
     message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        inside = [k for k in known if k.startswith(f"{key}.")]
+        message = f"it is a section with keys of its own: {', '.join(inside)}"
     if not key:
-        return message
-    return f"{key} = {problem['input']!r}: {message[0].lower()}{message[1:]}"
+        return "", message
+    return f"{key} = {problem['input']!r}: ", f"{message[0].lower()}{message[1:]}"

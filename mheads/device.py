@@ -15,8 +15,12 @@ def resolve(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"device = {name!r}: give auto, cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device = {name!r}: give auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device = {name!r}, but torch sees no GPU here; use device=cpu or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device = {name!r}, but the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}")
     return device
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from mheads import api, experiment
@@ -36,7 +37,10 @@ def evaluate_run(path: Path, outputs_file: Path | None, watch: Watcher) -> dict[
     folder.load_weights(net)
     data = experiment.load_data(config)
     if data.fingerprint != folder.read_data().fingerprint:
-        raise UserError(f"{path} was trained on other data than {data.name} is now: their checksums differ")
+        raise UserError(
+            f"{path} was trained on other data than {data.name} is now: checksum "
+            f"{folder.read_data().fingerprint} there, {data.fingerprint} now; bring back the data it was trained on"
+        )
     built = experiment.Experiment(config, net, experiment.build_loss(config), data, None)
     engine = built.engine()
     metrics = Metrics(net.num_members, len(data.classes))
@@ -83,8 +87,9 @@ def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -
     mean = probabilities.mean(0)
     answer = int(mean.argmax())
     agree = int((votes == answer).sum())
+    said = f"[bold]{escape(classes[answer])}[/] ({100 * mean[answer]:.1f}%)"
     table = Table(
-        title=f"{image}: [bold]{classes[answer]}[/] ({100 * mean[answer]:.1f}%), {agree} of {len(votes)} members agree",
+        title=f"{escape(str(image))}: {said}, {agree} of {len(votes)} members agree",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
@@ -94,7 +99,8 @@ def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -
     rows = [(f"member {m}", p) for m, p in enumerate(probabilities)]
     for name, p in [*rows, ("[bold]Ensemble-Mean[/]", mean)]:
         top = p.topk(best)
-        table.add_row(name, *(f"{classes[c]} {100 * v:.1f}%" for v, c in zip(top.values, top.indices, strict=True)))
+        pairs = zip(top.values, top.indices, strict=True)
+        table.add_row(name, *(f"{escape(classes[c])} {100 * v:.1f}%" for v, c in pairs))
     return table
 
 
@@ -111,7 +117,7 @@ def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:
             picture = image.convert("L" if channels == 1 else "RGB")
     except FileNotFoundError:
         raise UserError(f"there is no image {path}") from None
-    except (UnidentifiedImageError, OSError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be read as an image: {error}") from error
     if picture.size != (width, height):
         if not resize:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +48,7 @@ class Experiment:
 
 def build(config: Config) -> Experiment:
     """The experiment of a config. Raises UserError for whatever in it does not fit together; writes nothing."""
+    resolve(config.device)
     net = build_net(config)
     loss = build_loss(config)
     data = load_data(config)
@@ -91,9 +91,19 @@ def factory(config: Config) -> Callable[[], nn.Module]:
         inspect.signature(function).bind(**config.model_args)
     except TypeError as error:
         raise UserError(f"model_args = {config.model_args!r} do not fit {config.model}: {error}") from error
-    named = partial(function, **config.model_args)
-    named.__name__ = config.model  # type: ignore[attr-defined]
-    return named
+
+    def make() -> nn.Module:
+        try:
+            network = function(**config.model_args)
+        except (ValueError, TypeError, RuntimeError) as error:
+            called = f"model {config.model!r} with model_args = {config.model_args!r}"
+            raise UserError(f"{called} failed with {type(error).__name__}: {error}") from error
+        if not isinstance(network, nn.Module):
+            raise UserError(f"model {config.model!r} gives {network!r}, not a torch.nn.Module")
+        return network
+
+    make.__name__ = config.model
+    return make
 
 
 def build_net(config: Config, weights: bool = True) -> TreeNet:
@@ -124,7 +134,10 @@ def build_loss(config: Config) -> Loss:
         return LOSSES["prob_averaged"](stable=options.stable)
     if options.name in LOSSES:
         return LOSSES[options.name]()
-    loss = models.resolve(options.name)(**options.args)
+    try:
+        loss = models.import_factory(options.name, "loss")(**options.args)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"loss {options.name!r} with loss.args = {options.args!r} failed: {error}") from error
     if not isinstance(loss, Loss):
         raise UserError(f"loss.name = {options.name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss")
     return loss

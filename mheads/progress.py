@@ -55,7 +55,7 @@ class Silent:
 class Terminal:
     """A progress bar, and a line for each evaluation."""
 
-    def __init__(self, console: Console, label: str = "training") -> None:
+    def __init__(self, console: Console, label: str = "training", bar: bool = True) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.console = console
@@ -69,7 +69,7 @@ class Terminal:
             console=console,
             transient=True,
             refresh_per_second=4,
-            disable=not console.is_terminal,
+            disable=not (bar and console.is_terminal),
         )
 
     @contextmanager
@@ -115,10 +115,11 @@ class Terminal:
         self.console.print(f"resuming at iteration {step} of {total}", highlight=False)
 
     def finished(self, folder: Path) -> None:
-        self.console.print(f"{folder} is finished: nothing to do (more optim.iterations would go on)", highlight=False)
+        text = f"{folder} is finished: nothing to do (more optim.iterations would go on)"
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
-        self.console.print(f"[yellow]{message}[/]", highlight=False)
+        self.console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

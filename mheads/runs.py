@@ -10,20 +10,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from mheads import config as configs
-from mheads.checkpoint import write_atomically
+from mheads.checkpoint import saving, write_atomically
 from mheads.config import Config
 from mheads.data import Data, Preprocess
 from mheads.errors import UserError
+from mheads.metrics import Result
 from mheads.tree import TreeNet
 
 
@@ -61,17 +62,23 @@ class RunFolder:
     def prepare(self, config: Config, data: DataFacts) -> bool:
         """Makes the folder, or makes sure that it holds this very experiment. True if there is one to resume."""
         if not self.exists():
-            if self.path.is_dir() and any(entry.name != ".lock" for entry in self.path.iterdir()):
+            # A process that was killed here may have left some of what is written before the config.
+            begun = {".lock", self.data.name, f".{self.data.name}", f".{self.config.name}"}
+            if self.path.is_dir() and any(entry.name not in begun for entry in self.path.iterdir()):
                 raise UserError(f"{self.path} is not empty and not a run folder: give another one with --run")
+            new = not self.path.exists()
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                self._acquire()
+            except OSError as error:
+                raise self._unwritable(error) from error
+            self._acquire()
+            try:
                 self._write_facts(data)
                 self.write_config(config)
-            except OSError as error:
-                raise UserError(
-                    f"cannot write the run folder {self.path}: {error.strerror}; give one with --run"
-                ) from error
+            except UserError:
+                if new:
+                    shutil.rmtree(self.path, ignore_errors=True)
+                raise
             return False
         self._acquire()
         self._refuse_differences(config, data)
@@ -85,9 +92,10 @@ class RunFolder:
         except BlockingIOError:
             raise UserError(f"another process is training in {self.path}: wait for it, or give another --run") from None
         except OSError as error:
-            raise UserError(
-                f"cannot write the run folder {self.path}: {error.strerror}; give one with --run"
-            ) from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> UserError:
+        return UserError(f"cannot write the run folder {self.path}: {error.strerror}; give another one with --run")
 
     def release(self) -> None:
         if self._lock is not None:
@@ -124,12 +132,13 @@ class RunFolder:
     def exists(self) -> bool:
         return self.config.is_file()
 
-    def finished(self) -> bool:
-        return self.result.is_file() and self.model.is_file()
+    def finished(self, iterations: int) -> bool:
+        """Whether it was trained so far; a run that is given more iterations keeps its old result until the end."""
+        return self.result.is_file() and self.model.is_file() and self.read_result()["iterations"] == iterations
 
     def read_config(self) -> Config:
         self.require()
-        return configs.validate(yaml.safe_load(self.config.read_text()), str(self.config))
+        return configs.read(self.config)
 
     def write_config(self, config: Config) -> None:
         text = config.to_yaml()
@@ -155,8 +164,10 @@ class RunFolder:
             with safe_open(self.data, "pt") as file:
                 facts = json.loads(file.metadata()["facts"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{self.data} cannot be read ({error}): the run folder is damaged") from error
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{self.data} cannot be read ({error}): the run folder is damaged; train afresh with --run"
+            ) from error
         preprocess = Preprocess.from_tensors(tensors, facts["scale"])
         return DataFacts(
             facts["name"], tuple(facts["shape"]), tuple(facts["classes"]), preprocess, facts["fingerprint"]
@@ -166,7 +177,17 @@ class RunFolder:
         write_atomically(self.result, lambda path: _write(path, json.dumps(result, indent=1) + "\n"))
 
     def read_result(self) -> dict[str, Any]:
-        return json.loads(self.result.read_text())
+        try:
+            result = json.loads(self.result.read_text())
+            Result.from_dict(result)
+            return {**result, "iterations": int(result["iterations"]), "seconds": float(result["seconds"])}
+        except FileNotFoundError:
+            raise UserError(f"{self.path} has no {self.result.name}: train the run to its end first") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self.result} is damaged ({type(error).__name__}: {error}): "
+                "remove it, and the command that trained the run writes it anew"
+            ) from error
 
     def write_model(self, net: TreeNet) -> None:
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
@@ -175,11 +196,14 @@ class RunFolder:
     def load_weights(self, net: TreeNet) -> None:
         """The final weights into a net of the run's tree."""
         if not self.model.is_file():
-            raise UserError(f"{self.path} has no {self.model.name}: the run is not finished; train it to the end first")
+            raise UserError(
+                f"{self.path} has no {self.model.name}: the run is not finished; "
+                "give the command that trained it again, and it goes on to the end"
+            )
         try:
             # Copied in place: the strides of the net's own tensors decide bits.
             net.load_state_dict(load_file(self.model))
-        except (SafetensorError, RuntimeError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:
             raise UserError(f"{self.model} does not fit the network, or is damaged: {error}") from error
 
     def write_assignments(self, history: History) -> None:
@@ -198,18 +222,23 @@ class MetricsLog:
     """metrics.jsonl: appended line by line, and cut back to the checkpoint on resuming."""
 
     def __init__(self, path: Path, size: int) -> None:
-        self._file = path.open("a+b")
-        self._file.truncate(size)
+        self._path = path
+        with saving(path):
+            self._file = path.open("a+b", buffering=0)  # what does not fit on the disk is an error here, not at close
+            self._file.truncate(size)
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
+        rest = json.dumps(line).encode() + b"\n"
+        with saving(self._path):
+            while rest:  # half a line on a full disk is cut off on resuming
+                rest = rest[self._file.write(rest) or 0 :]
 
     @property
     def size(self) -> int:
         """Bytes so far, safely on the disk."""
-        os.fsync(self._file.fileno())
-        return self._file.seek(0, os.SEEK_END)
+        with saving(self._path):
+            os.fsync(self._file.fileno())
+            return self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
         self._file.close()

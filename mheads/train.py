@@ -7,7 +7,7 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -28,6 +28,7 @@ from mheads.metrics import Metrics, Result
 from mheads.optim import Optimizer, Schedule
 from mheads.progress import Silent, Watcher
 from mheads.runs import DataFacts, History, MetricsLog, RunFolder
+from mheads.tree import TreeNet
 
 EVALUATION_ROWS = 100  # fixed: the number of rows decides the bits of a matrix product
 
@@ -44,7 +45,6 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     """Trains to the end, or goes on where the folder's newest checkpoint stands; returns what result.json holds."""
     config, net, data = experiment.config, experiment.net, experiment.data
     watch = watcher or Silent()
-    resuming = folder.prepare(config, DataFacts.of(data))
     engine = experiment.engine()
     checkpoints = Checkpoints(folder.checkpoints, config.log.keep)
     batches = BatchStream(
@@ -59,14 +59,17 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     total = config.pretrain + config.optim.iterations
     log: MetricsLog | None = None
     try:
+        resuming = folder.prepare(config, DataFacts.of(data))
+        if resuming and folder.finished(total):
+            watch.finished(folder.path)
+            return folder.read_result()
         checkpoint = checkpoints.newest(watch.warn) if resuming else None
         if checkpoint is not None:
             state.restore(checkpoint, net, optimizer, schedule)
-            checkpoints.drop_after(checkpoint.step)
-            if checkpoint.step >= total and folder.finished():
-                watch.finished(folder.path)
-                return folder.read_result()
         if resuming:
+            checkpoints.drop_after(state.step)
+            if folder.assignments.exists():
+                folder.write_assignments(state.history)
             folder.write_config(config)  # more iterations, say
             watch.resumed(state.step, total)
         log = MetricsLog(folder.metrics, state.log_bytes)
@@ -82,7 +85,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
 
                 batch = batches.batch(state.step)
                 report = engine.step(state.step, batch, loss, config.optim.accumulate)
-                _refuse_nonfinite(report, state.step + 1, checkpoints)
+                _refuse_nonfinite_loss(report, state.step + 1, checkpoints)
                 optimizer.set_rate(rate)
                 engine.update(optimizer.update)
                 if not pretraining:
@@ -98,18 +101,21 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                     state.own(evaluate(engine, data, watch), folder, log, watch)
                 due = config.log.checkpoint_every
                 if (due and state.step % due == 0 and state.step < total) or received:
+                    _refuse_nonfinite_weights(net, state.step, checkpoints)
                     checkpoints.save(state.step, *state.capture(net, optimizer, schedule, log))
+                checkpoints.check()
                 if received:
                     checkpoints.wait()
                     raise Interrupted(received[0])
-        result = evaluate(engine, data, watch)
-        if state.step not in state.history.iterations:
-            state.own(result, folder, log, watch)
-        checkpoints.save(state.step, *state.capture(net, optimizer, schedule, log))
-        checkpoints.wait()
-        folder.write_model(net)
-        folder.write_result(summary(result, experiment, state.step, state.seconds))
-        return folder.read_result()
+            _refuse_nonfinite_weights(net, state.step, checkpoints)
+            result = evaluate(engine, data, watch)
+            if state.step not in state.history.iterations:
+                state.own(result, folder, log, watch)
+            checkpoints.save(state.step, *state.capture(net, optimizer, schedule, log))
+            checkpoints.wait()
+            folder.write_model(net)
+            folder.write_result(summary(result, experiment, state.step, state.seconds))
+        return folder.read_result()  # whoever asked to stop meanwhile: it is finished
     finally:
         checkpoints.close()
         batches.close()
@@ -229,17 +235,32 @@ class _Progress:
         self.loss, self.count, self.window_seconds = checkpoint.state["window"]
 
 
-def _refuse_nonfinite(report: StepReport, iteration: int, checkpoints: Checkpoints) -> None:
-    if math.isfinite(report.loss):
-        return
+def _refuse_nonfinite_loss(report: StepReport, iteration: int, checkpoints: Checkpoints) -> None:
+    if not math.isfinite(report.loss):
+        bad = [m for m, losses in enumerate(report.losses) if not torch.isfinite(losses).all()]
+        who = _members(bad) if bad else "the ensemble's mean"
+        raise _diverged(f"the loss became {report.loss} at iteration {iteration}, in {who}", checkpoints)
+
+
+def _refuse_nonfinite_weights(net: TreeNet, iteration: int, checkpoints: Checkpoints) -> None:
+    """The step before a loss that is not finite may have left weights that are not: they must not be saved."""
+    for name, node in net.tree.nodes.items():
+        if not all(torch.isfinite(tensor).all() for tensor in net.stage(name).state_dict().values()):
+            raise _diverged(
+                f"weights became infinite or NaN at iteration {iteration}, in {_members(node.members)}", checkpoints
+            )
+
+
+def _members(members: Sequence[int]) -> str:
+    return f"member{'s' if len(members) > 1 else ''} {', '.join(map(str, members))}"
+
+
+def _diverged(what: str, checkpoints: Checkpoints) -> UserError:
     checkpoints.wait()
-    bad = [m for m, losses in enumerate(report.losses) if not torch.isfinite(losses).all()]
-    who = f"member {', '.join(map(str, bad))}" if bad else "the ensemble's mean"
     steps = checkpoints.steps()
     kept = f"the checkpoint of iteration {steps[0]} stays" if steps else "there is no checkpoint yet"
-    raise UserError(
-        f"the loss became {report.loss} at iteration {iteration}, in {who}; {kept}. "
-        "Try a lower optim.lr, optim.schedule.warmup, or data.normalize"
+    return UserError(
+        f"{what}; {kept}. Try a lower optim.lr, optim.schedule.warmup or data.normalize, in a new folder (--run)"
     )
 
 

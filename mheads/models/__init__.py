@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from difflib import SequenceMatcher
+from typing import Any
 
 from torch import nn
 
@@ -32,33 +33,39 @@ INPUT_SHAPES: dict[str, tuple[int, int, int]] = {
     "digits": (1, 8, 8),
 }
 
-__all__ = ["INPUT_SHAPES", "MODELS", "resolve"]
+__all__ = ["INPUT_SHAPES", "MODELS", "import_factory", "resolve"]
 
 
 def resolve(name: str) -> Callable[..., nn.Module]:
     """The factory of a built-in network, or the user's own given as `package.module:factory`."""
     if name in MODELS:
         return MODELS[name]
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         known = sorted(MODELS, key=lambda known: SequenceMatcher(None, name, known).ratio(), reverse=True)
         raise UserError(
             f"model {name!r} is not known; there are {', '.join(known)}, "
             "or give one of your own as package.module:factory"
         )
+    return import_factory(name, "model")
+
+
+def import_factory(name: str, what: str) -> Callable[..., Any]:
+    """What `package.module:factory` names; `what` it makes is said in messages."""
+    module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise UserError(f"model {name!r}: expected package.module:factory, both sides of the colon")
+        raise UserError(f"{what} {name!r}: expected package.module:factory, both sides of the colon")
     if os.getcwd() not in sys.path:  # as `python -m` does: a console script would not find my_nets.py here
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything
         cause = f"{type(error).__name__}: {error}"
-        raise UserError(f"model {name!r}: importing {module_name} failed with {cause}") from error
+        raise UserError(f"{what} {name!r}: importing {module_name} failed with {cause}") from error
     if not hasattr(module, attribute):
-        raise UserError(f"model {name!r}: {module_name} ({module.__file__}) has no {attribute!r}")
+        file = getattr(module, "__file__", None) or "built in"
+        raise UserError(f"{what} {name!r}: {module_name} ({file}) has no {attribute!r}")
     factory = getattr(module, attribute)
     if not callable(factory):
         kind = type(factory).__name__
-        raise UserError(f"model {name!r}: {attribute} is of type {kind}, not a function that returns a network")
+        raise UserError(f"{what} {name!r}: {attribute} is of type {kind}, not a function that returns one")
     return factory

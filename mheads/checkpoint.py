@@ -76,11 +76,12 @@ class Checkpoints:
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that is whole; `warn` hears of those that are not."""
         steps = self.steps()
-        for step, before in zip(steps, [*steps[1:], 0], strict=True):
+        for i, step in enumerate(steps):
             try:
                 return self._read(step)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                back = f"the one before, iteration {before}" if before else "the start: no other is left"
+                older = steps[i + 1 : i + 2]
+                back = f"the one before, iteration {older[0]}" if older else "the start: no other is left"
                 warn(f"checkpoint {self.path(step)} is damaged ({error}); going back to {back}")
         return None
 
@@ -88,7 +89,16 @@ class Checkpoints:
         """Removes damaged checkpoints newer than the one in use, which would otherwise count as the newest."""
         for other in self.steps():
             if other > step:
-                shutil.rmtree(self.path(other))
+                self._remove(other)
+        for leftover in self.folder.glob(".*"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _remove(self, step: int) -> None:
+        """Renamed first: half a checkpoint never bears a final name."""
+        hidden = self.folder / f".old-{step:08d}"
+        shutil.rmtree(hidden, ignore_errors=True)
+        self.path(step).rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def _read(self, step: int) -> Checkpoint:
         path = self.path(step)
@@ -111,11 +121,11 @@ class Checkpoints:
             flush(hidden)
             final = self.path(step)
             if final.exists():
-                shutil.rmtree(final)
+                self._remove(step)
             hidden.rename(final)
             flush(self.folder)
         for old in self.steps()[self.keep :]:
-            shutil.rmtree(self.path(old))
+            self._remove(old)
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -109,14 +109,14 @@ def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:
     channels, height, width = run.data.shape if len(run.data.shape) == 3 else (0, 0, 0)
     if channels not in (1, 3):
         raise UserError(f"{run.folder} was trained on examples of shape {run.data.shape}, not on images")
+    if not path.is_file():
+        raise UserError(f"there is no image {path}")
     if run.config.data.name == "folder":
         crop = read_crop(path, run.config.data.resize, height, 0.5, 0.5)
         return crop.transpose(2, 0, 1)
     try:
         with Image.open(path) as image:
             picture = image.convert("L" if channels == 1 else "RGB")
-    except FileNotFoundError:
-        raise UserError(f"there is no image {path}") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be read as an image: {error}") from error
     if picture.size != (width, height):

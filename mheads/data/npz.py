@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -29,7 +30,7 @@ def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, tuple[str, ...]]:
             arrays = {key: file[key] for key in (*NEEDED, "classes") if key in file}
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give data.path the .npz file") from error
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError) as error:
+    except (ValueError, OSError, EOFError, BadZipFile, TypeError, zlib.error) as error:
         raise UserError(
             f"{path} cannot be read as an .npz file of plain arrays ({error}); save it with numpy.savez,"
             " without arrays of objects"

@@ -102,8 +102,8 @@ def predict(
     """
     from mheads.evaluation import predict_images
 
-    for table in predict_images(run, images, resize):
-        console.print(table)
+    for answers in predict_images(run, images, resize):
+        console.print(answers)
 
 
 @app.command(rich_help_panel="Train and look")

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from rich import box
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
@@ -71,7 +72,7 @@ def evaluate_run(path: Path, outputs_file: Path | None, watch: Watcher) -> dict[
     return summary(metrics.result(), built, before["iterations"], before["seconds"])
 
 
-def predict_images(path: Path, images: Sequence[Path], resize: bool) -> Iterator[Table]:
+def predict_images(path: Path, images: Sequence[Path], resize: bool) -> Iterator[Group]:
     """A table for each image: the best answers of every member and of the ensemble."""
     run = api.load(path)
     pixels = np.stack([read_image(image, run, resize) for image in images])
@@ -81,18 +82,15 @@ def predict_images(path: Path, images: Sequence[Path], resize: bool) -> Iterator
         yield _answers(image, probabilities[:, i], run.data.classes)
 
 
-def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Table:
+def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
     """Probabilities [M, C] of one image."""
     votes = probabilities.argmax(-1)
     mean = probabilities.mean(0)
     answer = int(mean.argmax())
     agree = int((votes == answer).sum())
     said = f"[bold]{escape(classes[answer])}[/] ({100 * mean[answer]:.1f}%)"
-    table = Table(
-        title=f"{escape(str(image))}: {said}, {agree} of {len(votes)} members agree",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
+    title = f"{escape(str(image))}: {said}, {agree} of {len(votes)} members agree"
+    table = Table(box=box.SIMPLE_HEAD)
     best = min(3, len(classes))
     for name in ("", *(["answer", "second", "third"][:best])):
         table.add_column(name, no_wrap=True)
@@ -101,7 +99,7 @@ def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -
         top = p.topk(best)
         pairs = zip(top.values, top.indices, strict=True)
         table.add_row(name, *(f"{escape(classes[c])} {100 * v:.1f}%" for v, c in pairs))
-    return table
+    return Group(title, table)  # a title of the table's own would be wrapped to its width
 
 
 def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:

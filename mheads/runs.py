@@ -87,7 +87,7 @@ class RunFolder:
     def _acquire(self) -> None:
         """Two processes must not train into one folder; the lock goes away with the process, however it ends."""
         try:
-            self._lock = (self.path / ".lock").open("w")
+            self._lock = (self.path / ".lock").open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another process is training in {self.path}: wait for it, or give another --run") from None

@@ -1,0 +1,115 @@
+import pytest
+
+from mheads import config as configs
+from mheads.config import Config
+from mheads.errors import UserError
+
+
+@pytest.mark.parametrize("name", configs.recipes())
+def test_every_recipe_is_a_valid_config(name):
+    assert isinstance(configs.load(name), Config)
+
+
+def test_the_papers_recipe_of_cifar10_quick_is_as_published():
+    config = configs.load("cifar10_quick")
+    optim = config.optim
+    assert (optim.lr, optim.momentum, optim.weight_decay, optim.batch_size, optim.iterations) == (
+        0.001, 0.9, 0.004, 350, 5000,
+    )  # fmt: skip
+    assert optim.caffe_momentum
+    assert optim.schedule.at == [4000]
+
+
+def test_overrides_reach_nested_keys_and_short_forms():
+    config = configs.load("digits", ["loss=mcl", "loss.k=2", "optim.schedule=cosine", "optim.lr=1e-3", "split=conv1"])
+    assert (config.loss.name, config.loss.k, config.optim.schedule.name) == ("mcl", 2, "cosine")
+    assert config.optim.lr == 0.001
+    assert config.split == "conv1"
+
+
+def test_a_tree_can_be_given_on_the_command_line():
+    assert configs.load("digits", ["split={conv1: [{conv2: 2}, 2]}"]).split == {"conv1": [{"conv2": 2}, 2]}
+
+
+def test_the_resolved_config_reads_back_as_itself(tmp_path):
+    config = configs.load("digits", ["loss=mcl", "split={conv1: [2, {ip1: 2}]}", "optim.schedule=plateau"])
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert configs.read(tmp_path / "config.yaml") == config
+
+
+def test_the_digest_ignores_only_what_may_change_on_resuming():
+    digest = configs.load("digits").digest()
+    free = ["optim.iterations=7", "engine.workers=1", "log.every=3"]
+    assert configs.load("digits", free).digest() == digest
+    assert configs.load("digits", ["seed=1"]).digest() != digest
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("lss.k=1", ["'lss'", "'loss'"]),
+        ("loss.kk=1", ["'loss.kk'", "'loss.k'"]),
+        ("optim.schedule.evry=3", ["'optim.schedule.evry'", "'optim.schedule.every'"]),
+        ("lr=0.1", ["'lr'", "'optim.lr'"]),
+        ("optim.lr=fast", ["optim.lr", "'fast'", "number"]),
+        ("optim.lr=-1", ["optim.lr", "-1", "greater than 0"]),
+        ("optim.lr=.inf", ["optim.lr", "inf", "finite"]),
+        ("members=two", ["members", "'two'", "integer"]),
+        ("members=0", ["members = 0", "1"]),
+        ("members=1000000000", ["members = 1000000000", "10000"]),
+        ("loss={name: mcl, k: 5}", ["loss.k is 5", "4 members", "1 to 4"]),
+        ("loss={name: mcl, k: 0}", ["loss.k = 0", "1"]),
+        ("loss=mcll", ["'mcll'", "mcl", "package.module:factory"]),
+        ("engine.workers=two", ["engine.workers = 'two'", "'auto'", "integer"]),
+        ("optim=3", ["optim = 3", "optim.lr"]),
+        ("split=yes", ["split = True", "layer"]),
+        ("data.mirror=7", ["data.mirror = 7", "boolean"]),
+        ("loss.k", ["'loss.k'", "key=value"]),
+        ("loss.k=[", ["'loss.k=['", "YAML"]),
+        ("sampling={name: specialists, groups: [[0], [1]]}", ["2 groups", "4 members"]),
+    ],
+)
+def test_a_mistake_is_named_with_its_place_and_the_remedy(override, parts):
+    with pytest.raises(UserError) as caught:
+        configs.load("digits", [override])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_one_mistake_is_one_line():
+    with pytest.raises(UserError) as caught:
+        configs.load("digits", ["engine.workers=0"])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_all_mistakes_are_named_at_once():
+    with pytest.raises(UserError) as caught:
+        configs.load("digits", ["optim.lr=fast", "seed=-1", "sed=1"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_priors_are_refused_with_averaged_losses():
+    with pytest.raises(UserError, match=r"sampling is bagging.*score_averaged.*full"):
+        configs.load("digits", ["sampling=bagging", "loss=score_averaged"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"optim: {iteration: 5}", "'optim.iteration'; did you mean 'optim.iterations'"),
+        (b"loss: {name: mcl", "not valid YAML"),
+        (b"- a\n- b", "mapping"),
+        (b"\xba\xff", "cannot be read"),
+    ],
+)
+def test_mistakes_in_a_file_name_the_file(tmp_path, content, message):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        configs.load(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_an_unknown_recipe_names_the_nearest():
+    with pytest.raises(UserError, match=r"'digts'.*did you mean digits"):
+        configs.load("digts")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mheads.data.batch import Batch
+from mheads.engine.memory import keep_freed_memory
 from mheads.engine.sums import Gradients
 from mheads.engine.tasks import ForwardPass, Spawn, StepReport, TrainingStep
 from mheads.errors import UserError
@@ -94,6 +95,7 @@ class ThreadsEngine:
                 f"engine.micro_batches is {micro_batches}, but {refused[0]} needs the statistics of the whole batch; "
                 "use engine.micro_batches=1 or auto, or a normalisation without batch statistics (GroupNorm)"
             )
+        keep_freed_memory()
         self.net = net
         self.micro_batches = micro_batches
         self.seed = seed

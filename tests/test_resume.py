@@ -251,6 +251,7 @@ def test_a_file_size_limit_at_the_log_or_a_checkpoint_is_a_message_too(tmp_path)
 
 def test_pretraining_is_the_independent_run_and_then_the_loss_takes_over(tmp_path, mheads):
     common = ["data.limit=150", "members=3", "optim.batch_size=32", "log.every=1", "log.checkpoint_every=4"]
+    common += ["optim.lr=0.005"]
     assert mheads("train", "digits", *common, "optim.iterations=4", "--run", tmp_path / "plain").code == 0
     mixed = ["loss=mcl", "pretrain=4", "optim.iterations=4", "optim.schedule={name: multistep, at: [1], gamma: 0.5}"]
     assert mheads("train", "digits", *common, *mixed, "--run", tmp_path / "mixed").code == 0
@@ -272,7 +273,7 @@ def test_pretraining_is_the_independent_run_and_then_the_loss_takes_over(tmp_pat
 
 @pytest.mark.parametrize("loss", ["score_averaged", "prob_averaged"])
 def test_averaged_losses_multiply_the_rate_by_the_members_unless_told_not_to(tmp_path, mheads, loss):
-    common = ["data.limit=150", "members=3", "optim.iterations=2", "log.every=1", f"loss.name={loss}"]
+    common = ["data.limit=150", "members=3", "optim.iterations=2", "log.every=1", "optim.lr=0.005", f"loss.name={loss}"]
     assert mheads("train", "digits", *common, "--run", tmp_path / "a").code == 0
     assert mheads("train", "digits", *common, "loss.scale_rate=false", "--run", tmp_path / "b").code == 0
     assert log_lines(tmp_path / "a")[0]["rate"] == pytest.approx(0.015)
@@ -280,7 +281,7 @@ def test_averaged_losses_multiply_the_rate_by_the_members_unless_told_not_to(tmp
 
 
 def test_two_accumulated_batches_of_50_are_one_batch_of_100(tmp_path, mheads):
-    common = ["data.limit=300", "members=2", "optim.iterations=3", "log.every=1"]
+    common = ["data.limit=300", "members=2", "optim.iterations=3", "log.every=1", "optim.lr=0.005"]
     for name, more in {"one": ["optim.batch_size=100"], "two": ["optim.batch_size=50", "optim.accumulate=2"]}.items():
         assert mheads("train", "digits", *common, *more, "--run", tmp_path / name).code == 0
     one, two = ([line["loss"] for line in log_lines(tmp_path / name) if "loss" in line] for name in ("one", "two"))

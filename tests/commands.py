@@ -14,7 +14,8 @@ HERE = Path(__file__).parent
 # Digits, small and with everything that carries state: a tree, MCL, bagging, dropout, evaluations, checkpoints.
 TINY = [
     "model=networks:with_dropout", "members=3", "split=conv", "loss=mcl", "sampling=bagging", "data.limit=150",
-    "optim.batch_size=32", "optim.iterations=24", "optim.lr=0.01", "optim.weight_decay=0.0005", "engine.micro_batches=4",
+    "optim.batch_size=32", "optim.iterations=24", "optim.lr=0.01", "optim.weight_decay=0.0005",
+    "engine.micro_batches=4",
     "log.every=1", "log.evaluate_every=8", "log.checkpoint_every=6",
 ]  # fmt: skip
 

@@ -381,9 +381,10 @@ def test_the_demo_ends_with_a_table_and_a_picture(mheads, tmp_path, monkeypatch)
 
     load = config.load
     monkeypatch.setattr(demo.configs, "load", lambda name, more: load(name, [*more, *QUICK]))
+    monkeypatch.setenv("COLUMNS", "80")
     done = mheads("demo", "--run", tmp_path / "demo")
     assert done.code == 0
-    for text in ("single model", "TreeNet", "MCL", "Oracle", "parameters"):
+    for text in ("single model", "TreeNet, conv1", "MCL, k=1", "Oracle", "seconds"):
         assert text in done.out
     assert (tmp_path / "demo/ownership.png").read_bytes().startswith(b"\x89PNG")
 

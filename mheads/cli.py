@@ -120,6 +120,21 @@ def tree(recipe: Recipe, overrides: Overrides = None) -> None:
     console.print(draw(config))
 
 
+@app.command(rich_help_panel="Measure")
+def bench(
+    suite: Annotated[str, typer.Argument(help="step, mcl, tree, eval, scale, memory, or all.")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each side is timed once a round.")] = 15,
+) -> None:
+    """Speed and memory, side by side with what people would write otherwise.
+
+    Example: mheads bench step --json step.json
+    """
+    from mheads.bench.report import run_suites
+
+    run_suites(suite, rounds, json_file, console)
+
+
 @data_app.command("get")
 def data_get(
     name: Annotated[str, typer.Argument(help="cifar10 or cifar100.")],

@@ -28,4 +28,4 @@ def keep_freed_memory() -> bool:
         return False
     # One arena for all threads: what one worker frees another may use, and only the main arena grows without bound.
     settings = ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_ARENA_MAX, 1))
-    return all([mallopt(option, value) == 1 for option, value in settings])
+    return [mallopt(option, value) for option, value in settings] == [1, 1, 1]

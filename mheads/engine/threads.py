@@ -26,63 +26,67 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._condition = threading.Condition()
+        lock = threading.Lock()
+        self._work = threading.Condition(lock)  # something is queued, or all is over
+        self._idle = threading.Condition(lock)  # nothing is queued or running
         self._queue: list[tuple[tuple[int, ...], int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = itertools.count()
         self._unfinished = 0
         self._error: BaseException | None = None
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"mheads-worker-{i}", daemon=True) for i in range(count)
+            threading.Thread(target=self._run, name=f"mheads-worker-{i}", daemon=True) for i in range(count)
         ]
         for thread in self._threads:
             thread.start()
 
     def spawn(self, priority: tuple[int, ...], function: Callable[..., None], *args: object) -> None:
-        with self._condition:
+        with self._work:
             self._unfinished += 1
             heapq.heappush(self._queue, (priority, next(self._numbers), function, args))
-            self._condition.notify_all()
+            self._work.notify()
 
     def wait(self) -> None:
         """Until no task is queued or running; raises what a task raised."""
-        with self._condition:
+        with self._idle:
             while self._unfinished:
-                self._condition.wait()
+                self._idle.wait()
             error, self._error = self._error, None
         if error is not None:
             raise error
 
     def close(self) -> None:
-        with self._condition:
+        with self._work:
             self._closed = True
-            self._condition.notify_all()
+            self._work.notify_all()
         for thread in self._threads:
             thread.join()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         # Acts on this thread alone. One intra-op thread each: gradients differ in their bits between one and two.
         torch.set_num_threads(1)
         while True:
-            with self._condition:
+            with self._work:
                 while not self._queue and not self._closed:
-                    self._condition.wait()
+                    self._work.wait()
                 if self._closed:
                     return
                 _, _, function, args = heapq.heappop(self._queue)
+            error: BaseException | None = None
             try:
                 function(*args)
-            except BaseException as error:
-                with self._condition:
+            except BaseException as caught:
+                error = caught
+            del function, args  # they hold activations
+            with self._work:
+                if error is not None:
                     self._error = self._error or error
-                    # What is queued depends on what failed.
-                    self._unfinished -= len(self._queue)
+                    self._unfinished -= len(self._queue)  # what is queued depends on what failed
                     self._queue.clear()
-            del function, args
-            with self._condition:
                 self._unfinished -= 1
                 if not self._unfinished:
-                    self._condition.notify_all()
+                    self._idle.notify_all()
+            del error
 
 
 class ThreadsEngine:

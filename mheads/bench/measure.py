@@ -1,0 +1,88 @@
+"""Timing: all sides in one process, turn by turn, best and median of n."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PAUSE = 0.03  # seconds: OpenMP's threads of one side spin for a while after it, and would tax the next
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of each round."""
+
+    seconds: list[float]
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def to_dict(self) -> dict[str, float]:
+        return {"best_ms": round(1e3 * self.best, 2), "median_ms": round(1e3 * self.median, 2)}
+
+
+def interleave(
+    sides: dict[str, Callable[[], Any]], rounds: int, progress: Callable[[int, int], None], warmup: int = 2
+) -> dict[str, Times]:
+    """Each side once a round, in an order that moves on by one each round."""
+    names = list(sides)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    threads = torch.get_num_threads()
+    for turn in range(warmup + rounds):
+        for i in range(len(names)):
+            name = names[(turn + i) % len(names)]
+            time.sleep(PAUSE)
+            began = time.perf_counter()
+            sides[name]()
+            seconds = time.perf_counter() - began
+            torch.set_num_threads(threads)
+            if turn >= warmup:
+                found[name].append(seconds)
+        progress(turn + 1, warmup + rounds)
+    return {name: Times(seconds) for name, seconds in found.items()}
+
+
+def matmul_rate() -> Callable[[], None]:
+    """A side whose time gives the rate of float32 matrix products on all cores: `MATMUL_FLOPS` a call."""
+    a, b = torch.randn(MATMUL_SIDE, MATMUL_SIDE), torch.randn(MATMUL_SIDE, MATMUL_SIDE)
+    out = torch.empty(MATMUL_SIDE, MATMUL_SIDE)
+
+    def multiply() -> None:
+        for _ in range(MATMUL_REPEATS):
+            torch.mm(a, b, out=out)
+
+    return multiply
+
+
+MATMUL_SIDE, MATMUL_REPEATS = 2048, 3
+MATMUL_FLOPS = 2 * MATMUL_SIDE**3 * MATMUL_REPEATS
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cpu": model,
+        "cores": cores,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,52 @@
+"""Runs suites for the command line: a bar while they run, a table after each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from mheads.bench.suites import SUITES, run
+from mheads.checkpoint import write_atomically
+from mheads.errors import UserError
+
+
+def run_suites(name: str, rounds: int, json_file: Path | None, console: Console) -> None:
+    """One suite or all; JSON holds the one result, or one for each name."""
+    if name != "all" and name not in SUITES:
+        raise UserError(f"there is no benchmark {name!r}: give {', '.join(SUITES)} or all")
+    results: dict[str, Any] = {}
+    for suite in SUITES if name == "all" else [name]:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task(f"bench {suite}", total=None)
+
+            def advance(done: int, total: int, bar: Progress = bar, task: TaskID = task) -> None:
+                bar.update(task, completed=done, total=total)
+
+            results[suite] = run(suite, advance, rounds)
+        console.print(table(results[suite]))
+    if json_file is not None:
+        text = json.dumps(results if name == "all" else results[name], indent=1) + "\n"
+        write_atomically(json_file, lambda path: _write(path, text))
+
+
+def table(result: dict[str, Any]) -> Table:
+    machine = result["machine"]
+    title = f"{result['suite']}: {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
+    for key, value in result.items():
+        if key in ("suite", "machine"):
+            continue
+        text = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        drawn.add_row(key, text)
+    return drawn
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)

@@ -1,0 +1,235 @@
+"""The benchmarks by name. Each returns what `--json` writes; the keys are documented in benchmarks/README.md."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mheads import losses
+from mheads.bench import peers
+from mheads.bench.measure import MATMUL_FLOPS, interleave, machine, matmul_rate
+from mheads.config import OptimOptions
+from mheads.data.batch import Batch
+from mheads.data.preprocess import Preprocess
+from mheads.engine.cost import step_multiply_adds
+from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
+from mheads.losses import Loss
+from mheads.models import MODELS
+from mheads.optim import Optimizer
+from mheads.tree import TreeNet
+
+Progress = Callable[[int, int], None]
+SHAPE, BATCH, MEMBERS = (3, 32, 32), 350, 4
+TOLERANCE = 1e-3  # of the change of a weight in one step, relative to the largest: float32 sums in another order
+
+
+def network() -> torch.nn.Module:
+    return MODELS["cifar10_quick"]()
+
+
+class Ours:
+    """Our engine on the same task as the peers: raw pixels in, updated weights out."""
+
+    def __init__(self, tree: Any, loss: Loss, workers: int | None = None, rows: int = BATCH) -> None:
+        self.net = TreeNet(network, tree=tree)
+        self.loss = loss
+        self.batch = pixels(rows, self.net.num_members)
+        self.engine = ThreadsEngine(self.net, workers or available_cores(), auto_micro_batches(rows, self.net), seed=0)
+        options = OptimOptions(lr=peers.RATE, momentum=peers.MOMENTUM, weight_decay=peers.DECAY)
+        self.optimizer = Optimizer(self.net, options)
+        self.optimizer.set_rate(peers.RATE)
+        self.count = 0
+
+    def step(self) -> None:
+        self.engine.step(self.count, self.batch, self.loss)
+        self.engine.update(self.optimizer.update)
+        self.count += 1
+
+    def weights(self) -> peers.Weights:
+        return [dict(self.net.member(m).named_parameters()) for m in range(self.net.num_members)]
+
+
+def pixels(rows: int, members: int) -> Batch:
+    """A batch as the data gives it: uint8 images with as much contrast as CIFAR's, and a mean image to subtract."""
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(rows, 3, 8, 8, generator=generator)
+    images = torch.nn.functional.interpolate(coarse, size=SHAPE[1:], mode="bilinear").mul(255).byte()
+    targets = torch.randint(10, (rows,), generator=generator)
+    ties = torch.rand(members, rows, generator=generator)
+    return Batch(images.permute(0, 2, 3, 1).contiguous(), targets, Preprocess(mean=torch.full(SHAPE, 120.0)), ties=ties)
+
+
+@contextmanager
+def running(*sides: Ours) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for side in sides:
+            side.engine.close()
+
+
+def step(progress: Progress, rounds: int) -> dict[str, Any]:
+    """A training step of four independent networks, ours and everybody else's, and the rate of matrix products."""
+    ours = Ours(MEMBERS, losses.independent())
+    fused = Ours(MEMBERS, losses.score_averaged())
+    x, y = ours.batch.network_inputs(torch.float32), ours.batch.targets
+    members = [ours.net.member(m) for m in range(MEMBERS)]
+    makers: dict[str, Callable[..., peers.Peer]] = {
+        "loop": peers.plain_loop,
+        "loop_channels_last": peers.channels_last_loop,
+        "vmap": peers.vmapped,
+        "grouped": peers.grouped,
+        "compile": peers.compiled_loop,
+    }
+    if importlib.util.find_spec("torchensemble") is not None:
+        makers |= {"torchensemble": peers.torchensemble_voting, "torchensemble_fusion": peers.torchensemble_fusion}
+    found: dict[str, peers.Peer] = {}
+    skipped: dict[str, str] = {}
+    with running(ours, fused):
+        start = [{name: p.detach().clone() for name, p in member.items()} for member in ours.weights()]
+        for name, make in makers.items():
+            peer = make(members, x, y)
+            try:
+                peer.step()
+            except Exception as error:  # a compiler that is missing, say: the others are still worth timing
+                skipped[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+                continue
+            found[name] = peer
+        ours.step()
+        fused.step()
+        for name, peer in found.items():
+            check(name, peer.weights(), (fused if name.endswith("fusion") else ours).weights(), start)
+        sides: dict[str, Callable[[], Any]] = {"ours": ours.step, "ours_score_averaged": fused.step}
+        sides |= {name: peer.step for name, peer in found.items()}
+        sides["matmul"] = matmul_rate()
+        times = interleave(sides, rounds, progress)
+    matmul = MATMUL_FLOPS / times["matmul"].best
+    useful = 2 * step_multiply_adds(ours.net, SHAPE) * BATCH
+    result: dict[str, Any] = {name: t.to_dict() for name, t in times.items() if name != "matmul"}
+    for name in found:
+        base = "ours_score_averaged" if name.endswith("fusion") else "ours"
+        result[f"ratio_{name}"] = round(times[name].best / times[base].best, 3)
+        result[f"ratio_{name}_median"] = round(times[name].median / times[base].median, 3)
+    result["matmul_gflops"] = round(matmul / 1e9, 1)
+    result["useful_gflops"] = round(useful / times["ours"].best / 1e9, 1)
+    result["fraction_of_matmul"] = round(useful / times["ours"].best / matmul, 3)
+    result["images_per_second"] = round(BATCH / times["ours"].best, 1)
+    return result | ({"not_run": skipped} if skipped else {})
+
+
+def check(name: str, got: peers.Weights, expected: peers.Weights, start: peers.Weights) -> None:
+    """Refuses to time a peer that does not compute the same step."""
+    for m, (a, b) in enumerate(zip(got, expected, strict=True)):
+        for key, before in start[m].items():
+            moved = (b[key] - before).abs().max()
+            off = (a[key] - b[key]).abs().max()
+            if not off <= TOLERANCE * moved:
+                raise AssertionError(
+                    f"{name}: {key} of member {m} is {off:.2e} off after a step that moved it {moved:.2e}"
+                )
+
+
+def mcl(progress: Progress, rounds: int) -> dict[str, Any]:
+    """Multiple Choice Learning: examples that a member did not win cost it no backward."""
+    sides = {"dense": Ours(MEMBERS, losses.independent())}
+    sides |= {f"k{k}": Ours(MEMBERS, losses.mcl(k=k)) for k in (1, 2, 3)}
+    with running(*sides.values()):
+        times = interleave({name: side.step for name, side in sides.items()}, rounds, progress)
+    result: dict[str, Any] = {name: t.to_dict() for name, t in times.items()}
+    for name in ("k1", "k2", "k3"):
+        result[f"ratio_{name}"] = round(times[name].best / times["dense"].best, 3)
+        result[f"ratio_{name}_median"] = round(times[name].median / times["dense"].median, 3)
+    return result
+
+
+def tree(progress: Progress, rounds: int) -> dict[str, Any]:
+    """TreeNets against the independent ensemble, and a single model on one core and on all."""
+    splits = ("conv1", "conv2", "conv3")
+    sides = {"independent": Ours(MEMBERS, losses.independent())}
+    sides |= {split: Ours({split: MEMBERS}, losses.independent()) for split in splits}
+    sides["single"] = Ours(1, losses.independent())
+    sides["single_one_core"] = Ours(1, losses.independent(), workers=1)
+    with running(*sides.values()):
+        times = interleave({name: side.step for name, side in sides.items()}, rounds, progress)
+    work = {name: step_multiply_adds(side.net, SHAPE) for name, side in sides.items()}
+    result: dict[str, Any] = {name: t.to_dict() for name, t in times.items()}
+    for split in splits:
+        result[f"ratio_{split}"] = round(times[split].best / times["independent"].best, 3)
+        result[f"ratio_{split}_multiply_adds"] = round(work[split] / work["independent"], 3)
+    result["speedup_single"] = round(times["single_one_core"].best / times["single"].best, 3)
+    return result
+
+
+def evaluation(progress: Progress, rounds: int) -> dict[str, Any]:
+    """Outputs of four members on 2,000 images."""
+    rows, count = 100, 20
+    ours = Ours(MEMBERS, losses.independent(), rows=rows)
+    nets = [peers.duplicate(ours.net.member(m)).eval() for m in range(MEMBERS)]
+    x = ours.batch.network_inputs(torch.float32).contiguous()
+
+    def loop() -> list[Tensor]:
+        with torch.no_grad():
+            return [torch.stack([net(x) for net in nets]) for _ in range(count)]
+
+    def engine() -> list[Tensor]:
+        return [outputs for outputs, _ in ours.engine.outputs([lambda: ours.batch] * count)]
+
+    with running(ours):
+        torch.testing.assert_close(engine()[0], loop()[0], rtol=1e-3, atol=1e-4)
+        times = interleave({"ours": engine, "loop": loop}, rounds, progress)
+    return {name: t.to_dict() for name, t in times.items()} | {
+        "ratio_loop": round(times["loop"].best / times["ours"].best, 3),
+        "ratio_loop_median": round(times["loop"].median / times["ours"].median, 3),
+        "images_per_second": round(rows * count / times["ours"].best, 1),
+    }
+
+
+def scale(progress: Progress, rounds: int) -> dict[str, Any]:
+    """The cost of a member as their number grows."""
+    sides = {f"m{m}": Ours(m, losses.independent()) for m in (1, 2, 4, 8, 16)}
+    with running(*sides.values()):
+        times = interleave({name: side.step for name, side in sides.items()}, rounds, progress)
+    per_member = {name: times[name].best / side.net.num_members for name, side in sides.items()}
+    result: dict[str, Any] = {name: t.to_dict() for name, t in times.items()}
+    result |= {f"per_member_{name}_ms": round(1e3 * seconds, 2) for name, seconds in per_member.items()}
+    from_two = [seconds for name, seconds in per_member.items() if name != "m1"]
+    result["spread_from_m2"] = round(max(from_two) / min(from_two) - 1, 3)
+    return result
+
+
+def memory(progress: Progress, rounds: int) -> dict[str, Any]:
+    """Peak memory of training beyond weights, gradients and momentum; each case in a process of its own."""
+    cases = [("independent", 1), ("independent", 4), ("independent", 16), ("mcl", 4), ("mcl", 16)]
+    result: dict[str, Any] = {}
+    for i, (loss, members) in enumerate(cases):
+        command = [sys.executable, "-m", "mheads.bench.memory", loss, str(members)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        result[f"{loss}_m{members}"] = json.loads(done.stdout)
+        progress(i + 1, len(cases))
+    for loss in ("independent", "mcl"):
+        four, sixteen = (result[f"{loss}_m{m}"]["beyond_state_mb"] for m in (4, 16))
+        result[f"ratio_{loss}_m16"] = round(sixteen / four, 3)
+    return result
+
+
+SUITES: dict[str, Callable[[Progress, int], dict[str, Any]]] = {
+    "step": step,
+    "mcl": mcl,
+    "tree": tree,
+    "eval": evaluation,
+    "scale": scale,
+    "memory": memory,
+}
+
+
+def run(name: str, progress: Progress, rounds: int) -> dict[str, Any]:
+    """One suite, with what it was measured on."""
+    return {"suite": name, "machine": machine(), "rounds": rounds, **SUITES[name](progress, rounds)}

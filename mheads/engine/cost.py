@@ -1,0 +1,69 @@
+"""What a stage costs: multiply-adds counted from the shapes of its layers, never from a clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mheads import values
+from mheads.tree import TreeNet
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Multiply-adds of one example: forward, gradients of the weights, gradient of the layers' inputs.
+
+    `first_input` is the part of `inputs` that belongs to the first layer with weights: a root stage is not asked for
+    it. `output_floats` is what the stage hands on.
+    """
+
+    forward: int
+    weights: int
+    inputs: int
+    first_input: int
+    output_floats: int
+
+    def step(self, root: bool) -> int:
+        """Of a training step; the gradient of the data is useful to nobody."""
+        return self.forward + self.weights + self.inputs - (self.first_input if root else 0)
+
+
+def stage_costs(net: TreeNet, shape: tuple[int, ...]) -> dict[str, StageCost]:
+    """The cost of each stage of the tree on examples of this shape. Convolutions and linear layers count."""
+    given: dict[str | None, Tensor] = {None: torch.zeros((1, *shape), dtype=next(net.parameters()).dtype)}
+    costs = {}
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    for name, node in net.tree.nodes.items():
+        counted: list[int] = []
+        handles = [
+            module.register_forward_hook(lambda m, args, y, counted=counted: counted.append(_multiply_adds(m, y)))
+            for module in net.stage(name).modules()
+            if isinstance(module, nn.Conv2d | nn.Linear)
+        ]
+        with torch.no_grad():
+            given[name] = net.stage(name)(given[node.parent])
+        for handle in handles:
+            handle.remove()
+        total = sum(counted)
+        floats = sum(t.numel() for t in values.leaves(given[name]))
+        costs[name] = StageCost(total, total, total, counted[0] if counted else 0, floats)
+    for module, mode in modes:
+        module.training = mode
+    return costs
+
+
+def step_multiply_adds(net: TreeNet, shape: tuple[int, ...]) -> int:
+    """Useful multiply-adds of a training step, per example."""
+    costs = stage_costs(net, shape)
+    return sum(costs[name].step(node.parent is None) for name, node in net.tree.nodes.items())
+
+
+def _multiply_adds(layer: nn.Module, y: Tensor) -> int:
+    if isinstance(layer, nn.Conv2d):
+        kernel = layer.kernel_size[0] * layer.kernel_size[1]
+        return y[0].numel() * layer.in_channels // layer.groups * kernel
+    assert isinstance(layer, nn.Linear)
+    return y[0].numel() * layer.in_features

@@ -30,7 +30,7 @@ def result_table(result: dict[str, Any]) -> Table:
 def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
     """Several runs side by side."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("", "members", "mean\nmember", "Ensemble-\nMean", "Oracle", "parameters", "seconds"):
+    for name in ("", "members", "mean\nmember", "Ens.-\nMean", "Oracle", "para-\nmeters", "seconds"):
         table.add_column(name, justify="left" if name in ("", "members") else "right", no_wrap=True)
     for name, result in results.items():
         table.add_row(

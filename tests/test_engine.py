@@ -207,6 +207,26 @@ def test_workers_use_one_intra_op_thread_and_leave_the_main_thread_alone():
     assert torch.get_num_threads() == before
 
 
+def test_threads_set_by_others_later_do_not_reach_the_workers():
+    before = torch.get_num_threads()
+    workers = Workers(2)
+    try:
+        torch.set_num_threads(before + 1)  # before the workers' first operation
+        seen = []
+        for i in range(8):
+            workers.spawn((i,), lambda: seen.append((torch.ones(8).sum().item(), torch.get_num_threads())))
+        workers.wait()
+        assert seen == [(8.0, 1)] * 8
+        other = []
+        thread = threading.Thread(target=lambda: other.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert other == [before + 1]
+    finally:
+        workers.close()
+        torch.set_num_threads(before)
+
+
 def test_steps_work_under_no_grad_of_the_main_thread_and_evaluation_keeps_no_graph():
     net = TreeNet(conv_net, members=2)
     with torch.no_grad():

@@ -37,8 +37,13 @@ class Workers:
         self._threads = [
             threading.Thread(target=self._run, name=f"mheads-worker-{i}", daemon=True) for i in range(count)
         ]
+        intra_op = torch.get_num_threads()
+        self._started = threading.Barrier(count + 1)
         for thread in self._threads:
             thread.start()
+        self._started.wait()
+        # What a worker sets for itself is also what torch gives to threads that come later: not ours to decide.
+        torch.set_num_threads(intra_op)
 
     def spawn(self, priority: tuple[int, ...], function: Callable[..., None], *args: object) -> None:
         with self._work:
@@ -63,8 +68,11 @@ class Workers:
             thread.join()
 
     def _run(self) -> None:
-        # Acts on this thread alone. One intra-op thread each: gradients differ in their bits between one and two.
+        # One intra-op thread each: gradients differ in their bits between one and two. It acts on this thread alone,
+        # but only after torch has looked at the thread for the first time, which `get` makes it do now.
+        torch.get_num_threads()
         torch.set_num_threads(1)
+        self._started.wait()
         while True:
             with self._work:
                 while not self._queue and not self._closed:

@@ -11,7 +11,7 @@ from mheads import values
 from mheads.tree import canonical
 from mheads.values import Value
 
-ROW_MULTIPLE = 8  # a convolution that meets a new row count spends 1 to 2 ms on building a primitive for it
+ROW_MULTIPLE = 4  # a convolution that meets a new row count spends 1 to 2 ms on building a primitive for it
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,16 @@ def backward(
 
     Empties the list as it goes: what a layer kept is freed as soon as it was used.
     """
-    pick = rows.pick if rows is not None else lambda t: t
+    picked: dict[int, Tensor] = {}  # a layer's input is the output of the one before, and both may have kept it
+
+    def pick(t: Tensor) -> Tensor:
+        if rows is None:
+            return t
+        if id(t) not in picked:
+            picked.clear()
+            picked[id(t)] = rows.pick(t)
+        return picked[id(t)]
+
     gradients: list[list[Tensor | None]] = []
     d_x: Tensor | None = d
     while backwards:

@@ -82,6 +82,7 @@ def fit(
     validation: int = 0,
     classes: Sequence[str] | None = None,
     pretrain: int = 0,
+    scale_rate: bool = True,
     workers: int | str = "auto",
     micro_batches: int | str = "auto",
     device: str = "auto",
@@ -92,8 +93,9 @@ def fit(
     """Trains a tree of members on arrays in memory.
 
     `train` and `test` are (inputs, labels); without a test set the last tenth of the training set is held out.
-    `run` is a folder, and the same call on the same folder resumes; without it nothing is kept. Further keywords are
-    those of the config's `optim` section: lr, momentum, batch_size, schedule, ...
+    `run` is a folder, and the same call on the same folder resumes; without it nothing is kept. `scale_rate`
+    multiplies the rate by the number of members for averaged losses. Further keywords are those of the config's
+    `optim` section: lr, momentum, batch_size, schedule, ...
     """
     if not isinstance(net, TreeNet):
         raise UserError(f"fit trains a TreeNet, not a {type(net).__name__}: mheads.TreeNet(factory, members=...)")
@@ -110,7 +112,7 @@ def fit(
             "members": net.num_members,
             "split": net.spec,
             "sampling": sampling,
-            "loss": named,
+            "loss": {**named, "scale_rate": scale_rate},
             "pretrain": pretrain,
             "data": {"name": "arrays", "validation": validation, **arrays},
             "engine": {"workers": workers, "micro_batches": micro_batches},

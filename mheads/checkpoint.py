@@ -47,6 +47,8 @@ class Checkpoints:
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """Begins to save; the tensors are copied first, so they may change at once. Raises what the last save met."""
         self.wait()
+        if step in self.steps():
+            return  # whole already: the run was stopped or resumed just here
         copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
         self._pending = self._writer.submit(self._write, step, copies, state)
 

@@ -147,6 +147,8 @@ class Config(_Section):
                 f"sampling is {self.sampling.name}, but with {self.loss.name} all members learn from an example "
                 "together: use sampling=full, or another loss"
             )
+        if self.optim.name == "sgd" and self.optim.nesterov and not self.optim.momentum:
+            raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
         groups = self.sampling.groups
         if self.sampling.name == "specialists" and isinstance(groups, list) and len(groups) != self.members:
             raise ValueError(f"sampling.groups has {len(groups)} groups for {self.members} members: give one each")
@@ -157,13 +159,15 @@ class Config(_Section):
 
     def digest(self) -> str:
         """A short name for everything that decides the result, apart from how long it is trained."""
-        text = json.dumps({k: v for k, v in flatten(self).items() if not is_free(k)}, sort_keys=True)
+        text = json.dumps({k: v for k, v in flatten(self).items() if not is_free(k, self)}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def is_free(key: str) -> bool:
+def is_free(key: str, config: Config) -> bool:
     """Whether this key may differ when a run is resumed: it decides no bit of the steps already done."""
-    return key in ("optim.iterations", "engine.workers") or key.startswith("log.")
+    if key == "optim.iterations":
+        return config.optim.schedule.name != "cosine"  # its rates depend on where it ends
+    return key == "engine.workers" or key.startswith("log.")
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -225,7 +229,16 @@ def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
         raise UserError(f"{source} must hold a mapping of config keys, not {tree!r}")
     for override in overrides:
         _override(tree, override)
-    return validate(tree, source)
+    return _absolute(validate(tree, source))
+
+
+def _absolute(config: Config) -> Config:
+    """With whole paths, so that a run folder means the same wherever it is looked at from."""
+    data = config.data.model_copy(
+        update={key: path.absolute() for key in ("root", "path") if (path := getattr(config.data, key)) is not None}
+    )
+    init = config.init if config.init in ("random", "same") else str(Path(config.init).absolute())
+    return config.model_copy(update={"data": data, "init": init})
 
 
 def _override(tree: dict[str, Any], override: str) -> None:

@@ -77,7 +77,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         groups=sampling.groups if sampling.name == "specialists" else None,
     )
     same_gradient = prior is None and not net.has_dropout() and (loss.separable or loss.averaged)
-    if config.init == "same" and net.num_members > 1 and same_gradient:
+    if "same" in (config.init, net.init) and net.num_members > 1 and same_gradient:
         raise UserError(
             f"init=same with {loss.name} would keep the members identical for ever: every one gets the same gradient "
             "from the same weights. Use init=random, sampling=bagging, dropout, or loss.name=mcl"

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from mheads.config import OptimOptions, ScheduleOptions
-from mheads.engine.sums import Gradients
 from mheads.engine.tape import trainable
 from mheads.tree import TreeNet
 
@@ -21,8 +20,9 @@ class Optimizer:
     def __init__(self, net: TreeNet, options: OptimOptions) -> None:
         self.options = options
         self.rate = 0.0
-        self.stages = {name: _optimizer(stage, options) for name, stage in net.stages.items()}
         self.parameters = {name: trainable(stage) for name, stage in net.stages.items()}
+        # A stage whose layers are all frozen has nothing to update.
+        self.stages = {name: _optimizer(net.stage(name), options) for name, found in self.parameters.items() if found}
         self.names = {id(p): name for name, p in net.named_parameters()}
 
     def set_rate(self, rate: float) -> None:
@@ -33,13 +33,16 @@ class Optimizer:
             if self.options.caffe_momentum and self.rate not in (0.0, rate):
                 # Caffe's momentum remembers steps, rate included; torch's remembers gradients. They part only here.
                 for state in optimizer.state.values():
-                    state["momentum_buffer"].mul_(self.rate / rate)
+                    if state.get("momentum_buffer") is not None:
+                        state["momentum_buffer"].mul_(self.rate / rate)
         self.rate = rate
 
-    def update(self, stage: str, gradients: Gradients) -> None:
+    def update(self, stage: str, gradients: list[Tensor]) -> None:
         """One step of a stage. A member that learned nothing still decays and keeps its momentum."""
+        if stage not in self.stages:
+            return
         for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):
-            parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient
+            parameter.grad = gradient
         self.stages[stage].step()
         for parameter in self.parameters[stage]:
             parameter.grad = None
@@ -87,8 +90,6 @@ def _optimizer(stage: nn.Module, options: OptimOptions) -> torch.optim.Optimizer
         {"params": params, "lr_mult": lr, "weight_decay": options.weight_decay * decay}
         for (lr, decay), params in groups.items()
     ]
-    if not parameters:  # a stage whose layers are all frozen
-        parameters = [{"params": [torch.zeros(1)], "lr_mult": 1.0, "weight_decay": 0.0}]
     if options.name == "adamw":
         return torch.optim.AdamW(parameters, lr=options.lr, fused=True)
     return torch.optim.SGD(parameters, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)

@@ -104,8 +104,8 @@ class RunFolder:
 
     def _refuse_differences(self, config: Config, data: DataFacts) -> None:
         old, new = configs.flatten(self.read_config()), configs.flatten(config)
-        keys = [k for k in new if old[k] != new[k] and not configs.is_free(k)]
-        if new["optim.iterations"] < old["optim.iterations"]:
+        keys = [k for k in new if old[k] != new[k] and not configs.is_free(k, config)]
+        if new["optim.iterations"] < old["optim.iterations"] and "optim.iterations" not in keys:
             keys.append("optim.iterations")
         if keys:
             lines = "\n".join(f"  {k}: {old[k]!r} in the folder, {new[k]!r} now" for k in keys)

@@ -18,7 +18,7 @@ import torch
 import mheads
 from mheads.checkpoint import Checkpoint, Checkpoints
 from mheads.data import Data
-from mheads.data.batch import BatchStream, evaluation_batches
+from mheads.data.batch import Batch, BatchStream, evaluation_batches
 from mheads.engine.tasks import StepReport
 from mheads.engine.threads import ThreadsEngine
 from mheads.errors import UserError
@@ -92,7 +92,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                     schedule.observe(report.loss)
 
                 state.step += 1
-                state.add(report, batch.targets, time.perf_counter() - began)
+                state.add(report, batch, time.perf_counter() - began)
                 watch.step(state.step, report.loss, rate, len(batch), state.shares())
                 if state.step % config.log.every == 0:
                     log.write(state.line(rate, len(batch)))
@@ -169,13 +169,15 @@ class _Progress:
         self.member_losses = np.zeros(len(self.owned))
         self.wins = np.zeros(len(self.owned))
 
-    def add(self, report: StepReport, targets: torch.Tensor, seconds: float) -> None:
+    def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
         assignment = report.assignment.double().cpu()
         owned = torch.zeros(self.owned.shape, dtype=torch.float64)
-        owned.index_add_(1, targets, assignment)
+        owned.index_add_(1, batch.targets, assignment)
         self.owned += owned.numpy()
         self.wins += assignment.sum(1).numpy()
-        self.member_losses += report.losses.double().mean(1).cpu().numpy()
+        # Of the examples that a member may learn from: the others were not computed for it.
+        seen = torch.ones_like(assignment) if batch.prior is None else (batch.prior > 0).double()
+        self.member_losses += ((report.losses.double().cpu() * seen).sum(1) / seen.sum(1).clamp_min(1)).numpy()
         self.loss += report.loss
         self.count += 1
         self.seconds += seconds

@@ -4,7 +4,7 @@ A specification is one of
     4                                   four members with nothing in common
     {"conv1": 4}                        all share the layers up to and including conv1
     {"conv1": [{"conv2": 2}, 3]}        five share conv1; two of them go on together up to conv2
-    {"conv1": {"conv2": 2, "conv3": 2}} the same with keys side by side
+    {"conv1": {"conv2": 2, "conv3": 2}} four share conv1; two of them go on up to conv2, two up to conv3
 so that `1` is a single model, and an int or a list at the top is a forest. `split="conv1"` is short for the second.
 """
 
@@ -80,8 +80,9 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
     def last_shared(name: Any, start: int) -> int:
         """The index after the last layer of a stage that ends at layer `name`."""
         if name not in names:
+            hint = " (in YAML a colon needs a space after it)" if ":" in str(name) else ""
             raise UserError(
-                f"split {name!r} is not a layer of {network}; layers with parameters: {', '.join(splittable)}"
+                f"split {name!r} is not a layer of {network}; layers with parameters: {', '.join(splittable)}{hint}"
             )
         if name not in splittable:
             raise UserError(
@@ -90,7 +91,8 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
             )
         stop = names.index(name) + 1
         if stop <= start:
-            raise UserError(f"split {name!r} lies before its parent's split {names[start - 1]!r}; splits go downwards")
+            above = next(n for n in reversed(names[:start]) if n in splittable)
+            raise UserError(f"split {name!r} lies before its parent's split {above!r}; splits go downwards")
         # Layers without parameters give every child the same values: computed once, with the stage.
         # Not dropout: each branch draws masks of its own.
         while stop < len(layers) and not layers[stop].has_parameters and not layers[stop].is_dropout:
@@ -211,12 +213,16 @@ class TreeNet(nn.Module):
                 raise UserError(f"split={spec!r} needs the number of members")
             spec = {spec: members}
         self.spec = spec
+        self.init = init
 
         def draw(member: int) -> nn.Module:
             # The factories of torch draw from the global generator: seed it for this network alone.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seeds.derive(seed, "init", 0 if init == "same" else member))
-                return network_factory()
+                network = network_factory()
+            if not isinstance(network, nn.Module):
+                raise UserError(f"the factory gives a {type(network).__name__}, not an nn.Module: return the network")
+            return network
 
         first = draw(0)
         self.network_name = getattr(network_factory, "__name__", type(first).__name__)
@@ -300,6 +306,7 @@ class TreeNet(nn.Module):
         from mheads.models.layers import keyed_masks
 
         member = self.member(0)
+        stateful = {n for n, layer in children(member) if has_batch_statistics(layer)}
         statistics = {name: buffer.clone() for name, buffer in member.named_buffers()}
         modes = [module.training for module in member.modules()]
         member.train()
@@ -324,6 +331,12 @@ class TreeNet(nn.Module):
                         "mheads.models.layers.draw_mask for noise of your own"
                     )
         for name, buffer in member.named_buffers():
+            owner = name.split(".")[0]
+            if owner not in stateful and not torch.equal(buffer, statistics[name]):
+                raise UserError(
+                    f"layer {owner!r} of {self.network_name} changes its buffer {name!r} in training, so micro-batches "
+                    "must not overlap; set batch_statistics = True on that module to have them run one by one"
+                )
             buffer.copy_(statistics[name])
         for module, mode in zip(member.modules(), modes, strict=True):
             module.training = mode

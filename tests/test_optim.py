@@ -68,7 +68,7 @@ def test_a_member_that_won_nothing_still_decays_and_keeps_its_momentum():
     optimizer.set_rate(0.1)
     optimizer.update("trunk", [torch.ones(2, 3).double(), torch.ones(2).double()])
     weight = net.member(0)[0].weight.detach().clone()
-    optimizer.update("trunk", [None, None])
+    optimizer.update("trunk", [torch.zeros(2, 3).double(), torch.zeros(2).double()])
     assert not torch.equal(net.member(0)[0].weight, weight)
 
 
@@ -138,3 +138,27 @@ def test_plateau_state_survives_a_checkpoint():
         second.observe(loss)
     assert second.state() == whole.state()
     assert second.rate(12) == whole.rate(12) < 1
+
+
+def test_adamw_takes_no_notice_of_caffes_momentum():
+    net = TreeNet(one_layer, members=1)
+    optimizer = Optimizer(net, OptimOptions(name="adamw", caffe_momentum=True))
+    for rate in (0.1, 0.01):
+        optimizer.set_rate(rate)
+        optimizer.update("trunk", [torch.ones(2, 3), torch.ones(2)])
+    assert optimizer.rate == 0.01
+
+
+def test_a_frozen_stage_is_left_alone_and_can_be_resumed():
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), tree={"0": 2})
+    for parameter in net.stage("trunk").parameters():
+        parameter.requires_grad_(False)
+    before = net.stage("trunk").state_dict()["0.weight"].clone()
+    optimizer = Optimizer(net, OptimOptions())
+    optimizer.set_rate(0.1)
+    optimizer.update("trunk", [])
+    optimizer.update("0/0", [torch.ones(2, 3), torch.ones(2)])
+    saved = {k: v.clone() for k, v in optimizer.state().items()}
+    Optimizer(net, OptimOptions()).load_state(saved, 0.1)
+    assert torch.equal(net.stage("trunk").state_dict()["0.weight"], before)
+    assert all("0/0" in key for key in saved)

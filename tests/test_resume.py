@@ -297,3 +297,22 @@ def test_every_file_of_a_run_is_plain_data(undisturbed):
         assert file["test"].sum((1, 2)).tolist() == [150] * 3
     suffixes = {path.suffix for path in undisturbed.rglob("*") if path.is_file() and path.name != ".lock"}
     assert suffixes == {".json", ".jsonl", ".npz", ".safetensors", ".yaml"}
+
+
+def test_a_cosine_schedule_cannot_be_made_longer_afterwards(tmp_path, mheads):
+    run = tmp_path / "run"
+    command = ["train", "digits", *TINY, "optim.schedule.name=cosine", "--run", run]
+    assert mheads(*command).code == 0
+    longer = mheads(*command, "optim.iterations=30")
+    assert longer.code == 2
+    assert "optim.iterations: 24 in the folder, 30 now" in longer.err
+
+
+def test_logged_losses_are_of_the_examples_that_a_member_may_learn_from(tmp_path, mheads):
+    run = tmp_path / "run"
+    groups = "sampling={name: specialists, groups: [[0, 1], [2, 3, 4], [5, 6, 7], [8, 9]]}"
+    command = ["train", "digits", "optim.iterations=60", "optim.schedule.name=constant", "log.every=60", groups]
+    assert mheads(*command, "--run", run).code == 0
+    line = log_lines(run)[0]
+    # Each member tells two or three digits apart, and its loss ends far below that of a guess among ten.
+    assert max(line["member_losses"]) < 1.2 < np.log(10)

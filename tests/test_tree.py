@@ -83,7 +83,7 @@ def test_stage_with_one_child_is_one_longer_stage():
         ({"relu1": 2}, None, ["relu1", "no parameters", "conv1, conv2, fc"]),
         ({"fc": 2}, None, ["fc", "conv1, conv2"]),
         ({"conv1": 3}, 4, ["3 leaves", "members is 4"]),
-        ({"conv2": {"conv1": 2}}, None, ["conv1", "before"]),
+        ({"conv2": {"conv1": 2}}, None, ["conv1", "before its parent's split 'conv2'"]),
         ({"conv2": [{"conv1": 2}, 1]}, None, ["conv1", "before"]),
         (0, None, ["at least one"]),
         ({"conv1": []}, None, ["empty"]),
@@ -276,3 +276,38 @@ def test_the_papers_networks_can_be_split_at_every_layer_with_parameters(name):
         layers = [n for n, layer in factory().named_children() if list(layer.parameters())]
         for layer in layers[:-1]:
             assert TreeNet(factory, members=3, split=layer).num_members == 3
+
+
+def test_a_layer_that_changes_its_own_buffers_must_say_so():
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x):
+            if self.training:
+                self.seen += len(x)
+            return x
+
+    class Honest(Counter):
+        batch_statistics = True
+
+    def factory(kind):
+        return lambda: nn.Sequential(OrderedDict(a=nn.Linear(4, 4), counter=kind(), b=nn.Linear(4, 2)))
+
+    with pytest.raises(UserError, match=r"'counter'.*'counter\.seen'.*batch_statistics"):
+        TreeNet(factory(Counter), members=2).probe(torch.randn(2, 4))
+    net = TreeNet(factory(Honest), members=2)
+    net.probe(torch.randn(2, 4))
+    assert net.batch_statistics_layers() == ["0.counter", "1.counter"]
+    assert net.state_dict()["stages.0.counter.seen"] == 0
+
+
+def test_a_factory_that_gives_no_network_is_refused():
+    with pytest.raises(UserError, match="gives a int"):
+        TreeNet(lambda: 3, members=2)
+
+
+def test_a_missing_space_in_yaml_is_pointed_out():
+    with pytest.raises(UserError, match="space"):
+        parse({"conv1": [{"conv2:2": 1}, 1]}, LAYERS)

@@ -65,10 +65,14 @@ class Ours:
 
 
 def pixels(rows: int, members: int) -> Batch:
-    """A batch as the data gives it: uint8 images with as much contrast as CIFAR's, and a mean image to subtract."""
+    """A batch as the data gives it: uint8 images, smooth with some noise as photos are, and a mean image to subtract.
+
+    Without the noise, flat regions make ties in max pooling, which may rightly be broken in other ways.
+    """
     generator = torch.Generator().manual_seed(0)
     coarse = torch.rand(rows, 3, 8, 8, generator=generator)
-    images = torch.nn.functional.interpolate(coarse, size=SHAPE[1:], mode="bilinear").mul(255).byte()
+    smooth = torch.nn.functional.interpolate(coarse, size=SHAPE[1:], mode="bilinear")
+    images = (215 * smooth + 40 * torch.rand(smooth.shape, generator=generator)).byte()
     targets = torch.randint(10, (rows,), generator=generator)
     ties = torch.rand(members, rows, generator=generator)
     return Batch(images.permute(0, 2, 3, 1).contiguous(), targets, Preprocess(mean=torch.full(SHAPE, 120.0)), ties=ties)

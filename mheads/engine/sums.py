@@ -24,23 +24,22 @@ class PairwiseSum:
             self.sizes.append((self.sizes[-1] + 1) // 2)
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int], Gradients] = {}
-        self.result: Gradients | None = None
 
-    def add(self, index: int, terms: Gradients) -> None:
-        """Takes over entry `index`; its tensors may be changed from now on."""
+    def add(self, index: int, terms: Gradients) -> Gradients | None:
+        """Takes over entry `index`, whose tensors may be changed from now on; the sum, if this was the last one."""
         for level, size in enumerate(self.sizes):
             if size == 1:
-                self.result = terms
-                return
+                break
             sibling = index ^ 1
             if sibling < size:
                 with self._lock:
                     other = self._waiting.pop((level, sibling), None)
                     if other is None:
                         self._waiting[level, index] = terms
-                        return
+                        return None
                 terms = _add(terms, other) if index < sibling else _add(other, terms)
             index //= 2
+        return terms
 
 
 @torch.no_grad()

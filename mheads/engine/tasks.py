@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from mheads import values
 from mheads.data.batch import Batch
 from mheads.engine.rows import Rows
-from mheads.engine.sums import Gradients, PairwiseSum
+from mheads.engine.sums import PairwiseSum
 from mheads.engine.tape import Context, Tape, record
 from mheads.losses import Loss
 from mheads.models.layers import has_batch_statistics
@@ -52,18 +52,27 @@ def cuts(num_rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 class TrainingStep:
-    """Forward, loss and backward of one batch; `gradients()` afterwards holds the sums for every stage."""
+    """Forward, loss and backward of one batch, which leave every stage's gradients in `gradients`."""
 
     def __init__(
-        self, net: TreeNet, loss: Loss, batch: Batch, micro_batches: int, key: tuple[int, int], spawn: Spawn
+        self,
+        net: TreeNet,
+        loss: Loss,
+        batch: Batch,
+        micro_batches: int,
+        key: tuple[int, int],
+        spawn: Spawn,
+        gradients: dict[str, list[Tensor]],
     ) -> None:
         self.net = net
         self.tree = net.tree
         self.loss = loss
         self.batch_size = len(batch)
-        self.batches = [batch.cut(start, stop) for start, stop in cuts(len(batch), micro_batches)]
+        self.slices = [slice(start, stop) for start, stop in cuts(len(batch), micro_batches)]
+        self.batches = [batch.cut(s.start, s.stop) for s in self.slices]
         self.key = key
         self.spawn = spawn
+        self.gradients = gradients
         like = next(net.parameters())
         self.dtype, self.device = like.dtype, like.device
         self.sums = {name: PairwiseSum(micro_batches) for name in self.tree.nodes}
@@ -79,8 +88,8 @@ class TrainingStep:
         self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
         self._roots_left = [len(self.tree.roots)] * micro_batches
         self._totals: dict[tuple[int, int], float] = {}
-        self._losses: dict[tuple[int, int], Tensor] = {}
-        self._assignments: dict[tuple[int, int], Tensor] = {}
+        self.losses = torch.zeros(net.num_members, len(batch), dtype=self.dtype, device=self.device)
+        self.assignment = torch.zeros_like(self.losses)
 
     def _root(self, name: str) -> str:
         node = self.tree.nodes[name]
@@ -131,7 +140,7 @@ class TrainingStep:
     def apply_loss(self, i: int) -> None:
         outputs = self._outputs.pop(i)
         d_outputs = self._apply_loss(i, None, [outputs[m] for m in range(len(outputs))])
-        learn = self._assignments[0, i] > 0 if self.share < 1 else None
+        learn = self.assignment[:, self.slices[i]] > 0 if self.share < 1 else None
         for leaf in self.tree.leaves:
             m = leaf.members[0]
             d_output = values.map_leaves(lambda t, m=m: t[m], d_outputs)
@@ -142,7 +151,12 @@ class TrainingStep:
 
     def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value, learn: Tensor | None = None) -> None:
         d_input, gradients = tape.backward(d_output, learn)
-        self.sums[node.name].add(i, gradients)
+        total = self.sums[node.name].add(i, gradients)
+        if total is not None:
+            # Into tensors that outlive the step: a sum that stayed where it was would split the memory of activations
+            # that the next member could use again.
+            for kept, found in zip(self.gradients[node.name], total, strict=True):
+                kept.zero_() if found is None else kept.copy_(found)
         if node.parent is not None:
             parent = self.tree.nodes[node.parent]
             with self._lock:
@@ -152,8 +166,8 @@ class TrainingStep:
             if complete:
                 del self._d_children[parent.name, i]
                 # The sum of the children's gradients, in member order: the adjoint of handing all the same value.
-                total = values.map_leaves(_add_in_order, *(d_children[c] for c in parent.children))
-                self._spawn(BACKWARD, i, parent, self.backward, total)
+                d_total = values.map_leaves(_add_in_order, *(d_children[c] for c in parent.children))
+                self._spawn(BACKWARD, i, parent, self.backward, d_total)
             return
         with self._lock:
             self._roots_left[i] -= 1
@@ -175,28 +189,16 @@ class TrainingStep:
             )
             leaves = values.leaves(stacked)
             gradients = torch.autograd.grad(value.total / self.batch_size, leaves, allow_unused=True)
-        where = (member or 0, i)
-        self._totals[where] = value.total.item()
-        self._losses[where] = value.losses
-        self._assignments[where] = value.assignment
+        self._totals[member or 0, i] = value.total.item()
+        self.losses[which, self.slices[i]] = value.losses
+        self.assignment[which, self.slices[i]] = value.assignment
         filled = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
         return values.rebuild(stacked, filled)
 
-    # What is there when no task is left.
-
-    def gradients(self) -> Iterator[tuple[str, Gradients]]:
-        for name, total in self.sums.items():
-            assert total.result is not None, f"stage {name} has not finished"
-            yield name, total.result
-
     def report(self) -> StepReport:
-        groups = range(self.tree.num_members if self.loss.separable else 1)
-
-        def join(parts: dict[tuple[int, int], Tensor]) -> Tensor:
-            return torch.cat([torch.cat([parts[g, i] for i in range(len(self.batches))], 1) for g in groups])
-
-        total = sum(self._totals[g, i] for g in groups for i in range(len(self.batches)))
-        return StepReport(total / self.batch_size, join(self._losses), join(self._assignments))
+        """When no task is left."""
+        total = sum(self._totals[key] for key in sorted(self._totals))  # an order of its own, as every sum
+        return StepReport(total / self.batch_size, self.losses, self.assignment)
 
 
 class ForwardPass:

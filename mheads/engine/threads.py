@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mheads.data.batch import Batch
 from mheads.engine.memory import keep_freed_memory
-from mheads.engine.sums import Gradients
+from mheads.engine.tape import trainable
 from mheads.engine.tasks import ForwardPass, Spawn, StepReport, TrainingStep
 from mheads.errors import UserError
 from mheads.losses import Loss
@@ -113,23 +113,21 @@ class ThreadsEngine:
         self.micro_batches = micro_batches
         self.seed = seed
         self.workers = Workers(workers)
-        self._gradients: dict[str, Gradients] = {}
+        self.gradients = {name: [torch.zeros_like(p) for p in trainable(stage)] for name, stage in net.stages.items()}
 
     def step(self, step: int, batch: Batch, loss: Loss, accumulate: int = 1) -> StepReport:
         """Computes the gradients of one step on all its examples; `update` then uses them."""
         self.net.train()
         parts = min(self.micro_batches * accumulate, len(batch))
-        task = TrainingStep(self.net, loss, batch, parts, (self.seed, step), self.workers.spawn)
+        task = TrainingStep(self.net, loss, batch, parts, (self.seed, step), self.workers.spawn, self.gradients)
         task.start()
         self.workers.wait()
-        self._gradients = dict(task.gradients())
         return task.report()
 
-    def update(self, update_stage: Callable[[str, Gradients], None]) -> None:
+    def update(self, update_stage: Callable[[str, list[Tensor]], None]) -> None:
         """Applies the last step's gradients: one task a stage, since stages have no parameter in common."""
-        for i, (name, gradients) in enumerate(self._gradients.items()):
+        for i, (name, gradients) in enumerate(self.gradients.items()):
             self.workers.spawn((i,), update_stage, name, gradients)
-        self._gradients = {}
         self.workers.wait()
 
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Tensor, Value]]:

@@ -104,5 +104,13 @@ def is_dropout(module: nn.Module) -> bool:
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """Whether the module's training output of one row depends on the other rows (BatchNorm and its like)."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+    """Whether training it on some rows depends on the others, or on the order of calls: BatchNorm and its like.
+
+    A module of the user's own says so by an attribute `batch_statistics`.
+    """
+
+    def depends(m: nn.Module) -> bool:
+        running = isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats
+        return running or isinstance(m, nn.modules.batchnorm._BatchNorm) or getattr(m, "batch_statistics", False)
+
+    return any(depends(m) for m in module.modules())

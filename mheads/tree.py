@@ -150,6 +150,19 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
     return Tree(nodes)
 
 
+def whole_spec(members: int | None, split: Spec | str | None) -> Spec:
+    """The specification that a number of members and a split, or the lack of one, are short for."""
+    if members is not None and members < 1:
+        raise UserError(f"members must be at least 1, not {members}")
+    if split is None:
+        return 1 if members is None else members
+    if isinstance(split, str):
+        if members is None:
+            raise UserError(f"split={split!r} needs the number of members")
+        return {split: members}
+    return split
+
+
 class Stage(nn.Sequential):
     """A run of named layers with weights of its own.
 
@@ -203,16 +216,7 @@ class TreeNet(nn.Module):
             raise UserError("give either split or tree, not both")
         if init not in ("random", "same"):
             raise UserError(f"init is 'random' or 'same', not {init!r}")
-        if members is not None and members < 1:
-            raise UserError(f"members must be at least 1, not {members}")
-        spec = tree if tree is not None else split
-        if spec is None:
-            spec = 1 if members is None else members
-        elif isinstance(spec, str):
-            if members is None:
-                raise UserError(f"split={spec!r} needs the number of members")
-            spec = {spec: members}
-        self.spec = spec
+        self.spec = spec = whole_spec(members, tree if tree is not None else split)
         self.init = init
 
         def draw(member: int) -> nn.Module:

@@ -55,7 +55,7 @@ def copied(tmp_path, undisturbed):
         (["split={conv2: {conv1: 4}}"], ["'conv1'", "downwards"]),
         (["device=gpu"], ["'gpu'", "cpu, cuda"]),
         (["device=meta"], ["'meta'", "cpu, cuda"]),
-        (["init=nowhere"], ["'nowhere'", "random, same"]),
+        (["init=nowhere"], ["nowhere'", "random, same"]),
         (["init=same"], ["init=same", "identical", "mcl"]),
         (["model=digit"], ["'digit'", "digits", "package.module:factory"]),
         (["model=networks:half"], ["'networks:half'", "0.5", "Module"]),

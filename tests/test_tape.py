@@ -4,6 +4,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from mheads.engine import sliced
@@ -161,3 +163,23 @@ def test_the_first_layer_is_not_asked_for_an_input_gradient():
         d_input, gradients = kind(stage, torch.randn(8, 4), context(8, input_gradient=False)).backward(torch.ones(8, 3))
         assert d_input is None
         assert len(gradients) == 2
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_pooling_in_two_passes_gives_the_same_maxima(height, width, kernel, stride, ceil_mode):
+    assume(kernel <= min(height, width))
+    x = canonical(torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(height * width)))
+    expected = nn.functional.max_pool2d(x, kernel, stride, ceil_mode=ceil_mode)
+    got = sliced.pooled_maxima(x, [kernel, kernel], [stride, stride], ceil_mode)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_outputs_without_backward_equal_those_of_the_module(name):
+    stage = Stage(OrderedDict(first=nn.Identity(), layer=LAYERS[name](), relu=nn.ReLU())).double().eval()
+    x = canonical(torch.randn(12, 6, 7, 7, dtype=torch.float64))
+    before = x.clone()
+    with torch.inference_mode():
+        close(sliced.outputs(stage, x), stage(x))
+    assert torch.equal(x, before)

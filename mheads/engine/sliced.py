@@ -208,6 +208,34 @@ def forward(stage: nn.Module, x: Tensor) -> tuple[Tensor, list[Backward]]:
     return x, backwards
 
 
+def outputs(stage: nn.Module, x: Tensor) -> Tensor:
+    """The stage's output on x alone: nothing is kept, and pooling need not say where its maxima were."""
+    owned = False
+    for layer in layers(stage):
+        if isinstance(layer, nn.MaxPool2d) and not any(_pair(layer.padding)) and _pair(layer.dilation) == [1, 1]:
+            x = pooled_maxima(x, _pair(layer.kernel_size), _pair(layer.stride), layer.ceil_mode)
+        else:
+            x, _ = STEPS[type(layer)](layer, x, owned)
+        owned = isinstance(layer, _GIVES_AWAY)
+    return x
+
+
+def pooled_maxima(x: Tensor, kernel: list[int], stride: list[int], ceil_mode: bool) -> Tensor:
+    """Max pooling of channels-last images in two passes, down and across: half the time of the one with indices."""
+    t = x.permute(0, 2, 3, 1)
+    for dim, k, s in zip((1, 2), kernel, stride, strict=True):
+        size = t.shape[dim]
+        count = -(-(size - k) // s) + 1 if ceil_mode else (size - k) // s + 1
+        count -= (count - 1) * s >= size  # no window starts beyond the end
+        windows = [t[(slice(None),) * dim + (slice(i, i + (count - 1) * s + 1, s),)] for i in range(min(k, size))]
+        best = windows[0].clone()
+        for other in windows[1:]:
+            part = best.narrow(dim, 0, other.shape[dim])
+            torch.maximum(part, other, out=part)
+        t = best
+    return t.permute(0, 3, 1, 2)
+
+
 def backward(
     backwards: list[Backward], d: Tensor, rows: Rows | None, input_gradient: bool
 ) -> tuple[Tensor | None, list[Tensor | None]]:

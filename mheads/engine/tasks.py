@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mheads import values
 from mheads.data.batch import Batch
+from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.sums import PairwiseSum
 from mheads.engine.tape import Context, Tape, record
@@ -228,7 +229,8 @@ class ForwardPass:
 
     @torch.inference_mode()
     def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:
-        y = self.net.stage(node.name)(values.map_leaves(canonical, x), side)
+        stage, x = self.net.stage(node.name), values.map_leaves(canonical, x)
+        y = sliced.outputs(stage, x) if isinstance(x, Tensor) and sliced.supports(stage) else stage(x, side)
         for child in node.children:
             self.spawn((self.index, FORWARD), self.forward, self.net.tree.nodes[child], y, side)
         if node.children:

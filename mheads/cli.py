@@ -122,7 +122,7 @@ def tree(recipe: Recipe, overrides: Overrides = None) -> None:
 
 @app.command(rich_help_panel="Measure")
 def bench(
-    suite: Annotated[str, typer.Argument(help="step, mcl, tree, eval, scale, memory, or all.")],
+    suite: Annotated[str, typer.Argument(help="step, mcl, tree, eval, scale, memory, profile, or all.")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each side is timed once a round.")] = 15,
 ) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from mheads import losses
 from mheads.bench import peers
 from mheads.bench.measure import MATMUL_FLOPS, Times, interleave, machine, matmul_rate
+from mheads.bench.profile import convolutions
 from mheads.bench.remote import RemotePeers
 from mheads.config import OptimOptions
 from mheads.data.batch import Batch
@@ -253,6 +254,23 @@ def memory(progress: Progress, rounds: int) -> dict[str, Any]:
     return result
 
 
+def profile(progress: Progress, rounds: int) -> dict[str, Any]:
+    """Layers of one network on one core: what is matrix products, what is not, and what keeping memory saves."""
+    result: dict[str, Any] = {}
+    for i, mode in enumerate(("keep", "default")):
+        command = [sys.executable, "-m", "mheads.bench.profile", *(["keep"] if mode == "keep" else [])]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        result[mode] = json.loads(done.stdout)
+        progress(i + 1, 2)
+    products = [what for what in result["keep"] if what.split(".")[0] in convolutions()]
+    for mode in ("keep", "default"):
+        result[f"us_per_row_{mode}"] = round(sum(result[mode].values()), 1)
+    result["us_per_row_products"] = round(sum(result["keep"][what] for what in products), 1)
+    useful = 2 * step_multiply_adds(TreeNet(network, members=1), SHAPE)
+    result["gflops_of_products"] = round(useful / result["us_per_row_products"] / 1e3, 1)
+    return result
+
+
 SUITES: dict[str, Callable[[Progress, int], dict[str, Any]]] = {
     "step": step,
     "mcl": mcl,
@@ -260,6 +278,7 @@ SUITES: dict[str, Callable[[Progress, int], dict[str, Any]]] = {
     "eval": evaluation,
     "scale": scale,
     "memory": memory,
+    "profile": profile,
 }
 
 

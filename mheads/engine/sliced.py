@@ -164,7 +164,7 @@ STEPS: dict[type[nn.Module], Callable[[Any, Tensor, bool], tuple[Tensor, Backwar
     nn.Flatten: flatten,
 }
 # Their backward does not look at their own output, so what follows may overwrite it.
-_GIVES_AWAY = (nn.Conv2d, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.LocalResponseNorm)
+GIVES_AWAY = (nn.Conv2d, nn.Linear, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.LocalResponseNorm)
 
 
 def layers(stage: nn.Module) -> Iterator[nn.Module]:
@@ -203,7 +203,7 @@ def forward(stage: nn.Module, x: Tensor) -> tuple[Tensor, list[Backward]]:
     owned = False
     for layer in layers(stage):
         x, step = STEPS[type(layer)](layer, x, owned)
-        owned = isinstance(layer, _GIVES_AWAY)
+        owned = isinstance(layer, GIVES_AWAY)
         backwards.append(step)
     return x, backwards
 
@@ -216,7 +216,7 @@ def outputs(stage: nn.Module, x: Tensor) -> Tensor:
             x = pooled_maxima(x, _pair(layer.kernel_size), _pair(layer.stride), layer.ceil_mode)
         else:
             x, _ = STEPS[type(layer)](layer, x, owned)
-        owned = isinstance(layer, _GIVES_AWAY)
+        owned = isinstance(layer, GIVES_AWAY)
     return x
 
 

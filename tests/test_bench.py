@@ -1,0 +1,104 @@
+"""Benchmarks: peers must do the same step before they are timed, and the counts must be right."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from mheads import TreeNet, losses
+from mheads.bench import peers, suites
+from mheads.bench.measure import Times, interleave
+from mheads.engine import memory
+from mheads.engine.cost import stage_costs, step_multiply_adds
+from mheads.models import MODELS
+
+PEERS = {
+    "loop": peers.plain_loop,
+    "channels last": peers.channels_last_loop,
+    "vmap": peers.vmapped,
+    "grouped": peers.grouped,
+}
+
+
+@pytest.fixture(scope="module")
+def ours():
+    side = suites.Ours(2, losses.independent(), rows=8)
+    start = [{name: p.detach().clone() for name, p in member.items()} for member in side.weights()]
+    members = [peers.duplicate(side.net.member(m)) for m in range(2)]
+    side.step()
+    yield side, start, members
+    side.close()
+
+
+def arrays(weights):
+    return [{key: p.detach().numpy() for key, p in member.items()} for member in weights]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_does_the_same_step(ours, name):
+    side, start, members = ours
+    x = side.batch.network_inputs(torch.float32)
+    peer = PEERS[name](members, x, side.batch.targets)
+    peer.step()
+    suites.check(arrays(peer.weights()), side.weights(), start)
+    moved = max(
+        (a - b).abs().max()
+        for m, s in zip(side.weights(), start, strict=True)
+        for a, b in zip(m.values(), s.values(), strict=True)
+    )
+    assert moved > 0
+
+
+def test_a_peer_that_does_another_step_is_refused(ours):
+    side, start, members = ours
+    x = side.batch.network_inputs(torch.float32)
+    peer = peers.plain_loop(members, 2 * x, side.batch.targets)
+    peer.step()
+    with pytest.raises(AssertionError, match="not the same step"):
+        suites.check(arrays(peer.weights()), side.weights(), start)
+
+
+def test_sides_take_turns_in_a_moving_order_and_may_time_themselves():
+    calls = []
+    sides = {name: lambda name=name: calls.append(name) for name in "abc"}
+    times = interleave(sides | {"d": lambda: 0.25}, rounds=2, progress=lambda done, total: None, warmup=1)
+    assert [calls[i : i + 3] for i in (0, 3, 6)] == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
+    assert times["d"].seconds == [0.25, 0.25]
+    assert Times([3.0, 1.0, 2.0]).to_dict() == {"best_ms": 1000.0, "median_ms": 2000.0}
+
+
+def test_multiply_adds_of_cifar10_quick_are_those_counted_by_hand():
+    conv1, conv2, conv3 = 32 * 32 * 32 * 75, 16 * 16 * 32 * 800, 8 * 8 * 64 * 800
+    linear = 1024 * 64 + 64 * 10
+    single = TreeNet(MODELS["cifar10_quick"], members=1)
+    assert step_multiply_adds(single, (3, 32, 32)) == 3 * (conv1 + conv2 + conv3 + linear) - conv1
+    tree = TreeNet(MODELS["cifar10_quick"], members=4, split="conv2")
+    costs = stage_costs(tree, (3, 32, 32))
+    assert costs["trunk"].forward == conv1 + conv2
+    assert costs["trunk"].output_floats == 8 * 8 * 32
+    assert step_multiply_adds(tree, (3, 32, 32)) == 3 * (conv1 + conv2) - conv1 + 4 * 3 * (conv3 + linear)
+
+
+def test_counting_leaves_hooks_and_modes_as_they_were():
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2)), members=1).train()
+    stage_costs(net, (4,))
+    assert all(module.training for module in net.modules())
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+def test_malloc_is_left_alone_where_the_user_has_set_it_up(monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    assert memory.keep_freed_memory.__wrapped__() is False
+
+
+def test_unknown_benchmarks_are_refused_and_known_ones_write_json(tmp_path, mheads, monkeypatch):
+    refused = mheads("bench", "stepp")
+    assert refused.code == 2
+    assert "step, mcl" in refused.err
+    monkeypatch.setitem(suites.SUITES, "mcl", lambda progress, rounds: {"ratio_k1": 0.5})
+    done = mheads("bench", "mcl", "--json", tmp_path / "mcl.json")
+    assert done.code == 0
+    found = json.loads((tmp_path / "mcl.json").read_text())
+    assert found["ratio_k1"] == 0.5
+    assert found["machine"]["torch"] == torch.__version__

@@ -222,7 +222,7 @@ class TreeNet(nn.Module):
         def draw(member: int) -> nn.Module:
             # The factories of torch draw from the global generator: seed it for this network alone.
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seeds.derive(seed, "init", 0 if init == "same" else member))
+                torch.manual_seed(seeds.derive(seed, "weights", 0 if init == "same" else member))
                 network = network_factory()
             if not isinstance(network, nn.Module):
                 raise UserError(f"the factory gives a {type(network).__name__}, not an nn.Module: return the network")

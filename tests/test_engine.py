@@ -258,7 +258,7 @@ def test_row_counts_follow_from_sizes_alone():
     assert cuts(10, 3) == [(0, 4), (4, 7), (7, 10)]
     net = TreeNet(conv_net, members=1)
     assert auto_micro_batches(350, net) == auto_micro_batches(350, TreeNet(conv_net, members=8))
-    assert [auto_micro_batches(b, net) for b in (8, 32, 64, 100, 128, 256, 350, 1000)] == [1, 1, 2, 2, 2, 4, 4, 16]
+    assert [auto_micro_batches(b, net) for b in (8, 32, 64, 100, 128, 256, 350, 1000)] == [1, 1, 1, 1, 2, 4, 4, 16]
 
 
 @given(st.integers(1, 500), st.integers(1, 40))

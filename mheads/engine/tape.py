@@ -35,13 +35,15 @@ class Tape(Protocol):
 @dataclass(frozen=True)
 class Context:
     """What a stage runs in: the key of its dropout masks, which are drawn for all rows of the micro-batch and cut to
-    `rows`, side inputs, and whether anybody wants the gradient of its input."""
+    `rows`, side inputs, whether anybody wants the gradient of its input, and, where the engine has looked already,
+    whether all its layers are known to `sliced`."""
 
     key: tuple[int | str, ...]
     num_rows: int
     side: dict[str, Value]
     input_gradient: bool
     rows: Tensor | None = None
+    known: bool | None = None
 
     def masks(self) -> AbstractContextManager[None]:
         return keyed_masks(self.key, self.num_rows, self.rows)
@@ -58,7 +60,8 @@ def record(stage: Stage, x: Value, context: Context, rows: Rows | None = None, s
     if rows is not None:
         return PartialTape(record(stage, rows.take(x), context.only(rows.index), None, share), rows)
     x = values.map_leaves(canonical, x)  # whatever the engine that brought the value did with its strides
-    if isinstance(x, Tensor) and sliced.supports(stage):
+    known = sliced.supports(stage) if context.known is None else context.known
+    if isinstance(x, Tensor) and known:
         return SlicedTape(stage, x, context)
     if share < RECOMPUTE_BELOW and not has_batch_statistics(stage):
         return RecomputingTape(stage, x, context)

@@ -83,6 +83,7 @@ class TrainingStep:
         # The part of the examples that a member learns from, where the loss tells.
         self.share = min(1.0, (loss.winners or net.num_members) / net.num_members)
         self.statistics = {name for name in self.tree.nodes if has_batch_statistics(net.stage(name))}
+        self.known = {name: sliced.supports(net.stage(name)) for name in self.tree.nodes}
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
         self._outputs: dict[int, dict[int, Value]] = defaultdict(dict)
@@ -119,7 +120,9 @@ class TrainingStep:
         if not node.children and batch.prior is not None and node.name not in self.statistics:
             rows = Rows.where(batch.prior[node.members[0]] > 0)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
-        context = Context(key, values.num_rows(x), batch.side, input_gradient=node.parent is not None)
+        context = Context(
+            key, values.num_rows(x), batch.side, input_gradient=node.parent is not None, known=self.known[node.name]
+        )
         tape = record(self.net.stage(node.name), x, context, rows, self.share if not node.children else 1.0)
         if node.children:
             self._tapes[node.name, i] = tape

@@ -422,6 +422,22 @@ def test_outputs_of_the_engine_equal_the_members():
             torch.testing.assert_close(outputs[m], net.member(m)(batch.inputs), rtol=1e-12, atol=1e-12)
 
 
+def test_evaluation_may_be_left_before_its_end_or_fail_and_the_engine_lives_on():
+    net = TreeNet(conv_net, members=2)
+    engine = ThreadsEngine(net, 2, 1, seed=0)
+    batch = batch_of(8, 2, torch.float32)
+
+    def broken():
+        raise ValueError("no such image")
+
+    for _ in engine.outputs([lambda: batch] * 30):
+        break
+    with pytest.raises(ValueError, match="no such image"):
+        list(engine.outputs([lambda: batch] * 3 + [broken] + [lambda: batch] * 9))
+    assert len(list(engine.outputs([lambda: batch] * 30))) == 30
+    engine.close()
+
+
 def test_members_may_give_more_than_scores():
     class Two(nn.Module):
         def __init__(self):

@@ -221,6 +221,9 @@ class ForwardPass:
     def start(self) -> None:
         self.spawn((self.index, PREPARE), self.prepare)
 
+    def done(self) -> bool:
+        return self.outputs is not None
+
     @torch.inference_mode()
     def prepare(self) -> None:
         like = next(self.net.parameters())

@@ -15,7 +15,7 @@ from torch import Tensor
 from mheads.data.batch import Batch
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.tape import trainable
-from mheads.engine.tasks import ForwardPass, Spawn, StepReport, TrainingStep
+from mheads.engine.tasks import ForwardPass, StepReport, TrainingStep
 from mheads.errors import UserError
 from mheads.losses import Loss
 from mheads.tree import TreeNet
@@ -35,6 +35,7 @@ class Workers:
         self._unfinished = 0
         self._error: BaseException | None = None
         self._closed = False
+        self._watched = False  # whoever waits wants to hear of each task
         self._threads = [
             threading.Thread(target=self._run, name=f"mheads-worker-{i}", daemon=True) for i in range(count)
         ]
@@ -52,13 +53,15 @@ class Workers:
             heapq.heappush(self._queue, (priority, next(self._numbers), function, args))
             self._work.notify()
 
-    def wait(self) -> None:
-        """Until no task is queued or running; raises what a task raised."""
+    def wait(self, until: Callable[[], bool] | None = None) -> None:
+        """Until no task is queued or running, or until `until`; raises what a task raised."""
         with self._idle:
-            while self._unfinished:
+            self._watched = until is not None
+            while self._unfinished and not (until is not None and until()):
                 self._idle.wait()
             error, self._error = self._error, None
         if error is not None:
+            self.wait()  # for those that were running
             raise error
 
     def close(self) -> None:
@@ -93,7 +96,7 @@ class Workers:
                     self._unfinished -= len(self._queue)  # what is queued depends on what failed
                     self._queue.clear()
                 self._unfinished -= 1
-                if not self._unfinished:
+                if not self._unfinished or self._watched:
                     self._idle.notify_all()
             del error
 
@@ -133,18 +136,19 @@ class ThreadsEngine:
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Tensor, Value]]:
         """Outputs [M, b, C] and targets of each batch in order, without dropout."""
         self.net.eval()
-        ahead = 4 * self.workers.count  # enough to keep the workers busy, few enough to fit in memory
-        for start in range(0, len(readers), ahead):
-            passes = [ForwardPass(self.net, r, i, self._spawn) for i, r in enumerate(readers[start : start + ahead])]
-            for one in passes:
-                one.start()
-            self.workers.wait()
-            for one in passes:
+        passes = [ForwardPass(self.net, read, i, self.workers.spawn) for i, read in enumerate(readers)]
+        ahead = 2 * self.workers.count  # enough to keep the workers busy, few enough to fit in memory
+        for one in passes[:ahead]:
+            one.start()
+        try:
+            for i, one in enumerate(passes):
+                self.workers.wait(one.done)
+                if i + ahead < len(passes):
+                    passes[i + ahead].start()
                 yield one.outputs, one.targets
-
-    @property
-    def _spawn(self) -> Spawn:
-        return self.workers.spawn
+                one.outputs = None
+        finally:
+            self.workers.wait()  # whoever asked may have lost interest before the end
 
     def close(self) -> None:
         self.workers.close()

@@ -55,17 +55,18 @@ class Silent:
 class Terminal:
     """A progress bar, and a line for each evaluation."""
 
-    def __init__(self, console: Console, label: str = "training", bar: bool = True) -> None:
+    def __init__(self, console: Console, label: str = "train", bar: bool = True) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         self.console = console
         self.label = label
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=24 if console.width >= 110 else 6),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[info]}"),
+            TextColumn("{task.fields[info]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=console,
             transient=True,
             refresh_per_second=4,
@@ -88,15 +89,15 @@ class Terminal:
         # Images a second over the last twenty steps or so.
         self._seen = [*self._seen[-20:], (time.perf_counter(), self._seen[-1][1] + images)]
         (t0, n0), (t1, n1) = self._seen[0], self._seen[-1]
-        info = f"loss {loss:.4f}  rate {rate:.2g}  {(n1 - n0) / max(t1 - t0, 1e-9):,.0f} images/s"
+        info = f"loss {loss:.4f} rate {rate:.2g} {(n1 - n0) / max(t1 - t0, 1e-9):,.0f} img/s"
         if len(shares) > 1:
-            info += "  wins " + "/".join(f"{100 * s:.0f}" for s in shares)
+            info += " wins " + "/".join(f"{100 * s:.0f}" for s in shares)
         self._bar.update(self._task, completed=step, info=info)
 
     @contextmanager
     def evaluating(self, examples: int) -> Iterator[Callable[[int], None]]:
         running = self._bar.live.is_started
-        task = self._bar.add_task("evaluating", total=examples, info="")
+        task = self._bar.add_task("eval", total=examples, info="")
         if not running:
             self._bar.start()
         try:

@@ -56,7 +56,8 @@ class Run:
             raw = raw.permute(0, 2, 3, 1)
         self.net.eval()
         parts = [self.data.preprocess(part, experiments.input_dtype(self.net)) for part in raw.split(EVALUATION_ROWS)]
-        return torch.cat([self.net(part) for part in parts], 1)
+        device = next(self.net.parameters()).device
+        return torch.cat([self.net(part.to(device)).cpu() for part in parts], 1)
 
     def plot_ownership(self) -> Figure:
         """Who owns which class of the test set."""

@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from mheads import api, experiment
+from mheads import api, experiment, values
 from mheads.checkpoint import write_atomically
 from mheads.data.batch import evaluation_batches
 from mheads.data.catalog import DATASETS
@@ -50,6 +50,7 @@ def evaluate_run(path: Path, outputs_file: Path | None, watch: Watcher) -> dict[
         readers = evaluation_batches(data.test, data.preprocess, EVALUATION_ROWS)
         with watch.evaluating(len(data.test)) as advance:
             for outputs, targets in engine.outputs(readers):
+                outputs = values.leaves(outputs)[0]  # scores come first
                 metrics.update(outputs, targets)
                 if outputs_file is not None:
                     kept.append((outputs.cpu().numpy(), targets.cpu().numpy()))

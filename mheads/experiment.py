@@ -76,7 +76,10 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         fraction=sampling.fraction,
         groups=sampling.groups if sampling.name == "specialists" else None,
     )
-    same_gradient = prior is None and not net.has_dropout() and (loss.separable or loss.averaged)
+    if loss.averaged and prior is not None:
+        raise UserError(f"sampling is {sampling.name}, but {loss.name} averages the members: use sampling=full")
+    everybody_wins = loss.winners is not None and loss.winners >= net.num_members
+    same_gradient = prior is None and not net.has_dropout() and (loss.separable or loss.averaged or everybody_wins)
     if "same" in (config.init, net.init) and net.num_members > 1 and same_gradient:
         raise UserError(
             f"init=same with {loss.name} would keep the members identical for ever: every one gets the same gradient "
@@ -123,6 +126,8 @@ def build_net(config: Config, weights: bool = True) -> TreeNet:
     donor.load_weights(source)
     net = TreeNet(factory(config), config.members, config.split, seed=config.seed)
     net.copy_weights(source)
+    if source.num_members == 1:
+        net.init = "same"
     return net
 
 

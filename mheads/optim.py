@@ -74,17 +74,21 @@ class Optimizer:
                         fits = tensor.shape == parameter.shape
                         # Copied into the parameter's own strides: strides decide bits.
                         optimizer.state[parameter][what] = (
-                            torch.empty_like(parameter).copy_(tensor) if fits else tensor.clone()
+                            torch.empty_like(parameter).copy_(tensor)
+                            if fits
+                            else tensor.to(parameter.device, copy=True)
                         )
         self.rate = rate
 
 
 def _optimizer(stage: nn.Module, options: OptimOptions) -> torch.optim.Optimizer:
     groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
+    seen: set[int] = set()  # a weight that two layers share is one weight
     for module in stage.modules():
         multipliers = getattr(module, "multipliers", {})
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
                 groups[multipliers.get(name, (1.0, 1.0))].append(parameter)
     parameters: list[dict[str, Any]] = [
         {"params": params, "lr_mult": lr, "weight_decay": options.weight_decay * decay}

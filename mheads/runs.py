@@ -190,7 +190,7 @@ class RunFolder:
             ) from error
 
     def write_model(self, net: TreeNet) -> None:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in net.state_dict().items()}
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in net.state_dict().items()}
         write_atomically(self.model, lambda path: save_file(tensors, path))
 
     def load_weights(self, net: TreeNet) -> None:
@@ -225,7 +225,7 @@ class MetricsLog:
         self._path = path
         with saving(path):
             self._file = path.open("a+b", buffering=0)  # what does not fit on the disk is an error here, not at close
-            self._file.truncate(size)
+            self._file.truncate(min(size, self._file.seek(0, os.SEEK_END)))
 
     def write(self, line: dict[str, Any]) -> None:
         rest = json.dumps(line).encode() + b"\n"

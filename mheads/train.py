@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import mheads
+from mheads import values
 from mheads.checkpoint import Checkpoint, Checkpoints
 from mheads.data import Data
 from mheads.data.batch import Batch, BatchStream, evaluation_batches
@@ -45,7 +46,6 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     """Trains to the end, or goes on where the folder's newest checkpoint stands; returns what result.json holds."""
     config, net, data = experiment.config, experiment.net, experiment.data
     watch = watcher or Silent()
-    engine = experiment.engine()
     checkpoints = Checkpoints(folder.checkpoints, config.log.keep)
     batches = BatchStream(
         data, config.seed, config.optim.batch_size * config.optim.accumulate, net.num_members, experiment.prior
@@ -58,6 +58,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     state = _Progress(net.num_members, len(data.classes))
     total = config.pretrain + config.optim.iterations
     log: MetricsLog | None = None
+    engine = experiment.engine()  # last: its threads are closed below
     try:
         resuming = folder.prepare(config, DataFacts.of(data))
         if resuming and folder.finished(total):
@@ -131,7 +132,7 @@ def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) ->
     readers = evaluation_batches(data.test, data.preprocess, EVALUATION_ROWS)
     with (watch or Silent()).evaluating(len(data.test)) as advance:
         for outputs, targets in engine.outputs(readers):
-            metrics.update(outputs, targets)
+            metrics.update(values.leaves(outputs)[0], targets)  # scores come first
             advance(len(targets))
     return metrics.result()
 
@@ -247,7 +248,7 @@ def _refuse_nonfinite_loss(report: StepReport, iteration: int, checkpoints: Chec
 def _refuse_nonfinite_weights(net: TreeNet, iteration: int, checkpoints: Checkpoints) -> None:
     """The step before a loss that is not finite may have left weights that are not: they must not be saved."""
     for name, node in net.tree.nodes.items():
-        if not all(torch.isfinite(tensor).all() for tensor in net.stage(name).state_dict().values()):
+        if not all(torch.isfinite(parameter).all() for parameter in net.stage(name).parameters()):
             raise _diverged(
                 f"weights became infinite or NaN at iteration {iteration}, in {_members(node.members)}", checkpoints
             )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mheads import seeds, values
 from mheads.errors import UserError
-from mheads.models.layers import has_batch_statistics, is_dropout, replace_dropout
+from mheads.models.layers import Dropout, has_batch_statistics, is_dropout, keyed_masks, replace_dropout
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -236,7 +236,9 @@ class TreeNet(nn.Module):
         self.network_path = f"{module}:{qualified}"
         self.tree = parse(spec, describe(first), members, self.network_name)
         # A module that is no plain Sequential may do more in its forward than call its children: see probe().
-        self._reference: Callable[[int], nn.Module] | None = None if isinstance(first, nn.Sequential) else draw
+        self._reference: Callable[[int], nn.Module] | None = (
+            None if type(first).forward is nn.Sequential.forward else draw
+        )
         stages: OrderedDict[str, Stage] = OrderedDict()
         for member in range(self.tree.num_members):
             network = dict(children(first if member == 0 else draw(member)))
@@ -247,6 +249,9 @@ class TreeNet(nn.Module):
         self.stages = nn.ModuleDict({name: stages[name] for name in self.tree.nodes})
         if sum(p.numel() for s in stages.values() for p in s.parameters()) != self.num_parameters():
             raise UserError(f"layers of {self.network_name} on both sides of a split share a parameter")
+        for module in self.modules():
+            if getattr(module, "inplace", False) is True:
+                module.inplace = False  # type: ignore[assignment]  # siblings are given the same tensor
         for parameter in self.parameters():
             parameter.data = canonical(parameter.data)
 
@@ -291,7 +296,9 @@ class TreeNet(nn.Module):
                 tensor.copy_(donor[key])
 
     def has_dropout(self) -> bool:
-        return any(is_dropout(layer) for _, layer in self._layers())
+        """Whether members draw masks of their own: dropout in a leaf, with something to drop."""
+        leaves = [module for leaf in self.tree.leaves for module in self.stage(leaf.name).modules()]
+        return any(isinstance(module, Dropout) and module.p > 0 for module in leaves)
 
     def batch_statistics_layers(self) -> list[str]:
         return [name for name, layer in self._layers() if has_batch_statistics(layer)]
@@ -307,9 +314,13 @@ class TreeNet(nn.Module):
 
         Returns its output, so that the caller can look at the shape.
         """
-        from mheads.models.layers import keyed_masks
-
         member = self.member(0)
+        for name, module in member.named_modules():
+            if any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values()):
+                raise UserError(
+                    f"layer {name!r} of {self.network_name} is rewritten before each call (the old weight_norm, "
+                    "spectral_norm or prune), which threads must not do at once; use torch.nn.utils.parametrizations"
+                )
         stateful = {n for n, layer in children(member) if has_batch_statistics(layer)}
         statistics = {name: buffer.clone() for name, buffer in member.named_buffers()}
         modes = [module.training for module in member.modules()]
@@ -318,6 +329,7 @@ class TreeNet(nn.Module):
         with torch.random.fork_rng(devices=[]):
             for name, layer in children(member):
                 before = torch.get_rng_state()
+                given, versions = h, [t._version for t in values.leaves(h)]
                 takes = getattr(layer, "takes", None)
                 with keyed_masks(("probe",), values.num_rows(h)):
                     try:
@@ -328,6 +340,11 @@ class TreeNet(nn.Module):
                             f"layer {name!r} of {self.network_name} fails on an input of shape "
                             f"{shapes[0] if len(shapes) == 1 else shapes}: {error}"
                         ) from error
+                if [t._version for t in values.leaves(given)] != versions:
+                    raise UserError(
+                        f"layer {name!r} of {self.network_name} changes its input in place, which other members may "
+                        "still need: let it work on a copy"
+                    )
                 if not torch.equal(before, torch.get_rng_state()):
                     raise UserError(
                         f"layer {name!r} of {self.network_name} draws random numbers from torch's global generator, "
@@ -351,6 +368,16 @@ class TreeNet(nn.Module):
     def _compare_with_reference(self, x: Value) -> None:
         """The children run in a row must give what the module's own forward gives."""
         assert self._reference is not None
+        with torch.random.fork_rng(devices=[]):
+            module = replace_dropout(self._reference(0)).train().to(values.leaves(x)[0].dtype)
+            before = torch.get_rng_state()
+            with keyed_masks(("probe",), values.num_rows(x)):
+                module(x)
+            if not torch.equal(before, torch.get_rng_state()):
+                raise UserError(
+                    f"the forward of {self.network_name} draws random numbers itself (F.dropout?), which running its "
+                    "children one after the other would leave out; make it a child, nn.Dropout for example"
+                )
         module = self._reference(0).eval().to(values.leaves(x)[0].dtype)
         expected = module(x)
         got = nn.Sequential(OrderedDict(children(module)))

@@ -29,7 +29,8 @@ def map_leaves(function: Callable[..., Tensor], *values: Value) -> Value:
         return function(*values)
     if isinstance(first, dict):
         return {key: map_leaves(function, *(v[key] for v in values)) for key in first}
-    return type(first)(map_leaves(function, *parts) for parts in zip(*values, strict=True))
+    parts = [map_leaves(function, *part) for part in zip(*values, strict=True)]
+    return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
 
 
 def rebuild(value: Value, tensors: Sequence[Tensor | None]) -> Value:

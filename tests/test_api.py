@@ -166,3 +166,46 @@ def test_the_example_runs_and_shows_what_it_promises(capsys, tmp_path, monkeypat
     assert names["run"].result.oracle > 90
     assert names["elsewhere"].ensemble_mean > 70
     assert names["picture"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_tied_weights_and_infinite_masks_are_saved_and_loaded(tmp_path):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.tensor([0.0, 0.0, -torch.inf]))
+
+        def forward(self, x):
+            return torch.where(torch.isinf(self.mask), x, x + self.mask)
+
+    def factory():
+        a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+        b.weight = a.weight
+        return nn.Sequential(a, nn.Tanh(), b, nn.Linear(6, 3), Masked())
+
+    x, y = np.random.default_rng(0).normal(size=(60, 6)).astype(np.float32), np.arange(60) % 3
+    net = mheads.TreeNet(factory, members=2)
+    run = mheads.fit(net, train=(x, y), test=(x, y), iterations=4, batch_size=20, run=tmp_path / "run")
+    loaded = mheads.load(tmp_path / "run", factory)
+    assert loaded.net.member(0)[0].weight is loaded.net.member(0)[2].weight
+    assert torch.equal(loaded.predict(x), run.predict(x))
+
+
+def test_one_model_forked_into_members_that_would_stay_identical_is_refused(tmp_path, mheads):
+    single = tmp_path / "single"
+    assert mheads("train", "digits", "members=1", "optim.iterations=2", "--run", single).code == 0
+    refused = mheads("train", "digits", "members=3", f"init={single}", "optim.iterations=2", "--run", tmp_path / "fork")
+    assert refused.code == 2
+    assert "identical for ever" in refused.err
+    assert (
+        mheads(
+            "train",
+            "digits",
+            "members=3",
+            f"init={single}",
+            "loss=mcl",
+            "optim.iterations=2",
+            "--run",
+            tmp_path / "fork",
+        ).code
+        == 0
+    )

@@ -491,3 +491,89 @@ def test_a_tape_frees_its_graph_after_backward():
     known = SlicedTape(net.stage("trunk"), x, Context((0,), 4, {}, input_gradient=True))
     known.backward(torch.ones(4, 5))
     assert known._backwards == []
+
+
+def test_gradients_that_share_memory_are_summed_apart():
+    class Delta(nn.Module):
+        """Two parameters with one gradient, and one whose gradient has no strides."""
+
+        def __init__(self):
+            super().__init__()
+            self.base, self.delta, self.scale = (nn.Parameter(torch.randn(3, 4)) for _ in range(3))
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.base + self.delta) * self.scale.sum()
+
+    net = TreeNet(lambda: nn.Sequential(Delta()), members=2).double()
+    x, y = torch.randn(24, 4, dtype=torch.float64), torch.randint(3, (24,))
+    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype))
+    _, got = engine_gradients(net, losses.independent(), batch, micro_batches=4)
+    _, expected = plain_gradients(net, losses.independent(), batch)
+    assert_same_gradients(got, expected)
+
+
+def test_layers_that_work_in_place_do_not_reach_their_siblings():
+    def factory():
+        return nn.Sequential(
+            OrderedDict(a=nn.Linear(6, 6), drop=nn.Dropout(0.0), act=nn.LeakyReLU(0.1, inplace=True), b=nn.Linear(6, 3))
+        )
+
+    net = TreeNet(factory, members=3, split="a").double()
+    x, y = torch.randn(20, 6, dtype=torch.float64), torch.randint(3, (20,))
+    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype), ties=torch.rand(3, 20))
+    for loss in (losses.independent(), losses.mcl(k=1)):
+        _, got = engine_gradients(net, loss, batch)
+        _, expected = plain_gradients(net, loss, batch)
+        assert_same_gradients(got, expected)
+    for m in range(3):
+        torch.testing.assert_close(net(x)[m], net.member(m)(x))
+
+
+@pytest.mark.parametrize("name", ["independent", "mcl k=1"])
+def test_side_inputs_are_cut_with_the_rows_and_stay_with_them(name):
+    class Shift(nn.Module):
+        takes = "shift"
+
+        def forward(self, x, shift):
+            return x + shift
+
+    net = TreeNet(
+        lambda: nn.Sequential(OrderedDict(a=nn.Linear(6, 5), s=Shift(), b=nn.Linear(5, 3))), members=4
+    ).double()
+    x, y, shift = (
+        torch.randn(40, 6, dtype=torch.float64),
+        torch.randint(3, (40,)),
+        torch.randn(40, 5, dtype=torch.float64),
+    )
+    prior = (torch.rand(4, 40) > 0.3).double()
+    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype), prior, torch.rand(4, 40), {"shift": shift})
+    _, got = engine_gradients(net, LOSSES[name], batch)
+    value = LOSSES[name](net(x, {"shift": shift}), y, prior, batch.ties)
+    (value.total / 40).backward()
+    assert_same_gradients(got, {n: [p.grad for p in s.parameters()] for n, s in net.stages.items()})
+
+
+def test_sequences_of_vectors_train_too():
+    def factory():
+        return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3))
+
+    net = TreeNet(factory, members=2).double()
+    x, y = torch.randn(20, 3, 4, dtype=torch.float64), torch.randint(3, (20,))
+    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype))
+    _, got = engine_gradients(net, losses.independent(), batch)
+    _, expected = plain_gradients(net, losses.independent(), batch)
+    assert_same_gradients(got, expected)
+
+
+def test_hooks_on_weights_and_blocks_are_heard():
+    def factory():
+        return nn.Sequential(OrderedDict(block=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), out=nn.Linear(4, 3)))
+
+    net = TreeNet(factory, members=1)
+    net.member(0).out.weight.register_hook(lambda gradient: gradient * 0)
+    calls = []
+    net.member(0).block.register_forward_hook(lambda module, args, output: calls.append(1))
+    batch = Batch(torch.randn(8, 4), torch.randint(3, (8,)), lambda raw, dtype: raw.to(dtype))
+    _, got = engine_gradients(net, losses.independent(), batch, micro_batches=2)
+    assert calls == [1, 1]
+    assert got["trunk"][2].abs().sum() == 0

@@ -162,3 +162,17 @@ def test_a_frozen_stage_is_left_alone_and_can_be_resumed():
     Optimizer(net, OptimOptions()).load_state(saved, 0.1)
     assert torch.equal(net.stage("trunk").state_dict()["0.weight"], before)
     assert all("0/0" in key for key in saved)
+
+
+def test_a_weight_that_two_layers_share_is_stepped_once():
+    def tied():
+        a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        b.weight = a.weight
+        return nn.Sequential(a, b)
+
+    net = TreeNet(tied, members=1)
+    before = net.member(0)[0].weight.detach().clone()
+    optimizer = Optimizer(net, OptimOptions(momentum=0.0))
+    optimizer.set_rate(1.0)
+    optimizer.update("trunk", [torch.ones(3, 3)])
+    torch.testing.assert_close(net.member(0)[0].weight, before - 1)

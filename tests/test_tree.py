@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 
 from mheads import TreeNet, UserError
 from mheads.models import MODELS
@@ -311,3 +312,45 @@ def test_a_factory_that_gives_no_network_is_refused():
 def test_a_missing_space_in_yaml_is_pointed_out():
     with pytest.raises(UserError, match="space"):
         parse({"conv1": [{"conv2:2": 1}, 1]}, LAYERS)
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_checked():
+    class Shifted(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x * 100 - 7)
+
+    with pytest.raises(UserError, match="do not give what its forward gives"):
+        TreeNet(lambda: Shifted(nn.Linear(4, 4), nn.Linear(4, 2)), members=2).probe(torch.randn(2, 4))
+
+
+def test_dropout_inside_a_forward_is_refused():
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.b(nn.functional.dropout(self.a(x), 0.5, self.training))
+
+    with pytest.raises(UserError, match="draws random numbers itself"):
+        TreeNet(Hidden, members=2).probe(torch.randn(2, 4))
+
+
+def test_a_layer_that_changes_its_input_is_refused():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    net = TreeNet(lambda: nn.Sequential(OrderedDict(twice=InPlace(), a=nn.Linear(4, 2))), members=2)
+    with pytest.raises(UserError, match=r"'twice'.*in place"):
+        net.probe(torch.randn(2, 4))
+
+
+def test_layers_rewritten_before_each_call_are_refused():
+    def factory():
+        layer = nn.Linear(4, 2)
+        prune.random_unstructured(layer, "weight", 0.5)
+        return nn.Sequential(OrderedDict(pruned=layer))
+
+    with pytest.raises(UserError, match=r"'pruned'.*parametrizations"):
+        TreeNet(factory, members=2).probe(torch.randn(2, 4))

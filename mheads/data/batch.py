@@ -37,10 +37,15 @@ class Batch:
 
     def cut(self, start: int, stop: int) -> Batch:
         """Rows start to stop - 1."""
+
+        def rows(value: Value) -> Value:
+            return values.map_leaves(lambda t: t[start:stop], value)
+
         return replace(
             self,
-            inputs=self.inputs[start:stop],
-            targets=self.targets[start:stop],
+            inputs=rows(self.inputs),
+            targets=rows(self.targets),
+            side=rows(self.side),
             prior=None if self.prior is None else self.prior[:, start:stop],
             ties=None if self.ties is None else self.ties[:, start:stop],
         )

@@ -55,8 +55,9 @@ def linear(layer: nn.Linear, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
     y = F.linear(x, layer.weight, layer.bias)
 
     def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
-        d_weight = d_y.t() @ pick(x) if layer.weight.requires_grad else None
-        d_bias = d_y.sum(0) if layer.bias is not None and layer.bias.requires_grad else None
+        flat = d_y.flatten(0, -2)
+        d_weight = flat.t() @ pick(x).flatten(0, -2) if layer.weight.requires_grad else None
+        d_bias = flat.sum(0) if layer.bias is not None and layer.bias.requires_grad else None
         return d_y @ layer.weight if input_gradient else None, _trainable(layer, d_weight, d_bias)
 
     return y, backward
@@ -181,19 +182,30 @@ def supports(stage: nn.Module) -> bool:
     found = list(layers(stage))
     parameters = [id(p) for layer in found for p in layer.parameters()]
     tied = len(set(parameters)) < len(parameters)
-    return not tied and all(type(layer) in STEPS and _plain(layer) for layer in found)
+    if tied or any(p._backward_hooks for p in stage.parameters()) or any(_hooked(m) for m in stage.modules()):
+        return False
+    return all(type(layer) in STEPS and _plain(layer) for layer in found)
+
+
+def takes(x: object) -> bool:
+    """Whether the steps are made for such an input: images or vectors."""
+    return isinstance(x, Tensor) and x.dim() in (2, 4)
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in module.__dict__
 
 
 def _plain(layer: nn.Module) -> bool:
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    if hooked or hasattr(layer, "takes") or torch.nn.utils.parametrize.is_parametrized(layer):
+    if hasattr(layer, "takes") or torch.nn.utils.parametrize.is_parametrized(layer):
         return False
     if isinstance(layer, nn.Conv2d):
         return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if isinstance(layer, nn.MaxPool2d):
         return not layer.return_indices
     if isinstance(layer, nn.Flatten):
-        return layer.start_dim == 1
+        return layer.start_dim == 1 and layer.end_dim == -1
     return True
 
 

@@ -83,6 +83,10 @@ class TrainingStep:
         # The part of the examples that a member learns from, where the loss tells.
         self.share = min(1.0, (loss.winners or net.num_members) / net.num_members)
         self.statistics = {name for name in self.tree.nodes if has_batch_statistics(net.stage(name))}
+        # Their rows cannot be told apart: batch statistics, and side inputs, whose rows only the batch knows.
+        self.dense = self.statistics | {
+            n for n in self.tree.nodes if any(hasattr(m, "takes") for m in net.stage(n).modules())
+        }
         self.known = {name: sliced.supports(net.stage(name)) for name in self.tree.nodes}
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
@@ -117,13 +121,14 @@ class TrainingStep:
     def forward(self, i: int, node: Node, x: Value) -> None:
         batch = self.batches[i]
         rows = None
-        if not node.children and batch.prior is not None and node.name not in self.statistics:
+        if not node.children and batch.prior is not None and node.name not in self.dense:
             rows = Rows.where(batch.prior[node.members[0]] > 0)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
         context = Context(
             key, values.num_rows(x), batch.side, input_gradient=node.parent is not None, known=self.known[node.name]
         )
-        tape = record(self.net.stage(node.name), x, context, rows, self.share if not node.children else 1.0)
+        share = 1.0 if node.children or node.name in self.dense else self.share
+        tape = record(self.net.stage(node.name), x, context, rows, share)
         if node.children:
             self._tapes[node.name, i] = tape
             for child in node.children:
@@ -236,7 +241,7 @@ class ForwardPass:
     @torch.inference_mode()
     def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:
         stage, x = self.net.stage(node.name), values.map_leaves(canonical, x)
-        y = sliced.outputs(stage, x) if isinstance(x, Tensor) and sliced.supports(stage) else stage(x, side)
+        y = sliced.outputs(stage, x) if sliced.takes(x) and sliced.supports(stage) else stage(x, side)
         for child in node.children:
             self.spawn((self.index, FORWARD), self.forward, self.net.tree.nodes[child], y, side)
         if node.children:
@@ -246,6 +251,7 @@ class ForwardPass:
             complete = len(self._outputs) == self.net.num_members
         if complete:
             parts = [self._outputs[m] for m in range(self.net.num_members)]
+            self._outputs = {}
             self.outputs = values.map_leaves(lambda *ts: torch.stack(ts), *parts)
 
 

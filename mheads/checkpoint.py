@@ -162,6 +162,13 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         flush(path.parent)
 
 
+def write_text_atomically(path: Path, text: str) -> None:
+    def write(hidden: Path) -> None:
+        hidden.write_text(text)
+
+    write_atomically(path, write)
+
+
 def flush(path: Path) -> None:
     """Down to the disk, a file or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from mheads import config as configs
-from mheads.checkpoint import saving, write_atomically
+from mheads.checkpoint import saving, write_atomically, write_text_atomically
 from mheads.config import Config
 from mheads.data import Data, Preprocess
 from mheads.errors import UserError
@@ -142,7 +142,7 @@ class RunFolder:
 
     def write_config(self, config: Config) -> None:
         text = config.to_yaml()
-        write_atomically(self.config, lambda path: _write(path, text))
+        write_text_atomically(self.config, text)
 
     def require(self) -> None:
         if not self.exists():
@@ -174,7 +174,7 @@ class RunFolder:
         )
 
     def write_result(self, result: dict[str, Any]) -> None:
-        write_atomically(self.result, lambda path: _write(path, json.dumps(result, indent=1) + "\n"))
+        write_text_atomically(self.result, json.dumps(result, indent=1) + "\n")
 
     def read_result(self) -> dict[str, Any]:
         try:
@@ -212,10 +212,6 @@ class RunFolder:
                 np.savez_compressed(file, **history.arrays())  # type: ignore[arg-type]
 
         write_atomically(self.assignments, write)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 class MetricsLog:

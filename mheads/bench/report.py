@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from mheads.bench.suites import SUITES, run
-from mheads.checkpoint import write_atomically
+from mheads.checkpoint import write_text_atomically
 from mheads.errors import UserError
 
 
@@ -33,7 +33,7 @@ def run_suites(name: str, rounds: int, json_file: Path | None, console: Console)
         console.print(table(results[suite]))
     if json_file is not None:
         text = json.dumps(results if name == "all" else results[name], indent=1) + "\n"
-        write_atomically(json_file, lambda path: _write(path, text))
+        write_text_atomically(json_file, text)
 
 
 def table(result: dict[str, Any]) -> Table:
@@ -46,7 +46,3 @@ def table(result: dict[str, Any]) -> Table:
         text = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
         drawn.add_row(key, text)
     return drawn
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)

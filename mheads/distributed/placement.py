@@ -1,0 +1,141 @@
+"""Which rank holds which stage.
+
+A mesh of replicas x slots: rank = replica * slots + slot. Each replica holds the whole tree, its stages spread over the
+slots, and takes an equal run of the micro-batches. Ranks beyond the mesh have nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from mheads.engine.sums import divides_evenly
+from mheads.errors import UserError
+from mheads.tree import Node, Tree
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The slot of each stage, and how many slots and replicas there are."""
+
+    stages: Mapping[str, int]
+    slots: int
+    replicas: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks have something to do."""
+        return self.slots * self.replicas
+
+    def rank(self, stage: str, replica: int = 0) -> int:
+        return replica * self.slots + self.stages[stage]
+
+    def owned(self, rank: int) -> list[str]:
+        """The stages of a rank, parents before children."""
+        if rank >= self.ranks:
+            return []
+        return [name for name, slot in self.stages.items() if slot == rank % self.slots]
+
+    def replica(self, rank: int) -> int:
+        return rank // self.slots
+
+    def loss_rank(self, tree: Tree, replica: int = 0) -> int:
+        """Where the outputs are gathered for losses that need all members: beside the first root."""
+        return self.rank(tree.roots[0].name, replica)
+
+
+def default(tree: Tree, ranks: int, micro_batches: int) -> Placement:
+    """The trunk on the first rank and the branches spread over the others, several a rank if ranks are few.
+
+    With more ranks than stages, as many replicas as fit the ranks and the micro-batches.
+    """
+    slots, replicas = max(meshes(len(tree.nodes), ranks, micro_batches), key=lambda mesh: (mesh[0] * mesh[1], mesh[0]))
+    return Placement(spread(tree, slots), slots, replicas)
+
+
+def meshes(num_stages: int, ranks: int, micro_batches: int) -> list[tuple[int, int]]:
+    """Every (slots, replicas) that gives each rank something to do."""
+    if ranks < 1:
+        raise UserError(f"there must be at least 1 rank, not {ranks}")
+    return [
+        (slots, replicas)
+        for replicas in range(1, min(ranks, micro_batches) + 1)
+        if divides_evenly(micro_batches, replicas)
+        for slots in range(1, min(num_stages, ranks // replicas) + 1)
+    ]
+
+
+def spread(tree: Tree, slots: int) -> dict[str, int]:
+    """Stages in consecutive runs, one a slot, of about the same number of layers: all that a tree knows about work.
+
+    Children come before their parent in these runs. So subtrees stay together, and the trunk is beside the last
+    members: gradients are added in member order, and the first members', where they are together, before they are sent.
+    """
+    if slots >= len(tree.nodes):
+        return {name: i for i, name in enumerate(tree.nodes)}
+    queue = list(_children_first(tree))
+    left = sum(len(node.layers) for node in queue)
+    runs: list[list[str]] = []
+    for more in range(slots - 1, -1, -1):  # slots to fill after this one
+        share, size, run = left / (more + 1), 0, []
+        # A stage goes where its middle falls, but every slot gets one.
+        while len(queue) > more and (not run or not more or size + len(queue[0].layers) / 2 <= share):
+            node = queue.pop(0)
+            size += len(node.layers)
+            run.append(node.name)
+        left -= size
+        runs.append(run)
+    first = next(i for i, run in enumerate(runs) if tree.roots[0].name in run)
+    runs.insert(0, runs.pop(first))
+    slot_of = {name: slot for slot, run in enumerate(runs) for name in run}
+    return {name: slot_of[name] for name in tree.nodes}
+
+
+def _children_first(tree: Tree) -> Iterator[Node]:
+    def walk(node: Node) -> Iterator[Node]:
+        for child in node.children:
+            yield from walk(tree.nodes[child])
+        yield node
+
+    for root in tree.roots:
+        yield from walk(root)
+
+
+def explicit(tree: Tree, given: Mapping[str, int], ranks: int, micro_batches: int) -> Placement:
+    """As a recipe says; a stage that is not named goes where its parent is. More ranks hold replicas of these."""
+    unknown = [name for name in given if name not in tree.nodes]
+    if unknown:
+        raise UserError(f"placement names {unknown[0]!r}, but the stages are {_some(list(tree.nodes))}")
+    stages: dict[str, int] = {}
+    for name, node in tree.nodes.items():
+        if name in given:
+            stages[name] = given[name]
+        elif node.parent is not None:
+            stages[name] = stages[node.parent]
+        else:
+            raise UserError(f"placement says nothing about {name!r}: give a rank for each of {_some(_roots(tree))}")
+    bad = [name for name, slot in stages.items() if slot < 0]
+    if bad:
+        raise UserError(f"placement puts {bad[0]!r} on rank {stages[bad[0]]}: ranks are counted from 0")
+    slots = max(stages.values()) + 1
+    if slots > ranks:
+        raise UserError(
+            f"placement needs ranks 0 to {slots - 1}, but {ranks} are running: start {slots}, or change the placement"
+        )
+    empty = sorted(set(range(slots)) - set(stages.values()))
+    if empty:
+        raise UserError(
+            f"placement uses rank {slots - 1}, but gives rank {empty[0]} nothing to do: count the ranks from 0 without "
+            "gaps"
+        )
+    replicas = max(r for r in range(1, ranks // slots + 1) if divides_evenly(micro_batches, r))
+    return Placement(stages, slots, replicas)
+
+
+def _roots(tree: Tree) -> list[str]:
+    return [root.name for root in tree.roots]
+
+
+def _some(names: list[str]) -> str:
+    """Names for a message, the first few of very many."""
+    return ", ".join(names) if len(names) <= 20 else f"{', '.join(names[:20])}, ... ({len(names)} in all)"

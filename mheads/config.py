@@ -79,6 +79,7 @@ class DataOptions(_Section):
     resize: int = _option(256, "folder: length of the shorter side after resizing", ge=1)
     crop: int | None = _option(None, "folder: side of the crop that the network sees", ge=1)
     limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
+    reader: Literal["every", "root"] = _option("every", "ranks: each reads what it needs, or rank 0 reads for all")
 
 
 class EngineOptions(_Section):
@@ -131,6 +132,10 @@ class Config(_Section):
     pretrain: int = _option(0, "iterations of independent cross-entropy before the loss takes over", ge=0)
     data: Annotated[DataOptions, BeforeValidator(_named)] = _option(DataOptions(), "the data")
     engine: EngineOptions = _option(EngineOptions(), "how the work is cut and spread")
+    placement: Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]] = _option(
+        "default", "ranks: trunk on 0 and branches spread; auto: the fastest by measured costs; or {stage: rank}"
+    )
+    timeout: float = _option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
     optim: OptimOptions = _option(OptimOptions(), "optimizer and schedule")
     log: LogOptions = _option(LogOptions(), "logging, evaluation, checkpoints")
     device: str = _option("auto", "auto, cpu, cuda or cuda:N")
@@ -167,7 +172,7 @@ def is_free(key: str, config: Config) -> bool:
     """Whether this key may differ when a run is resumed: it decides no bit of the steps already done."""
     if key == "optim.iterations":
         return config.optim.schedule.name != "cosine"  # its rates depend on where it ends
-    return key == "engine.workers" or key.startswith("log.")
+    return key in ("engine.workers", "data.reader", "placement", "timeout") or key.startswith("log.")
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from mheads import data as datasets
 from mheads import models, values
 from mheads.config import Config
 from mheads.data import Data
+from mheads.data.batch import Batches, BatchStream
 from mheads.device import default_workers, resolve
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.errors import UserError
@@ -34,16 +35,26 @@ class Experiment:
     prior: np.ndarray | None
 
     def engine(self) -> ThreadsEngine:
-        options = self.config.engine
         device = resolve(self.config.device)
-        self.net.to(device)
-        micro_batches = options.micro_batches
-        if micro_batches == "auto":
-            micro_batches = auto_micro_batches(self.config.optim.batch_size, self.net)
-        workers = options.workers
+        workers = self.config.engine.workers
         if workers == "auto":
             workers = default_workers(device, available_cores())
-        return ThreadsEngine(self.net, workers, micro_batches, self.config.seed)
+        return ThreadsEngine(self.net, workers, micro_batches(self.config, self.net), self.config.seed, device)
+
+    def batches(self, engine: ThreadsEngine) -> Batches:
+        """The stream that training reads from."""
+        return self.stream()
+
+    def stream(self, inputs: range | None = None) -> BatchStream:
+        optim = self.config.optim
+        rows = optim.batch_size * optim.accumulate
+        return BatchStream(self.data, self.config.seed, rows, self.net.num_members, self.prior, inputs)
+
+
+def micro_batches(config: Config, net: TreeNet) -> int:
+    """Of one batch."""
+    asked = config.engine.micro_batches
+    return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked
 
 
 def build(config: Config) -> Experiment:
@@ -59,7 +70,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     """Checks that the parts fit each other."""
     if not len(data.test):
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
-    example = data.preprocess(data.train.read(np.arange(min(2, len(data.train))), None), next(net.parameters()).dtype)
+    example = data.preprocess(data.train.read(np.arange(min(2, len(data.train))), None), net.dtype)
     output = values.leaves(net.probe(example))[0]
     if output.dim() != 2 or output.shape[1] != len(data.classes):
         raise UserError(
@@ -109,11 +120,11 @@ def factory(config: Config) -> Callable[[], nn.Module]:
     return make
 
 
-def build_net(config: Config, weights: bool = True) -> TreeNet:
-    """The tree of a config with its first weights; `weights=False` leaves those of another run alone."""
+def build_net(config: Config, weights: bool = True, only: Collection[str] | None = None) -> TreeNet:
+    """The tree of a config with its first weights, or `only` some stages; `weights=False` leaves another run alone."""
     if config.init in ("random", "same") or not weights:
         init = config.init if config.init == "same" else "random"
-        return TreeNet(factory(config), config.members, config.split, seed=config.seed, init=init)
+        return TreeNet(factory(config), config.members, config.split, seed=config.seed, init=init, only=only)
     donor = RunFolder(Path(config.init))
     if not donor.exists():
         raise UserError(f"init = {config.init!r}: give random, same, or the folder of a finished run")
@@ -124,7 +135,7 @@ def build_net(config: Config, weights: bool = True) -> TreeNet:
             "start from as many members, or from one to be copied to all"
         )
     donor.load_weights(source)
-    net = TreeNet(factory(config), config.members, config.split, seed=config.seed)
+    net = TreeNet(factory(config), config.members, config.split, seed=config.seed, only=only)
     net.copy_weights(source)
     if source.num_members == 1:
         net.init = "same"
@@ -149,9 +160,9 @@ def build_loss(config: Config) -> Loss:
 
 
 def load_data(config: Config) -> Data:
-    options = config.data.model_dump()
+    options = config.data.model_dump(exclude={"reader"})
     return datasets.load(options.pop("name"), **options)
 
 
 def input_dtype(net: TreeNet) -> torch.dtype:
-    return next(net.parameters()).dtype
+    return net.dtype

@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from mheads import config as configs
 from mheads.checkpoint import saving, write_atomically, write_text_atomically
@@ -189,8 +190,8 @@ class RunFolder:
                 "remove it, and the command that trained the run writes it anew"
             ) from error
 
-    def write_model(self, net: TreeNet) -> None:
-        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in net.state_dict().items()}
+    def write_model(self, weights: dict[str, Tensor]) -> None:
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
         write_atomically(self.model, lambda path: save_file(tensors, path))
 
     def load_weights(self, net: TreeNet) -> None:

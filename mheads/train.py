@@ -17,9 +17,9 @@ import torch
 
 import mheads
 from mheads import values
-from mheads.checkpoint import Checkpoint, Checkpoints
+from mheads.checkpoint import Checkpoints
 from mheads.data import Data
-from mheads.data.batch import Batch, BatchStream, evaluation_batches
+from mheads.data.batch import Batch, Batches, evaluation_batches
 from mheads.engine.tasks import StepReport
 from mheads.engine.threads import ThreadsEngine
 from mheads.errors import UserError
@@ -43,13 +43,13 @@ class Interrupted(Exception):  # noqa: N818, it is no error
 
 
 def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = None) -> dict[str, Any]:
-    """Trains to the end, or goes on where the folder's newest checkpoint stands; returns what result.json holds."""
+    """Trains to the end, or goes on where the folder's newest checkpoint stands; returns what result.json holds.
+
+    Of several processes each runs this loop on its stages, and the lead alone keeps the folder, the log and the watch.
+    """
     config, net, data = experiment.config, experiment.net, experiment.data
     watch = watcher or Silent()
     checkpoints = Checkpoints(folder.checkpoints, config.log.keep)
-    batches = BatchStream(
-        data, config.seed, config.optim.batch_size * config.optim.accumulate, net.num_members, experiment.prior
-    )
     optimizer = Optimizer(net, config.optim)
     lr = config.optim.lr
     if experiment.loss.averaged and config.loss.scale_rate:
@@ -58,22 +58,24 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     state = _Progress(net.num_members, len(data.classes))
     total = config.pretrain + config.optim.iterations
     log: MetricsLog | None = None
-    engine = experiment.engine()  # last: its threads are closed below
+    batches: Batches | None = None
+    engine = experiment.engine()  # its threads are closed below
+    lead = engine.lead
     try:
-        resuming = folder.prepare(config, DataFacts.of(data))
-        if resuming and folder.finished(total):
-            watch.finished(folder.path)
-            return folder.read_result()
-        checkpoint = checkpoints.newest(watch.warn) if resuming else None
-        if checkpoint is not None:
-            state.restore(checkpoint, net, optimizer, schedule)
-        if resuming:
-            checkpoints.drop_after(state.step)
-            if folder.assignments.exists():
-                folder.write_assignments(state.history)
-            folder.write_config(config)  # more iterations, say
-            watch.resumed(state.step, total)
-        log = MetricsLog(folder.metrics, state.log_bytes)
+        batches = experiment.batches(engine)
+        found, tensors = engine.agree(lambda: _open(folder, experiment, checkpoints, total, watch))
+        if found["finished"]:
+            return folder.read_result() if lead else {}
+        if found["state"] is not None:
+            state.restore(found, engine.scatter(tensors or {}), engine, optimizer, schedule)
+        if lead:
+            if found["resuming"]:
+                checkpoints.drop_after(state.step)
+                if folder.assignments.exists():
+                    folder.write_assignments(state.history)
+                folder.write_config(config)  # more iterations, say
+                watch.resumed(state.step, total)
+            log = MetricsLog(folder.metrics, state.log_bytes)
         with _signals() as received, watch.training(total, state.step):
             while state.step < total:
                 began = time.perf_counter()
@@ -85,7 +87,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 loss = independent() if pretraining else experiment.loss
 
                 batch = batches.batch(state.step)
-                report = engine.step(state.step, batch, loss, config.optim.accumulate)
+                report = engine.step(state.step, batch, loss, config.optim.accumulate, received)
                 _refuse_nonfinite_loss(report, state.step + 1, checkpoints)
                 optimizer.set_rate(rate)
                 engine.update(optimizer.update)
@@ -93,41 +95,65 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                     schedule.observe(report.loss)
 
                 state.step += 1
-                state.add(report, batch, time.perf_counter() - began)
-                watch.step(state.step, report.loss, rate, len(batch), state.shares())
-                if state.step % config.log.every == 0:
-                    log.write(state.line(rate, len(batch)))
+                if log is not None:
+                    state.add(report, batch, time.perf_counter() - began)
+                    watch.step(state.step, report.loss, rate, len(batch), state.shares())
+                    if state.step % config.log.every == 0:
+                        log.write(state.line(rate, len(batch)))
                 due = config.log.evaluate_every
                 if due and state.step % due == 0 and state.step < total:
-                    state.own(evaluate(engine, data, watch), folder, log, watch)
+                    result = evaluate(engine, data, watch)
+                    if log is not None:
+                        state.own(result, folder, log, watch)
                 due = config.log.checkpoint_every
-                if (due and state.step % due == 0 and state.step < total) or received:
-                    _refuse_nonfinite_weights(net, state.step, checkpoints)
-                    checkpoints.save(state.step, *state.capture(net, optimizer, schedule, log))
+                if (due and state.step % due == 0 and state.step < total) or report.stop:
+                    tensors = engine.gather(state.tensors(net, optimizer))
+                    if log is not None:
+                        _refuse_nonfinite_weights(net, tensors, state.step, checkpoints)
+                        checkpoints.save(state.step, *state.capture(tensors, optimizer, schedule, log))
                 checkpoints.check()
-                if received:
+                if report.stop:
                     checkpoints.wait()
-                    raise Interrupted(received[0])
-            _refuse_nonfinite_weights(net, state.step, checkpoints)
+                    raise Interrupted(report.stop)
             result = evaluate(engine, data, watch)
+            tensors = engine.gather(state.tensors(net, optimizer))
+            if log is None:
+                return {}
+            _refuse_nonfinite_weights(net, tensors, state.step, checkpoints)
             if state.step not in state.history.iterations:
                 state.own(result, folder, log, watch)
-            checkpoints.save(state.step, *state.capture(net, optimizer, schedule, log))
+            checkpoints.save(state.step, *state.capture(tensors, optimizer, schedule, log))
             checkpoints.wait()
-            folder.write_model(net)
+            folder.write_model(part(tensors, "model/"))
             folder.write_result(summary(result, experiment, state.step, state.seconds))
         return folder.read_result()  # whoever asked to stop meanwhile: it is finished
     finally:
         checkpoints.close()
-        batches.close()
+        if batches is not None:
+            batches.close()
         engine.close()
         if log is not None:
             log.close()
         folder.release()
 
 
+def _open(
+    folder: RunFolder, experiment: Experiment, checkpoints: Checkpoints, total: int, watch: Watcher
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What the run folder holds, as plain data, and the tensors of its newest checkpoint."""
+    resuming = folder.prepare(experiment.config, DataFacts.of(experiment.data))
+    finished = resuming and folder.finished(total)
+    checkpoint = checkpoints.newest(watch.warn) if resuming and not finished else None
+    if finished:
+        watch.finished(folder.path)
+    found: dict[str, Any] = {"resuming": resuming, "finished": finished, "step": 0, "state": None}
+    if checkpoint is None:
+        return found, {}
+    return {**found, "step": checkpoint.step, "state": checkpoint.state}, checkpoint.tensors
+
+
 def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) -> Result:
-    """All metrics on the test set."""
+    """All metrics on the test set; those of nothing in a process that is not the lead."""
     metrics = Metrics(engine.net.num_members, len(data.classes))
     readers = evaluation_batches(data.test, data.preprocess, EVALUATION_ROWS)
     with (watch or Silent()).evaluating(len(data.test)) as advance:
@@ -208,11 +234,16 @@ class _Progress:
         log.write({"iteration": self.step, "test": result.to_dict()})
         watch.evaluated(self.step, result)
 
-    def capture(self, net: Any, optimizer: Optimizer, schedule: Schedule, log: MetricsLog) -> tuple[dict, dict]:
-        arrays = {**self.history.arrays(), "owned": self.owned, "wins": self.wins, "member_losses": self.member_losses}
+    def tensors(self, net: TreeNet, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state of the stages that are here."""
         tensors = {f"model/{name}": tensor for name, tensor in net.state_dict().items()}
-        tensors |= {f"optim/{name}": tensor for name, tensor in optimizer.state().items()}
-        tensors |= {f"progress/{name}": torch.from_numpy(array) for name, array in arrays.items()}
+        return tensors | {f"optim/{name}": tensor for name, tensor in optimizer.state().items()}
+
+    def capture(
+        self, tensors: dict[str, torch.Tensor], optimizer: Optimizer, schedule: Schedule, log: MetricsLog
+    ) -> tuple[dict, dict]:
+        """All that a checkpoint holds: the tensors of all stages and what the lead remembers."""
+        arrays = {**self.history.arrays(), "owned": self.owned, "wins": self.wins, "member_losses": self.member_losses}
         state = {
             "rate": optimizer.rate,
             "schedule": schedule.state(),
@@ -220,22 +251,33 @@ class _Progress:
             "seconds": self.seconds,
             "window": [self.loss, self.count, self.window_seconds],
         }
-        return tensors, state
+        return tensors | {f"progress/{name}": torch.from_numpy(array) for name, array in arrays.items()}, state
 
-    def restore(self, checkpoint: Checkpoint, net: Any, optimizer: Optimizer, schedule: Schedule) -> None:
-        def part(prefix: str) -> dict[str, torch.Tensor]:
-            return {k.removeprefix(prefix): t for k, t in checkpoint.tensors.items() if k.startswith(prefix)}
+    def restore(
+        self,
+        found: dict[str, Any],
+        tensors: dict[str, torch.Tensor],
+        engine: ThreadsEngine,
+        optimizer: Optimizer,
+        schedule: Schedule,
+    ) -> None:
+        state = found["state"]
+        engine.net.load_state_dict(part(tensors, "model/"))
+        optimizer.load_state(part(tensors, "optim/"), state["rate"])
+        schedule.load_state(state["schedule"])
+        self.step = found["step"]
+        self.seconds = state["seconds"]
+        self.log_bytes = state["log_bytes"]
+        self.loss, self.count, self.window_seconds = state["window"]
+        if engine.lead:
+            arrays = {name: tensor.numpy() for name, tensor in part(tensors, "progress/").items()}
+            self.history.load(arrays)
+            self.owned, self.wins, self.member_losses = (arrays[k].copy() for k in ("owned", "wins", "member_losses"))
 
-        net.load_state_dict(part("model/"))
-        optimizer.load_state(part("optim/"), checkpoint.state["rate"])
-        schedule.load_state(checkpoint.state["schedule"])
-        arrays = {name: tensor.numpy() for name, tensor in part("progress/").items()}
-        self.history.load(arrays)
-        self.owned, self.wins, self.member_losses = (arrays[k].copy() for k in ("owned", "wins", "member_losses"))
-        self.step = checkpoint.step
-        self.seconds = checkpoint.state["seconds"]
-        self.log_bytes = checkpoint.state["log_bytes"]
-        self.loss, self.count, self.window_seconds = checkpoint.state["window"]
+
+def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Those whose name begins so, without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _refuse_nonfinite_loss(report: StepReport, iteration: int, checkpoints: Checkpoints) -> None:
@@ -245,10 +287,13 @@ def _refuse_nonfinite_loss(report: StepReport, iteration: int, checkpoints: Chec
         raise _diverged(f"the loss became {report.loss} at iteration {iteration}, in {who}", checkpoints)
 
 
-def _refuse_nonfinite_weights(net: TreeNet, iteration: int, checkpoints: Checkpoints) -> None:
+def _refuse_nonfinite_weights(
+    net: TreeNet, tensors: dict[str, torch.Tensor], iteration: int, checkpoints: Checkpoints
+) -> None:
     """The step before a loss that is not finite may have left weights that are not: they must not be saved."""
     for name, node in net.tree.nodes.items():
-        if not all(torch.isfinite(parameter).all() for parameter in net.stage(name).parameters()):
+        weights = [t for key, t in part(tensors, f"model/stages.{name}.").items() if net.is_parameter(key)]
+        if not all(torch.isfinite(weight).all() for weight in weights):
             raise _diverged(
                 f"weights became infinite or NaN at iteration {iteration}, in {_members(node.members)}", checkpoints
             )

@@ -11,7 +11,7 @@ so that `1` is a single model, and an int or a list at the top is a forest. `spl
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,7 +199,7 @@ class TreeNet(nn.Module):
     `network_factory` makes one network: any module whose children, run one after the other, are the network.
     `split` is the name of the last shared layer or a tree, `tree` a tree; neither means independent members.
     Weights follow from `seed`: a stage takes those of the network drawn for its first member, and `init="same"`
-    draws one network for all.
+    draws one network for all. `only` names the stages to build, if others are in other processes.
     """
 
     def __init__(
@@ -210,6 +210,7 @@ class TreeNet(nn.Module):
         tree: Spec | None = None,
         seed: int = 0,
         init: str = "random",
+        only: Collection[str] | None = None,
     ) -> None:
         super().__init__()
         if split is not None and tree is not None:
@@ -235,19 +236,20 @@ class TreeNet(nn.Module):
         module = getattr(network_factory, "__module__", "__main__") if "<" not in qualified else "__main__"
         self.network_path = f"{module}:{qualified}"
         self.tree = parse(spec, describe(first), members, self.network_name)
+        self._draw = draw
         # A module that is no plain Sequential may do more in its forward than call its children: see probe().
-        self._reference: Callable[[int], nn.Module] | None = (
-            None if type(first).forward is nn.Sequential.forward else draw
-        )
-        stages: OrderedDict[str, Stage] = OrderedDict()
-        for member in range(self.tree.num_members):
+        self._is_sequential = type(first).forward is nn.Sequential.forward
+        self._facts = _LayerFacts.of(first)
+        own = [name for name in self.tree.nodes if only is None or name in only]
+        stages: dict[str, Stage] = {}
+        for member in sorted({self.tree.nodes[name].members[0] for name in own}):
             network = dict(children(first if member == 0 else draw(member)))
-            for node in self.tree.path(member):
+            for name in own:
+                node = self.tree.nodes[name]
                 if node.members[0] == member:
-                    layers = OrderedDict((name, replace_dropout(network[name])) for name in node.layers)
-                    stages[node.name] = Stage(layers)
-        self.stages = nn.ModuleDict({name: stages[name] for name in self.tree.nodes})
-        if sum(p.numel() for s in stages.values() for p in s.parameters()) != self.num_parameters():
+                    stages[name] = Stage(OrderedDict((n, replace_dropout(network[n])) for n in node.layers))
+        self.stages = nn.ModuleDict({name: stages[name] for name in own})
+        if sum(p.numel() for s in stages.values() for p in s.parameters()) != sum(p.numel() for p in self.parameters()):
             raise UserError(f"layers of {self.network_name} on both sides of a split share a parameter")
         for module in self.modules():
             if getattr(module, "inplace", False) is True:
@@ -258,6 +260,10 @@ class TreeNet(nn.Module):
     @property
     def num_members(self) -> int:
         return self.tree.num_members
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((p.dtype for p in self.parameters()), self._facts.dtype)
 
     def stage(self, name: str) -> Stage:
         return self.stages[name]  # type: ignore[return-value]
@@ -276,17 +282,18 @@ class TreeNet(nn.Module):
         return Stage(OrderedDict(pair for node in self.tree.path(m) for pair in children(self.stage(node.name))))
 
     def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())
+        """Of the whole tree, wherever its stages are."""
+        return sum(self._facts.size(node) for node in self.tree.nodes.values())
 
     def num_independent_parameters(self) -> int:
         """Parameters of the same members with nothing shared."""
-        sizes = {name: sum(p.numel() for p in stage.parameters()) for name, stage in self.stages.items()}
-        return sum(sizes[node.name] * len(node.members) for node in self.tree.nodes.values())
+        return sum(self._facts.size(node) * len(node.members) for node in self.tree.nodes.values())
 
     @torch.no_grad()
     def copy_weights(self, source: TreeNet) -> None:
         """Takes over the weights of another tree of the same layers, member by member; one member serves all."""
-        for name, node in self.tree.nodes.items():
+        for name in self.stages:
+            node = self.tree.nodes[name]
             donor = source.member(node.members[0] if source.num_members > 1 else 0).state_dict()
             for key, tensor in self.stage(name).state_dict().items():
                 if key not in donor or donor[key].shape != tensor.shape:
@@ -297,16 +304,16 @@ class TreeNet(nn.Module):
 
     def has_dropout(self) -> bool:
         """Whether members draw masks of their own: dropout in a leaf, with something to drop."""
-        leaves = [module for leaf in self.tree.leaves for module in self.stage(leaf.name).modules()]
-        return any(isinstance(module, Dropout) and module.p > 0 for module in leaves)
+        return any(name in self._facts.dropout for leaf in self.tree.leaves for name in leaf.layers)
+
+    def is_parameter(self, name: str) -> bool:
+        """Whether `layer.name` is a weight, not a buffer."""
+        return name in self._facts.names
 
     def batch_statistics_layers(self) -> list[str]:
-        return [name for name, layer in self._layers() if has_batch_statistics(layer)]
-
-    def _layers(self) -> Iterator[tuple[str, nn.Module]]:
-        for name, stage in self.stages.items():
-            for layer_name, layer in children(stage):
-                yield f"{name}.{layer_name}", layer
+        """Layers anywhere in the tree that need the whole batch."""
+        found = self._facts.statistics
+        return [f"{node.name}.{name}" for node in self.tree.nodes.values() for name in node.layers if name in found]
 
     @torch.no_grad()
     def probe(self, x: Value, side: dict[str, Value] | None = None) -> Value:
@@ -314,7 +321,7 @@ class TreeNet(nn.Module):
 
         Returns its output, so that the caller can look at the shape.
         """
-        member = self.member(0)
+        member = self._first_member()
         for name, module in member.named_modules():
             if any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values()):
                 raise UserError(
@@ -361,15 +368,21 @@ class TreeNet(nn.Module):
             buffer.copy_(statistics[name])
         for module, mode in zip(member.modules(), modes, strict=True):
             module.training = mode
-        if self._reference is not None:
+        if not self._is_sequential:
             self._compare_with_reference(x)
         return h
 
+    def _first_member(self) -> nn.Sequential:
+        """Member 0, or a network like it where some of its stages are in other processes."""
+        if all(node.name in self.stages for node in self.tree.path(0)):
+            return self.member(0)
+        network = children(self._draw(0))
+        return Stage(OrderedDict((name, replace_dropout(layer)) for name, layer in network)).to(self.dtype)
+
     def _compare_with_reference(self, x: Value) -> None:
         """The children run in a row must give what the module's own forward gives."""
-        assert self._reference is not None
         with torch.random.fork_rng(devices=[]):
-            module = replace_dropout(self._reference(0)).train().to(values.leaves(x)[0].dtype)
+            module = replace_dropout(self._draw(0)).train().to(values.leaves(x)[0].dtype)
             before = torch.get_rng_state()
             with keyed_masks(("probe",), values.num_rows(x)):
                 module(x)
@@ -378,7 +391,7 @@ class TreeNet(nn.Module):
                     f"the forward of {self.network_name} draws random numbers itself (F.dropout?), which running its "
                     "children one after the other would leave out; make it a child, nn.Dropout for example"
                 )
-        module = self._reference(0).eval().to(values.leaves(x)[0].dtype)
+        module = self._draw(0).eval().to(values.leaves(x)[0].dtype)
         expected = module(x)
         got = nn.Sequential(OrderedDict(children(module)))
         try:
@@ -394,6 +407,32 @@ class TreeNet(nn.Module):
                 "(a reshape, activation or skip connection inside forward?); make each such step a child, "
                 "for example nn.Flatten(), or wrap a block with its skip connection in one module"
             )
+
+
+@dataclass(frozen=True)
+class _LayerFacts:
+    """What is known of the layers of every member from looking at one."""
+
+    names: frozenset[str]  # of the parameters
+    parameters: dict[str, dict[int, int]]  # of each layer: identity -> size, since layers may share a weight
+    statistics: frozenset[str]
+    dropout: frozenset[str]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(network: nn.Module) -> _LayerFacts:
+        layers = children(network)
+        drops = (Dropout, nn.modules.dropout._DropoutNd)
+        return _LayerFacts(
+            frozenset(f"{name}.{key}" for name, layer in layers for key, _ in layer.named_parameters()),
+            {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers},
+            frozenset(name for name, layer in layers if has_batch_statistics(layer)),
+            frozenset(n for n, layer in layers if any(isinstance(m, drops) and m.p > 0 for m in layer.modules())),
+            next(network.parameters()).dtype,
+        )
+
+    def size(self, node: Node) -> int:
+        return sum({k: v for name in node.layers for k, v in self.parameters[name].items()}.values())
 
 
 def children(network: nn.Module) -> list[tuple[str, nn.Module]]:

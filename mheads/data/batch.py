@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ class Batch:
 
     `inputs` is what the data gives (pixels as uint8, say) and `preprocess` makes of it what the network takes; `prior`
     [M, B] says who may learn from what, None meaning all; `ties` [M, B] are the random keys that break ties; `side`
-    holds side inputs of layers that ask for them. A subclass with another rule for cutting overrides `cut`.
+    holds side inputs of layers that ask for them. Inputs and side inputs may be those of some rows only, from
+    `first_input` on, or None where they are not needed. A subclass with another rule for cutting overrides `cut`.
     """
 
     inputs: Value
@@ -31,6 +33,7 @@ class Batch:
     prior: Tensor | None = None
     ties: Tensor | None = None
     side: dict[str, Value] = field(default_factory=dict)
+    first_input: int = 0
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -38,14 +41,15 @@ class Batch:
     def cut(self, start: int, stop: int) -> Batch:
         """Rows start to stop - 1."""
 
-        def rows(value: Value) -> Value:
-            return values.map_leaves(lambda t: t[start:stop], value)
+        def rows(value: Value, first: int) -> Value:
+            return None if value is None else values.map_leaves(lambda t: t[start - first : stop - first], value)
 
         return replace(
             self,
-            inputs=rows(self.inputs),
-            targets=rows(self.targets),
-            side=rows(self.side),
+            inputs=rows(self.inputs, self.first_input),
+            targets=rows(self.targets, 0),
+            side=rows(self.side, self.first_input),
+            first_input=0,
             prior=None if self.prior is None else self.prior[:, start:stop],
             ties=None if self.ties is None else self.ties[:, start:stop],
         )
@@ -65,15 +69,34 @@ class Batch:
         return self.preprocess(self.inputs, dtype)
 
 
-class BatchStream:
-    """The batch of any step, from the seed alone; the next one is read while this one is worked on."""
+class Batches(Protocol):
+    """The batches of a training."""
 
-    def __init__(self, data: Data, seed: int, batch_size: int, members: int, prior: np.ndarray | None) -> None:
+    def batch(self, step: int) -> Batch: ...
+    def close(self) -> None: ...
+
+
+class BatchStream:
+    """The batch of any step, from the seed alone; the next one is read while this one is worked on.
+
+    `inputs` are the rows of a batch whose inputs are wanted here, all by default.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        seed: int,
+        batch_size: int,
+        members: int,
+        prior: np.ndarray | None,
+        inputs: range | None = None,
+    ) -> None:
         self.data = data
         self.seed = seed
         self.batch_size = batch_size
         self.members = members
         self.prior = None if prior is None else torch.from_numpy(prior)
+        self.inputs = range(batch_size) if inputs is None else inputs
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="mheads-reader")
         self._ahead: tuple[int, Future[Batch]] | None = None
 
@@ -89,31 +112,37 @@ class BatchStream:
         rows, _ = stream(self.seed, len(self.data.train), start, start + self.batch_size)
         # One seed an example, so that its augmentation does not depend on the batch it happens to be in.
         augmentation = seeds.numpy_generator(self.seed, "augment", step).integers(2**63, size=len(rows))
-        targets = torch.from_numpy(self.data.train.labels[rows])
+        wanted = slice(self.inputs.start, self.inputs.stop)
         return Batch(
-            self.data.train.read(rows, augmentation),
-            targets,
+            self.data.train.read(rows[wanted], augmentation[wanted]) if self.inputs else None,
+            torch.from_numpy(self.data.train.labels[rows]),
             self.data.preprocess,
             prior=None if self.prior is None else self.prior[:, torch.from_numpy(rows)],
             ties=torch.rand(self.members, len(rows), generator=seeds.generator(self.seed, "ties", step)),
+            first_input=self.inputs.start,
         )
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
 
-def evaluation_batches(
-    split: Split, preprocess: Callable[[Value, torch.dtype], Value], rows: int
-) -> list[Callable[[], Batch]]:
+@dataclass(frozen=True)
+class Reader:
+    """Consecutive examples of a split, read when called."""
+
+    split: Split
+    preprocess: Callable[[Value, torch.dtype], Value]
+    rows: np.ndarray
+
+    @property
+    def targets(self) -> Tensor:
+        return torch.from_numpy(self.split.labels[self.rows])
+
+    def __call__(self) -> Batch:
+        return Batch(self.split.read(self.rows, None), self.targets, self.preprocess)
+
+
+def evaluation_batches(split: Split, preprocess: Callable[[Value, torch.dtype], Value], rows: int) -> list[Reader]:
     """Readers of the split's consecutive batches of `rows` examples; the last may be shorter."""
-
-    def reader(start: int) -> Callable[[], Batch]:
-        stop = min(start + rows, len(split))
-
-        def read() -> Batch:
-            where = np.arange(start, stop)
-            return Batch(split.read(where, None), torch.from_numpy(split.labels[where]), preprocess)
-
-        return read
-
-    return [reader(start) for start in range(0, len(split), rows)]
+    starts = range(0, len(split), rows)
+    return [Reader(split, preprocess, np.arange(start, min(start + rows, len(split)))) for start in starts]

@@ -48,3 +48,9 @@ def _add(left: Gradients, right: Gradients) -> Gradients:
     if pairs:
         torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     return [b if a is None else a for a, b in zip(left, right, strict=True)]
+
+
+def divides_evenly(n: int, parts: int) -> bool:
+    """Whether n entries fall into equal runs that are whole subtrees of the sum, so that each can be added apart."""
+    size, rest = divmod(n, parts)
+    return parts == 1 or (rest == 0 and size > 0 and size & (size - 1) == 0)

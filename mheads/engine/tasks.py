@@ -19,7 +19,7 @@ from mheads import values
 from mheads.data.batch import Batch
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
-from mheads.engine.sums import PairwiseSum
+from mheads.engine.sums import Gradients, PairwiseSum
 from mheads.engine.tape import Context, Tape, record
 from mheads.losses import Loss
 from mheads.models.layers import has_batch_statistics
@@ -38,11 +38,13 @@ class Spawn(Protocol):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a training step says of itself: the loss, and [M, B] losses and assignment."""
+    """What a training step says of itself: the loss, the signal that asks to stop after it (0: none), and, where
+    the step is logged, [M, B] losses and assignment."""
 
     loss: float
     losses: Tensor
     assignment: Tensor
+    stop: int = 0
 
 
 def cuts(num_rows: int, parts: int) -> list[tuple[int, int]]:
@@ -53,7 +55,11 @@ def cuts(num_rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 class TrainingStep:
-    """Forward, loss and backward of one batch, which leave every stage's gradients in `gradients`."""
+    """Forward, loss and backward of one batch, which leave every stage's gradients in `gradients`.
+
+    Of the tree the stages that the net holds are run, on the micro-batches `run` of all. Whatever goes from one stage
+    to another is handed on by a method of its own, so that an engine of several processes can send it instead.
+    """
 
     def __init__(
         self,
@@ -64,36 +70,42 @@ class TrainingStep:
         key: tuple[int, int],
         spawn: Spawn,
         gradients: dict[str, list[Tensor]],
+        device: torch.device,
+        run: range | None = None,
     ) -> None:
         self.net = net
         self.tree = net.tree
         self.loss = loss
         self.batch_size = len(batch)
+        self.run = range(micro_batches) if run is None else run
         self.slices = [slice(start, stop) for start, stop in cuts(len(batch), micro_batches)]
-        self.batches = [batch.cut(s.start, s.stop) for s in self.slices]
+        self.batches = {i: batch.cut(self.slices[i].start, self.slices[i].stop).to(device) for i in self.run}
         self.key = key
         self.spawn = spawn
         self.gradients = gradients
-        like = next(net.parameters())
-        self.dtype, self.device = like.dtype, like.device
-        self.sums = {name: PairwiseSum(micro_batches) for name in self.tree.nodes}
+        self.dtype, self.device = net.dtype, device
+        self.stages = list(net.stages)
+        self.roots = [root for root in self.tree.roots if root.name in net.stages]
+        self.sums = {name: PairwiseSum(len(self.run)) for name in self.stages}
         # Members that have nothing in common are finished one after the other: only those running are in memory.
         order = {root.name: i for i, root in enumerate(self.tree.roots)} if loss.separable else {}
         self.group_order = {n: order.get(self._root(n), 0) for n in self.tree.nodes}
         # The part of the examples that a member learns from, where the loss tells.
         self.share = min(1.0, (loss.winners or net.num_members) / net.num_members)
-        self.statistics = {name for name in self.tree.nodes if has_batch_statistics(net.stage(name))}
+        self.statistics = bool(net.batch_statistics_layers())
         # Their rows cannot be told apart: batch statistics, and side inputs, whose rows only the batch knows.
-        self.dense = self.statistics | {
-            n for n in self.tree.nodes if any(hasattr(m, "takes") for m in net.stage(n).modules())
+        self.dense = {
+            name
+            for name in self.stages
+            if has_batch_statistics(net.stage(name)) or any(hasattr(m, "takes") for m in net.stage(name).modules())
         }
-        self.known = {name: sliced.supports(net.stage(name)) for name in self.tree.nodes}
+        self.known = {name: sliced.supports(net.stage(name)) for name in self.stages}
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
         self._outputs: dict[int, dict[int, Value]] = defaultdict(dict)
         self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
-        self._roots_left = [len(self.tree.roots)] * micro_batches
-        self._totals: dict[tuple[int, int], float] = {}
+        self._roots_left = dict.fromkeys(self.run, len(self.roots))
+        self.totals: dict[tuple[int, int], float] = {}
         self.losses = torch.zeros(net.num_members, len(batch), dtype=self.dtype, device=self.device)
         self.assignment = torch.zeros_like(self.losses)
 
@@ -103,8 +115,9 @@ class TrainingStep:
 
     def start(self) -> None:
         # Running statistics are updated in the order of the micro-batches, so these follow one another.
-        for i in range(1 if self.statistics else len(self.batches)):
-            self._spawn(PREPARE, i, None, self.prepare)
+        for i in self.run[:1] if self.statistics else self.run:
+            if self.roots:
+                self._spawn(PREPARE, i, None, self.prepare)
 
     def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
         group = 0 if node is None else self.group_order[node.name]
@@ -113,9 +126,8 @@ class TrainingStep:
     # The tasks, in the order in which a micro-batch meets them.
 
     def prepare(self, i: int) -> None:
-        batch = self.batches[i] = self.batches[i].to(self.device)
-        x = batch.network_inputs(self.dtype)
-        for root in self.tree.roots:
+        x = self.batches[i].network_inputs(self.dtype)
+        for root in self.roots:
             self._spawn(FORWARD, i, root, self.forward, x)
 
     def forward(self, i: int, node: Node, x: Value) -> None:
@@ -131,20 +143,14 @@ class TrainingStep:
         tape = record(self.net.stage(node.name), x, context, rows, share)
         if node.children:
             self._tapes[node.name, i] = tape
-            for child in node.children:
-                self._spawn(FORWARD, i, self.tree.nodes[child], self.forward, tape.output)
+            self.hand_down(i, node, tape.output)
         elif self.loss.separable:
             member = node.members[0]
             d_outputs = self._apply_loss(i, member, [tape.output])
             self._take_back(i, node, tape, values.map_leaves(lambda t: t[0], d_outputs))
         else:
             self._tapes[node.name, i] = tape
-            with self._lock:
-                outputs = self._outputs[i]
-                outputs[node.members[0]] = tape.output
-                complete = len(outputs) == self.tree.num_members
-            if complete:
-                self._spawn(LOSS, i, None, self.apply_loss)
+            self.hand_over(i, node.members[0], tape.output)
 
     def apply_loss(self, i: int) -> None:
         outputs = self._outputs.pop(i)
@@ -153,36 +159,76 @@ class TrainingStep:
         for leaf in self.tree.leaves:
             m = leaf.members[0]
             d_output = values.map_leaves(lambda t, m=m: t[m], d_outputs)
-            self._spawn(BACKWARD, i, leaf, self.backward, d_output, None if learn is None else learn[m])
+            self.hand_back(i, leaf, d_output, None if learn is None else learn[m])
 
     def backward(self, i: int, node: Node, d_output: Value, learn: Tensor | None = None) -> None:
         self._take_back(i, node, self._tapes.pop((node.name, i)), d_output, learn)
 
+    def backward_of_sum(self, i: int, node: Node, terms: list[Value]) -> None:
+        self.backward(i, node, values.map_leaves(add_in_order, *terms))
+
     def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value, learn: Tensor | None = None) -> None:
         d_input, gradients = tape.backward(d_output, learn)
-        total = self.sums[node.name].add(i, gradients)
+        total = self.sums[node.name].add(i - self.run.start, gradients)
         if total is not None:
-            # Into tensors that outlive the step: a sum that stayed where it was would split the memory of activations
-            # that the next member could use again.
-            for kept, found in zip(self.gradients[node.name], total, strict=True):
-                kept.zero_() if found is None else kept.copy_(found)
+            self.keep(node.name, total)
         if node.parent is not None:
-            parent = self.tree.nodes[node.parent]
-            with self._lock:
-                d_children = self._d_children[parent.name, i]
-                d_children[node.name] = d_input
-                complete = len(d_children) == len(parent.children)
-            if complete:
-                del self._d_children[parent.name, i]
-                # The sum of the children's gradients, in member order: the adjoint of handing all the same value.
-                d_total = values.map_leaves(_add_in_order, *(d_children[c] for c in parent.children))
-                self._spawn(BACKWARD, i, parent, self.backward, d_total)
+            self.hand_up(i, node, d_input)
             return
         with self._lock:
             self._roots_left[i] -= 1
             finished = self._roots_left[i] == 0
-        if finished and self.statistics and i + 1 < len(self.batches):
+        if finished and self.statistics and i + 1 in self.run:
             self._spawn(PREPARE, i + 1, None, self.prepare)
+
+    # What goes from one stage to another.
+
+    def hand_down(self, i: int, node: Node, output: Value) -> None:
+        """The output of a stage to those of its children that are here."""
+        for child in node.children:
+            if child in self.net.stages:
+                self._spawn(FORWARD, i, self.tree.nodes[child], self.forward, output)
+
+    def hand_over(self, i: int, member: int, output: Value) -> None:
+        """The output of a member to the loss."""
+        with self._lock:
+            outputs = self._outputs[i]
+            outputs[member] = output
+            complete = len(outputs) == self.tree.num_members
+        if complete:
+            self._spawn(LOSS, i, None, self.apply_loss)
+
+    def hand_back(self, i: int, leaf: Node, d_output: Value, learn: Tensor | None) -> None:
+        """The gradient of a member's output from the loss; `learn` says in which rows there is one."""
+        self._spawn(BACKWARD, i, leaf, self.backward, d_output, learn)
+
+    def hand_up(self, i: int, node: Node, d_input: Value) -> None:
+        """The gradient of a stage's input to its parent.
+
+        These are added in member order: the adjoint of handing all children the same value.
+        """
+        assert node.parent is not None
+        self.collect(i, self.tree.nodes[node.parent], {node.name: d_input})
+
+    def collect(self, i: int, parent: Node, d_children: dict[str, Value]) -> None:
+        """Gradients from children of a stage; None for one that is in the sum of those before it already."""
+        with self._lock:
+            found = self._d_children[parent.name, i]
+            found |= d_children
+            complete = len(found) == len(parent.children)
+        if complete:
+            del self._d_children[parent.name, i]
+            terms = [found[child] for child in parent.children if found[child] is not None]
+            self._spawn(BACKWARD, i, parent, self.backward_of_sum, terms)
+
+    def keep(self, name: str, total: Gradients) -> None:
+        """The gradients of a stage, summed over the micro-batches.
+
+        Into tensors that outlive the step: a sum that stayed where it was would split the memory of activations that
+        the next member could use again. Nothing learned is -0.0, which changes no sum that it is added to.
+        """
+        for kept, found in zip(self.gradients[name], total, strict=True):
+            kept.fill_(-0.0) if found is None else kept.copy_(found)
 
     def _apply_loss(self, i: int, member: int | None, outputs: Sequence[Value]) -> Value:
         """The gradient of the loss with respect to the outputs of all members, or of one if they are separable."""
@@ -198,26 +244,27 @@ class TrainingStep:
             )
             leaves = values.leaves(stacked)
             gradients = torch.autograd.grad(value.total / self.batch_size, leaves, allow_unused=True)
-        self._totals[member or 0, i] = value.total.item()
+        self.totals[member or 0, i] = value.total.item()
         self.losses[which, self.slices[i]] = value.losses
         self.assignment[which, self.slices[i]] = value.assignment
         filled = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
         return values.rebuild(stacked, filled)
 
-    def report(self) -> StepReport:
+    def report(self, stop: int = 0) -> StepReport:
         """When no task is left."""
-        total = sum(self._totals[key] for key in sorted(self._totals))  # an order of its own, as every sum
-        return StepReport(total / self.batch_size, self.losses, self.assignment)
+        total = sum(self.totals[key] for key in sorted(self.totals))  # an order of its own, as every sum
+        return StepReport(total / self.batch_size, self.losses, self.assignment, stop)
 
 
 class ForwardPass:
     """Outputs of all members on one batch without graph, for evaluation; `outputs` [M, b, C] when all is done."""
 
-    def __init__(self, net: TreeNet, read: Callable[[], Batch], index: int, spawn: Spawn) -> None:
+    def __init__(self, net: TreeNet, read: Callable[[], Batch], index: int, spawn: Spawn, device: torch.device) -> None:
         self.net = net
         self.read = read
         self.index = index
         self.spawn = spawn
+        self.device = device
         self.targets: Value = None
         self._lock = threading.Lock()
         self._outputs: dict[int, Value] = {}
@@ -231,23 +278,30 @@ class ForwardPass:
 
     @torch.inference_mode()
     def prepare(self) -> None:
-        like = next(self.net.parameters())
-        batch = self.read().to(like.device)
+        batch = self.read().to(self.device)
         self.targets = batch.targets
-        x = batch.network_inputs(like.dtype)
+        x = batch.network_inputs(self.net.dtype)
         for root in self.net.tree.roots:
-            self.spawn((self.index, FORWARD), self.forward, root, x, batch.side)
+            if root.name in self.net.stages:
+                self.spawn((self.index, FORWARD), self.forward, root, x, batch.side)
 
     @torch.inference_mode()
     def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:
         stage, x = self.net.stage(node.name), values.map_leaves(canonical, x)
         y = sliced.outputs(stage, x) if sliced.takes(x) and sliced.supports(stage) else stage(x, side)
-        for child in node.children:
-            self.spawn((self.index, FORWARD), self.forward, self.net.tree.nodes[child], y, side)
         if node.children:
-            return
+            self.hand_down(node, y, side)
+        else:
+            self.hand_over(node.members[0], y)
+
+    def hand_down(self, node: Node, output: Value, side: dict[str, Value]) -> None:
+        for child in node.children:
+            if child in self.net.stages:
+                self.spawn((self.index, FORWARD), self.forward, self.net.tree.nodes[child], output, side)
+
+    def hand_over(self, member: int, output: Value) -> None:
         with self._lock:
-            self._outputs[node.members[0]] = y
+            self._outputs[member] = output
             complete = len(self._outputs) == self.net.num_members
         if complete:
             parts = [self._outputs[m] for m in range(self.net.num_members)]
@@ -255,7 +309,7 @@ class ForwardPass:
             self.outputs = values.map_leaves(lambda *ts: torch.stack(ts), *parts)
 
 
-def _add_in_order(*terms: Tensor) -> Tensor:
+def add_in_order(*terms: Tensor) -> Tensor:
     total = terms[0]
     for term in terms[1:]:
         total = total + term

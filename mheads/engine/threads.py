@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from mheads.losses import Loss
 from mheads.tree import TreeNet
 from mheads.values import Value
 
+CPU = torch.device("cpu")
+T = TypeVar("T")
+
 
 class Workers:
     """Threads that run tasks, the lowest priority tuple first."""
@@ -33,6 +37,9 @@ class Workers:
         self._queue: list[tuple[tuple[int, ...], int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = itertools.count()
         self._unfinished = 0
+        self._held = 0
+        self.waiting = False
+        self.finished = 0  # tasks so far
         self._error: BaseException | None = None
         self._closed = False
         self._watched = False  # whoever waits wants to hear of each task
@@ -53,16 +60,46 @@ class Workers:
             heapq.heappush(self._queue, (priority, next(self._numbers), function, args))
             self._work.notify()
 
+    def hold(self, count: int = 1) -> None:
+        """Something is to be waited for that is no task of ours, until as many `release`."""
+        with self._work:
+            self._held += count
+
+    def release(self) -> None:
+        with self._work:
+            self._held -= 1
+            self._idle.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits, now or later, gets this error; what is held will never come."""
+        with self._work:
+            self._error = self._error or error
+            self._drop_queue()
+            self._held = 0
+            self._idle.notify_all()
+
     def wait(self, until: Callable[[], bool] | None = None) -> None:
-        """Until no task is queued or running, or until `until`; raises what a task raised."""
+        """Until no task is queued or running and nothing is held, or until `until`; raises what a task raised."""
         with self._idle:
             self._watched = until is not None
-            while self._unfinished and not (until is not None and until()):
+            self.waiting = True
+            while (self._unfinished or (self._held and not self._error)) and not (until is not None and until()):
                 self._idle.wait()
+            self.waiting = False
             error, self._error = self._error, None
         if error is not None:
+            self._held = 0
             self.wait()  # for those that were running
             raise error
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is queued or running, or nobody waits for it: then something is going on elsewhere."""
+        return self._unfinished > 0 or not self.waiting
+
+    def _drop_queue(self) -> None:
+        self._unfinished -= len(self._queue)
+        self._queue.clear()
 
     def close(self) -> None:
         with self._work:
@@ -93,10 +130,10 @@ class Workers:
             with self._work:
                 if error is not None:
                     self._error = self._error or error
-                    self._unfinished -= len(self._queue)  # what is queued depends on what failed
-                    self._queue.clear()
+                    self._drop_queue()  # what is queued depends on what failed
                 self._unfinished -= 1
-                if not self._unfinished or self._watched:
+                self.finished += 1
+                if error is not None or not self._unfinished or self._watched:
                     self._idle.notify_all()
             del error
 
@@ -104,7 +141,9 @@ class Workers:
 class ThreadsEngine:
     """Runs a tree's training steps and evaluations on the cores of this machine."""
 
-    def __init__(self, net: TreeNet, workers: int, micro_batches: int, seed: int) -> None:
+    lead = True  # keeps the run folder: of several processes, one
+
+    def __init__(self, net: TreeNet, workers: int, micro_batches: int, seed: int, device: torch.device = CPU) -> None:
         refused = net.batch_statistics_layers()
         if refused and micro_batches > 1:
             raise UserError(
@@ -112,20 +151,29 @@ class ThreadsEngine:
                 "use engine.micro_batches=1 or auto, or a normalisation without batch statistics (GroupNorm)"
             )
         keep_freed_memory()
-        self.net = net
+        self.net = net.to(device)
         self.micro_batches = micro_batches
         self.seed = seed
+        self.device = device
         self.workers = Workers(workers)
         self.gradients = {name: [torch.zeros_like(p) for p in trainable(stage)] for name, stage in net.stages.items()}
 
-    def step(self, step: int, batch: Batch, loss: Loss, accumulate: int = 1) -> StepReport:
-        """Computes the gradients of one step on all its examples; `update` then uses them."""
+    def step(self, step: int, batch: Batch, loss: Loss, accumulate: int = 1, signals: Sequence[int] = ()) -> StepReport:
+        """Computes the gradients of one step on all its examples; `update` then uses them.
+
+        `signals` are those received so far: the report says whether to stop after this step.
+        """
         self.net.train()
-        parts = min(self.micro_batches * accumulate, len(batch))
-        task = TrainingStep(self.net, loss, batch, parts, (self.seed, step), self.workers.spawn, self.gradients)
+        key, spawn = (self.seed, step), self.workers.spawn
+        parts = self.parts(len(batch), accumulate)
+        task = TrainingStep(self.net, loss, batch, parts, key, spawn, self.gradients, self.device)
         task.start()
         self.workers.wait()
-        return task.report()
+        return task.report(signals[0] if signals else 0)
+
+    def parts(self, batch_size: int, accumulate: int) -> int:
+        """How many micro-batches a step has."""
+        return min(self.micro_batches * accumulate, batch_size)
 
     def update(self, update_stage: Callable[[str, list[Tensor]], None]) -> None:
         """Applies the last step's gradients: one task a stage, since stages have no parameter in common."""
@@ -136,7 +184,7 @@ class ThreadsEngine:
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Tensor, Value]]:
         """Outputs [M, b, C] and targets of each batch in order, without dropout."""
         self.net.eval()
-        passes = [ForwardPass(self.net, read, i, self.workers.spawn) for i, read in enumerate(readers)]
+        passes = [ForwardPass(self.net, read, i, self.workers.spawn, self.device) for i, read in enumerate(readers)]
         ahead = 2 * self.workers.count  # enough to keep the workers busy, few enough to fit in memory
         for one in passes[:ahead]:
             one.start()
@@ -149,6 +197,20 @@ class ThreadsEngine:
                 one.outputs = None
         finally:
             self.workers.wait()  # whoever asked may have lost interest before the end
+
+    # What several processes have to agree on or to bring together; one has it.
+
+    def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
+        """What the lead decides: plain data, and something that only the lead gets."""
+        return decide()
+
+    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by name of all stages, at the lead."""
+        return tensors
+
+    def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the lead's tensors, those of the stages that are here."""
+        return tensors
 
     def close(self) -> None:
         self.workers.close()

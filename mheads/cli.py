@@ -59,18 +59,31 @@ def train(
     Example: mheads train cifar10_quick loss.name=mcl loss.k=1 --run runs/mcl
     """
     from mheads import config as configs
+    from mheads.distributed.session import session
 
-    config = configs.load(recipe, overrides or [])
-    from mheads import experiment, runs
-    from mheads.progress import Terminal
-    from mheads.train import train as train_run
+    with session(errors) as world:
+        config = configs.load(recipe, overrides or [])
+        from mheads import runs
+        from mheads.progress import Silent, Terminal
+        from mheads.train import train as train_run
 
-    folder = runs.RunFolder(run or Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
-    if force and folder.path.exists():
-        folder = folder.beside()
-    built = experiment.build(config)
-    console.print(f"run folder {folder.path}", markup=False, soft_wrap=True)
-    show_result(train_run(built, folder, Terminal(console, bar=not quiet)))
+        folder = runs.RunFolder(run or Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
+        if force and folder.path.exists():
+            folder = folder.beside()
+        if world is None:
+            from mheads.experiment import build
+
+            built = build(config)
+        else:
+            from mheads.distributed.build import build as build_ranks
+
+            built = build_ranks(config, world)
+        lead = world is None or world.lead
+        if lead:
+            console.print(f"run folder {folder.path}", markup=False, soft_wrap=True)
+        result = train_run(built, folder, Terminal(console, bar=not quiet) if lead else Silent())
+        if lead:
+            show_result(result)
 
 
 @app.command(name="eval", rich_help_panel="Train and look")
@@ -107,17 +120,56 @@ def predict(
 
 
 @app.command(rich_help_panel="Train and look")
-def tree(recipe: Recipe, overrides: Overrides = None) -> None:
+def tree(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Also show which of so many ranks hold what, and what they send.")
+    ] = None,
+) -> None:
     """Draw the tree of a recipe: which layers are shared by which members, and what that saves.
 
-    Example: mheads tree cifar10_quick split=conv2
+    Example: mheads tree cifar10_quick split=conv2 --ranks 4
     """
     from mheads import config as configs
 
     config = configs.load(recipe, overrides or [])
     from mheads.report.tree import draw
 
-    console.print(draw(config))
+    console.print(draw(config, ranks))
+
+
+@app.command(rich_help_panel="Measure")
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    *,
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks there would be.")],
+    bandwidth: Annotated[float, typer.Option(help="GB/s that a rank sends, and receives at the same time.")] = 1.25,
+    latency: Annotated[float, typer.Option(help="Microseconds that a message is under way.")] = 50,
+    workers: Annotated[int, typer.Option(min=1, help="Worker threads a rank.")] = 1,
+    flops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that a rank sustains; by default measured on this machine.")
+    ] = None,
+    placement: Annotated[
+        str | None, typer.Option(help="default or auto; without it, the recipe's beside auto.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
+) -> None:
+    """Predict the training speed on ranks: time a step, idle cores, messages waited for, who holds what.
+
+    Example: mheads plan cifar10_quick split=conv2 --ranks 16 --bandwidth 10 --flops 2
+    """
+    from mheads import config as configs
+
+    config = configs.load(recipe, overrides or [])
+    from mheads.report.plan import Cluster, make_plan, show, write_json
+
+    cluster = Cluster(ranks, workers, bandwidth * 1e9, latency / 1e6)
+    made = make_plan(config, cluster, None if flops is None else flops * 1e12, placement, recipe)
+    console.print(show(made))
+    if json_file is not None:
+        write_json(made, json_file)
 
 
 @app.command(rich_help_panel="Measure")

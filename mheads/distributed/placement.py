@@ -77,7 +77,8 @@ def spread(tree: Tree, slots: int) -> dict[str, int]:
     left = sum(len(node.layers) for node in queue)
     runs: list[list[str]] = []
     for more in range(slots - 1, -1, -1):  # slots to fill after this one
-        share, size, run = left / (more + 1), 0, []
+        share, size = left / (more + 1), 0
+        run: list[str] = []
         # A stage goes where its middle falls, but every slot gets one.
         while len(queue) > more and (not run or not more or size + len(queue[0].layers) / 2 <= share):
             node = queue.pop(0)

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from rich.console import Group
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as Drawing
 
 from mheads.config import Config
 from mheads.experiment import factory
-from mheads.tree import Node, children, describe, parse, whole_spec
+from mheads.tree import Node, Tree, children, describe, parse, whole_spec
+
+if TYPE_CHECKING:
+    from mheads.distributed.placement import Placement
+    from mheads.report.plan import Job
 
 
-def draw(config: Config) -> Group:
-    """Every stage with its layers, members and parameters, and what the sharing saves."""
+def draw(config: Config, ranks: int | None = None) -> Group:
+    """Every stage with its layers, members and parameters, and what the sharing saves.
+
+    With a number of ranks also who would hold each stage, and what goes from rank to rank.
+    """
+    placed = None if ranks is None else _placed(config, ranks)
     network = factory(config)()  # one is enough to know the layers of all
     sizes = {name: sum(p.numel() for p in layer.parameters()) for name, layer in children(network)}
     tree = parse(whole_spec(config.members, config.split), describe(network), config.members, config.model)
@@ -22,6 +35,7 @@ def draw(config: Config) -> Group:
     def add(node: Node, to: Drawing) -> None:
         label = Text.assemble(
             (node.name, "bold green" if node.children else "bold"),
+            ("" if placed is None else f"  {_rank_text(placed[1], node.name)}", "magenta"),
             f"  {' '.join(node.layers)}  ",
             (f"{sum(sizes[layer] for layer in node.layers):,} parameters", "cyan"),
             (f"  member{'s' if len(node.members) > 1 else ''} {', '.join(map(str, node.members))}", "dim"),
@@ -38,4 +52,55 @@ def draw(config: Config) -> Group:
         independent = tree.num_members * sum(sizes.values())
         saved = 100 * (1 - total / independent)
         text += f"; independent members would have {independent:,}: sharing saves {saved:.1f}%"
-    return Group(drawing, Text(text))
+    return Group(drawing, Text(text), *([] if placed is None else _edges(*placed)))
+
+
+def _placed(config: Config, ranks: int) -> tuple[Job, Placement, int]:
+    from mheads.report.plan import Cluster, job_of  # only now: they take the time that drawing a tree takes
+
+    job = job_of(config)
+    return job, Cluster(ranks).place(config.placement, job), ranks
+
+
+def _rank_text(placement: Placement, stage: str) -> str:
+    from mheads.report.plan import ranks_of
+
+    return ranks_of(placement, [placement.stages[stage]])
+
+
+def _edges(job: Job, placement: Placement, ranks: int) -> list[RenderableType]:
+    """The mesh, and a line for each output that goes to other ranks; alike ones together."""
+    from mheads.distributed.plan import exchanged, traffic
+    from mheads.report.plan import mesh_text, names, numbers
+
+    loads = job.counted(1.0)
+    edges = traffic(job.tree, loads, placement, job.rows, job.separable)
+    texts: list[RenderableType] = [Text(mesh_text(placement, ranks))]
+    if edges:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for title in ("output of", "from slot" if placement.replicas > 1 else "from rank", "to"):
+            table.add_column(title)
+        for title in ("floats a batch", "back"):
+            table.add_column(title, justify="right")
+        for (there, back, _), group in groupby(
+            edges, key=lambda e: (e.forward, e.backward, _is_leaf(job.tree, e.stage))
+        ):
+            alike = list(group)
+            each = " each" if len(alike) > 1 else ""
+            table.add_row(
+                names(dict.fromkeys(e.stage for e in alike)),
+                numbers(e.source for e in alike),
+                numbers(e.target for e in alike),
+                f"{there:,}{each}",
+                f"{back:,}{each}",
+            )
+        texts.append(table)
+    sent = sum(e.forward + e.backward for e in edges), exchanged(loads, placement)
+    text = f"{sum(sent):,} floats a step between ranks"
+    if placement.replicas > 1:
+        text += f", {sent[1]:,} of them gradients of weights between replicas"
+    return [*texts, Text(text)]
+
+
+def _is_leaf(tree: Tree, stage: str) -> bool:
+    return not tree.nodes[stage].children

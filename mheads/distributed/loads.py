@@ -1,0 +1,112 @@
+"""What a stage takes: counted from the shapes of its layers, or measured on this machine.
+
+Either looks at one network only, whatever the size of the tree: stages of the same layers take the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from mheads import values
+from mheads.engine.cost import stage_costs
+from mheads.engine.memory import keep_freed_memory
+from mheads.engine.tape import Context, record
+from mheads.tree import Node, Tree, TreeNet, children
+from mheads.values import Value
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """Seconds a row on one core, floats a row that the stage hands on, and its parameters."""
+
+    forward: float
+    backward: float
+    output_floats: int
+    parameters: int
+
+
+def counted_loads(
+    tree: Tree, network: nn.Module, shape: tuple[int, ...], flops: float, share: float = 1.0
+) -> dict[str, StageLoad]:
+    """Loads from counted multiply-adds, on cores of this many operations a second.
+
+    `network` is one member, whatever the size of the tree. `share` is the part of the rows that a member learns from.
+    """
+    found = {}
+    for node, run, x in _runs(tree, network, torch.zeros(1, *shape, dtype=next(network.parameters()).dtype)):
+        cost = stage_costs(run, tuple(x.shape[1:]))["trunk"]
+        backward = cost.step(node.parent is None) - cost.forward
+        part = 1.0 if node.children else share
+        found[node.layers] = StageLoad(
+            2 * cost.forward / flops, part * 2 * backward / flops, cost.output_floats, run.num_parameters()
+        )
+    return {name: found[node.layers] for name, node in tree.nodes.items()}
+
+
+def measured_loads(
+    tree: Tree, network: nn.Module, shape: tuple[int, ...], rows: int, share: float = 1.0, seconds: float = 0.4
+) -> dict[str, StageLoad]:
+    """Loads on this machine: the best of a few timed micro-batches of this many rows, on one core.
+
+    Each distinct run of layers takes about `seconds`, or two turns if one takes longer.
+    """
+    keep_freed_memory()  # as the engine does
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {}
+    try:
+        for node, run, x in _runs(tree, network, torch.randn(rows, *shape, dtype=next(network.parameters()).dtype)):
+            part = 1.0 if node.children else share
+            forward, backward, floats = _measure(run.train(), x, node.parent is not None, part, seconds)
+            found[node.layers] = StageLoad(forward / rows, backward / rows, floats // rows, run.num_parameters())
+    finally:
+        torch.set_num_threads(threads)
+    return {name: found[node.layers] for name, node in tree.nodes.items()}
+
+
+def _runs(tree: Tree, network: nn.Module, x: Value) -> Iterator[tuple[Node, TreeNet, Value]]:
+    """Each distinct run of layers in the tree: a node that has it, a net of this one stage, and what it is given."""
+    layers = dict(children(copy.deepcopy(network)))  # running a layer may change it: batch statistics, modes
+    outputs: dict[tuple[str, ...], Value] = {(): x}
+    for node in tree.nodes.values():
+        if node.layers in outputs:
+            continue
+        run = nn.Sequential(OrderedDict((name, layers[name]) for name in node.layers))
+        net = TreeNet(partial(_given, run), members=1)
+        given = outputs[tree.nodes[node.parent].layers if node.parent else ()]
+        with torch.no_grad():
+            outputs[node.layers] = net.eval().stage("trunk")(given)
+        yield node, net, given
+
+
+def _given(network: nn.Module) -> nn.Module:
+    return network
+
+
+def _measure(net: TreeNet, x: Value, input_gradient: bool, share: float, seconds: float) -> tuple[float, float, int]:
+    """Seconds of forward and backward on x, the first turn left out, and how many floats come out."""
+    rows = values.num_rows(x)
+    learn = None if share >= 1 else torch.arange(rows) < max(1, round(share * rows))
+    context = Context(("plan",), rows, {}, input_gradient)
+    forward: list[float] = []
+    backward: list[float] = []
+    stop = time.perf_counter() + seconds
+    while len(forward) < 2 or (len(forward) < 8 and time.perf_counter() < stop):
+        start = time.perf_counter()
+        tape = record(net.stage("trunk"), x, context, None, share)
+        forward.append(time.perf_counter() - start)
+        d_output = values.map_leaves(torch.rand_like, tape.output)
+        if learn is not None:
+            d_output = values.map_leaves(lambda d: d * learn.view(-1, *(1,) * (d.dim() - 1)), d_output)
+        start = time.perf_counter()
+        tape.backward(d_output, learn)
+        backward.append(time.perf_counter() - start)
+    return min(forward[1:]), min(backward[1:]), sum(t.numel() for t in values.leaves(tape.output))

@@ -1,0 +1,251 @@
+"""What a step on several ranks will take, and where the stages are best held.
+
+`predict` plays the tasks and messages of the ranks engine in simulated time; `auto` looks for the placement with the
+least of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mheads.distributed.loads import StageLoad, counted_loads, measured_loads
+from mheads.distributed.placement import Placement, default, meshes, spread
+from mheads.distributed.simulation import Simulation, first_run
+from mheads.tree import Tree
+
+__all__ = [
+    "Edge",
+    "Prediction",
+    "StageLoad",
+    "auto",
+    "counted_loads",
+    "exchanged",
+    "measured_loads",
+    "predict",
+    "traffic",
+]
+
+# How many simulated tasks a search may take: about a second.
+EFFORT = 60_000
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What a step moves between two slots for the output of a stage: floats of the whole batch, there and back."""
+
+    stage: str
+    source: int
+    target: int
+    forward: int
+    backward: int
+
+
+def traffic(tree: Tree, loads: Mapping[str, StageLoad], placement: Placement, rows: int, separable: bool) -> list[Edge]:
+    """Every edge between ranks: stages to their children, and members to the loss where that needs all of them."""
+    slot = placement.stages
+    edges = []
+    for name, node in tree.nodes.items():
+        size = rows * loads[name].output_floats
+        held = [slot[child] for child in node.children]
+        for target in sorted(set(held) - {slot[name]}):
+            # The first children, where they are together, add their gradients before they send.
+            messages = held.count(target) - (first_run(held) - 1 if target == held[0] else 0)
+            edges.append(Edge(name, slot[name], target, size, messages * size))
+        loss = slot[tree.roots[0].name]
+        if not node.children and not separable and slot[name] != loss:
+            edges.append(Edge(name, slot[name], loss, size, size))
+    return edges
+
+
+def exchanged(loads: Mapping[str, StageLoad], placement: Placement) -> int:
+    """Floats of weight gradients that the replicas send each other in a step: parts, and their sums back."""
+    return 2 * (placement.replicas - 1) * sum(loads[name].parameters for name in placement.stages)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A training step: its time, the part of it in which cores have nothing to do, and what is sent.
+
+    `compute_seconds` are those of all workers of each rank. `exposed_seconds`: what the step would take less if sending
+    took no time. `floats_sent` counts weight gradients between replicas too, which no edge does.
+    """
+
+    step_seconds: float
+    compute_seconds: tuple[float, ...]
+    idle_share: float
+    exposed_seconds: float
+    floats_sent: int
+    edges: tuple[Edge, ...]
+
+
+def predict(
+    tree: Tree,
+    loads: Mapping[str, StageLoad],
+    placement: Placement,
+    rows: int,
+    micro_batches: int,
+    workers: int,
+    bandwidth: float,
+    latency: float,
+    separable: bool,
+    bytes_per_float: int = 4,
+) -> Prediction:
+    """What a step of `rows` examples will take.
+
+    `workers` cores a rank; each rank sends and receives `bandwidth` bytes a second at once, one message after the
+    other; a message is `latency` seconds under way.
+    """
+    job = Simulation(tree, loads, rows, micro_batches, workers, separable)
+    seconds, compute = job.run(placement, bytes_per_float / bandwidth, latency)
+    ideal, _ = job.run(placement, 0.0, 0.0)
+    edges = tuple(traffic(tree, loads, placement, rows, separable))
+    return Prediction(
+        seconds,
+        tuple(compute),
+        max(0.0, 1 - sum(compute) / (placement.ranks * workers * seconds)) if seconds else 0.0,
+        max(0.0, seconds - ideal),  # a greedy order can, rarely, gain from a late message
+        sum(edge.forward + edge.backward for edge in edges) + exchanged(loads, placement),
+        edges,
+    )
+
+
+def auto(
+    tree: Tree,
+    loads: Mapping[str, StageLoad],
+    ranks: int,
+    rows: int,
+    micro_batches: int,
+    workers: int,
+    bandwidth: float,
+    latency: float,
+    separable: bool,
+    bytes_per_float: int = 4,
+) -> Placement:
+    """The placement with the least predicted step time that a bounded search finds, never worse than the default.
+
+    Equally fast ones: fewer floats sent, then more slots.
+    """
+    simulation = Simulation(tree, loads, rows, micro_batches, workers, separable)
+    return _Search(simulation, loads, rows, bytes_per_float / bandwidth, latency).best(ranks)
+
+
+Score = tuple[float, int, int]
+
+
+class _Search:
+    """Every mesh with two simple placements each; then moves and swaps of stages in the best meshes."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        loads: Mapping[str, StageLoad],
+        rows: int,
+        seconds_a_float: float,
+        latency: float,
+    ) -> None:
+        self.simulation, self.tree, self.loads, self.rows = simulation, simulation.tree, loads, rows
+        self.seconds_a_float, self.latency = seconds_a_float, latency
+        self.work = {name: load.forward + load.backward for name, load in loads.items()}
+        self.spent = 0
+        self.scores: dict[tuple[int, ...], Score] = {}
+        siblings: defaultdict[tuple, list[str]] = defaultdict(list)
+        for leaf in self.tree.leaves:
+            siblings[leaf.parent, leaf.layers].append(leaf.name)
+        self.equal = list(siblings.values())
+
+    def best(self, ranks: int) -> Placement:
+        first = default(self.tree, ranks, len(self.simulation.sizes))
+        found = {(first.slots, first.replicas): (self.score(first), first)}
+        for mesh in self.meshes(ranks):
+            fastest = min(score for score, _ in found.values())
+            if self.spent > EFFORT / 2 or self.bound(*mesh) > fastest[0]:
+                break
+            for stages in (spread(self.tree, mesh[0]), self.longest_first(mesh[0])):
+                placement = Placement(stages, *mesh)
+                candidate = (self.score(placement), placement)
+                found[mesh] = min(found.get(mesh, candidate), candidate, key=lambda pair: pair[0])
+        starts = sorted(found.values(), key=lambda pair: pair[0])[:3]
+        budget = (EFFORT - self.spent) / len(starts)
+        ends = [self.improve(*start, self.spent + budget) for start in starts]
+        return min(ends, key=lambda pair: pair[0])[1]
+
+    def meshes(self, ranks: int) -> list[tuple[int, int]]:
+        """The most promising first; of very many slots, only some numbers."""
+        found = meshes(len(self.tree.nodes), ranks, len(self.simulation.sizes))
+        most = max(slots for slots, _ in found)
+        if 2 * len(found) * self.cost(1) > EFFORT:
+            some = {most >> i for i in range(most.bit_length())} | {ranks // replicas for _, replicas in found}
+            found = [mesh for mesh in found if mesh[0] in some]
+        return sorted(found, key=lambda mesh: (self.bound(*mesh), -mesh[0] * mesh[1], -mesh[0]))
+
+    def bound(self, slots: int, replicas: int) -> float:
+        """Seconds that no placement on this mesh can do without."""
+        simulation = self.simulation
+        rows = sum(simulation.sizes[: len(simulation.sizes) // replicas])
+        spread_evenly = rows * sum(self.work.values()) / (slots * simulation.workers)
+        in_a_row = simulation.sizes[0] * max(simulation.paths)
+        parameters = sum(load.parameters for load in self.loads.values()) / slots
+        sending = 2 * (replicas - 1) / replicas * parameters * self.seconds_a_float
+        return max(spread_evenly, in_a_row) + sending
+
+    def cost(self, replicas: int) -> int:
+        """Tasks in a simulation."""
+        return 2 * len(self.tree.nodes) * len(self.simulation.sizes) // replicas
+
+    def score(self, placement: Placement) -> Score:
+        key = (placement.slots, placement.replicas, *placement.stages.values())
+        if key not in self.scores:
+            seconds, _ = self.simulation.run(placement, self.seconds_a_float, self.latency)
+            edges = traffic(self.tree, self.loads, placement, self.rows, self.simulation.separable)
+            floats = sum(edge.forward + edge.backward for edge in edges) + exchanged(self.loads, placement)
+            self.spent += self.cost(placement.replicas)
+            self.scores[key] = (float(f"{seconds:.9g}"), floats, -placement.slots)  # ties in spite of rounding
+        return self.scores[key]
+
+    def longest_first(self, slots: int) -> dict[str, int]:
+        """Each stage, those with the most work first, to the slot that has the least so far."""
+        stages: dict[str, int] = {}
+        held = [0.0] * slots
+        for name in sorted(self.tree.nodes, key=lambda name: -self.work[name]):
+            slot = min(range(slots), key=lambda slot: held[slot])
+            held[slot] += self.work[name]
+            stages[name] = slot
+        return self.tidy(stages)
+
+    def improve(self, score: Score, placement: Placement, stop: float) -> tuple[Score, Placement]:
+        """Moves a stage, or swaps two, as long as that helps."""
+        names = sorted(self.tree.nodes, key=lambda name: -self.work[name])
+        moves = [(name, slot) for name in names for slot in range(placement.slots)]
+        swaps = list(itertools.combinations(names, 2))
+        better = placement.slots > 1
+        while better:
+            better = False
+            for name, to in itertools.chain[tuple[str, int | str]](moves, swaps):
+                if self.spent > stop:
+                    return score, placement
+                self.spent += len(names) // 4  # looking at a change costs too
+                stages = dict(placement.stages)
+                if isinstance(to, int):
+                    stages[name] = to
+                else:
+                    stages[name], stages[to] = stages[to], stages[name]
+                if len(set(stages.values())) < placement.slots:
+                    continue
+                changed = Placement(self.tidy(stages), placement.slots, placement.replicas)
+                if self.score(changed) < score:
+                    score, placement, better = self.score(changed), changed, True
+        return score, placement
+
+    def tidy(self, stages: Mapping[str, int]) -> dict[str, int]:
+        """The same work a slot: equal siblings in runs, the last of them beside their parent, and slots in order."""
+        tidied = dict(stages)
+        for siblings in self.equal:
+            held = [stages[name] for name in siblings]
+            beside, count = tidied[self.tree.nodes[siblings[0]].parent or siblings[0]], Counter(held)
+            held.sort(key=lambda slot: (slot == beside, -count[slot], slot))
+            tidied.update(zip(siblings, held, strict=True))
+        order = {slot: i for i, slot in enumerate(dict.fromkeys(tidied[name] for name in self.tree.nodes))}
+        return {name: order[tidied[name]] for name in self.tree.nodes}

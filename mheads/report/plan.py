@@ -1,0 +1,327 @@
+"""What training a config on ranks would take: predicted before anything is started, from the shape of the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+import numpy as np
+import torch
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from mheads.checkpoint import write_text_atomically
+from mheads.config import Config
+from mheads.distributed.placement import Placement, default, explicit
+from mheads.distributed.plan import Prediction, StageLoad, auto, counted_loads, measured_loads, predict
+from mheads.engine.threads import auto_micro_batches
+from mheads.errors import UserError
+from mheads.experiment import build_loss, factory
+from mheads.models import INPUT_SHAPES
+from mheads.tree import Tree, TreeNet, describe, parse, whole_spec
+
+BANDWIDTH = 1.25e9  # bytes a second: 10 Gbit/s
+LATENCY = 50e-6
+_SHAPES = {"digits": (1, 8, 8), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step as the planner needs to know it: the tree, one member's network, and how the batch is cut."""
+
+    tree: Tree
+    network: nn.Module
+    shape: tuple[int, ...]
+    rows: int
+    micro_batches: int
+    separable: bool
+    share: float
+
+    def measured(self) -> dict[str, StageLoad]:
+        rows = -(-self.rows // self.micro_batches)
+        return measured_loads(self.tree, self.network, self.shape, rows, self.share)
+
+    def counted(self, flops: float) -> dict[str, StageLoad]:
+        return counted_loads(self.tree, self.network, self.shape, flops, self.share)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks of so many workers, that send so many bytes a second."""
+
+    ranks: int
+    workers: int = 1
+    bandwidth: float = BANDWIDTH
+    latency: float = LATENCY
+
+    def __post_init__(self) -> None:
+        for name, value in (("ranks", self.ranks), ("workers", self.workers), ("bandwidth", self.bandwidth)):
+            if not value > 0:
+                raise UserError(f"--{name} is {value:g}: it must be above 0")
+        if not self.latency >= 0:
+            raise UserError(f"--latency is {self.latency:g}: it must not be below 0")
+
+    def predict(self, job: Job, loads: Mapping[str, StageLoad], placement: Placement) -> Prediction:
+        wires = (self.workers, self.bandwidth, self.latency)
+        return predict(job.tree, loads, placement, job.rows, job.micro_batches, *wires, job.separable)
+
+    def place(self, how: str | Mapping[str, int], job: Job, loads: Mapping[str, StageLoad] | None = None) -> Placement:
+        """As a config says: default, auto, or a rank for each stage."""
+        if how == "default":
+            return default(job.tree, self.ranks, job.micro_batches)
+        if isinstance(how, Mapping):
+            return explicit(job.tree, how, self.ranks, job.micro_batches)
+        if how != "auto":
+            raise UserError(f"the placement is default or auto, not {how!r}")
+        wires = (self.workers, self.bandwidth, self.latency)
+        loads = job.measured() if loads is None else loads
+        return auto(job.tree, loads, self.ranks, job.rows, job.micro_batches, *wires, job.separable)
+
+
+def job_of(config: Config) -> Job:
+    """What a step of this config is; of its networks one is built, and of its data only the shape looked up."""
+    net = TreeNet(factory(config), members=1)
+    shape = input_shape(config)
+    net.probe(torch.zeros(2, *shape, dtype=next(net.parameters()).dtype))
+    network = net.member(0)
+    tree = parse(whole_spec(config.members, config.split), describe(network), config.members, config.model)
+    loss = build_loss(config)
+    rows = config.optim.batch_size * config.optim.accumulate
+    cut = config.engine.micro_batches
+    parts = auto_micro_batches(config.optim.batch_size, net) if cut == "auto" else cut
+    parts = min(parts * config.optim.accumulate, rows)
+    share = min(1.0, (loss.winners or tree.num_members) / tree.num_members)
+    return Job(tree, network, shape, rows, parts, loss.separable, share)
+
+
+def input_shape(config: Config) -> tuple[int, ...]:
+    """The shape of an example: what its data set is known for, or else what its network is."""
+    data = config.data
+    if data.name in _SHAPES:
+        return _SHAPES[data.name]
+    if data.name == "folder" and data.crop is not None:
+        return (3, data.crop, data.crop)
+    if data.name == "npz" and data.path is not None and data.path.is_file():
+        return _npz_shape(data.path)
+    if config.model in INPUT_SHAPES:
+        return INPUT_SHAPES[config.model]
+    if data.name == "folder":
+        raise UserError("how large the images are is not known: give data.crop=N, the side that the network sees")
+    raise UserError(
+        f"the shape of an example of {data.name!r} is not known: give data.path of an .npz file that exists, "
+        f"or data.name={' or '.join(_SHAPES)}"
+    )
+
+
+def _npz_shape(path: Path) -> tuple[int, ...]:
+    """From the header alone: the arrays may be large."""
+    try:
+        with ZipFile(path) as file, file.open("x_train.npy") as stream:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape = read(stream)[0]
+    except (BadZipFile, KeyError, ValueError, OSError) as error:
+        raise UserError(f"{path} has no array x_train to take the shape of an example from ({error})") from error
+    return (1, *shape[1:]) if len(shape) == 3 else tuple(shape[1:])  # images without channels have one
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job on a cluster, placed in one or more ways; the first is one rank, for comparison."""
+
+    name: str
+    job: Job
+    cluster: Cluster
+    speed: str
+    ways: dict[str, tuple[Placement, Prediction]]
+
+    def to_json(self) -> dict[str, Any]:
+        job, cluster = self.job, self.cluster
+        return {
+            "recipe": self.name,
+            "members": job.tree.num_members,
+            "batch": job.rows,
+            "micro_batches": job.micro_batches,
+            "ranks": cluster.ranks,
+            "workers": cluster.workers,
+            "bandwidth_bytes_per_second": cluster.bandwidth,
+            "latency_seconds": cluster.latency,
+            "speed": self.speed,
+            "placements": {
+                way: {
+                    "replicas": placement.replicas,
+                    "slots": placement.slots,
+                    "stages": dict(placement.stages),
+                    "images_per_second": job.rows / prediction.step_seconds,
+                    **asdict(prediction),
+                }
+                for way, (placement, prediction) in self.ways.items()
+            },
+        }
+
+
+def make_plan(config: Config, cluster: Cluster, flops: float | None, how: str | None, name: str) -> Plan:
+    """`flops` operations a second a rank, or measured on this machine; `how`, or as the config says and auto."""
+    if flops is not None and not flops > 0:
+        raise UserError(f"--flops is {flops:g}: it must be above 0")
+    job = job_of(config)
+    loads = job.measured() if flops is None else job.counted(flops / cluster.workers)
+    ways: dict[str, str | Mapping[str, int]] = {"auto": "auto"}
+    if how is not None:
+        ways = {how: how}
+    elif isinstance(config.placement, Mapping):
+        ways = {"as given": config.placement, **ways}
+    else:
+        ways = {"default": "default", **ways}
+    alone = Cluster(1, cluster.workers)
+    one = alone.place("default", job)
+    found = {"one rank": (one, alone.predict(job, loads, one))}
+    for way, value in ways.items():
+        placement = cluster.place(value, job, loads)
+        found[way] = (placement, cluster.predict(job, loads, placement))
+    speed = "measured on this machine" if flops is None else f"{flops / 1e12:g} TFLOP/s a rank"
+    return Plan(name, job, cluster, speed, found)
+
+
+def write_json(plan: Plan, path: Path) -> None:
+    write_text_atomically(path, json.dumps(plan.to_json(), indent=1) + "\n")
+
+
+def show(plan: Plan) -> Group:
+    job, cluster = plan.job, plan.cluster
+    members = f"{job.tree.num_members} member{'s' if job.tree.num_members != 1 else ''}"
+    parts: list[RenderableType] = [
+        Text(f"{plan.name}, {members}, batch {job.rows} in {job.micro_batches} micro-batches", style="bold"),
+        Text(
+            f"{_count(cluster.ranks, 'rank')} of {_count(cluster.workers, 'worker')}, {plan.speed}; "
+            f"{cluster.bandwidth / 1e9:g} GB/s, {cluster.latency * 1e6:g} µs"
+        ),
+        _figures(plan),
+    ]
+    shown: list[Placement] = []
+    for way, (placement, prediction) in list(plan.ways.items())[1:]:
+        if placement in shown:
+            continue
+        shown.append(placement)
+        parts.append(_holdings(way, job.tree, placement, prediction, cluster))
+    return Group(*parts)
+
+
+def _figures(plan: Plan) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("predicted")
+    for way in plan.ways:
+        table.add_column(way, justify="right")
+    found = list(plan.ways.values())
+    first = found[0][1].step_seconds
+    rows = {
+        "step": [seconds(p.step_seconds) for _, p in found],
+        "images/s": [f"{plan.job.rows / p.step_seconds:,.0f}" for _, p in found],
+        "speed-up": [f"{first / p.step_seconds:.2f}" for _, p in found],
+        "idle": [f"{100 * p.idle_share:.1f}%" for _, p in found],
+        "exposed communication": [seconds(p.exposed_seconds) for _, p in found],
+        "floats a step": [f"{p.floats_sent:,}" for _, p in found],
+        "replicas x slots": [f"{m.replicas} x {m.slots}" for m, _ in found],
+    }
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    return table
+
+
+def _holdings(way: str, tree: Tree, placement: Placement, prediction: Prediction, cluster: Cluster) -> RenderableType:
+    """Which ranks hold what, and how busy that keeps them; slots that hold alike in one line if there are many."""
+    held = [placement.owned(slot) for slot in range(placement.slots)]
+    alike = [tuple(tree.nodes[name].layers for name in stages) for stages in held]
+    many = placement.slots > 10
+    runs = [list(run) for _, run in groupby(range(placement.slots), key=lambda s: alike[s] if many else s)]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("who")
+    table.add_column("holds", overflow="fold")
+    table.add_column("computes", justify="right")
+    table.add_column("idle", justify="right")
+    for run in runs[:12]:
+        stages = names([stage for slot in run for stage in held[slot]])
+        busy = sum(prediction.compute_seconds[slot] for slot in run) / len(run)
+        idle = 1 - busy / (cluster.workers * prediction.step_seconds)
+        each = f"{stages}, {len(held[run[0]])} each" if len(run) > 1 else stages
+        table.add_row(ranks_of(placement, run), each, seconds(busy / cluster.workers), f"{100 * idle:.0f}%")
+    if len(runs) > 12:
+        table.add_row(f"... {placement.slots - runs[12][0]} more", "", "", "")
+    return Group(Text.assemble((way, "bold"), f": {mesh_text(placement, cluster.ranks)}"), table)
+
+
+def mesh_text(placement: Placement, ranks: int) -> str:
+    """The mesh in words, and whether anybody is left over."""
+    where = _count(placement.slots, "rank")
+    text = f"one tree on {where}" if placement.replicas == 1 else f"{placement.replicas} replicas of {where} each"
+    if placement.ranks < ranks:
+        text += f"; {_count(ranks - placement.ranks, 'rank')} of {ranks} with nothing to do"
+    return text
+
+
+def ranks_of(placement: Placement, slots: Sequence[int]) -> str:
+    """The ranks of these consecutive slots in every replica: `rank 0`, `ranks 1-3, 5-7`."""
+    first, last = slots[0], slots[-1]
+    starts = [replica * placement.slots for replica in range(placement.replicas)]
+    if len(slots) == placement.slots:
+        starts, last = starts[:1], placement.ranks - 1
+    spans = [span(start + first, start + last) for start in starts]
+    if len(spans) > (4 if first == last else 3):
+        spans = [*spans[:2], "...", spans[-1]]
+    return f"rank{'s' if len(starts) > 1 or first != last else ''} {', '.join(spans)}"
+
+
+def names(stages: Iterable[str]) -> str:
+    """Stages in short: `trunk, conv2/0-3`."""
+    spans: list[tuple[str, int, int]] = []
+    found: list[str] = []
+
+    def close() -> None:
+        found.extend(f"{prefix}{span(first, last)}" for prefix, first, last in spans)
+        spans.clear()
+
+    for stage in stages:
+        prefix, number = stage[: len(stage) - len(stage.rpartition("/")[2])], stage.rpartition("/")[2]
+        if not number.isdigit():
+            close()
+            found.append(stage)
+        elif spans and spans[-1][0] == prefix and spans[-1][2] + 1 == int(number):
+            spans[-1] = (prefix, spans[-1][1], int(number))
+        else:
+            spans.append((prefix, int(number), int(number)))
+    close()
+    return ", ".join(found)
+
+
+def numbers(found: Iterable[int]) -> str:
+    """Numbers in short: `0, 2-5`; the first and last few of very many spans."""
+    spans: list[list[int]] = []
+    for number in sorted(set(found)):
+        if spans and spans[-1][1] + 1 == number:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    texts = [span(*pair) for pair in spans]
+    return ", ".join(texts if len(texts) <= 5 else [*texts[:3], "...", texts[-1]])
+
+
+def span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def seconds(value: float) -> str:
+    if value >= 1:
+        return f"{value:,.2f} s"
+    return f"{1e3 * value:.1f} ms" if value >= 1e-3 or not value else f"{1e6 * value:.0f} µs"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' if number != 1 else ''}"

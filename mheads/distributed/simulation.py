@@ -50,21 +50,14 @@ class Simulation:
 
     def run(self, placement: Placement, seconds_a_float: float, latency: float) -> tuple[float, list[float]]:
         """Seconds of the step, and of computing on each rank."""
-        slots, replicas = placement.slots, placement.replicas
+        replicas = placement.replicas
         held = [placement.stages[name] for name in self.names]
         each = len(self.sizes) // replicas
         shares = [tuple(self.sizes[r * each : (r + 1) * each]) for r in range(replicas)]
         played = {
-            share: _Replica(self, held, slots, share, seconds_a_float, latency) for share in dict.fromkeys(shares)
+            share: _Replica(self, held, placement, share, seconds_a_float, latency) for share in dict.fromkeys(shares)
         }
-        ends = [max(replica.done[slot] for replica in played.values()) for slot in range(slots)]
-        if replicas > 1:
-            parameters = [0] * slots
-            for s, slot in enumerate(held):
-                parameters[slot] += self.loads[s].parameters
-            # Everybody's part to its owner, and the sum back to everybody.
-            part = (replicas - 1) / replicas * seconds_a_float
-            ends = [end + 2 * (n * part + latency) for end, n in zip(ends, parameters, strict=True)]
+        ends = [max(replica.done[slot] for replica in played.values()) for slot in range(placement.slots)]
         # Reports to rank 0, and its decision back.
         seconds = max(ends) + (2 * latency if placement.ranks > 1 else 0)
         return seconds, [busy for share in shares for busy in played[share].computed]
@@ -77,13 +70,14 @@ class _Replica:
         self,
         step: Simulation,
         held: list[int],
-        slots: int,
+        placement: Placement,
         sizes: tuple[int, ...],
         seconds_a_float: float,
         latency: float,
     ) -> None:
         self.step, self.held, self.sizes = step, held, sizes
         self.seconds_a_float, self.latency = seconds_a_float, latency
+        self.to_others = (placement.replicas - 1) / placement.replicas  # of a stage's parameters
         self.loss_slot = held[step.roots[0]]
         self.where: list[dict[int, list[int]]] = []  # the children of each stage by slot
         self.together = [1] * len(held)  # siblings whose gradients are added before they are sent
@@ -95,6 +89,7 @@ class _Replica:
             first = first_run([held[child] for child in children])
             for child in children[:first]:
                 self.together[child] = first
+        slots = placement.slots
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[..., None], tuple]] = []
         self.numbers = itertools.count()  # of two things at once, what was there first goes first
@@ -102,9 +97,11 @@ class _Replica:
         self.woken: set[int] = set()  # slots where there may be something to start
         self.idle = [step.workers] * slots
         self.computed, self.done, self.sent, self.received = ([0.0] * slots for _ in range(4))
-        # By stage and micro-batch: gradients of the first children added, children heard of; outputs at the loss.
+        # By stage and micro-batch: gradients of the first children added, children heard of. By stage: micro-batches
+        # taken back. By micro-batch: outputs at the loss.
         self.added: Counter[tuple[int, int]] = Counter()
         self.heard: Counter[tuple[int, int]] = Counter()
+        self.taken_back: Counter[int] = Counter()
         self.outputs: Counter[int] = Counter()
         self._play()
 
@@ -159,8 +156,10 @@ class _Replica:
                 self._send(slot, target, i, s, self._spawn, FORWARD, i, children)
         elif phase == FORWARD and not self.step.separable:
             self._send(slot, self.loss_slot, i, s, self._gather, i)
-        elif self.step.parents[s] >= 0:
-            self._hand_up(slot, i, s, self.step.parents[s])
+        else:
+            self._keep(slot, s)
+            if self.step.parents[s] >= 0:
+                self._hand_up(slot, i, s, self.step.parents[s])
 
     # What goes from one stage to another.
 
@@ -182,12 +181,28 @@ class _Replica:
         if self.outputs[i] == len(self.step.leaves):
             self._spawn(LOSS, i, self.step.roots[:1])
 
+    def _keep(self, slot: int, s: int) -> None:
+        """Gradients of a stage, once they are complete: a part to each replica that adds it up, and the sums back.
+
+        The other replicas do the same, so what comes in from them is what this one sends.
+        """
+        self.taken_back[s] += 1
+        if self.to_others and self.taken_back[s] == len(self.sizes):
+            floats = self.to_others * self.step.loads[s].parameters
+            self._post(slot, slot, floats, self._post, slot, slot, floats, self._rest, slot)
+
+    def _rest(self, slot: int) -> None:
+        self.done[slot] = self.now
+
     def _send(self, source: int, target: int, i: int, s: int, arrive: Callable[..., None], *args: object) -> None:
         """A tensor like the output of stage s on micro-batch i."""
         if source == target:
             arrive(*args)
-            return
-        seconds = self.sizes[i] * self.step.loads[s].output_floats * self.seconds_a_float
+        else:
+            self._post(source, target, self.sizes[i] * self.step.loads[s].output_floats, arrive, *args)
+
+    def _post(self, source: int, target: int, floats: float, arrive: Callable[..., None], *args: object) -> None:
+        seconds = floats * self.seconds_a_float
         start = max(self.now, self.sent[source])
         self.sent[source] = start + seconds
         self._after(start + self.latency, self._receive, target, seconds, arrive, *args)

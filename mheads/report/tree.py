@@ -16,8 +16,8 @@ from mheads.experiment import factory
 from mheads.tree import Node, Tree, children, describe, parse, whole_spec
 
 if TYPE_CHECKING:
+    from mheads.distributed.job import Job
     from mheads.distributed.placement import Placement
-    from mheads.report.plan import Job
 
 
 def draw(config: Config, ranks: int | None = None) -> Group:
@@ -56,7 +56,7 @@ def draw(config: Config, ranks: int | None = None) -> Group:
 
 
 def _placed(config: Config, ranks: int) -> tuple[Job, Placement, int]:
-    from mheads.report.plan import Cluster, job_of  # only now: they take the time that drawing a tree takes
+    from mheads.distributed.job import Cluster, job_of  # only now: without ranks a tree needs none of it
 
     job = job_of(config)
     return job, Cluster(ranks).place(config.placement, job), ranks

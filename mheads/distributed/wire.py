@@ -1,0 +1,270 @@
+"""Values on the wire: tensors of any shape, dtype and layout, sent as the bytes that they are.
+
+A frame is a header, which says what follows, and the bytes of each tensor. So a receiver need know nothing beforehand,
+and a batch of another size is no event. Layouts travel along: a channels-last tensor arrives channels-last, which
+torch.distributed alone refuses (`send`) or silently scrambles (`broadcast`).
+
+What gloo does not say, and this module is built around: a send ends only when the receiver has asked for it; nothing
+tells whether one has ended except waiting for it; a wait that times out closes every connection; and a send or a
+receive that is forgotten under way jams its connection for good.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mheads.values import Value
+
+HEADER = 512  # bytes of the first message; a longer description goes on in a second one
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A message: `key` says what it is (plain data), `value` holds tensors."""
+
+    key: Any
+    value: Value = None
+
+
+class PeerError(RuntimeError):
+    """A rank did not send, or did not take, what was waited for."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(f"rank {rank} {why}")
+        self.rank = rank
+
+
+class Posted:
+    """A frame under way: holds its bytes until they are gone. Must be kept, and waited for once."""
+
+    def __init__(self, to: int, works: list[Any], parts: list[Tensor]) -> None:
+        self.to, self.works, self.parts = to, works, parts
+        self.num_bytes = sum(part.numel() for part in parts)
+
+    def wait(self) -> None:
+        for work in self.works:
+            _wait(work, self.to)
+
+
+def post(frame: Frame, to: int, tag: int = 0, group: Any = None) -> Posted:
+    """Begins to send a frame to a rank. Its tensors must not change before `wait` has returned."""
+    parts: list[Tensor] = []
+    text = json.dumps([frame.key, _describe(frame.value, parts)]).encode()
+    header = torch.zeros(HEADER, dtype=torch.uint8)
+    start = text[: HEADER - 4]
+    header[: 4 + len(start)] = torch.frombuffer(bytearray(len(text).to_bytes(4, "big") + start), dtype=torch.uint8)
+    rest = text[len(start) :]
+    if rest:
+        parts.insert(0, torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+    parts.insert(0, header)
+    return _post(parts, to, tag, group)
+
+
+def take(source: int, tag: int = 0, group: Any = None, timeout: float | None = None) -> Frame:
+    """The next frame from a rank, waited for; `timeout` in seconds, the group's own if None."""
+    header = torch.empty(HEADER, dtype=torch.uint8)
+    _wait(_receive(header, source, tag, group), source, timeout)
+    raw = bytes(header.numpy())
+    length, text = int.from_bytes(raw[:4], "big"), raw[4:]
+    if length > len(text):
+        rest = torch.empty(length - len(text), dtype=torch.uint8)
+        _wait(_receive(rest, source, tag, group), source, timeout)
+        text += bytes(rest.numpy())
+    key, form = json.loads(text[:length])
+    tensors: list[Tensor] = []
+    value = _build(form, tensors)
+    # All at once: the transfer of one goes on while another's is set up.
+    works = [_receive(_bytes(t), source, tag, group) for t in tensors if t.numel()]
+    for work in works:
+        _wait(work, source, timeout)
+    return Frame(key, value)
+
+
+class Note:
+    """Two whole numbers, not negative, expected from a rank. Their place is open at once: the sender never waits."""
+
+    _open: ClassVar[set[Note]] = set()  # a receive that is forgotten under way jams the connection
+
+    def __init__(self, source: int, tag: int = 0, group: Any = None) -> None:
+        self.source, self.numbers = source, torch.full((2,), -1)
+        self.work = _receive(self.numbers, source, tag, group)
+        self._open.add(self)
+
+    def seems_here(self) -> bool:
+        """Whether the last number has begun to arrive: then `wait` takes no time."""
+        return self.numbers[-1].item() != -1
+
+    def wait(self, timeout: float | None = None) -> tuple[int, int]:
+        self._open.discard(self)
+        _wait(self.work, self.source, timeout)
+        first, second = self.numbers.tolist()
+        return first, second
+
+
+def post_note(numbers: tuple[int, int], to: int, tag: int = 0, group: Any = None) -> Posted:
+    """Begins to send the numbers of a note."""
+    return _post([torch.tensor(numbers)], to, tag, group)
+
+
+class Outbox:
+    """What has been sent and not yet taken. Sending waits for no receiver: a thread waits, and lets go of the bytes."""
+
+    def __init__(self, limit: int = 512) -> None:
+        self.limit = limit
+        self.closed = False
+        self._unsent: deque[tuple[Callable[[], Posted], bool]] = deque()
+        self._kept: deque[tuple[Future[None], bool]] = deque()
+        self._under_way: SimpleQueue[tuple[Posted, Future[None]]] = SimpleQueue()
+        self._posting, self._settling = threading.Lock(), threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, start: Callable[[], Posted], vital: bool = True) -> None:
+        """Begins to send by calling `start`. A failure is raised by `settle`, if the message is vital.
+
+        A finaliser may call this in the midst of another `put`: that one then sends its message too, after its own, so
+        that the parts of two frames never mix.
+        """
+        if self.closed:
+            return
+        self._unsent.append((start, vital))
+        while self._unsent and self._posting.acquire(blocking=False):
+            try:
+                if self._unsent:
+                    self._begin(*self._unsent.popleft())
+            finally:
+                self._posting.release()
+
+    def settle(self, most: int | None = None) -> None:
+        """Forgets what has been taken; waits while more than `most` messages have not."""
+        most = self.limit if most is None else most
+        with self._settling:
+            while self._kept and (len(self._kept) > most or self._kept[0][0].done()):
+                taken, vital = self._kept[0]
+                error = taken.exception()
+                self._kept.popleft()
+                if error is not None and vital:
+                    raise error
+
+    def _begin(self, start: Callable[[], Posted], vital: bool) -> None:
+        if self._thread is None:
+            # A daemon: a process that fails must not wait for peers that wait for it.
+            self._thread = threading.Thread(target=self._wait, name="mheads-outbox", daemon=True)
+            self._thread.start()
+        taken: Future[None] = Future()
+        self._kept.append((taken, vital))
+        try:
+            self._under_way.put((start(), taken))
+        except Exception as error:
+            taken.set_exception(error)
+
+    def _wait(self) -> None:
+        while True:
+            posted, taken = self._under_way.get()
+            try:
+                posted.wait()
+            except Exception as error:
+                taken.set_exception(error)
+            else:
+                taken.set_result(None)
+            del posted, taken  # not held until the next message
+
+
+def _post(parts: list[Tensor], to: int, tag: int, group: Any) -> Posted:
+    with _naming(to):
+        return Posted(to, [dist.isend(part, to, group=group, tag=tag) for part in parts], parts)
+
+
+def _receive(buffer: Tensor, source: int, tag: int, group: Any) -> Any:
+    with _naming(source):
+        work = dist.irecv(buffer, source, group=group, tag=tag)
+    assert work is not None, "this process is not in the group"
+    return work
+
+
+def _wait(work: Any, rank: int, timeout: float | None = None) -> None:
+    with _naming(rank, timeout):
+        work.wait() if timeout is None else work.wait(timedelta(seconds=timeout))
+
+
+@contextmanager
+def _naming(rank: int, timeout: float | None = None) -> Iterator[None]:
+    """gloo's errors name an address: ours name the rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        late = f"did not answer within {timeout:g} s" if timeout is not None else "did not answer in time"
+        gone = "has ended, or its connection is lost"
+        raise PeerError(rank, late if "Timed out" in str(error) else gone) from error
+
+
+def _describe(value: Value, parts: list[Tensor]) -> Any:
+    """The form of a value as plain data; the bytes of its tensors go to `parts`."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        tensor = value.detach().cpu().resolve_conj().resolve_neg()
+        if not _is_dense(tensor):
+            tensor = tensor.contiguous()
+        if tensor.numel():
+            parts.append(_bytes(tensor))
+        return {"t": str(tensor.dtype).removeprefix("torch."), "s": list(tensor.shape), "r": list(tensor.stride())}
+    if isinstance(value, dict):
+        return {"d": [[key, _describe(part, parts)] for key, part in value.items()]}
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"a value holds tensors in tuples, lists and dicts, not {type(value).__name__}")
+    found = [_describe(part, parts) for part in value]
+    if hasattr(value, "_fields"):
+        return {"n": f"{type(value).__module__}:{type(value).__qualname__}", "v": found}
+    return {"l" if isinstance(value, list) else "u": found}
+
+
+def _build(form: Any, tensors: list[Tensor]) -> Value:
+    """A value of this form, whose tensors are still to be filled."""
+    if form is None:
+        return None
+    if "t" in form:
+        tensor = torch.empty_strided(form["s"], form["r"], dtype=getattr(torch, form["t"]))
+        tensors.append(tensor)
+        return tensor
+    if "d" in form:
+        return {key: _build(part, tensors) for key, part in form["d"]}
+    if "n" in form:
+        module, _, name = form["n"].partition(":")
+        kind: Any = importlib.import_module(module)
+        for attribute in name.split("."):
+            kind = getattr(kind, attribute)
+        if not (isinstance(kind, type) and issubclass(kind, tuple)):  # a frame must not be able to call what it likes
+            raise TypeError(f"{form['n']} is not a named tuple")
+        return kind(*(_build(part, tensors) for part in form["v"]))
+    parts = [_build(part, tensors) for part in form["l" if "l" in form else "u"]]
+    return parts if "l" in form else tuple(parts)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one run of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((r, s) for r, s in zip(tensor.stride(), tensor.shape, strict=True) if s > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor."""
+    flat = torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8) if tensor.numel() else flat.new_empty(0, dtype=torch.uint8)

@@ -50,7 +50,9 @@ def demo(
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    run: Annotated[Path | None, typer.Option(help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", "-r", help="The run folder; by default runs/RECIPE-DIGEST.")
+    ] = None,
     force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:

@@ -103,7 +103,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 due = config.log.evaluate_every
                 if due and state.step % due == 0 and state.step < total:
                     result = evaluate(engine, data, watch)
-                    if log is not None:
+                    if log is not None and result is not None:
                         state.own(result, folder, log, watch)
                 due = config.log.checkpoint_every
                 if (due and state.step % due == 0 and state.step < total) or report.stop:
@@ -117,7 +117,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                     raise Interrupted(report.stop)
             result = evaluate(engine, data, watch)
             tensors = engine.gather(state.tensors(net, optimizer))
-            if log is None:
+            if log is None or result is None:
                 return {}
             _refuse_nonfinite_weights(net, tensors, state.step, checkpoints)
             if state.step not in state.history.iterations:
@@ -152,15 +152,15 @@ def _open(
     return {**found, "step": checkpoint.step, "state": checkpoint.state}, checkpoint.tensors
 
 
-def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) -> Result:
-    """All metrics on the test set; those of nothing in a process that is not the lead."""
+def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) -> Result | None:
+    """All metrics on the test set, which the lead gets."""
     metrics = Metrics(engine.net.num_members, len(data.classes))
     readers = evaluation_batches(data.test, data.preprocess, EVALUATION_ROWS)
     with (watch or Silent()).evaluating(len(data.test)) as advance:
         for outputs, targets in engine.outputs(readers):
             metrics.update(values.leaves(outputs)[0], targets)  # scores come first
             advance(len(targets))
-    return metrics.result()
+    return metrics.result() if engine.lead else None
 
 
 def summary(result: Result, experiment: Experiment, iterations: int, seconds: float) -> dict[str, Any]:

@@ -1,0 +1,145 @@
+"""An experiment on several ranks: each builds the stages that it owns, after all agree on what there is to build."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from mheads import config as configs
+from mheads import experiment as experiments
+from mheads.config import Config
+from mheads.data import Data, Preprocess
+from mheads.data.batch import Batches
+from mheads.device import default_workers, resolve
+from mheads.distributed.placement import Placement, default, explicit
+from mheads.distributed.ranks import RanksEngine, ReceivedStream, SendingStream, inputs_needed
+from mheads.distributed.world import World
+from mheads.engine.threads import ThreadsEngine, available_cores
+from mheads.errors import UserError
+from mheads.experiment import Experiment
+from mheads.tree import TreeNet
+
+
+@dataclass(frozen=True)
+class RanksExperiment(Experiment):
+    """Everything that training needs on this rank."""
+
+    world: World
+    placement: Placement
+
+    def engine(self) -> RanksEngine:
+        config = self.config
+        device = resolve(config.device)
+        workers = config.engine.workers
+        if workers == "auto":
+            workers = default_workers(device, max(1, available_cores() // self.world.launch.local_size))
+        count = experiments.micro_batches(config, self.net)
+        root_reads = config.data.reader == "root"
+        return RanksEngine(
+            self.net, workers, count, config.seed, device, self.world, self.placement, root_reads=root_reads
+        )
+
+    def batches(self, engine: ThreadsEngine) -> Batches:
+        assert isinstance(engine, RanksEngine)
+        optim = self.config.optim
+        rows = optim.batch_size * optim.accumulate
+        parts = engine.parts(rows, optim.accumulate)
+        engine.run(parts)  # refuses what does not divide
+
+        def needs(rank: int) -> range:
+            return inputs_needed(self.net.tree, self.placement, rank, rows, parts)
+
+        if not engine.root_reads:
+            return self.stream(needs(self.world.rank))
+        if not engine.lead:
+            return ReceivedStream(engine, self.data.preprocess)
+        return SendingStream(engine, self.stream(), {rank: needs(rank) for rank in range(1, self.world.size)})
+
+
+def build(config: Config, world: World) -> RanksExperiment:
+    """The experiment on this rank. Refuses, on all, if the ranks differ in recipe, code or data."""
+    world.compare("recipe", world.facts() | {k: v for k, v in configs.flatten(config).items() if _shared(k)})
+    world.timeout = config.timeout
+    resolve(config.device)
+    empty = experiments.build_net(config, weights=False, only=())
+    parts = experiments.micro_batches(config, empty) * config.optim.accumulate
+    placement = place(config, empty, world, min(parts, config.optim.batch_size * config.optim.accumulate))
+    loss = experiments.build_loss(config)
+    net = experiments.build_net(config, only=placement.owned(world.rank))
+    if config.data.reader == "root" and not world.lead:
+        return RanksExperiment(config, net, loss, _absent_data(world), None, world, placement)
+    data = experiments.load_data(config)
+    if config.data.reader == "root":
+        world.share("data", lambda: _facts(data))
+    else:
+        world.compare("data", {"data checksum": data.fingerprint})
+    checked = experiments.assemble(config, net, loss, data)
+    return RanksExperiment(config, net, loss, data, checked.prior, world, placement)
+
+
+def _shared(key: str) -> bool:
+    """Whether a key must be equal on all ranks: a folder may lie elsewhere on another machine."""
+    return key not in ("engine.workers", "device", "data.root", "data.path", "init")
+
+
+def place(config: Config, net: TreeNet, world: World, micro_batches: int) -> Placement:
+    """Who holds what: decided by the lead, since measured costs differ from rank to rank."""
+
+    def decide() -> dict:
+        try:
+            found = _placement(config, net, world, micro_batches)
+        except UserError as error:
+            return {"error": str(error)}
+        return {"stages": dict(found.stages), "slots": found.slots, "replicas": found.replicas}
+
+    found = world.share("placement", decide)
+    if "error" in found:
+        raise UserError(found["error"])
+    return Placement(found["stages"], found["slots"], found["replicas"])
+
+
+def _placement(config: Config, net: TreeNet, world: World, micro_batches: int) -> Placement:
+    if isinstance(config.placement, dict):
+        return explicit(net.tree, config.placement, world.size, micro_batches)
+    return default(net.tree, world.size, micro_batches)
+
+
+def _facts(data: Data) -> dict:
+    return {
+        "name": data.name,
+        "classes": list(data.classes),
+        "scale": data.preprocess.scale,
+        "tensors": base64.b64encode(save_tensors(data.preprocess.tensors())).decode(),
+        "shape": list(data.train.shape),
+        "fingerprint": data.fingerprint,
+        "train": len(data.train),
+        "test": len(data.test),
+    }
+
+
+def _absent_data(world: World) -> Data:
+    """What is known of data that only the lead reads."""
+    facts = world.share("data", dict)
+    preprocess = Preprocess.from_tensors(load_tensors(base64.b64decode(facts["tensors"])), facts["scale"])
+    shape = tuple(facts["shape"])
+    train, test = (AbsentSplit(facts[name], shape) for name in ("train", "test"))
+    return Data(facts["name"], train, test, tuple(facts["classes"]), preprocess, facts["fingerprint"])
+
+
+class AbsentSplit:
+    """Examples that are on another rank."""
+
+    def __init__(self, length: int, shape: tuple[int, ...]) -> None:
+        self.labels = np.zeros(length, np.int64)
+        self.shape = shape
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        raise AssertionError("data.reader is root: only rank 0 reads")

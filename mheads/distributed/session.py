@@ -1,0 +1,59 @@
+"""A command on one or several ranks, from the first line to the exit code. Imports torch only if there are several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mheads.distributed.launch import detect
+from mheads.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mheads.distributed.world import World
+
+
+@contextmanager
+def session(console: Console) -> Iterator[World | None]:
+    """The world that a launcher started, None for a process of its own.
+
+    Whatever ends this rank inside is told to the others. A mistake that all ranks find is printed once; what one rank
+    alone meets is printed with its number.
+    """
+    launch = detect()
+    if launch is None or launch.size == 1:
+        yield None
+        return
+    from mheads.distributed.world import EXIT_CODE, RankFailure, World, leave
+
+    world = World(launch)
+    try:
+        yield world
+        world.close()
+    except BaseException as error:
+        code = getattr(error, "exit_code", None)
+        if code is not None:
+            # A signal that all ranks heard of: all is saved, and all leave together.
+            world.close()
+            if world.lead:
+                raise
+            leave(code)
+        say = world.abort(error)
+        name = f"[bold]rank {world.rank}[/] " if say and not world.lead else ""
+        if not isinstance(error, UserError | KeyboardInterrupt | SystemExit):
+            import traceback
+
+            console.print(f"{name}failed:", soft_wrap=True)
+            console.print(traceback.format_exc(), markup=False, highlight=False, soft_wrap=True)
+            leave(1)
+        if say:
+            console.print(f"{name}[red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        leave(EXIT_CODE if isinstance(error, RankFailure) else 2)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -189,7 +189,7 @@ class _Search:
         in_a_row = simulation.sizes[0] * max(simulation.paths)
         parameters = sum(load.parameters for load in self.loads.values()) / slots
         sending = 2 * (replicas - 1) / replicas * parameters * self.seconds_a_float
-        return max(spread_evenly, in_a_row) + sending
+        return max(spread_evenly, in_a_row, sending)
 
     def cost(self, replicas: int) -> int:
         """Tasks in a simulation."""
@@ -208,10 +208,10 @@ class _Search:
     def longest_first(self, slots: int) -> dict[str, int]:
         """Each stage, those with the most work first, to the slot that has the least so far."""
         stages: dict[str, int] = {}
-        held = [0.0] * slots
+        held = [(0.0, 0)] * slots  # work, and stages, so that nobody is left without
         for name in sorted(self.tree.nodes, key=lambda name: -self.work[name]):
             slot = min(range(slots), key=lambda slot: held[slot])
-            held[slot] += self.work[name]
+            held[slot] = (held[slot][0] + self.work[name], held[slot][1] + 1)
             stages[name] = slot
         return self.tidy(stages)
 

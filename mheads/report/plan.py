@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -129,22 +129,26 @@ def _figures(plan: Plan) -> Table:
 def _holdings(way: str, tree: Tree, placement: Placement, prediction: Prediction, cluster: Cluster) -> RenderableType:
     """Which ranks hold what, and how busy that keeps them; slots that hold alike in one line if there are many."""
     held = [placement.owned(slot) for slot in range(placement.slots)]
-    alike = [tuple(tree.nodes[name].layers for name in stages) for stages in held]
-    many = placement.slots > 10
-    runs = [list(run) for _, run in groupby(range(placement.slots), key=lambda s: alike[s] if many else s)]
+    groups: defaultdict[object, list[int]] = defaultdict(list)
+    for slot, stages in enumerate(held):
+        alike = tuple(tree.nodes[name].layers for name in stages)
+        groups[alike if placement.slots > 10 else slot].append(slot)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("who")
     table.add_column("holds", overflow="fold")
     table.add_column("computes", justify="right")
     table.add_column("idle", justify="right")
-    for run in runs[:12]:
-        stages = names([stage for slot in run for stage in held[slot]])
-        busy = sum(prediction.compute_seconds[slot] for slot in run) / len(run)
-        idle = 1 - busy / (cluster.workers * prediction.step_seconds)
-        each = f"{stages}, {len(held[run[0]])} each" if len(run) > 1 else stages
-        table.add_row(ranks_of(placement, run), each, seconds(busy / cluster.workers), f"{100 * idle:.0f}%")
-    if len(runs) > 12:
-        table.add_row(f"... {placement.slots - runs[12][0]} more", "", "", "")
+    for slots in list(groups.values())[:12]:
+        busy = sum(prediction.compute_seconds[slot] for slot in slots) / (len(slots) * cluster.workers)
+        holds = names(stage for slot in slots for stage in held[slot])
+        table.add_row(
+            ranks_of(placement, slots),
+            f"{holds}, {len(held[slots[0]])} each" if len(slots) > 1 else holds,
+            seconds(busy),
+            f"{100 * (1 - busy / prediction.step_seconds):.0f}%",
+        )
+    if len(groups) > 12:
+        table.add_row(f"... {sum(map(len, list(groups.values())[12:]))} more", "", "", "")
     return Group(Text.assemble((way, "bold"), f": {mesh_text(placement, cluster.ranks)}"), table)
 
 
@@ -157,50 +161,41 @@ def mesh_text(placement: Placement, ranks: int) -> str:
     return text
 
 
-def ranks_of(placement: Placement, slots: Sequence[int]) -> str:
-    """The ranks of these consecutive slots in every replica: `rank 0`, `ranks 1-3, 5-7`."""
-    first, last = slots[0], slots[-1]
-    starts = [replica * placement.slots for replica in range(placement.replicas)]
-    if len(slots) == placement.slots:
-        starts, last = starts[:1], placement.ranks - 1
-    spans = [span(start + first, start + last) for start in starts]
-    if len(spans) > (4 if first == last else 3):
-        spans = [*spans[:2], "...", spans[-1]]
-    return f"rank{'s' if len(starts) > 1 or first != last else ''} {', '.join(spans)}"
-
-
-def names(stages: Iterable[str]) -> str:
-    """Stages in short: `trunk, conv2/0-3`."""
-    spans: list[tuple[str, int, int]] = []
-    found: list[str] = []
-
-    def close() -> None:
-        found.extend(f"{prefix}{span(first, last)}" for prefix, first, last in spans)
-        spans.clear()
-
-    for stage in stages:
-        prefix, number = stage[: len(stage) - len(stage.rpartition("/")[2])], stage.rpartition("/")[2]
-        if not number.isdigit():
-            close()
-            found.append(stage)
-        elif spans and spans[-1][0] == prefix and spans[-1][2] + 1 == int(number):
-            spans[-1] = (prefix, spans[-1][1], int(number))
-        else:
-            spans.append((prefix, int(number), int(number)))
-    close()
-    return ", ".join(found)
+def ranks_of(placement: Placement, slots: Iterable[int]) -> str:
+    """The ranks of these slots in every replica: `rank 0`, `ranks 1-3, 5-7`."""
+    ranks = [replica * placement.slots + slot for slot in slots for replica in range(placement.replicas)]
+    return f"rank{'s' if len(ranks) > 1 else ''} {numbers(ranks)}"
 
 
 def numbers(found: Iterable[int]) -> str:
-    """Numbers in short: `0, 2-5`; the first and last few of very many spans."""
+    """Numbers in short: `0, 2-5`."""
     spans: list[list[int]] = []
     for number in sorted(set(found)):
         if spans and spans[-1][1] + 1 == number:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    texts = [span(*pair) for pair in spans]
-    return ", ".join(texts if len(texts) <= 5 else [*texts[:3], "...", texts[-1]])
+    return some([span(*pair) for pair in spans])
+
+
+def names(stages: Iterable[str]) -> str:
+    """Stages in short: `trunk, conv2/0-3`."""
+    spans: list[tuple[str, int, int] | str] = []
+    for stage in stages:
+        head, slash, tail = stage.rpartition("/")
+        last = spans[-1] if spans else ""
+        if not tail.isdigit():
+            spans.append(stage)
+        elif isinstance(last, tuple) and last[0] == head + slash and last[2] + 1 == int(tail):
+            spans[-1] = (last[0], last[1], int(tail))
+        else:
+            spans.append((head + slash, int(tail), int(tail)))
+    return some([s if isinstance(s, str) else f"{s[0]}{span(s[1], s[2])}" for s in spans])
+
+
+def some(texts: list[str]) -> str:
+    """All of a few, the first and the last of many."""
+    return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
 
 
 def span(first: int, last: int) -> str:

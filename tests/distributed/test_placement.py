@@ -1,0 +1,129 @@
+"""Which rank holds which stage."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mheads import UserError
+from mheads.distributed.placement import Placement, default, explicit, meshes, spread
+from mheads.engine.sums import divides_evenly
+from mheads.tree import Layer, parse
+
+LAYERS = [Layer(name, True, False) for name in "abcdefgh"]
+
+
+def specs(depth=0):
+    """Trees and forests of up to three levels of splits."""
+    leaves = st.integers(1, 5)
+    if depth == 3:
+        return leaves
+    below = st.lists(specs(depth + 1), min_size=1, max_size=3)
+    return st.one_of(leaves, below.map(lambda parts: [{"abc"[depth]: part} for part in parts]))
+
+
+trees = specs().map(lambda spec: parse(spec, LAYERS))
+
+
+def children_first(tree, name):
+    for child in tree.nodes[name].children:
+        yield from children_first(tree, child)
+    yield name
+
+
+@given(trees, st.integers(1, 12), st.integers(1, 12))
+def test_every_stage_has_a_rank_and_every_rank_of_the_mesh_a_stage(tree, ranks, micro_batches):
+    placement = default(tree, ranks, micro_batches)
+    assert list(placement.stages) == list(tree.nodes)
+    assert set(placement.stages.values()) == set(range(placement.slots))
+    assert placement.ranks <= ranks
+    assert divides_evenly(micro_batches, placement.replicas)
+    owned = [name for rank in range(placement.slots) for name in placement.owned(rank)]
+    assert sorted(owned) == sorted(tree.nodes)
+    assert placement.rank(tree.roots[0].name) == placement.loss_rank(tree) == 0
+    for rank in range(placement.ranks):
+        for stage in placement.owned(rank):
+            assert placement.rank(stage, placement.replica(rank)) == rank
+    assert placement.owned(placement.ranks) == []
+
+
+@given(trees, st.integers(1, 12), st.integers(1, 12))
+def test_no_mesh_uses_more_ranks_than_the_default(tree, ranks, micro_batches):
+    used = default(tree, ranks, micro_batches).ranks
+    assert used == max(slots * replicas for slots, replicas in meshes(len(tree.nodes), ranks, micro_batches))
+
+
+@given(trees, st.integers(1, 12))
+def test_slots_hold_runs_of_about_the_same_number_of_layers(tree, slots):
+    slots = min(slots, len(tree.nodes) - 1) or 1
+    held = spread(tree, slots)
+    order = [held[name] for root in tree.roots for name in children_first(tree, root.name)]
+    changes = sum(a != b for a, b in itertools.pairwise(order))
+    assert changes == slots - 1
+    sizes = [0] * slots
+    for name, slot in held.items():
+        sizes[slot] += len(tree.nodes[name].layers)
+    largest = max(len(node.layers) for node in tree.nodes.values())
+    assert max(sizes) <= sum(sizes) / slots + largest
+
+
+def test_the_trunk_has_a_rank_of_its_own_where_there_are_enough():
+    placement = default(parse({"a": 4}, LAYERS), 5, 4)
+    assert placement == Placement({"trunk": 0, "a/0": 1, "a/1": 2, "a/2": 3, "a/3": 4}, 5)
+
+
+def test_the_first_members_are_together_and_the_last_beside_the_trunk():
+    assert spread(parse({"a": 4}, LAYERS), 2) == {"trunk": 0, "a/0": 1, "a/1": 1, "a/2": 0, "a/3": 0}
+
+
+def test_subtrees_stay_together():
+    held = spread(parse({"a": [{"b": 3}, {"b": 3}]}, LAYERS), 2)
+    assert {name for name, slot in held.items() if slot == 1} == {"a/0", "a/0/b/0", "a/0/b/1", "a/0/b/2"}
+
+
+def test_independent_members_are_dealt_out_in_order():
+    assert spread(parse(5, LAYERS), 3) == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2}
+
+
+def test_ranks_that_are_left_hold_replicas():
+    placement = default(parse({"a": 3}, LAYERS), 8, 4)
+    assert (placement.slots, placement.replicas) == (4, 2)
+    assert [placement.rank("a/0", replica) for replica in (0, 1)] == [1, 5]
+    assert placement.owned(5) == placement.owned(1) == ["a/0"]
+    assert placement.loss_rank(parse({"a": 3}, LAYERS), 1) == 4
+
+
+def test_replicas_share_the_micro_batches_evenly_or_are_not_made():
+    assert default(parse(1, LAYERS), 3, 4).ranks == 2
+    assert default(parse(1, LAYERS), 4, 6).ranks == 3
+    assert default(parse(1, LAYERS), 5, 1).ranks == 1
+
+
+def test_a_stage_that_is_not_named_goes_with_its_parent():
+    tree = parse({"a": [{"b": 2}, 1]}, LAYERS)
+    placement = explicit(tree, {"trunk": 0, "a/0": 1}, 2, 4)
+    assert placement.stages == {"trunk": 0, "a/0": 1, "a/0/b/0": 1, "a/0/b/1": 1, "a/1": 0}
+    assert explicit(tree, {"trunk": 0, "a/0": 1}, 5, 4).replicas == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "parts"),
+    [
+        ({"trunk": 0, "a/7": 1}, 2, ["'a/7'", "trunk, a/0, a/1, a/2"]),
+        ({"a/0": 1}, 2, ["'trunk'"]),
+        ({"trunk": -1}, 2, ["'trunk'", "-1", "from 0"]),
+        ({"trunk": 0, "a/0": 3}, 2, ["0 to 3", "2 are running", "start 4"]),
+        ({"trunk": 0, "a/0": 2}, 3, ["rank 2", "rank 1 nothing", "without gaps"]),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(given, ranks, parts):
+    with pytest.raises(UserError) as refused:
+        explicit(parse({"a": 3}, LAYERS), given, ranks, 4)
+    for part in parts:
+        assert part in str(refused.value)
+
+
+def test_there_must_be_a_rank():
+    with pytest.raises(UserError, match="at least 1 rank"):
+        default(parse(2, LAYERS), 0, 4)

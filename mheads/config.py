@@ -47,6 +47,11 @@ def _no_truth_value(value: Any) -> Any:
     return value
 
 
+def _named_stages(value: Any) -> Any:
+    """The roots of a forest are called 0, 1, ..., which YAML reads as numbers."""
+    return {str(key): rank for key, rank in value.items()} if isinstance(value, dict) else value
+
+
 LOSS_NAMES = ("independent", "score_averaged", "prob_averaged", "mcl")
 
 
@@ -132,7 +137,9 @@ class Config(_Section):
     pretrain: int = _option(0, "iterations of independent cross-entropy before the loss takes over", ge=0)
     data: Annotated[DataOptions, BeforeValidator(_named)] = _option(DataOptions(), "the data")
     engine: EngineOptions = _option(EngineOptions(), "how the work is cut and spread")
-    placement: Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]] = _option(
+    placement: Annotated[
+        Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_named_stages)
+    ] = _option(
         "default", "ranks: trunk on 0 and branches spread; auto: the fastest by measured costs; or {stage: rank}"
     )
     timeout: float = _option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)

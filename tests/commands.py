@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -38,17 +39,61 @@ def process(*args, stop=None, max_file_bytes=None):
     `stop` = (signal, event, text): it sends itself the signal just before the first file operation (audit event: open,
     os.rename, ...) whose arguments contain the text, on whichever thread. No file may grow past `max_file_bytes`.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        streams = [Path(folder, name) for name in ("out", "err")]
-        for path in streams:
+    return Running(*args, stop=stop, max_file_bytes=max_file_bytes).finish()
+
+
+class Running:
+    """A command that has been started, with these variables in its environment."""
+
+    def __init__(self, *args, stop=None, max_file_bytes=None, env=None):
+        self._folder = tempfile.TemporaryDirectory()
+        self._streams = [Path(self._folder.name, name) for name in ("out", "err")]
+        for path in self._streams:
             path.touch()
-        child = _context.Process(target=_command, args=([str(arg) for arg in args], streams, stop, max_file_bytes))
-        child.start()
-        child.join(300)
-        return Finished(child.exitcode, *(path.read_text() for path in streams))
+        args = ([str(arg) for arg in args], self._streams, stop, max_file_bytes, env or {})
+        self._child = _context.Process(target=_command, args=args)
+        self._child.start()
+        self.pid = self._child.pid
+
+    def finish(self, seconds=300):
+        self._child.join(seconds)
+        if self._child.is_alive():
+            self._child.kill()
+            self._child.join()
+        found = Finished(self._child.exitcode, *(path.read_text() for path in self._streams))
+        self._folder.cleanup()
+        return found
 
 
-def _command(args, streams, stop, max_file_bytes):
+def start_ranks(size, *args, stop=None, each=None):
+    """The command on several ranks, as mpirun starts it on one host.
+
+    `each` gives further arguments of a rank, `stop` the stop of a rank (see `process`).
+    """
+    job = uuid.uuid4().hex
+    return [
+        Running(
+            *args,
+            *(each or {}).get(rank, ()),
+            stop=(stop or {}).get(rank),
+            env={
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_SIZE": str(size),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
+                "PMIX_NAMESPACE": job,
+            },
+        )
+        for rank in range(size)
+    ]
+
+
+def ranks(size, *args, **options):
+    return [running.finish() for running in start_ranks(size, *args, **options)]
+
+
+def _command(args, streams, stop, max_file_bytes, env):
+    os.environ |= env
     for path, number in zip(streams, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY), number)
     os.environ["COLUMNS"] = "200"

@@ -16,13 +16,12 @@ from mheads.config import Config
 from mheads.data import Data, Preprocess
 from mheads.data.batch import Batches
 from mheads.device import default_workers, resolve
-from mheads.distributed.placement import Placement, default, explicit
+from mheads.distributed.job import BANDWIDTH, Cluster, job_of
+from mheads.distributed.placement import Placement
 from mheads.distributed.ranks import RanksEngine, ReceivedStream, SendingStream, inputs_needed
 from mheads.distributed.world import World
-from mheads.engine.threads import ThreadsEngine, available_cores
-from mheads.errors import UserError
+from mheads.engine.threads import ThreadsEngine
 from mheads.experiment import Experiment
-from mheads.tree import TreeNet
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class RanksExperiment(Experiment):
         device = resolve(config.device)
         workers = config.engine.workers
         if workers == "auto":
-            workers = default_workers(device, max(1, available_cores() // self.world.launch.local_size))
+            workers = default_workers(device, self.world.cores)
         count = experiments.micro_batches(config, self.net)
         root_reads = config.data.reader == "root"
         return RanksEngine(
@@ -66,9 +65,7 @@ def build(config: Config, world: World) -> RanksExperiment:
     world.compare("recipe", world.facts() | {k: v for k, v in configs.flatten(config).items() if _shared(k)})
     world.timeout = config.timeout
     resolve(config.device)
-    empty = experiments.build_net(config, weights=False, only=())
-    parts = experiments.micro_batches(config, empty) * config.optim.accumulate
-    placement = place(config, empty, world, min(parts, config.optim.batch_size * config.optim.accumulate))
+    placement = place(config, world)
     loss = experiments.build_loss(config)
     net = experiments.build_net(config, only=placement.owned(world.rank))
     if config.data.reader == "root" and not world.lead:
@@ -87,26 +84,17 @@ def _shared(key: str) -> bool:
     return key not in ("engine.workers", "device", "data.root", "data.path", "init")
 
 
-def place(config: Config, net: TreeNet, world: World, micro_batches: int) -> Placement:
+def place(config: Config, world: World) -> Placement:
     """Who holds what: decided by the lead, since measured costs differ from rank to rank."""
+    bandwidth = world.bandwidth() if config.placement == "auto" else BANDWIDTH
 
     def decide() -> dict:
-        try:
-            found = _placement(config, net, world, micro_batches)
-        except UserError as error:
-            return {"error": str(error)}
+        workers = config.engine.workers if config.engine.workers != "auto" else world.cores
+        cluster = Cluster(world.size, workers, bandwidth)
+        found = cluster.place(config.placement, job_of(config))
         return {"stages": dict(found.stages), "slots": found.slots, "replicas": found.replicas}
 
-    found = world.share("placement", decide)
-    if "error" in found:
-        raise UserError(found["error"])
-    return Placement(found["stages"], found["slots"], found["replicas"])
-
-
-def _placement(config: Config, net: TreeNet, world: World, micro_batches: int) -> Placement:
-    if isinstance(config.placement, dict):
-        return explicit(net.tree, config.placement, world.size, micro_batches)
-    return default(net.tree, world.size, micro_batches)
+    return Placement(**world.share("placement", decide))
 
 
 def _facts(data: Data) -> dict:

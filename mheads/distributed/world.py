@@ -27,6 +27,7 @@ import torch.distributed as dist
 import mheads
 from mheads.distributed.comm import Courier
 from mheads.distributed.launch import Launch, rendezvous, use_interface
+from mheads.engine.threads import available_cores
 from mheads.errors import UserError
 
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class World:
         self._closing = threading.Event()
         self._last_cycle = time.monotonic()
         self._counts: dict[str, int] = {}
-        self.store = rendezvous(launch, timedelta(seconds=max(timeout, 30.0)))
+        self.store = rendezvous(launch, max(timeout, 30.0))
         use_interface(launch)
         dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
         self._own_store = _clone(self.store)  # a client that hangs must not hang the others
@@ -84,6 +85,26 @@ class World:
         """The traffic with other ranks, from now to the end."""
         self.courier = Courier(self.rank, peers, self.lost)
         return self.courier
+
+    @property
+    def cores(self) -> int:
+        """Of this machine, those that are this rank's."""
+        return max(1, available_cores() // self.launch.local_size)
+
+    def bandwidth(self) -> float:
+        """Bytes a second between the first rank and the last, measured there and back; every rank calls it."""
+        last, block = self.size - 1, torch.zeros(1 << 20)
+        seconds = []
+        for _ in range(4):
+            began = time.perf_counter()
+            if self.rank == 0:
+                dist.send(block, last)
+                dist.recv(block, last)
+            elif self.rank == last:
+                dist.recv(block, 0)
+                dist.send(block, 0)
+            seconds.append(time.perf_counter() - began)
+        return 2 * block.nbytes / min(seconds)
 
     # Agreement, through the store: for the few things that are settled before training begins.
 
@@ -228,7 +249,7 @@ class World:
         dist.destroy_process_group()
 
     def abort(self, error: BaseException) -> bool:
-        """Tells the others why this rank ends. Whether this rank should say so itself: not if the lead says the same."""
+        """Tells the others why this rank ends. Whether this rank should say so itself: not if the lead does."""
         told = False
         if not isinstance(error, RankFailure):
             text = str(error) or type(error).__name__

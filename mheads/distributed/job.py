@@ -1,17 +1,17 @@
-"""What a config would have ranks do, known before anything is started: from its networks one, and of its data the
-shape. `Cluster(ranks=4).place("auto", job_of(config))` is the placement for it.
+"""What a config would have ranks do, known before anything is started: one of its networks and the shape of its data
+are enough. `Cluster(ranks=4).place("auto", job_of(config))` is the placement for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
-from torch import nn
 
 from mheads.config import Config
 from mheads.distributed.placement import Placement, default, explicit
@@ -28,22 +28,34 @@ _SHAPES = {"digits": (1, 8, 8), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32)}
 
 @dataclass(frozen=True)
 class Job:
-    """A step as the planner needs to know it: the tree, one member's network, and how the batch is cut."""
+    """A step as the planner needs to know it: the tree, a net of one member, and how the batch is cut.
 
+    `share` is the part of the rows that a member learns from.
+    """
+
+    config: Config
     tree: Tree
-    network: nn.Module
-    shape: tuple[int, ...]
+    net: TreeNet
     rows: int
     micro_batches: int
     separable: bool
     share: float
 
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of an example, one that the network takes; asked for only where costs are."""
+        shape = input_shape(self.config)
+        self.net.probe(torch.zeros(2, *shape, dtype=self.net.dtype))
+        return shape
+
     def measured(self) -> dict[str, StageLoad]:
+        """What the stages take on this machine."""
         rows = -(-self.rows // self.micro_batches)
-        return measured_loads(self.tree, self.network, self.shape, rows, self.share)
+        return measured_loads(self.tree, self.net.member(0), self.shape, rows, self.share)
 
     def counted(self, flops: float) -> dict[str, StageLoad]:
-        return counted_loads(self.tree, self.network, self.shape, flops, self.share)
+        """What they would take at so many operations a second a core."""
+        return counted_loads(self.tree, self.net.member(0), self.shape, flops, self.share)
 
 
 @dataclass(frozen=True)
@@ -80,17 +92,14 @@ class Cluster:
 
 
 def job_of(config: Config) -> Job:
-    """What a step of this config is; of its networks one is built, and of its data only the shape looked up."""
+    """What a step of this config is; of its networks one is built."""
     net = TreeNet(factory(config), members=1)
-    shape = input_shape(config)
-    net.probe(torch.zeros(2, *shape, dtype=net.dtype))
-    network = net.member(0)
-    tree = parse(whole_spec(config.members, config.split), describe(network), config.members, config.model)
+    tree = parse(whole_spec(config.members, config.split), describe(net.member(0)), config.members, config.model)
     loss = build_loss(config)
     rows = config.optim.batch_size * config.optim.accumulate
     parts = min(micro_batches(config, net) * config.optim.accumulate, rows)
     share = min(1.0, (loss.winners or tree.num_members) / tree.num_members)
-    return Job(tree, network, shape, rows, parts, loss.separable, share)
+    return Job(config, tree, net, rows, parts, loss.separable, share)
 
 
 def input_shape(config: Config) -> tuple[int, ...]:
@@ -98,14 +107,13 @@ def input_shape(config: Config) -> tuple[int, ...]:
     data = config.data
     if data.name in _SHAPES:
         return _SHAPES[data.name]
-    if data.name == "folder" and data.crop is not None:
-        return (3, data.crop, data.crop)
+    if data.name == "folder":
+        side = data.resize if data.crop is None else data.crop
+        return (3, side, side)
     if data.name == "npz" and data.path is not None and data.path.is_file():
         return _npz_shape(data.path)
     if config.model in INPUT_SHAPES:
         return INPUT_SHAPES[config.model]
-    if data.name == "folder":
-        raise UserError("how large the images are is not known: give data.crop=N, the side that the network sees")
     raise UserError(
         f"the shape of an example of {data.name!r} is not known: give data.path of an .npz file that exists, "
         f"or data.name={' or '.join(_SHAPES)}"

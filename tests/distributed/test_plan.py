@@ -303,26 +303,28 @@ def test_the_shape_of_an_example_needs_no_data(tmp_path):
     for overrides, shape in (
         (["data=cifar100"], (3, 32, 32)),
         (["data={name: folder, path: nowhere, crop: 24}"], (3, 24, 24)),
-        (["data={name: folder, path: nowhere}"], (1, 8, 8)),  # what the network is known for
+        (["data={name: folder, path: nowhere}"], (3, 256, 256)),
+        (["data={name: npz, path: nowhere}"], (1, 8, 8)),  # what the network is known for
         ([f"data={{name: npz, path: {tmp_path}/mine.npz}}"], (2, 9, 7)),
         ([f"data={{name: npz, path: {tmp_path}/gray.npz}}"], (1, 9, 7)),
     ):
         assert input_shape(configs.load("digits", overrides)) == shape
-    own = ["model=networks:with_dropout"]
-    with pytest.raises(UserError, match=r"data\.crop"):
-        input_shape(configs.load("digits", [*own, "data={name: folder, path: nowhere}"]))
     with pytest.raises(UserError, match=r"data\.path"):
-        input_shape(configs.load("digits", [*own, "data={name: npz, path: nowhere}"]))
+        input_shape(configs.load("digits", ["model=networks:with_dropout", "data={name: npz, path: nowhere}"]))
+    (tmp_path / "text.npz").write_text("no arrays")
+    with pytest.raises(UserError, match=r"text\.npz has no array x_train"):
+        input_shape(configs.load("digits", [f"data={{name: npz, path: {tmp_path}/text.npz}}"]))
 
 
-def test_a_cluster_places_as_a_config_says():
-    job = job_of(configs.load("digits", ["split=conv1"]))
-    cluster = Cluster(2)
+def test_only_auto_needs_costs_and_so_the_shape_of_the_data():
+    own = ["model=networks:with_dropout", "split=conv", "data={name: npz, path: nowhere}"]
+    job = job_of(configs.load("digits", own))
+    cluster, by_hand = Cluster(2), {"trunk": 0, "conv/0": 1}
     assert cluster.place("default", job) == default(job.tree, 2, job.micro_batches)
-    assert cluster.place({"trunk": 0, "conv1/0": 1}, job) == explicit(
-        job.tree, {"trunk": 0, "conv1/0": 1}, 2, job.micro_batches
-    )
-    assert cluster.place("auto", job, job.counted(1e9)).ranks <= 2
+    assert cluster.place(by_hand, job) == explicit(job.tree, by_hand, 2, job.micro_batches)
+    assert cluster.place("auto", job, dict.fromkeys(job.tree.nodes, BRANCH)).ranks <= 2
+    with pytest.raises(UserError, match="not known"):
+        cluster.place("auto", job)
 
 
 # Commands.

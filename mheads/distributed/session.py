@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -12,6 +13,8 @@ from mheads.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    # When a rank is lost, torch's own warnings are pages of addresses in its libraries.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from mheads.distributed.world import World
 
 
@@ -26,6 +29,8 @@ def session(console: Console) -> Iterator[World | None]:
     if launch is None or launch.size == 1:
         yield None
         return
+    # When a rank is lost, torch's own warnings are pages of addresses in its libraries.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from mheads.distributed.world import EXIT_CODE, RankFailure, World, leave
 
     world = World(launch)

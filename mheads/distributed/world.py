@@ -40,6 +40,10 @@ NEVER = timedelta(days=365)  # gloo must not judge by the clock
 class RankFailure(UserError):  # noqa: N818, it is the failure of another
     """Another rank is lost, hangs, or has given up."""
 
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
 
 class World:
     """This process among the others. `lead` is rank 0."""
@@ -157,20 +161,18 @@ class World:
     def lost(self, rank: int, error: BaseException) -> None:
         """The connection to a rank broke. It may have left because of another's fault, which it then wrote down."""
         if not self._closing.is_set():
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            self.report(rank, f"rank {rank} is gone: {_gist(first)}")
+            self.report(rank, str(error))
 
     def report(self, rank: int, reason: str) -> None:
         """A fault, written down for all unless there is one: everybody ends with the first."""
-        self._fail(self._write_fault(rank, reason))
+        self._fail(*self._write_fault(rank, reason))
 
-    def _write_fault(self, rank: int, reason: str) -> str:
-        """The reason of the first fault."""
-        fault = json.dumps({"rank": rank, "reason": reason})
+    def _write_fault(self, rank: int, reason: str) -> tuple[int, str]:
+        """The first fault: who, and why."""
         with suppress(RuntimeError, TimeoutError):  # whoever keeps the store is gone: what we saw ourselves must do
-            kept = self._try(lambda store: store.compare_set(FAULT, "", fault))
-            return json.loads(kept)["reason"]
-        return reason
+            kept = self._try(lambda store: store.compare_set(FAULT, "", json.dumps([rank, reason])))
+            rank, reason = json.loads(kept)
+        return rank, reason
 
     def _try(self, ask: Callable[[Any], T], seconds: float = 3.0) -> T:
         """Asks the store from a thread of its own, since an answer may never come."""
@@ -187,11 +189,11 @@ class World:
             raise TimeoutError
         return answers[0]
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, rank: int, reason: str) -> None:
         with self._lock:
             if self.failure is not None or self._closing.is_set():
                 return
-            self.failure = RankFailure(reason)
+            self.failure = RankFailure(rank, reason)
             tell = self._on_failure
         if tell is not None:
             tell(self.failure)
@@ -206,7 +208,7 @@ class World:
             try:
                 store.set(f"beat/{self.rank}", json.dumps([count, self._progress(), bool(self._busy())]))
                 if store.check([FAULT]):
-                    self._fail(json.loads(store.get(FAULT))["reason"])
+                    self._fail(*json.loads(store.get(FAULT)))
                     return
                 present = [rank for rank in watched if store.check([f"beat/{rank}"])]
                 beats = store.multi_get([f"beat/{rank}" for rank in present]) if present else []
@@ -226,8 +228,9 @@ class World:
         while not self._closing.wait(min(0.5, self.timeout / 10)):
             if self.failure is None and time.monotonic() - self._last_cycle > self.timeout:
                 self._fail(
+                    0,
                     f"rank 0 cannot be reached: its store has not answered for {self.timeout:g} s (timeout); "
-                    "its process or machine is gone, or the network between is cut"
+                    "its process or machine is gone, or the network between is cut",
                 )
 
     # Leaving.
@@ -259,7 +262,8 @@ class World:
             self._write_fault(self.rank, f"rank {self.rank} gave up: {text}")
         self._tell(f"gone/{self.rank}", "1")
         if self.lead:  # it may keep the store: it stays until the others have read what happened, or for a moment
-            self._appears([f"gone/{rank}" for rank in range(self.size)], 3)
+            guilty = error.rank if isinstance(error, RankFailure) else self.rank
+            self._appears([f"gone/{rank}" for rank in range(self.size) if rank != guilty], 3)
         return not told
 
     def _tell(self, key: str, text: str) -> None:
@@ -320,11 +324,6 @@ def leave(code: int) -> None:
 
 def _clone(store: Any) -> Any:
     return store.clone() if hasattr(store, "clone") else store
-
-
-def _gist(text: str) -> str:
-    """gloo's message without the place in its source."""
-    return text.rsplit("] ", 1)[-1] if text.startswith("[") else text
 
 
 def _code_checksum() -> str:

@@ -128,7 +128,7 @@ class Outbox:
         self.closed = False
         self._unsent: deque[tuple[Callable[[], Posted], bool]] = deque()
         self._kept: deque[tuple[Future[None], bool]] = deque()
-        self._under_way: SimpleQueue[tuple[Posted, Future[None]]] = SimpleQueue()
+        self._under_way: SimpleQueue[tuple[Posted, Future[None]] | None] = SimpleQueue()
         self._posting, self._settling = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -159,6 +159,14 @@ class Outbox:
                 if error is not None and vital:
                     raise error
 
+    def close(self) -> None:
+        """Waits for all, and for the thread: one that lets go of C++ objects while Python ends aborts the process."""
+        self.closed = True
+        self.settle(most=0)
+        if self._thread is not None:
+            self._under_way.put(None)
+            self._thread.join()
+
     def _begin(self, start: Callable[[], Posted], vital: bool) -> None:
         if self._thread is None:
             # A daemon: a process that fails must not wait for peers that wait for it.
@@ -172,15 +180,15 @@ class Outbox:
             taken.set_exception(error)
 
     def _wait(self) -> None:
-        while True:
-            posted, taken = self._under_way.get()
+        while (item := self._under_way.get()) is not None:
+            posted, taken = item
             try:
                 posted.wait()
             except Exception as error:
                 taken.set_exception(error)
             else:
                 taken.set_result(None)
-            del posted, taken  # not held until the next message
+            del item, posted, taken  # not held until the next message
 
 
 def _post(parts: list[Tensor], to: int, tag: int, group: Any) -> Posted:

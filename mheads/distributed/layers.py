@@ -11,19 +11,22 @@ each of three ranks, and the loss on rank 0:
 A rank whose part of the graph ends in a layer gets a scalar zero, the placeholder, whose backward runs that part.
 
 Every rank calls `backward` on its own, and the layers wait for each other there. A value that a rank does not use, or
-takes under `no_grad`, has gradient zero: the rank says so at once, or when it lets go of the value. (Held in a variable
-while the sender waits for its gradient, it cannot be known to be unused: `del` it, or give the layer a `timeout`, after
-which the error names the rank.) A gradient that nobody asks for is an error.
+takes under `no_grad`, has gradient zero: the rank says so at once, or when it lets go of the value, or when it goes on
+to the layer's next value while the sender waits for this gradient. (A rank that keeps an unused value and does not call
+the layer again cannot be told from a slow one: `del` the value, or give the layer a `timeout` in seconds, after which
+the error names the rank.) A gradient that nobody asks for is an error.
 
 Layers talk over the default group, point to point: there is no group to create or to free. Layers of equal kind, root
-and ranks must be constructed in the same order on each of their ranks, on others not at all, and called equally often;
-beyond that the order of calls may differ from rank to rank. Values arrive on the CPU, in the layout they were sent in.
+and ranks must be constructed in the same order on each of their ranks (others may leave them out) and called equally
+often; beyond that the order of calls may differ from rank to rank, since sending never waits. One thread at a time may
+use a layer. Values arrive on the CPU, in the layout they were sent in.
 """
 
 from __future__ import annotations
 
 import multiprocessing.util
 import sys
+import threading
 import weakref
 import zlib
 from collections import Counter, deque
@@ -43,10 +46,11 @@ from mheads.errors import UserError
 
 TAGS = 1 << 30  # smaller tags are left to others
 VALUE, NOTE, GRADIENT = range(3)  # what goes under one layer's tags
+PATIENCE = 1.0  # seconds after which a rank that waits for a gradient says so
 
 _outbox = Outbox()
 _numbers: Counter[str] = Counter()  # how many layers of a kind, root and ranks this process has
-_debts: weakref.WeakSet[_Debt] = weakref.WeakSet()
+_debts: weakref.WeakValueDictionary[tuple[str, int, int], _Debt] = weakref.WeakValueDictionary()
 
 
 def finish() -> None:
@@ -54,8 +58,8 @@ def finish() -> None:
 
     A process that ends does so by itself.
     """
-    for debt in list(_debts):
-        debt.pay(None)
+    for debt in list(_debts.values()):
+        debt.settle()
     _outbox.settle(most=0)
 
 
@@ -103,7 +107,7 @@ class _Layer(nn.Module):
     def _check_input(self, x: Any) -> Tensor:
         if not isinstance(x, Tensor) or x.layout != torch.strided:
             given = f"a {x.layout} tensor" if isinstance(x, Tensor) else type(x).__name__
-            raise UserError(f"{self}: rank {dist.get_rank()} gave {given}: it sends, so give it a dense tensor")
+            raise UserError(f"{self}: rank {dist.get_rank()} gave {given}: give it a dense tensor")
         return x
 
 
@@ -213,6 +217,9 @@ class _Post:
     (call, whether there is a gradient), then the gradient. The numbers of the calls bring gradients to the right one,
     since backward runs through two calls in reverse. The note's place is open before the value is sent, so that it may
     be sent whether or not anybody will ask for it.
+
+    Who waits long for an answer sends a reminder in the place of its next value. A receiver that gets it waits for that
+    value, and neither would ever go on: so its answer is that there is no gradient.
     """
 
     def __init__(self, layer: str, timeout: float | None) -> None:
@@ -225,6 +232,7 @@ class _Post:
         self._abandoned: set[tuple[int, int]] = set()  # of them the (peer, call) that have not come
         self._notes: dict[int, deque[Note]] = {}
         self._answers: dict[tuple[int, int], deque[Tensor | None]] = {}
+        self._reminders: dict[int, deque[tuple[int, wire.Posted]]] = {}  # to a peer, each before the value of a call
         _finish_at_exit()
 
     def begin(self) -> int:
@@ -252,6 +260,11 @@ class _Post:
         """The value that a peer sent, and if it wants the gradient and can get one, that debt."""
         with self._explaining(f"send the value of call {call}", "call the layer equally often on all its ranks"):
             frame = wire.take(peer, self.tag + VALUE, timeout=self.timeout)
+            while frame.value is None:
+                debt = _debts.get((self.name, peer, frame.key))
+                if debt is not None:
+                    debt.settle()
+                frame = wire.take(peer, self.tag + VALUE, timeout=self.timeout)
         name, number, wanted = frame.key
         if (name, number) != (self.name, call):
             raise UserError(
@@ -260,7 +273,7 @@ class _Post:
             )
         debt = _Debt(self, call, peer) if wanted else None
         if debt is not None and not torch.is_grad_enabled():
-            debt.pay(None)
+            debt.settle()
             debt = None
         return frame.value, debt
 
@@ -277,7 +290,8 @@ class _Post:
         while (peer, call) not in self._answers:
             if not self._notes.get(peer):  # a second backward through one graph
                 self._expect(peer)
-            self._hear(peer)
+            with self._reminding(peer, call):
+                self._hear(peer)
         answers = self._answers[peer, call]
         gradient = answers.popleft()
         if not answers:
@@ -294,6 +308,9 @@ class _Post:
         ):
             call, has_gradient = self._notes[peer].popleft().wait(self.timeout)
             gradient = wire.take(peer, self.tag + GRADIENT, timeout=self.timeout).value if has_gradient else None
+        reminders = self._reminders.get(peer)
+        while reminders and reminders[0][0] <= call:  # it was taken before the value of this call
+            reminders.popleft()
         if (peer, call) in self._abandoned:
             self._abandoned.remove((peer, call))
             self._refuse(peer, call, gradient)
@@ -318,6 +335,23 @@ class _Post:
                 f"{self.layer}: rank {peer} sent the gradient of call {call}, but rank {me} has let go of what that "
                 f"call gave, without a backward: rank {me} must call backward on it or on something made from it"
             )
+
+    @contextmanager
+    def _reminding(self, peer: int, call: int) -> Iterator[None]:
+        """Says after a while that this rank waits for an answer."""
+
+        def remind() -> None:
+            reminder = wire.post(Frame(call), peer, self.tag + VALUE)
+            self._reminders.setdefault(peer, deque()).append((self.calls, reminder))
+
+        timer = threading.Timer(PATIENCE, _outbox.put, [remind])
+        timer.daemon = True
+        if not self._notes[peer][0].seems_here():
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     @contextmanager
     def _explaining(self, what: str, remedy: str = "see how that rank ended") -> Iterator[None]:
@@ -351,17 +385,25 @@ class _Debt:
 
     def __init__(self, post: _Post, call: int, peer: int) -> None:
         self.post, self.call, self.peer = post, call, peer
-        self.paid = False
-        _debts.add(self)
+        self.paid = self.closed = False
+        _debts[post.name, peer, call] = self
 
     def pay(self, gradient: Tensor | None) -> None:
+        if self.closed:
+            raise UserError(
+                f"{self.post.layer}: this backward comes too late for call {self.call}: rank {self.peer} waited for it "
+                f"and rank {dist.get_rank()} went on to the next call, or to its end: run backward before that"
+            )
         self.paid = True
-        _debts.discard(self)
         self.post.answer(self.call, self.peer, gradient)
 
-    def __del__(self) -> None:
+    def settle(self) -> None:
+        """There is no gradient, and there will be none."""
         if not self.paid:
             self.pay(None)
+            self.closed = True
+
+    __del__ = settle
 
 
 class _Node(torch.autograd.Function):

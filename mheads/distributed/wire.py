@@ -126,14 +126,16 @@ class Outbox:
     def __init__(self, limit: int = 512) -> None:
         self.limit = limit
         self.closed = False
-        self._unsent: deque[tuple[Callable[[], Posted], bool]] = deque()
+        self._unsent: deque[tuple[Callable[[], Posted | None], bool]] = deque()
         self._kept: deque[tuple[Future[None], bool]] = deque()
         self._under_way: SimpleQueue[tuple[Posted, Future[None]] | None] = SimpleQueue()
         self._posting, self._settling = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def put(self, start: Callable[[], Posted], vital: bool = True) -> None:
-        """Begins to send by calling `start`. A failure is raised by `settle`, if the message is vital.
+    def put(self, start: Callable[[], Posted | None], vital: bool = True) -> None:
+        """Begins to send by calling `start`, which gives what is to be kept until it is taken.
+
+        A failure is raised by `settle`, if the message is vital.
 
         A finaliser may call this in the midst of another `put`: that one then sends its message too, after its own, so
         that the parts of two frames never mix.
@@ -167,7 +169,7 @@ class Outbox:
             self._under_way.put(None)
             self._thread.join()
 
-    def _begin(self, start: Callable[[], Posted], vital: bool) -> None:
+    def _begin(self, start: Callable[[], Posted | None], vital: bool) -> None:
         if self._thread is None:
             # A daemon: a process that fails must not wait for peers that wait for it.
             self._thread = threading.Thread(target=self._wait, name="mheads-outbox", daemon=True)
@@ -175,9 +177,14 @@ class Outbox:
         taken: Future[None] = Future()
         self._kept.append((taken, vital))
         try:
-            self._under_way.put((start(), taken))
+            posted = start()
         except Exception as error:
             taken.set_exception(error)
+        else:
+            if posted is None:
+                taken.set_result(None)
+            else:
+                self._under_way.put((posted, taken))
 
     def _wait(self) -> None:
         while (item := self._under_way.get()) is not None:

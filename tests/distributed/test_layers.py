@@ -2,8 +2,11 @@
 
 import copy
 import gc
+import os
 import pickle
 import random
+import subprocess
+import sys
 import time
 
 import pytest
@@ -330,6 +333,14 @@ def unused(rank):
     elif rank == 1:
         values.backward()
     found["mixed"] = grad()
+    # Whole numbers beside floats.
+    values = gather(x * 1 if rank == 1 else torch.tensor([rank]))
+    if rank == 0:
+        found["whole"] = values[2]
+        (values[1] * values[2]).sum().backward()
+    elif rank == 1:
+        values.backward()
+        found["whole"] = grad()
     # Two passes through one graph, on all ranks.
     y = broadcast(x * 1)
     (y * 2).sum().backward(retain_graph=True)
@@ -512,6 +523,8 @@ def test_an_unused_value_has_gradient_zero_and_nobody_waits(world):
     assert torch.equal(one["gather 1"], three * 0)
     assert torch.equal(one["mixed"], three * 5)
     assert zero["mixed"] is None and two["mixed"] is None
+    assert zero["whole"].tolist() == [2] and not zero["whole"].requires_grad
+    assert torch.equal(one["whole"], three * 2)
     assert torch.equal(zero["again"], three * 15)
 
 
@@ -537,10 +550,10 @@ def test_mistakes_name_the_layer_the_rank_and_the_remedy(world):
     )
     assert found["rank"].startswith("Gather(root=0, ranks=(0, 3)): rank 3 is not in the world")
     assert found["negative"].startswith("Broadcast(root=0, ranks=(-1,)): rank -1 is not in the world")
-    assert found["number"].endswith("rank 0 gave float: it sends, so give it a dense tensor")
-    assert found["nothing"].endswith("rank 0 gave NoneType: it sends, so give it a dense tensor")
+    assert found["number"].endswith("rank 0 gave float: give it a dense tensor")
+    assert found["nothing"].endswith("rank 0 gave NoneType: give it a dense tensor")
     assert world[1]["no_part"]["nothing"].startswith("Gather(root=0, ranks=(0, 1, 2)): rank 1 gave NoneType")
-    assert found["sparse"].endswith("rank 0 gave a torch.sparse_coo tensor: it sends, so give it a dense tensor")
+    assert found["sparse"].endswith("rank 0 gave a torch.sparse_coo tensor: give it a dense tensor")
 
 
 def test_mistakes_that_need_no_world():
@@ -584,6 +597,48 @@ def test_a_process_that_ends_has_delivered_what_it_sent():
     assert run_world(3, leave)[0] == [3.0, 3.0]
 
 
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist
+from mheads.distributed import Broadcast
+rank, store, end = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+x = torch.ones(2, requires_grad=True)
+broadcast = Broadcast(0, [1])
+y = broadcast(x * 1)
+if rank == 0:
+    if end == "fails":
+        broadcast(x * 1)  # which nobody takes
+        raise ValueError("a mistake")
+    time.sleep(0.5)
+    y.backward()
+    print(x.grad.tolist())
+elif end == "fails":
+    dist.recv(torch.zeros(1), 0)
+else:
+    y.sum().backward()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["is done", "fails"])
+def test_whole_programs_end_as_they_should(end, tmp_path):
+    """Defect 5: one that is done reports success and has delivered all; one that fails waits for nobody."""
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", SCRIPT]
+    programs = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store"), end], env=env, stdout=-1, stderr=-1, text=True)
+        for rank in range(2)
+    ]
+    (out, error), (_, other_error) = (program.communicate(timeout=60) for program in programs)
+    if end == "is done":
+        assert [program.returncode for program in programs] == [0, 0], error + other_error
+        assert out == "[1.0, 1.0]\n"
+    else:
+        assert all(program.returncode != 0 for program in programs)
+        assert "ValueError: a mistake" in error
+        assert "Connection closed by peer" in other_error
+
+
 def hang(rank):
     """Rank 1 holds a value that it does not use, and goes on."""
     broadcast = Broadcast(0, [0, 1], timeout=0.5)
@@ -600,6 +655,41 @@ def test_a_gradient_that_does_not_come_names_the_rank():
     message = run_world(2, hang)[0]
     assert message.startswith("Broadcast(root=0, ranks=(0, 1)): rank 1 did not answer within 0.5 s; rank 0 waited")
     assert message.endswith("run backward on the same calls on all ranks, and let go (`del`) of values not used")
+
+
+def skip(rank):
+    """Rank 1 runs no backward in the first step, keeps its value and goes on; then the same with what it gathers."""
+    broadcast, gather = Broadcast(0, [0, 1]), Gather(1, [0])
+    x = torch.ones(2, requires_grad=True)
+    found = []
+    for step in range(3):
+        y = broadcast(x * 1)
+        if rank == 0 or step > 0:
+            (y * 10**rank).sum().backward()
+            found.append(x.grad)
+            x.grad = None
+    for step in range(3):
+        values = gather(x * 3)
+        if rank == 0:
+            values.backward()
+            found.append(x.grad)
+            x.grad = None
+        elif step > 0:
+            values[0].sum().backward()
+        else:
+            late = values[0]
+    if rank == 1:
+        with pytest.raises(UserError, match=r"this backward comes too late for call 0: rank 0 waited for it"):
+            late.sum().backward()
+    num_reminders = sum(map(len, broadcast._post._reminders.values()))
+    return found, num_reminders
+
+
+def test_a_backward_that_is_left_out_is_a_gradient_of_zero():
+    found, num_reminders = run_world(2, skip)[0]
+    assert [grad.tolist() for grad in found[:3]] == [[1.0] * 2, [11.0] * 2, [11.0] * 2]
+    assert [grad.tolist() for grad in found[3:]] == [[0.0] * 2, [3.0] * 2, [3.0] * 2]
+    assert num_reminders == 0
 
 
 def lose(rank):

@@ -446,8 +446,9 @@ def _connected(launch: Launch, deadline: _Deadline, connect: Callable[[], T]) ->
 
 
 def _unreachable(launch: Launch, deadline: _Deadline, reason: str) -> UserError:
+    target = "rank 0" if launch.rank else "itself"
     return UserError(
-        f"rank {launch.rank} of {launch.size} cannot reach rank 0 at {launch.address}:{launch.port} within {deadline} "
+        f"rank {launch.rank} of {launch.size} cannot reach {target} at {launch.address}:{launch.port} in {deadline} "
         f"({reason}): check that MASTER_ADDR is the host of rank 0 as this host knows it, that MASTER_PORT is free "
         f"there, that no firewall is between, and that rank 0 is running"
     )

@@ -357,7 +357,7 @@ def test_a_closed_port_is_named_within_the_timeout(monkeypatch, elastic):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     began = time.monotonic()
-    message = rf"rank 1 of 2 cannot reach rank 0 at 127.0.0.1:{port} within 0.3 s \(Connection refused\): check"
+    message = rf"rank 1 of 2 cannot reach rank 0 at 127.0.0.1:{port} in 0.3 s \(Connection refused\): check"
     with pytest.raises(UserError, match=message):
         rendezvous(detect(environ), 0.3)
     assert time.monotonic() - began < 2
@@ -366,12 +366,12 @@ def test_a_closed_port_is_named_within_the_timeout(monkeypatch, elastic):
 def test_a_port_that_says_nothing_is_named_within_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         launch = Launch("env", 1, 2, 0, 1, "127.0.0.1", stranger.getsockname()[1])
-        with pytest.raises(UserError, match=rf"{launch.port} within 0.5 s \(something listens there, but it is not"):
+        with pytest.raises(UserError, match=rf"{launch.port} in 0.5 s \(something listens there, but it is not"):
             rendezvous(launch, 0.5)
 
 
 def test_an_unknown_host_is_named():
-    with pytest.raises(UserError, match=r"rank 1 of 2 cannot reach rank 0 at nowhere.invalid:29500 within 0.2 s"):
+    with pytest.raises(UserError, match=r"rank 1 of 2 cannot reach rank 0 at nowhere.invalid:29500 in 0.2 s"):
         rendezvous(Launch("mpirun", 1, 2, 0, 1, "nowhere.invalid", 29500), 0.2)
 
 

@@ -42,7 +42,7 @@ def frames():
     return [
         Frame(["step", 3, True], None),
         Frame(None, (a,)),
-        Frame("x" * 2000, [a, b]),  # a key that is longer than a header
+        Frame("x" * 9000, [a, b]),  # a key that is longer than a header
         Frame(1.5, {"a": a, "b": [b, (a, None)]}),
         Frame("boxes", Boxes(a, [b, b])),
         Frame("many", [torch.randn(i % 5, 2) for i in range(200)]),

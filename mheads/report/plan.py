@@ -87,21 +87,22 @@ def write_json(plan: Plan, path: Path) -> None:
 
 def show(plan: Plan) -> Group:
     job, cluster = plan.job, plan.cluster
-    members = f"{job.tree.num_members} member{'s' if job.tree.num_members != 1 else ''}"
+    cut = f"batch {job.rows} in {_count(job.micro_batches, 'micro-batch', 'es')}"
     parts: list[RenderableType] = [
-        Text(f"{plan.name}, {members}, batch {job.rows} in {job.micro_batches} micro-batches", style="bold"),
+        Text(f"{plan.name}, {_count(job.tree.num_members, 'member')}, {cut}", style="bold"),
         Text(
             f"{_count(cluster.ranks, 'rank')} of {_count(cluster.workers, 'worker')}, {plan.speed}; "
             f"{cluster.bandwidth / 1e9:g} GB/s, {cluster.latency * 1e6:g} µs"
         ),
         _figures(plan),
     ]
-    shown: list[Placement] = []
-    for way, (placement, prediction) in list(plan.ways.items())[1:]:
-        if placement in shown:
-            continue
-        shown.append(placement)
-        parts.append(_holdings(way, job.tree, placement, prediction, cluster))
+    several = list(plan.ways.items())[1:]
+    for i, (way, (placement, prediction)) in enumerate(several):
+        same = [other for other, (found, _) in several[:i] if found == placement]
+        if same:
+            parts.append(Text.assemble((way, "bold"), f": the same as {same[0]}"))
+        else:
+            parts.append(_holdings(way, job.tree, placement, prediction, cluster))
     return Group(*parts)
 
 
@@ -208,5 +209,5 @@ def seconds(value: float) -> str:
     return f"{1e3 * value:.1f} ms" if value >= 1e-3 or not value else f"{1e6 * value:.0f} µs"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' if number != 1 else ''}"
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number:,} {what}{plural if number != 1 else ''}"

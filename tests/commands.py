@@ -45,12 +45,12 @@ def process(*args, stop=None, max_file_bytes=None):
 class Running:
     """A command that has been started, with these variables in its environment."""
 
-    def __init__(self, *args, stop=None, max_file_bytes=None, env=None):
+    def __init__(self, *args, stop=None, max_file_bytes=None, env=None, before=None):
         self._folder = tempfile.TemporaryDirectory()
         self._streams = [Path(self._folder.name, name) for name in ("out", "err")]
         for path in self._streams:
             path.touch()
-        args = ([str(arg) for arg in args], self._streams, stop, max_file_bytes, env or {})
+        args = ([str(arg) for arg in args], self._streams, stop, max_file_bytes, env or {}, before)
         self._child = _context.Process(target=_command, args=args)
         self._child.start()
         self.pid = self._child.pid
@@ -65,10 +65,10 @@ class Running:
         return found
 
 
-def start_ranks(size, *args, stop=None, each=None):
+def start_ranks(size, *args, stop=None, each=None, before=None):
     """The command on several ranks, as mpirun starts it on one host.
 
-    `each` gives further arguments of a rank, `stop` the stop of a rank (see `process`).
+    By rank: `each` gives further arguments, `stop` the stop (see `process`), `before` a function to call first.
     """
     job = uuid.uuid4().hex
     return [
@@ -76,6 +76,7 @@ def start_ranks(size, *args, stop=None, each=None):
             *args,
             *(each or {}).get(rank, ()),
             stop=(stop or {}).get(rank),
+            before=(before or {}).get(rank),
             env={
                 "OMPI_COMM_WORLD_RANK": str(rank),
                 "OMPI_COMM_WORLD_SIZE": str(size),
@@ -92,7 +93,7 @@ def ranks(size, *args, **options):
     return [running.finish() for running in start_ranks(size, *args, **options)]
 
 
-def _command(args, streams, stop, max_file_bytes, env):
+def _command(args, streams, stop, max_file_bytes, env, before):
     os.environ |= env
     for path, number in zip(streams, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY), number)
@@ -102,6 +103,8 @@ def _command(args, streams, stop, max_file_bytes, env):
     if stop is not None:
         sys.addaudithook(_stopper(*stop))
     sys.path.insert(0, str(HERE))
+    if before is not None:
+        before()
     sys.argv = ["mheads", *args]
     from mheads.cli import main
 

@@ -1,5 +1,8 @@
 """Networks of a user's own, given to the commands as `networks:name`."""
 
+import os
+import threading
+import time
 from collections import OrderedDict
 
 from torch import nn
@@ -46,3 +49,37 @@ def normalised() -> nn.Sequential:
 def half() -> float:
     """No network at all."""
     return 0.5
+
+
+class Slow(nn.Module):
+    """Takes a tenth of a second."""
+
+    def forward(self, x):
+        time.sleep(0.1)
+        return x
+
+
+class Hangs(nn.Module):
+    """Never comes back from a worker of the rank that the environment names."""
+
+    def forward(self, x):
+        here = os.environ.get("HANGING_RANK", "none") == os.environ.get("OMPI_COMM_WORLD_RANK")
+        if here and threading.current_thread() is not threading.main_thread():
+            threading.Event().wait()
+        return x
+
+
+def slow() -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(), hidden=nn.Linear(64, 8), middle=nn.Linear(8, 8), slow=Slow(), out=nn.Linear(8, 10)
+        )
+    )
+
+
+def hangs() -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(), hidden=nn.Linear(64, 8), middle=nn.Linear(8, 8), hang=Hangs(), out=nn.Linear(8, 10)
+        )
+    )

@@ -45,20 +45,18 @@ def session(console: Console) -> Iterator[World | None]:
             if world.lead:
                 raise
             leave(code)
-        say = world.abort(error)
-        name = f"[bold]rank {world.rank}[/] " if say and not world.lead else ""
-        if not isinstance(error, UserError | KeyboardInterrupt | SystemExit):
-            import traceback
-
-            console.print(f"{name}failed:", soft_wrap=True)
-            console.print(traceback.format_exc(), markup=False, highlight=False, soft_wrap=True)
-            leave(1)
-        if say:
-            console.print(f"{name}[red]error:[/] {_escape(str(error))}", soft_wrap=True)
-        leave(EXIT_CODE if isinstance(error, RankFailure) else 2)
+        _say(console, world, error, world.abort(error))
+        world.farewell(error)
+        leave(EXIT_CODE if isinstance(error, RankFailure) else 2 if isinstance(error, UserError) else 1)
 
 
-def _escape(text: str) -> str:
+def _say(console: Console, world: World, error: BaseException, aloud: bool) -> None:
     from rich.markup import escape
 
-    return escape(text)
+    name = "" if world.lead else f"[bold]rank {world.rank}[/] "
+    if not isinstance(error, UserError | KeyboardInterrupt | SystemExit):
+        import traceback
+
+        console.print(f"{name}[red]failed:[/]\n{escape(traceback.format_exc())}", soft_wrap=True)
+    elif aloud:
+        console.print(f"{name}[red]error:[/] {escape(str(error))}", soft_wrap=True)

@@ -33,6 +33,7 @@ from mheads.errors import UserError
 T = TypeVar("T")
 FAULT = "fault"
 TIMEOUT = 60.0  # until the recipe says otherwise
+PATIENCE = 5.0  # seconds that a rank has to end by itself after a failure
 EXIT_CODE = 3  # of a rank that ends because another one did
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
 
@@ -195,8 +196,17 @@ class World:
                 return
             self.failure = RankFailure(rank, reason)
             tell = self._on_failure
+        # The work in hand is finished and what is being saved is saved; but if it is this rank that hangs, it never is.
+        last_resort = threading.Timer(PATIENCE, self._leave_anyhow)
+        last_resort.daemon = True
+        last_resort.start()
         if tell is not None:
             tell(self.failure)
+
+    def _leave_anyhow(self) -> None:
+        name = "" if self.lead else f"rank {self.rank} "
+        print(f"{name}error: {self.failure}", file=sys.stderr)
+        leave(EXIT_CODE)
 
     def _beat(self) -> None:
         """Tells how far this rank is, and looks at those it watches."""
@@ -253,18 +263,21 @@ class World:
 
     def abort(self, error: BaseException) -> bool:
         """Tells the others why this rank ends. Whether this rank should say so itself: not if the lead does."""
-        told = False
-        if not isinstance(error, RankFailure):
-            text = str(error) or type(error).__name__
-            self._tell(f"error/{self.rank}", text)
-            # A mistake that all ranks find is reported by one.
-            told = not self.lead and self._appears(["error/0"], 2)
-            self._write_fault(self.rank, f"rank {self.rank} gave up: {text}")
+        if isinstance(error, RankFailure):
+            return True
+        text = str(error) or type(error).__name__
+        self._tell(f"error/{self.rank}", text)
+        # A mistake that all ranks find is reported by one.
+        told = not self.lead and self._appears(["error/0"], 2)
+        self._write_fault(self.rank, f"rank {self.rank} gave up: {text}")
+        return not told
+
+    def farewell(self, error: BaseException) -> None:
+        """The lead may keep the store: it stays until the others have read what happened, or for a moment."""
         self._tell(f"gone/{self.rank}", "1")
-        if self.lead:  # it may keep the store: it stays until the others have read what happened, or for a moment
+        if self.lead:
             guilty = error.rank if isinstance(error, RankFailure) else self.rank
             self._appears([f"gone/{rank}" for rank in range(self.size) if rank != guilty], 3)
-        return not told
 
     def _tell(self, key: str, text: str) -> None:
         with suppress(RuntimeError, TimeoutError):

@@ -634,9 +634,8 @@ def test_whole_programs_end_as_they_should(end, tmp_path):
         assert [program.returncode for program in programs] == [0, 0], error + other_error
         assert out == "[1.0, 1.0]\n"
     else:
-        assert all(program.returncode != 0 for program in programs)
         assert "ValueError: a mistake" in error
-        assert "Connection closed by peer" in other_error
+        assert all(program.returncode != 0 for program in programs), other_error  # the other has noticed
 
 
 def hang(rank):

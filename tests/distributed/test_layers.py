@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_wire import is_dense, tensors
 from torch import nn
-from worlds import run_world
+from worlds import run_world, until
 
 from mheads.distributed import Broadcast, Gather, finish, layers
 from mheads.errors import UserError
@@ -39,13 +39,9 @@ def mean_loss(outputs, y):
     return F.cross_entropy(torch.stack(outputs).mean(0), y)
 
 
-def gradients(module):
-    return [p.grad.clone() for p in module.parameters()]
-
-
 def update(module):
     """A step of plain gradient descent; the gradients of the step."""
-    found = gradients(module)
+    found = [p.grad.clone() for p in module.parameters()]
     with torch.no_grad():
         for p in module.parameters():
             p -= 0.5 * p.grad
@@ -280,6 +276,19 @@ def any_order(rank):
     return seen
 
 
+def be_careless(x):
+    """50 calls, and nobody calls backward; then the layer is let go, and what it expected. How much that was."""
+    broadcast = Broadcast(0, [1, 2])
+    post = broadcast._post
+    for i in range(50):
+        if i == 49:
+            dist.barrier()  # the root was ahead of the others
+            until(lambda: all(notes[-3].seems_here() for notes in post._notes.values()))
+        y = broadcast(x * 1)
+    del y
+    return len(post._abandoned) + len(post._answers) + sum(map(len, post._notes.values()))
+
+
 def unused(rank):
     """Values that a rank does not use have gradient zero, and nobody waits."""
     broadcast, gather = Broadcast(0, [0, 1, 2], timeout=20), Gather(0, [0, 1, 2], timeout=20)
@@ -304,16 +313,7 @@ def unused(rank):
             (y * 10**rank).sum().backward()
         del y
         found[f"some {step}"] = grad()
-    # Nobody calls backward, for 50 calls; the layer and what it expected are then let go.
-    careless = Broadcast(0, [1, 2])
-    for i in range(50):
-        if i == 49:
-            dist.barrier()  # the root is ahead of the others
-            time.sleep(0.05)
-        y = careless(x * 1)
-    post = careless._post
-    found["kept"] = len(post._abandoned) + len(post._answers) + sum(map(len, post._notes.values()))
-    del careless, y, post
+    found["kept"] = be_careless(x)
     gc.collect()
     # The root uses the value of rank 1 alone; then none at all, under no_grad.
     for step in range(2):
@@ -646,7 +646,8 @@ def hang(rank):
         with pytest.raises(UserError) as caught:
             y.sum().backward()
         return str(caught.value)
-    time.sleep(1)
+    with pytest.raises(RuntimeError):  # until the root gives up, which ends all connections
+        dist.recv(torch.zeros(1), 0)
     return None
 
 
@@ -700,7 +701,7 @@ def lose(rank):
         y.sum().backward()
         return None
     del y
-    time.sleep(0.5)
+    until(broadcast._post._notes[1][0].seems_here)
     with pytest.raises(UserError) as lost:
         broadcast(x * 1)
     with pytest.raises(UserError) as ended:

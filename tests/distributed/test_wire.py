@@ -1,14 +1,13 @@
 """Frames between real processes, and what gloo would do to them."""
 
 import threading
-import time
 from collections import namedtuple
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_world
+from worlds import run_world, until
 
 from mheads.distributed import wire
 from mheads.distributed.wire import Frame, Note, Outbox, PeerError, post, post_note, take
@@ -151,10 +150,9 @@ def keep(rank):
         heard = note.wait()
         open_note = Note(0, tag=3)
         dist.barrier()
-        time.sleep(0.3)  # its place is open: it comes while this rank does something else
-        seemed_here = open_note.seems_here()
-        dist.barrier()
-        return taken, heard, seemed_here, open_note.wait()
+        dist.barrier()  # its place is open: it has been sent while this rank did something else
+        until(open_note.seems_here)
+        return taken, heard, open_note.wait()
     outbox = Outbox()
 
     def start(key):
@@ -171,21 +169,17 @@ def keep(rank):
     outbox.settle(most=0)
     left = len(outbox._kept)
     dist.barrier()
-    started = time.monotonic()
     outbox.put(lambda: post_note((3, 1), 1, tag=3))
     outbox.settle(most=0)
-    seconds = time.monotonic() - started
     dist.barrier()
-    return num_kept, left, seconds
+    return num_kept, left
 
 
 def test_an_outbox_keeps_what_was_sent_until_it_is_taken_and_no_longer():
-    (num_kept, left, seconds), (taken, heard, seemed_here, numbers) = run_world(2, keep)
+    (num_kept, left), (taken, heard, numbers) = run_world(2, keep)
     assert (num_kept, left) == (4, 0)
     assert taken == ["first", "outer", "inner"]
     assert heard == (7, 0)
-    assert seconds < 0.2, "a note waited for its receiver"
-    assert seemed_here
     assert numbers == (3, 1)
 
 
@@ -194,7 +188,8 @@ def fall_silent(rank):
     if rank == 1:
         return None
     if rank == 2:
-        time.sleep(2.5)
+        with pytest.raises(RuntimeError):  # until rank 0 gives up, which ends all connections
+            dist.recv(torch.zeros(1), 0)
         return None
     with pytest.raises(PeerError) as gone:
         take(1)

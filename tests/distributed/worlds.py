@@ -50,6 +50,14 @@ def run_world(num_ranks, function, *args, timeout=60):
         return [torch.load(results[rank], weights_only=False) for rank in range(num_ranks)]
 
 
+def until(condition, seconds=20):
+    """Waits for what must come soon."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.001)
+
+
 def _files(folder, num_ranks, kind):
     paths = [(rank, Path(folder, f"{kind}{rank}")) for rank in range(num_ranks)]
     return [(rank, path) for rank, path in paths if path.exists()]

@@ -283,7 +283,7 @@ def be_careless(x):
     for i in range(50):
         if i == 49:
             dist.barrier()  # the root was ahead of the others
-            until(lambda: all(notes[-3].seems_here() for notes in post._notes.values()))
+            until(lambda: all(note.seems_here() for notes in post._notes.values() for note in list(notes)[:-2]))
         y = broadcast(x * 1)
     del y
     return len(post._abandoned) + len(post._answers) + sum(map(len, post._notes.values()))

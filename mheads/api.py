@@ -18,6 +18,7 @@ from mheads import data as datasets
 from mheads import experiment as experiments
 from mheads.config import Config
 from mheads.data.batch import evaluation_batches
+from mheads.distributed.launch import detect
 from mheads.errors import UserError
 from mheads.losses import Loss, independent
 from mheads.metrics import Metrics, Result
@@ -100,6 +101,12 @@ def fit(
     """
     if not isinstance(net, TreeNet):
         raise UserError(f"fit trains a TreeNet, not a {type(net).__name__}: mheads.TreeNet(factory, members=...)")
+    launch = detect()
+    if launch is not None and launch.size > 1:
+        raise UserError(
+            f"fit trains in one process, but {launch.launcher} started {launch.size}: write a recipe with your network "
+            "(model: package.module:factory) and start mheads train with it"
+        )
     loss = loss or independent()
     known = loss.name in configs.LOSS_NAMES  # one of the user's own is remembered, not imported again
     named = {"name": loss.name, **loss.options} if known else {"name": f"__main__:{loss.name}", "args": loss.options}

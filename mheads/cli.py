@@ -226,6 +226,11 @@ _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPE
 def main() -> None:
     """The console script: a user's mistake is a message and exit code 2, a signal its own code."""
     try:
+        from mheads.distributed.launch import detect
+
+        launch = detect()
+        if launch is not None and launch.rank > 0 and sys.argv[1:2] != ["train"]:
+            return  # only training is spread over ranks: of anything else, one answer is enough
         app()
     except UserError as error:
         errors.print(f"[red]error:[/] {_escape(str(error))}", soft_wrap=True)

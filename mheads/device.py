@@ -7,10 +7,12 @@ import torch
 from mheads.errors import UserError
 
 
-def resolve(name: str) -> torch.device:
-    """`auto` is a GPU where there is one."""
+def resolve(name: str, local_rank: int = 0) -> torch.device:
+    """`auto` is a GPU where there is one; ranks of one machine share its GPUs evenly."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
     try:
         device = torch.device(name)
     except RuntimeError:

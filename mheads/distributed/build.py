@@ -33,7 +33,7 @@ class RanksExperiment(Experiment):
 
     def engine(self) -> RanksEngine:
         config = self.config
-        device = resolve(config.device)
+        device = resolve(config.device, self.world.launch.local_rank)
         workers = config.engine.workers
         if workers == "auto":
             workers = default_workers(device, self.world.cores)

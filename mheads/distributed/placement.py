@@ -6,7 +6,8 @@ slots, and takes an equal run of the micro-batches. Ranks beyond the mesh have n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mheads.engine.sums import divides_evenly
@@ -42,6 +43,11 @@ class Placement:
     def loss_rank(self, tree: Tree, replica: int = 0) -> int:
         """Where the outputs are gathered for losses that need all members: beside the first root."""
         return self.rank(tree.roots[0].name, replica)
+
+
+def first_run(slots: Sequence[int]) -> int:
+    """How many of the first children of a stage are in one place: their gradients can be added there."""
+    return len(list(itertools.takewhile(lambda slot: slot == slots[0], slots)))
 
 
 def default(tree: Tree, ranks: int, micro_batches: int) -> Placement:

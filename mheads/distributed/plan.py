@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mheads.distributed.loads import StageLoad, counted_loads, measured_loads
-from mheads.distributed.placement import Placement, default, meshes, spread
-from mheads.distributed.simulation import Simulation, first_run
+from mheads.distributed.placement import Placement, default, first_run, meshes, spread
+from mheads.distributed.simulation import Simulation
 from mheads.tree import Tree
 
 __all__ = [

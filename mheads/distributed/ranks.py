@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mheads import values
 from mheads.data.batch import Batch, BatchStream, Reader
-from mheads.distributed.placement import Placement
+from mheads.distributed.placement import Placement, first_run
 from mheads.distributed.world import World
 from mheads.engine.sums import Gradients, PairwiseSum, divides_evenly
 from mheads.engine.tasks import ForwardPass, StepReport, TrainingStep, add_in_order, cuts
@@ -86,17 +86,16 @@ class RanksEngine(ThreadsEngine):
         """The lead hears of every rank and decides for all: the loss, and whether to stop."""
         stop = signals[0] if signals else 0
         if not self.lead:
-            key = [f"report {step}", stop, [[*place, total] for place, total in task.totals.items()]]
-            found = task.losses is not None and task.totals
-            decision = self._ask(key, torch.stack([task.losses, task.assignment]) if found else None)
+            places = sorted(task.totals)
+            key = [f"report {step}", stop, [[*place, task.totals[place]] for place in places]]
+            found = [torch.stack([t[task.block(*place)] for t in (task.losses, task.assignment)]) for place in places]
+            decision = self._ask(key, found)
             return StepReport(decision[0], task.losses[:0], task.assignment[:0], decision[1])
-        for (rank_stop, totals), value in self._hear(f"report {step}", self.world.size - 1):
+        for (rank_stop, totals), blocks in self._hear(f"report {step}", self.world.size - 1):
             stop = stop or rank_stop
-            for member, i, total in totals:
+            for (member, i, total), block in zip(totals, blocks, strict=True):
                 task.totals[member, i] = total
-                which = slice(member, member + 1) if task.loss.separable else slice(None)
-                task.losses[which, task.slices[i]] = value[0][which, task.slices[i]]
-                task.assignment[which, task.slices[i]] = value[1][which, task.slices[i]]
+                task.losses[task.block(member, i)], task.assignment[task.block(member, i)] = block
         report = task.report(stop)
         for rank in range(1, self.world.size):
             self.courier.send(rank, [f"decision {step}", report.loss, report.stop])
@@ -225,6 +224,10 @@ class RankStep(TrainingStep):
         super().start()
         self.courier.listen(self.channel, self.receive)
 
+    def block(self, member: int, i: int) -> tuple[slice, slice]:
+        """Where in [M, B] the losses of a micro-batch go, of one member if they are separable."""
+        return slice(member, member + 1) if self.loss.separable else slice(None), self.slices[i]
+
     def receive(self, key: list[Any], value: Value) -> None:
         """What another rank handed on."""
         if self.device.type != "cpu" and value is not None:
@@ -282,7 +285,8 @@ class RankStep(TrainingStep):
         if rank == self.me:
             super().hand_up(i, node, d_input)
             return
-        prefix = first_run(parent, self.placement)
+        children = parent.children
+        prefix = list(children[: first_run([self.placement.stages[child] for child in children])])
         if node.name not in prefix:
             self._send(rank, ["up", i, parent.name, [node.name]], d_input)
             return
@@ -427,17 +431,6 @@ def inputs_needed(tree: Tree, placement: Placement, rank: int, batch_size: int, 
     size = parts // placement.replicas
     slices = cuts(batch_size, parts)[placement.replica(rank) * size :][:size]
     return range(slices[0][0], slices[-1][1])
-
-
-def first_run(parent: Node, placement: Placement) -> list[str]:
-    """The first children of a stage that are all in one place."""
-    slot = placement.stages[parent.children[0]]
-    run = []
-    for child in parent.children:
-        if placement.stages[child] != slot:
-            break
-        run.append(child)
-    return run
 
 
 def peers(tree: Tree, placement: Placement, rank: int, size: int) -> set[int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from mheads.distributed.launch import detect
+from mheads.distributed.launch import detect, hint
 from mheads.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ def session(console: Console) -> Iterator[World | None]:
     alone meets is printed with its number.
     """
     launch = detect()
+    if launch is None and (advice := hint()):
+        console.print(advice, style="yellow", soft_wrap=True)
     if launch is None or launch.size == 1:
         yield None
         return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
 from mheads.distributed.loads import StageLoad
-from mheads.distributed.placement import Placement
+from mheads.distributed.placement import Placement, first_run
 from mheads.engine.tasks import BACKWARD, FORWARD, LOSS, cuts
 from mheads.tree import Tree
 
@@ -210,8 +210,3 @@ class _Replica:
     def _receive(self, target: int, seconds: float, arrive: Callable[..., None], *args: object) -> None:
         self.received[target] = max(self.now, self.received[target]) + seconds
         self._after(self.received[target], arrive, *args)
-
-
-def first_run(slots: Sequence[int]) -> int:
-    """How many of the first children are on one slot."""
-    return len(list(itertools.takewhile(lambda s: s == slots[0], slots)))

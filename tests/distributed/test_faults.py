@@ -54,7 +54,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_after_the_timeout(frozen, tm
 
 def test_a_rank_that_hangs_is_named_and_those_that_wait_for_it_are_not(tmp_path, monkeypatch):
     args = ["train", "digits", "model=networks:hangs", "members=3", "split=hidden", "data.limit=60", "timeout=2"]
-    before = {rank: hang_on_1 for rank in range(3)}
+    before = dict.fromkeys(range(3), hang_on_1)
     done = ranks(3, *args, "--run", tmp_path / "run", before=before)
     for one in done:
         assert "rank 1 has work and made no progress for 2 s (timeout)" in one.err

@@ -43,14 +43,15 @@ def network() -> torch.nn.Module:
 class Ours:
     """Our engine on the same task as the peers: raw pixels in, updated weights out."""
 
-    def __init__(self, tree: Any, loss: Loss, workers: int | None = None, rows: int = BATCH) -> None:
+    def __init__(
+        self, tree: Any, loss: Loss, workers: int | None = None, rows: int = BATCH, micro_batches: int | None = None
+    ) -> None:
         self.net = TreeNet(network, tree=tree)
         self.loss = loss
         self.batch = pixels(rows, self.net.num_members)
-        self.engine = ThreadsEngine(self.net, workers or available_cores(), auto_micro_batches(rows, self.net), seed=0)
-        options = OptimOptions(lr=peers.RATE, momentum=peers.MOMENTUM, weight_decay=peers.DECAY)
-        self.optimizer = Optimizer(self.net, options)
-        self.optimizer.set_rate(peers.RATE)
+        parts = micro_batches or auto_micro_batches(rows, self.net)
+        self.engine = ThreadsEngine(self.net, workers or available_cores(), parts, seed=0)
+        self.optimizer = optimizer(self.net)
         self.count = 0
 
     def step(self) -> None:
@@ -63,6 +64,13 @@ class Ours:
 
     def weights(self) -> peers.Weights:
         return [dict(self.net.member(m).named_parameters()) for m in range(self.net.num_members)]
+
+
+def optimizer(net: TreeNet) -> Optimizer:
+    """That of the peers."""
+    found = Optimizer(net, OptimOptions(lr=peers.RATE, momentum=peers.MOMENTUM, weight_decay=peers.DECAY))
+    found.set_rate(peers.RATE)
+    return found
 
 
 def pixels(rows: int, members: int) -> Batch:
@@ -271,6 +279,13 @@ def profile(progress: Progress, rounds: int) -> dict[str, Any]:
     return result
 
 
+def comm(progress: Progress, rounds: int) -> dict[str, Any]:
+    """What communication costs on two ranks."""
+    from mheads.bench.comm import measure  # which takes from here what it compares with
+
+    return measure(progress, rounds)
+
+
 SUITES: dict[str, Callable[[Progress, int], dict[str, Any]]] = {
     "step": step,
     "mcl": mcl,
@@ -279,6 +294,7 @@ SUITES: dict[str, Callable[[Progress, int], dict[str, Any]]] = {
     "scale": scale,
     "memory": memory,
     "profile": profile,
+    "comm": comm,
 }
 
 

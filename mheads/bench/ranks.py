@@ -1,0 +1,186 @@
+"""Two ranks in processes of their own, which step only when told to: so they can be timed turn by turn with others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from mheads import losses
+from mheads.data.batch import Batch
+from mheads.data.preprocess import Preprocess
+from mheads.distributed.launch import Launch
+from mheads.distributed.loads import StageLoad, measured_loads
+from mheads.distributed.placement import Placement
+from mheads.distributed.plan import Edge
+from mheads.engine.tasks import cuts
+from mheads.models import INPUT_SHAPES, MODELS
+from mheads.tree import Tree, TreeNet, describe, parse
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step: M networks that share the layers up to a split, on a batch in micro-batches."""
+
+    model: str
+    split: str
+    members: int
+    rows: int
+    micro_batches: int
+
+    @property
+    def tree(self) -> Tree:
+        return parse({self.split: self.members}, describe(MODELS[self.model]()), self.members, self.model)
+
+    def batch(self) -> Batch:
+        generator = torch.Generator().manual_seed(0)
+        channels, height, width = shape = INPUT_SHAPES[self.model]
+        images = torch.randint(256, (self.rows, height, width, channels), generator=generator, dtype=torch.uint8)
+        targets = torch.randint(10, (self.rows,), generator=generator)
+        return Batch(images, targets, Preprocess(mean=torch.full(shape, 127.5)))
+
+    def loads(self) -> dict[str, StageLoad]:
+        """What the stages take on this machine, as `mheads plan` measures them."""
+        rows = -(-self.rows // self.micro_batches)
+        return measured_loads(self.tree, MODELS[self.model](), INPUT_SHAPES[self.model], rows)
+
+
+class RemoteRanks:
+    """The ranks, by their pipes. `bandwidth` is what they measured between them, in bytes a second."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        job = uuid.uuid4().hex
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(RANKS):
+            pipe, other = context.Pipe()
+            launch = Launch("env", rank, RANKS, rank, RANKS, job=job)
+            self._processes.append(context.Process(target=_serve, args=(other, launch), daemon=True))
+            self._processes[-1].start()
+            other.close()
+            self._pipes.append(pipe)
+        self.bandwidth: float = self._answers()[0]
+
+    def build(self, case: Case, placement: Placement, update: bool = False) -> None:
+        """What to step from now on; with `update`, a step includes that of the optimizer."""
+        self._call("build", case, placement, update)
+
+    def step(self, payload: bool = True) -> float:
+        """Seconds of a step, from when the first rank begins to when the last one is done."""
+        spans = self._call("step", payload)
+        return max(end for _, end in spans) - min(began for began, _ in spans)
+
+    def transfer(self, edge: Edge, case: Case) -> float:
+        """Seconds to move what a step moves over an edge, micro-batch by micro-batch, there and back, doing nothing
+        else."""
+        return self._call("transfer", edge, case)[edge.source]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join()
+
+    def _call(self, name: str, *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((name, *args))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers = [pipe.recv() for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+
+def _serve(pipe: Connection, launch: Launch) -> None:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    torch.set_num_threads(1)
+    from mheads.distributed.world import World
+
+    world = World(launch)
+    world.timeout = 3600.0  # between two steps others are timed: that is no sign of a fault
+    served = _Rank(world)
+    pipe.send(world.bandwidth())
+    while (command := pipe.recv()) is not None:
+        name, *args = command
+        try:
+            pipe.send(getattr(served, name)(*args))
+        except Exception as error:
+            world.abort(error)  # or the other rank would wait for this one, and nobody would hear why
+            pipe.send(RuntimeError(f"rank {launch.rank}: {type(error).__name__}: {error}"))
+    served.close()
+    world.close()
+
+
+class _Rank:
+    """One rank, in its process."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.engine: Any = None
+        self.count = 0
+        self.transfers = 0
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.world.courier.close()
+            self.world.courier = None  # closed: the world need not
+            self.engine = None
+
+    def build(self, case: Case, placement: Placement, update: bool) -> None:
+        from mheads.bench.suites import optimizer
+        from mheads.distributed.ranks import RanksEngine
+
+        self.close()
+        owned = placement.owned(self.world.rank)
+        net = TreeNet(MODELS[case.model], tree={case.split: case.members}, only=owned)
+        cpu = torch.device("cpu")
+        self.engine = RanksEngine(net, 1, case.micro_batches, 0, cpu, self.world, placement)
+        self.batch, self.loss = case.batch(), losses.independent()
+        self.optimizer = optimizer(net) if update else None
+
+    def step(self, payload: bool) -> tuple[float, float]:
+        self.engine.courier.payload = payload
+        began = time.monotonic()  # one clock for all processes of a machine
+        self.engine.step(self.count, self.batch, self.loss)
+        if self.optimizer is not None:
+            self.engine.update(self.optimizer.update)
+        ended = time.monotonic()
+        self.count += 1
+        return began, ended
+
+    def transfer(self, edge: Edge, case: Case) -> float:
+        courier = self.engine.courier
+        courier.payload = True
+        self.transfers += 1
+        channel, arrived = f"transfer {self.transfers}", threading.Semaphore(0)
+        courier.listen(channel, lambda key, value: arrived.release())
+        floats, messages = edge.forward // case.rows, edge.backward // edge.forward
+        values = [torch.ones(stop - start, floats) for start, stop in cuts(case.rows, case.micro_batches)]
+        began = 0.0
+        for value in (None, *values):  # the first only to know that the other one is there
+            if self.world.rank == edge.source:
+                courier.send(edge.target, [channel], value)
+                for _ in range(messages):
+                    arrived.acquire()
+            else:
+                arrived.acquire()
+                for _ in range(messages):
+                    courier.send(edge.source, [channel], value)
+            began = began or time.monotonic()
+        seconds = time.monotonic() - began
+        courier.forget(channel)
+        return seconds

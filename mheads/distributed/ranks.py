@@ -83,30 +83,31 @@ class RanksEngine(ThreadsEngine):
         return range(self.replica * size, (self.replica + 1) * size) if self.working else range(0)
 
     def _report(self, task: RankStep, step: int, signals: Sequence[int]) -> StepReport:
-        """The lead hears of every rank and decides for all: the loss, and whether to stop."""
+        """The lead hears of every rank and decides for all: the loss, and whether to stop.
+
+        Reports go up a binary tree of the ranks and the decision down, so that a thousand ranks do not queue at one.
+        """
         stop = signals[0] if signals else 0
-        if not self.lead:
-            places = sorted(task.totals)
-            key = [f"report {step}", stop, [[*place, task.totals[place]] for place in places]]
-            found = [torch.stack([t[task.block(*place)] for t in (task.losses, task.assignment)]) for place in places]
-            decision = self._ask(key, found)
-            return StepReport(decision[0], task.losses[:0], task.assignment[:0], decision[1])
-        for (rank_stop, totals), blocks in self._hear(f"report {step}", self.world.size - 1):
-            stop = stop or rank_stop
+        above, below = relatives(self.world.rank, self.world.size)
+        places = sorted(task.totals)
+        totals = [[*place, task.totals[place]] for place in places]
+        blocks = [torch.stack([t[task.block(*place)] for t in (task.losses, task.assignment)]) for place in places]
+        for (their_stop, their_totals), their_blocks in self._hear(f"report {step}", len(below)):
+            stop = stop or their_stop
+            totals += their_totals
+            blocks += their_blocks
+        if above is None:
             for (member, i, total), block in zip(totals, blocks, strict=True):
                 task.totals[member, i] = total
                 task.losses[task.block(member, i)], task.assignment[task.block(member, i)] = block
-        report = task.report(stop)
-        for rank in range(1, self.world.size):
+            report = task.report(stop)
+        else:
+            self.courier.send(above, [f"report {step}", stop, totals], blocks)
+            (((loss, stop), _),) = self._hear(f"decision {step}", 1)
+            report = StepReport(loss, task.losses[:0], task.assignment[:0], stop)
+        for rank in below:
             self.courier.send(rank, [f"decision {step}", report.loss, report.stop])
         return report
-
-    def _ask(self, key: list[Any], value: Value) -> list[Any]:
-        """Tells the lead and waits for its answer, which comes under `decision` instead of `report`."""
-        channel = key[0].replace("report", "decision")
-        self.courier.send(0, key, value)
-        ((answer, _),) = self._hear(channel, 1)
-        return answer
 
     def _hear(self, channel: str, count: int) -> list[tuple[list[Any], Value]]:
         """The next `count` frames of a channel."""
@@ -433,11 +434,18 @@ def inputs_needed(tree: Tree, placement: Placement, rank: int, batch_size: int, 
     return range(slices[0][0], slices[-1][1])
 
 
+def relatives(rank: int, size: int) -> tuple[int | None, list[int]]:
+    """The rank above and those below in the binary tree of all ranks."""
+    below = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
+    return (rank - 1) // 2 if rank else None, below
+
+
 def peers(tree: Tree, placement: Placement, rank: int, size: int) -> set[int]:
-    """The ranks that a rank may hear from: the lead, neighbours in the tree, the loss, and its replicas."""
+    """The ranks that a rank may hear from: the lead, relatives, neighbours in the tree, the loss, and its replicas."""
     if rank == 0:
         return set(range(1, size))
-    found = {0}
+    above, below = relatives(rank, size)
+    found = {0, above or 0, *below}
     if rank >= placement.ranks:
         return found
     replica = placement.replica(rank)

@@ -36,27 +36,41 @@ def session(console: Console) -> Iterator[World | None]:
     from mheads.distributed.world import EXIT_CODE, RankFailure, World, leave
 
     world = World(launch)
+    stopped = None
     try:
-        yield world
+        try:
+            world.check()
+            yield world
+        except Exception as error:
+            if getattr(error, "exit_code", None) is None:
+                raise
+            stopped = error  # by a signal that all ranks heard of: all is saved, and all leave together
         world.close()
     except BaseException as error:
-        code = getattr(error, "exit_code", None)
-        if code is not None:
-            # A signal that all ranks heard of: all is saved, and all leave together.
-            world.close()
-            if world.lead:
-                raise
-            leave(code)
         _say(console, world, error, world.abort(error))
         world.farewell(error)
-        leave(EXIT_CODE if isinstance(error, RankFailure) else 2 if isinstance(error, UserError) else 1)
+        leave(EXIT_CODE if isinstance(error, RankFailure) else _exit_code(error))
+    if stopped is not None:
+        if world.lead:
+            raise stopped
+        leave(stopped.exit_code)  # type: ignore[attr-defined]
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    return 2 if isinstance(error, UserError) else 1
 
 
 def _say(console: Console, world: World, error: BaseException, aloud: bool) -> None:
     from rich.markup import escape
 
     name = "" if world.lead else f"[bold]rank {world.rank}[/] "
-    if not isinstance(error, UserError | KeyboardInterrupt | SystemExit):
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return  # whoever asked for it knows
+    if not isinstance(error, UserError):
         import traceback
 
         console.print(f"{name}[red]failed:[/]\n{escape(traceback.format_exc())}", soft_wrap=True)

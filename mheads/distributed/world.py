@@ -15,8 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,15 +27,21 @@ import torch.distributed as dist
 import mheads
 from mheads.distributed.comm import Courier
 from mheads.distributed.launch import Launch, rendezvous, use_interface
-from mheads.engine.threads import available_cores
 from mheads.errors import UserError
 
 T = TypeVar("T")
 FAULT = "fault"
 TIMEOUT = 60.0  # until the recipe says otherwise
+TIMEOUT_TO_START = 30.0  # at least: some launchers are slow
 PATIENCE = 5.0  # seconds that a rank has to end by itself after a failure
 EXIT_CODE = 3  # of a rank that ends because another one did
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
+SILENT = "has given no sign of life"
+GONE = "has ended, or its connection is lost"
+NETWORK_HINT = (
+    "check that every host can open any port of every other (a firewall may leave only MASTER_PORT), and set "
+    "GLOO_SOCKET_IFNAME to the interface that they have in common"
+)
 
 
 class RankFailure(UserError):  # noqa: N818, it is the failure of another
@@ -59,18 +65,58 @@ class World:
         self.courier: Courier | None = None
         self.watch()
         self._closing = threading.Event()
-        self._last_cycle = time.monotonic()
+        self._ending = False  # whoever meets a failure says so
+        self.cores = 1  # of this machine, those that are this rank's
         self._counts: dict[str, int] = {}
-        self.store = rendezvous(launch, max(timeout, 30.0))
-        use_interface(launch)
-        dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
+        self.store = rendezvous(launch, max(timeout, TIMEOUT_TO_START))
         self._own_store = _clone(self.store)  # a client that hangs must not hang the others
+        self._last_cycle = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"mheads-{target.__name__}", daemon=True)
             for target in (self._beat, self._guard)
         ]
         for thread in self._threads:
             thread.start()
+        self._connect(max(timeout, TIMEOUT_TO_START))
+
+    def _connect(self, seconds: float) -> None:
+        """Connects each rank with each. What goes wrong is a failure, which `check` raises.
+
+        gloo waits for as long as it is told to wait for everything: a thread lets it, while the beat goes on.
+        """
+        interface = use_interface(self.launch)
+        place = {"host": socket.gethostname(), "interface": interface, "machine": _machine(), "cpus": _cpus()}
+        self._own_store.set(f"place/{self.rank}", json.dumps(place))
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
+                self._own_store.set(f"connected/{self.rank}", "1")
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="mheads-connect", daemon=True)
+        thread.start()
+        missing = list(range(self.size)) if self.lead else [self.rank]
+        until = time.monotonic() + seconds
+        while missing and self.failure is None:
+            thread.join(0.02)
+            if errors:
+                why = str(errors[0]).splitlines()[0]
+                self.report(self.rank, f"rank {self.rank} cannot use the network ({interface}): {why}; {NETWORK_HINT}")
+                return
+            with self._asking():
+                missing = [rank for rank in missing if not self._own_store.check([f"connected/{rank}"])]
+                if not missing:
+                    # Each rank wrote this before it began to connect.
+                    found = self._own_store.multi_get([f"place/{rank}" for rank in range(self.size)])
+                    self.cores = share_of_cores(place, [json.loads(one) for one in found])
+                elif self.lead and time.monotonic() > until:
+                    places = {rank: json.loads(self._own_store.get(f"place/{rank}")) for rank in missing}
+                    who = ", ".join(f"rank {rank} ({at['host']}, {at['interface']})" for rank, at in places.items())
+                    lacking = f"not connected to all others after {seconds:g} s: {who}"
+                    self.report(missing[-1], f"{lacking}; {NETWORK_HINT}")
 
     def watch(
         self,
@@ -91,23 +137,23 @@ class World:
         self.courier = Courier(self.rank, peers, self.lost)
         return self.courier
 
-    @property
-    def cores(self) -> int:
-        """Of this machine, those that are this rank's."""
-        return max(1, available_cores() // self.launch.local_size)
-
     def bandwidth(self) -> float:
-        """Bytes a second between the first rank and the last, measured there and back; every rank calls it."""
+        """Bytes a second between the first rank and the last, measured there and back by these two; others get 0."""
         last, block = self.size - 1, torch.zeros(1 << 20)
+        other = {0: last, last: 0}.get(self.rank)
+        if other is None:
+            return 0.0
+        turns = (dist.send, dist.recv) if self.lead else (dist.recv, dist.send)
         seconds = []
         for _ in range(4):
             began = time.perf_counter()
-            if self.rank == 0:
-                dist.send(block, last)
-                dist.recv(block, last)
-            elif self.rank == last:
-                dist.recv(block, 0)
-                dist.send(block, 0)
+            try:
+                for turn in turns:
+                    turn(block, other)
+            except RuntimeError:
+                self.report(other, f"rank {other} {GONE}")
+                self.check()
+                raise
             seconds.append(time.perf_counter() - began)
         return 2 * block.nbytes / min(seconds)
 
@@ -117,13 +163,13 @@ class World:
         """What the lead decides, plain data, on every rank."""
         key = self._key(what)
         if self.lead:
-            self.store.set(key, json.dumps(decide()))
+            self._set(key, json.dumps(decide()))
         return json.loads(self._get(key))
 
     def compare(self, what: str, facts: dict[str, Any]) -> None:
         """Refuses, on all ranks, if a rank differs from the lead in any of these facts."""
         key = self._key(what)
-        self.store.set(f"{key}/{self.rank}", json.dumps(facts))
+        self._set(f"{key}/{self.rank}", json.dumps(facts))
 
         def differences() -> list[str]:
             lines = []
@@ -147,11 +193,26 @@ class World:
         count = self._counts[what] = self._counts.get(what, 0) + 1
         return f"{what}/{count}"
 
+    def _set(self, key: str, text: str) -> None:
+        self.check()
+        with self._asking():
+            self.store.set(key, text)
+
     def _get(self, key: str) -> bytes:
-        while not self.store.check([key]):
+        with self._asking():
+            while not self.store.check([key]):
+                self.check()
+                self._closing.wait(0.02)
+            return self.store.get(key)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """A store that breaks off is the end of rank 0."""
+        try:
+            yield
+        except RuntimeError as error:
             self.check()
-            self._closing.wait(0.02)
-        return self.store.get(key)
+            raise RankFailure(0, f"rank 0 {GONE}") from error
 
     # Faults.
 
@@ -204,39 +265,59 @@ class World:
             tell(self.failure)
 
     def _leave_anyhow(self) -> None:
-        name = "" if self.lead else f"rank {self.rank} "
-        print(f"{name}error: {self.failure}", file=sys.stderr)
+        if not self._ending:
+            if sys.stdout.isatty():
+                print("\x1b[?25h", end="")  # a progress bar has hidden the cursor
+            name = "" if self.lead else f"rank {self.rank} "
+            print(f"{name}error: {self.failure}", file=sys.stderr)
         leave(EXIT_CODE)
 
     def _beat(self) -> None:
         """Tells how far this rank is, and looks at those it watches."""
         store = self._own_store
-        watched = range(1, self.size) if self.lead else range(1)
-        seen = {rank: _Seen() for rank in watched}
+        seen = {rank: _Seen() for rank in (range(1, self.size) if self.lead else range(1))}
+        present: list[int] = []
         count = 0
+        before = time.monotonic()
         while not self._closing.is_set():
             try:
                 store.set(f"beat/{self.rank}", json.dumps([count, self._progress(), bool(self._busy())]))
                 if store.check([FAULT]):
                     self._fail(*json.loads(store.get(FAULT)))
                     return
-                present = [rank for rank in watched if store.check([f"beat/{rank}"])]
+                present += [rank for rank in seen if rank not in present and store.check([f"beat/{rank}"])]
                 beats = store.multi_get([f"beat/{rank}" for rank in present]) if present else []
             except RuntimeError:
                 return  # the guard will notice that this has ended
             now = self._last_cycle = time.monotonic()
+            if now - before > self.timeout / 2:
+                # This process was stopped for a while, perhaps with all others: they get the time to say something.
+                for one in seen.values():
+                    one.alive = one.moved = now
+            before = now
             for rank, beat in zip(present, beats, strict=True):
-                reason = seen[rank].judge(json.loads(beat), now, self.timeout)
+                seen[rank].hear(json.loads(beat), now)
+            for rank, one in seen.items():
+                reason = one.judge(now, self.timeout)
                 if reason:
-                    self.report(rank, f"rank {rank} {reason} for {self.timeout:g} s (timeout)")
+                    text = f"rank {rank} {reason} for {self.timeout:g} s (timeout)"
+                    quiet = [now - other.alive > self.timeout / 2 for other in seen.values()]
+                    if reason == SILENT and len(seen) > 1 and all(quiet):
+                        text += ", nor has any other: the network of rank 0 may be cut"
+                    self.report(rank, text)
                     return
             count += 1
             self._closing.wait(min(0.5, self.timeout / 10))
 
     def _guard(self) -> None:
         """Notices that the store does not answer."""
+        before = time.monotonic()
         while not self._closing.wait(min(0.5, self.timeout / 10)):
-            if self.failure is None and time.monotonic() - self._last_cycle > self.timeout:
+            now = time.monotonic()
+            if now - before > self.timeout / 2:
+                self._last_cycle = now  # this process was stopped for a while
+            before = now
+            if self.failure is None and now - self._last_cycle > self.timeout:
                 self._fail(
                     0,
                     f"rank 0 cannot be reached: its store has not answered for {self.timeout:g} s (timeout); "
@@ -249,20 +330,24 @@ class World:
         """When all is done: nobody leaves before all are here, or the store would go with the first."""
         if self.courier is not None:
             self.courier.close()
-        self.store.set(f"done/{self.rank}", "1")
+        self._set(f"done/{self.rank}", "1")
         if self.lead:
             for rank in range(self.size):
                 self._get(f"done/{rank}")
-            self.store.set("all-done", "1")
+            self._set("all-done", "1")
         self._get("all-done")
+        # All have done all: whatever becomes of a rank from here on is no failure.
         self._closing.set()
         for thread in self._threads:
-            thread.join()
-        dist.barrier()
+            thread.join(PATIENCE)
+        self._tell(f"left/{self.rank}", "1")
+        if self.lead:
+            self._appears([f"left/{rank}" for rank in range(self.size)], PATIENCE)
         dist.destroy_process_group()
 
     def abort(self, error: BaseException) -> bool:
         """Tells the others why this rank ends. Whether this rank should say so itself: not if the lead does."""
+        self._ending = True
         if isinstance(error, RankFailure):
             return True
         text = str(error) or type(error).__name__
@@ -314,16 +399,18 @@ class _Seen:
         self.beat: list[Any] = [None, None, False]
         self.alive = self.moved = time.monotonic()
 
-    def judge(self, beat: Sequence[Any], now: float, timeout: float) -> str | None:
+    def hear(self, beat: Sequence[Any], now: float) -> None:
         count, progress, busy = beat
         if count != self.beat[0]:
             self.alive = now
         if progress != self.beat[1] or not busy:
             self.moved = now
         self.beat = list(beat)
+
+    def judge(self, now: float, timeout: float) -> str | None:
         if now - self.alive > timeout:
-            return "has given no sign of life"
-        if now - self.moved > timeout:
+            return SILENT
+        if self.beat[2] and now - self.moved > timeout:
             return "has work and made no progress"
         return None
 
@@ -337,6 +424,23 @@ def leave(code: int) -> None:
 
 def _clone(store: Any) -> Any:
     return store.clone() if hasattr(store, "clone") else store
+
+
+def share_of_cores(here: dict[str, Any], places: list[dict[str, Any]]) -> int:
+    """How many of its cores a rank has for itself: a launcher may have bound each rank to its own, or none."""
+    near = [place["cpus"] for place in places if place["machine"] == here["machine"]]
+    return max(1, int(sum(1 / sum(cpu in cpus for cpus in near) for cpu in here["cpus"]) + 1e-9))
+
+
+def _machine() -> str:
+    """The same for all ranks of one machine, in whichever container."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def _cpus() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _code_checksum() -> str:

@@ -55,11 +55,14 @@ class Courier:
 
     def listen(self, channel: str, handler: Handler) -> None:
         """From now on `handler(rest of the key, value)` gets the frames of a channel, on whichever thread."""
-        with self._lock:
-            self._handlers[channel] = handler
-            frames = self._waiting.pop(channel, [])
-        for frame in frames:
-            handler(frame.key[1:], frame.value)
+        while True:
+            with self._lock:
+                frames = self._waiting.pop(channel, [])
+                if not frames:  # only now, so that none overtakes those that waited
+                    self._handlers[channel] = handler
+                    return
+            for frame in frames:
+                handler(frame.key[1:], frame.value)
 
     def forget(self, channel: str) -> None:
         with self._lock:

@@ -176,9 +176,10 @@ def plan(
 
 @app.command(rich_help_panel="Measure")
 def bench(
-    suite: Annotated[str, typer.Argument(help="step, mcl, tree, eval, scale, memory, profile, or all.")],
+    suite: Annotated[str, typer.Argument(help="step, mcl, tree, eval, scale, memory, profile, comm, or all.")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each side is timed once a round.")] = 15,
+    figure: Annotated[Path | None, typer.Option(help="Also draw what comm found to this .png, .svg or .pdf.")] = None,
 ) -> None:
     """Speed and memory, side by side with what people would write otherwise.
 
@@ -186,7 +187,7 @@ def bench(
     """
     from mheads.bench.report import run_suites
 
-    run_suites(suite, rounds, json_file, console)
+    run_suites(suite, rounds, json_file, console, figure)
 
 
 @data_app.command("get")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -71,10 +71,15 @@ def share_layer(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
     placement, loads = default(case.tree, RANKS, case.micro_batches), case.loads()
     ranks.build(case, placement)
     times = interleave({"step": ranks.step, "bare": partial(ranks.step, payload=False)}, rounds, _nobody)
+    loads = best_loads(loads, case.loads())
+    without_update = {name: replace(load, update=0.0) for name, load in loads.items()}
     (edge,) = traffic(case.tree, loads, placement, case.rows, separable=True)
     transfer = Times([ranks.transfer(edge, case) for _ in range(TRANSFERS)])
     return {
+        "network": case.model,
+        "members": case.members,
         "batch": case.rows,
+        "micro_batches": case.micro_batches,
         "floats_forward": edge.forward,
         "floats_backward": edge.backward,
         "transfer_ms": _ms(transfer.best),
@@ -82,7 +87,7 @@ def share_layer(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
         **times["step"].to_dict(),
         "transfer_fraction": round(transfer.best / times["step"].best, 4),
         **exposed(times["step"], times["bare"]),
-        **compare(prediction(case, loads, placement, ranks.bandwidth), times["step"]),
+        **compare(prediction(case, without_update, placement, ranks), times["step"]),
     }
 
 
@@ -91,10 +96,8 @@ def beside_threads(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any
     from mheads.bench.suites import Ours
 
     loads = case.loads()
-    workers = 1
-    chosen = auto(
-        case.tree, loads, RANKS, case.rows, case.micro_batches, workers, ranks.bandwidth, LATENCY, separable=True
-    )
+    wires = (ranks.bandwidth, LATENCY)  # as training chooses
+    chosen = auto(case.tree, loads, RANKS, case.rows, case.micro_batches, 1, *wires, separable=True)
     placements = {"auto": chosen, "default": default(case.tree, RANKS, case.micro_batches)}
     threads = Ours({case.split: case.members}, losses.independent(), RANKS, case.rows, case.micro_batches)
     with closing(threads), closing(RemoteRanks()) as others:
@@ -105,6 +108,8 @@ def beside_threads(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any
             sides[name] = world.step
             sides[f"{name}_bare"] = partial(world.step, payload=False)
         times = interleave(sides, rounds, _nobody)
+        loads = best_loads(loads, case.loads())
+        found = {name: prediction(case, loads, placement, ranks) for name, placement in placements.items()}
     result: dict[str, Any] = {
         "threads": times["threads"].to_dict() | {"images_per_second": round(case.rows / times["threads"].best, 1)}
     }
@@ -115,7 +120,7 @@ def beside_threads(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any
             **times[name].to_dict(),
             "images_per_second": round(case.rows / times[name].best, 1),
             **exposed(times[name], times[f"{name}_bare"]),
-            **compare(prediction(case, loads, placements[name], ranks.bandwidth), times[name]),
+            **compare(found[name], times[name]),
         }
         suffix = "" if name == "auto" else f"_{name}"
         result[f"ratio_threads{suffix}"] = round(times["threads"].best / times[name].best, 3)
@@ -137,9 +142,23 @@ def exposed(step: Times, bare: Times) -> dict[str, float]:
     }
 
 
-def prediction(case: Case, loads: Mapping[str, StageLoad], placement: Placement, bandwidth: float) -> Prediction:
-    """As `mheads plan`, with the bandwidth between these ranks."""
-    return predict(case.tree, loads, placement, case.rows, case.micro_batches, 1, bandwidth, LATENCY, separable=True)
+def best_loads(*turns: Mapping[str, StageLoad]) -> dict[str, StageLoad]:
+    """The best of what was measured before and after the steps: the machine may have been busy at either time."""
+    return {
+        name: replace(
+            load,
+            forward=min(turn[name].forward for turn in turns),
+            backward=min(turn[name].backward for turn in turns),
+            update=min(turn[name].update for turn in turns),
+        )
+        for name, load in turns[0].items()
+    }
+
+
+def prediction(case: Case, loads: Mapping[str, StageLoad], placement: Placement, ranks: RemoteRanks) -> Prediction:
+    """As `mheads plan`, with the bandwidth and the latency between these ranks."""
+    wires = (ranks.bandwidth, ranks.latency(case))
+    return predict(case.tree, loads, placement, case.rows, case.micro_batches, 1, *wires, separable=True)
 
 
 def compare(found: Prediction, step: Times) -> dict[str, float]:

@@ -80,6 +80,11 @@ class RemoteRanks:
         spans = self._call("step", payload)
         return max(end for _, end in spans) - min(began for began, _ in spans)
 
+    def latency(self, case: Case, turns: int = 20) -> float:
+        """Seconds that a message of the case, almost empty, is under way: half of there and back."""
+        edge = Edge("", 0, 1, case.rows, case.rows)
+        return min(self.transfer(edge, case) for _ in range(turns)) / (2 * case.micro_batches)
+
     def transfer(self, edge: Edge, case: Case) -> float:
         """Seconds to move what a step moves over an edge, micro-batch by micro-batch, there and back, doing nothing
         else."""

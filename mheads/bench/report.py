@@ -16,10 +16,17 @@ from mheads.checkpoint import write_text_atomically
 from mheads.errors import UserError
 
 
-def run_suites(name: str, rounds: int, json_file: Path | None, console: Console) -> None:
+def run_suites(
+    name: str, rounds: int, json_file: Path | None, console: Console, figure_file: Path | None = None
+) -> None:
     """One suite or all; JSON holds the one result, or one for each name."""
     if name != "all" and name not in SUITES:
         raise UserError(f"there is no benchmark {name!r}: give {', '.join(SUITES)} or all")
+    if figure_file is not None:
+        if name not in ("comm", "all"):
+            raise UserError(f"--figure: {name} has none, comm has")
+        if figure_file.suffix not in (".png", ".svg", ".pdf"):
+            raise UserError(f"--figure {figure_file}: give a file that ends in .png, .svg or .pdf")
     results: dict[str, Any] = {}
     for suite in SUITES if name == "all" else [name]:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
@@ -31,9 +38,23 @@ def run_suites(name: str, rounds: int, json_file: Path | None, console: Console)
 
             results[suite] = run(suite, advance, rounds)
         console.print(table(results[suite]))
+    if figure_file is not None:
+        from mheads.report.figures import communication_figure, save
+
+        save(communication_figure(by_network(results["comm"])), figure_file)
     if json_file is not None:
         text = json.dumps(results if name == "all" else results[name], indent=1) + "\n"
         write_text_atomically(json_file, text)
+
+
+def by_network(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The layers of the networks in a result of `comm`, for its figure."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in result.items():
+        if isinstance(value, dict) and "network" in value:
+            layer = key.removeprefix(f"{value['network']}_")
+            found.setdefault(f"{value['network']} x{value['members']}, batch {value['batch']}", {})[layer] = value
+    return found
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -16,21 +16,24 @@ import torch
 from torch import nn
 
 from mheads import values
+from mheads.config import OptimOptions
 from mheads.engine.cost import stage_costs
 from mheads.engine.memory import keep_freed_memory
-from mheads.engine.tape import Context, record
+from mheads.engine.tape import Context, record, trainable
+from mheads.optim import Optimizer
 from mheads.tree import Node, Tree, TreeNet, children
 from mheads.values import Value
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """Seconds a row on one core, floats a row that the stage hands on, and its parameters."""
+    """Seconds a row on one core, floats a row that the stage hands on, its parameters, and seconds to update them."""
 
     forward: float
     backward: float
     output_floats: int
     parameters: int
+    update: float = 0.0
 
 
 def counted_loads(
@@ -56,6 +59,7 @@ def measured_loads(
 ) -> dict[str, StageLoad]:
     """Loads on this machine: the best of a few timed micro-batches of this many rows, on one core.
 
+    The update is that of SGD with momentum: with many parameters and few rows it matters. Counted loads leave it out.
     Each distinct run of layers takes about `seconds`, or two turns if one takes longer.
     """
     keep_freed_memory()  # as the engine does
@@ -66,7 +70,9 @@ def measured_loads(
         for node, run, x in _runs(tree, network, torch.randn(rows, *shape, dtype=next(network.parameters()).dtype)):
             part = 1.0 if node.children else share
             forward, backward, floats = _measure(run.train(), x, node.parent is not None, part, seconds)
-            found[node.layers] = StageLoad(forward / rows, backward / rows, floats // rows, run.num_parameters())
+            found[node.layers] = StageLoad(
+                forward / rows, backward / rows, floats // rows, run.num_parameters(), _measure_update(run)
+            )
     finally:
         torch.set_num_threads(threads)
     return {name: found[node.layers] for name, node in tree.nodes.items()}
@@ -110,3 +116,16 @@ def _measure(net: TreeNet, x: Value, input_gradient: bool, share: float, seconds
         tape.backward(d_output, learn)
         backward.append(time.perf_counter() - start)
     return min(forward[1:]), min(backward[1:]), sum(t.numel() for t in values.leaves(tape.output))
+
+
+def _measure_update(net: TreeNet) -> float:
+    """Seconds of the optimizer, the first turns left out: the momentum is not there yet."""
+    optimizer = Optimizer(net, OptimOptions(momentum=0.9, weight_decay=0.001))
+    optimizer.set_rate(1e-9)
+    gradients = [torch.zeros_like(p) for p in trainable(net.stage("trunk"))]
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        optimizer.update("trunk", gradients)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:])

@@ -67,7 +67,7 @@ def exchanged(loads: Mapping[str, StageLoad], placement: Placement) -> int:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A training step: its time, the part of it in which cores have nothing to do, and what is sent.
+    """A training step with its update: its time, the part in which cores have nothing to do, and what is sent.
 
     `compute_seconds` are those of all workers of each rank. `exposed_seconds`: what the step would take less if sending
     took no time. `floats_sent` counts weight gradients between replicas too, which no edge does.

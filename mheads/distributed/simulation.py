@@ -1,7 +1,7 @@
 """The tasks and messages of a step on ranks, played in simulated time.
 
-Left out, being small or unknown: preparing the data, the loss itself, adding up gradients, the optimizer, and what
-sending costs the cores.
+Left out, being small or unknown: preparing the data, the loss itself, adding up gradients, and what sending costs the
+cores. `mheads bench comm` compares predictions with the clock.
 """
 
 from __future__ import annotations
@@ -58,9 +58,16 @@ class Simulation:
             share: _Replica(self, held, placement, share, seconds_a_float, latency) for share in dict.fromkeys(shares)
         }
         ends = [max(replica.done[slot] for replica in played.values()) for slot in range(placement.slots)]
-        # Reports to rank 0, and its decision back.
+        # Reports to rank 0, and its decision back; then every rank updates what it holds, a stage a task.
         seconds = max(ends) + (2 * latency if placement.ranks > 1 else 0)
-        return seconds, [busy for share in shares for busy in played[share].computed]
+        updates: list[list[float]] = [[] for _ in range(placement.slots)]
+        for slot, load in zip(held, self.loads, strict=True):
+            updates[slot].append(load.update)
+        seconds += max(max([sum(found) / self.workers, *found]) for found in updates)
+        spent = [sum(found) for found in updates]
+        return seconds, [
+            busy + more for share in shares for busy, more in zip(played[share].computed, spent, strict=True)
+        ]
 
 
 class _Replica:

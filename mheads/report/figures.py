@@ -61,6 +61,55 @@ def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: 
     return figure
 
 
+def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Figure:
+    """The share of the forward-backward pass against the floats of the shared layer, and the line closest to it.
+
+    networks: by title, then by layer, what `mheads bench comm` found (`floats_forward`, `transfer_fraction`,
+    `exposed_fraction_median` and the quartiles). Above: the time of the bytes alone, in which ranks may compute. Below:
+    by how much the step is longer for them.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(networks), 6.4), dpi=DPI, layout="constrained")
+    panels = figure.subplots(2, len(networks), squeeze=False, sharex="col")
+    for column, (title, layers) in zip(panels.T, networks.items(), strict=True):
+        above, below = column
+        floats = np.array([layer["floats_forward"] for layer in layers.values()]) / 1e6
+        transfer = 100 * np.array([layer["transfer_fraction"] for layer in layers.values()])
+        middle, low, high = (
+            100 * np.array([layer[f"exposed_{key}_ms"] / layer["median_ms"] for layer in layers.values()])
+            for key in ("median", "quarter", "three_quarters")
+        )
+        above.set_title(title, fontsize=10)
+        above.plot(floats, transfer, "o", color="C0")
+        below.errorbar(floats, middle, yerr=(middle - low, high - middle), fmt="o", color="C1", capsize=3)
+        below.axhline(0, color="0.7", linewidth=0.8, zorder=0)
+        for panel, shares, colour in ((above, transfer, "C0"), (below, middle, "C1")):
+            slope, start = np.polyfit(floats, shares, 1)
+            ends = np.array([0.0, 1.08 * floats.max()])
+            panel.plot(ends, start + slope * ends, color=colour, linewidth=1, alpha=0.5)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.tick_params(labelsize=8)
+        above.set_ylim(0, 1.35 * transfer.max())
+        _name_points(above, list(layers), floats, transfer)
+        below.set_xlabel("million floats per batch to the other rank", fontsize=8)
+    panels[0, 0].set_ylabel("transfer alone,\n% of the forward-backward pass", fontsize=8)
+    panels[1, 0].set_ylabel("exposed (median, quartiles),\n% of the forward-backward pass", fontsize=8)
+    return figure
+
+
+def _name_points(panel: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray) -> None:
+    """Names above their points; where points share a place, one above the other."""
+    near = 0.09 * x.max()
+    placed: list[tuple[float, float]] = []  # where a name stands, in points of text above its own point's axis
+    for i in np.argsort(y):
+        height = y[i] + 0.04 * y.max()
+        while any(abs(x[i] - px) < near and abs(height - py) < 0.075 * y.max() for px, py in placed):
+            height += 0.02 * y.max()
+        placed.append((x[i], height))
+        panel.annotate(names[i], (x[i], height), ha="center", va="bottom", fontsize=8)
+
+
 def save(figure: Figure, path: str | Path) -> None:
     """Writes the figure in the format of the path's suffix; an older file there stays whole until it is done."""
     path = Path(path)

@@ -7,7 +7,9 @@ import os
 import threading
 import time
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,9 +39,11 @@ class Case:
     rows: int
     micro_batches: int
 
-    @property
+    @cached_property
     def tree(self) -> Tree:
-        return parse({self.split: self.members}, describe(MODELS[self.model]()), self.members, self.model)
+        with torch.device("meta"):  # without weights
+            layers = describe(MODELS[self.model]())
+        return parse({self.split: self.members}, layers, self.members, self.model)
 
     def batch(self) -> Batch:
         generator = torch.Generator().manual_seed(0)
@@ -92,9 +96,11 @@ class RemoteRanks:
 
     def close(self) -> None:
         for pipe in self._pipes:
-            pipe.send(None)
+            with suppress(OSError):  # a rank that failed has gone
+                pipe.send(None)
         for process in self._processes:
-            process.join()
+            process.join(30)
+            process.kill()
 
     def _call(self, name: str, *args: Any) -> list[Any]:
         for pipe in self._pipes:

@@ -57,13 +57,14 @@ class Simulation:
         played = {
             share: _Replica(self, held, placement, share, seconds_a_float, latency) for share in dict.fromkeys(shares)
         }
-        ends = [max(replica.done[slot] for replica in played.values()) for slot in range(placement.slots)]
+        done = [max(replica.done[slot] for replica in played.values()) for slot in range(placement.slots)]
         # Reports to rank 0, and its decision back; then every rank updates what it holds, a stage a task.
-        seconds = max(ends) + (2 * latency if placement.ranks > 1 else 0)
-        updates: list[list[float]] = [[] for _ in range(placement.slots)]
+        seconds = max(done) + (2 * latency if placement.ranks > 1 else 0)
+        updates = [[0.0] * self.workers for _ in range(placement.slots)]
         for slot, load in zip(held, self.loads, strict=True):
-            updates[slot].append(load.update)
-        seconds += max(max([sum(found) / self.workers, *found]) for found in updates)
+            ends = updates[slot]
+            ends[ends.index(min(ends))] += load.update
+        seconds += max(max(found) for found in updates)
         spent = [sum(found) for found in updates]
         return seconds, [
             busy + more for share in shares for busy, more in zip(played[share].computed, spent, strict=True)

@@ -1,0 +1,160 @@
+"""The benchmark of communication: what goes over the wire, counted by hand, and a tiny run of all of it."""
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from matplotlib.image import imread
+from rich.console import Console
+from worlds import run_world
+
+from mheads.bench import comm, report, suites
+from mheads.bench.comm import CAFFENET, CIFAR10_QUICK, Network, best_loads, exposed, fit
+from mheads.bench.measure import Times
+from mheads.bench.ranks import RANKS
+from mheads.distributed.comm import Courier
+from mheads.distributed.loads import StageLoad
+from mheads.distributed.placement import default
+from mheads.distributed.plan import predict, traffic
+from mheads.distributed.wire import HEADER, Frame, post, take
+from mheads.models import INPUT_SHAPES, MODELS
+
+TINY = Network("cifar10_quick", members=4, rows=16, micro_batches=2, splits=("conv1", "conv2", "conv3", "ip1"))
+FLOATS = {
+    "cifar10_quick": {"conv1": 32 * 16 * 16, "conv2": 32 * 8 * 8, "conv3": 64 * 4 * 4, "ip1": 64},
+    "caffenet": {
+        "conv1": 96 * 27 * 27, "conv2": 256 * 13 * 13, "conv3": 384 * 13 * 13, "conv4": 384 * 13 * 13,
+        "conv5": 256 * 6 * 6, "fc6": 4096, "fc7": 4096,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("network", [CIFAR10_QUICK, CAFFENET], ids=lambda network: network.model)
+def test_floats_over_the_wire_are_those_of_the_shared_layer(network):
+    assert set(network.splits) == set(FLOATS[network.model])
+    with torch.device("meta"):
+        layers = dict(MODELS[network.model]().named_children())
+        images = torch.empty(1, *INPUT_SHAPES[network.model])
+    for split in network.splits:
+        case = network.case(split)
+        placement = default(case.tree, RANKS, case.micro_batches)
+        assert placement.stages["trunk"] == 0
+        trunk = torch.nn.Sequential(*(layers[name] for name in case.tree.nodes["trunk"].layers))
+        floats = trunk.eval()(images).numel()
+        loads = {name: StageLoad(0, 0, floats, 0) for name in case.tree.nodes}
+        (edge,) = traffic(case.tree, loads, placement, case.rows, separable=True)
+        # Once there, however many members are; and back once, since those that are there are the first ones.
+        assert edge.forward == edge.backward == network.rows * FLOATS[network.model][split]
+
+
+def frames_without_payload(rank):
+    value = {"image": torch.ones(3, 5, 8, 9).to(memory_format=torch.channels_last), "rows": torch.ones(7).long()}
+    if rank == 0:
+        under_way = [post(Frame("full", value), 1), post(Frame("bare", value), 1, payload=False)]
+        for posted in under_way:
+            posted.wait()
+        return [posted.num_bytes for posted in under_way]
+    return [take(0), take(0)]
+
+
+def courier_without_payload(rank):
+    found, both = [], threading.Semaphore(0)
+
+    def handle(key, value):
+        found.append((key[0], value.sum().item(), tuple(value.shape)))
+        both.release()
+
+    courier = Courier(rank, [1 - rank], lambda peer, error: None)
+    courier.listen("x", handle)
+    for payload in (False, True):
+        courier.payload = payload
+        courier.send(1 - rank, ["x", payload], torch.ones(60, 50))
+    for _ in range(2):
+        both.acquire(timeout=20)
+    courier.close()
+    dist.barrier()
+    return found
+
+
+def test_a_payload_that_is_left_out_is_not_sent_and_arrives_as_zeros():
+    (full, bare), (first, second) = run_world(2, frames_without_payload)
+    assert bare == HEADER
+    assert full == HEADER + 4 * 3 * 5 * 8 * 9 + 8 * 7
+    assert (first.key, second.key) == ("full", "bare")
+    for name, tensor in first.value.items():
+        zeros = second.value[name]
+        assert (zeros.shape, zeros.stride(), zeros.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        assert tensor.all() and not zeros.any()
+
+
+def test_a_courier_leaves_payloads_out_as_long_as_it_is_told_to():
+    for found in run_world(2, courier_without_payload):
+        assert found == [(False, 0.0, (60, 50)), (True, 3000.0, (60, 50))]
+
+
+def test_a_tiny_run_of_all_of_it(tmp_path, monkeypatch):
+    told = []
+
+    def tiny(progress, rounds):
+        return comm.measure(lambda done, total: told.append((done, total)), rounds, networks=(TINY,))
+
+    monkeypatch.setitem(suites.SUITES, "comm", tiny)
+    console = Console(file=(tmp_path / "out").open("w"), width=200)
+    report.run_suites("comm", 2, tmp_path / "comm.json", console, tmp_path / "comm.png")
+    found = json.loads((tmp_path / "comm.json").read_text())
+    assert told == [(i, 5) for i in range(1, 6)]
+    assert found["bandwidth_gb_per_second"] > 0
+    for split, floats in FLOATS["cifar10_quick"].items():
+        layer = found[f"cifar10_quick_{split}"]
+        assert (layer["batch"], layer["floats_forward"], layer["floats_backward"]) == (16, 16 * floats, 16 * floats)
+        assert 0 < layer["transfer_ms"] <= layer["transfer_median_ms"]
+        assert layer["exposed_quarter_ms"] <= layer["exposed_median_ms"] <= layer["exposed_three_quarters_ms"]
+        assert layer["predicted_ms"] > layer["predicted_exposed_ms"] >= 0
+    assert {"transfer_fraction_r2", "exposed_fraction_per_million_floats"} <= set(found["fit_cifar10_quick"])
+    assert found["default"]["placement"].startswith("trunk:0 ")
+    for name in ("auto", "default"):
+        assert {"exposed_fraction", "prediction_error", "images_per_second", "replicas"} <= set(found[name])
+    for key in ("ratio_threads", "ratio_threads_median", "ratio_threads_default", "ratio_threads_default_median"):
+        assert found[key] > 0
+    assert imread(tmp_path / "comm.png").std() > 0.05
+
+
+def test_exposed_time_compares_the_steps_of_one_round():
+    found = exposed(Times([1.0, 1.2, 2.0, 1.1, 1.3]), Times([0.8, 1.1, 2.1, 1.0, 1.0]))  # 0.2, 0.1, -0.1, 0.1, 0.3
+    assert (found["exposed_ms"], found["exposed_fraction"]) == (200.0, 0.2)
+    assert [found[f"exposed_{key}_ms"] for key in ("quarter", "median", "three_quarters")] == [100, 100, 200]
+    assert found["exposed_fraction_median"] == round(0.1 / 1.2, 4)
+
+
+def test_the_line_through_fractions_that_lie_on_one():
+    layers = [
+        {"floats_forward": 1e6 * x, "transfer_fraction": 0.1 * x + 0.2, "exposed_fraction": 0.0} for x in (1, 2, 5)
+    ]
+    found = fit(layers)
+    assert found["transfer_fraction_per_million_floats"] == 0.1
+    assert found["transfer_fraction_r2"] == 1.0
+    assert found["exposed_fraction_per_million_floats"] == 0.0
+
+
+def test_the_best_of_loads_is_taken_part_by_part():
+    a, b = StageLoad(1, 5, 10, 3, 0.5), StageLoad(2, 4, 10, 3, 0.4)
+    assert best_loads({"x": a}, {"x": b}) == {"x": StageLoad(1, 4, 10, 3, 0.4)}
+
+
+@pytest.mark.parametrize(("workers", "seconds"), [(1, 0.75), (2, 0.5), (8, 0.25)])
+def test_a_predicted_step_ends_with_the_updates_of_the_rank_that_has_most(workers, seconds):
+    """Three branches on rank 1, which its workers share."""
+    tree = CIFAR10_QUICK.case("conv2").tree
+    placement = default(tree, RANKS, 4)
+    assert sorted(placement.stages.values()) == [0, 0, 1, 1, 1]
+    loads = {name: StageLoad(1, 1, 0, 9, 0.0) for name in tree.nodes}
+    updated = {name: replace(load, update=0.1 if name == "trunk" else 0.25) for name, load in loads.items()}
+    before, after = (
+        predict(tree, each, placement, 8, 4, workers, 1e9, 0.0, separable=True) for each in (loads, updated)
+    )
+    assert after.step_seconds - before.step_seconds == pytest.approx(seconds)
+    more = [b - a for a, b in zip(before.compute_seconds, after.compute_seconds, strict=True)]
+    assert more == pytest.approx([0.35, 0.75])

@@ -38,7 +38,7 @@ EXIT_CODE = 3  # of a rank that ends because another one did
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
 SILENT = "has given no sign of life"
 GONE = "has ended, or its connection is lost"
-NETWORK_HINT = (
+NETWORK = (
     "check that every host can open any port of every other (a firewall may leave only MASTER_PORT), and set "
     "GLOO_SOCKET_IFNAME to the interface that they have in common"
 )
@@ -84,39 +84,39 @@ class World:
 
         gloo waits for as long as it is told to wait for everything: a thread lets it, while the beat goes on.
         """
-        interface = use_interface(self.launch)
-        place = {"host": socket.gethostname(), "interface": interface, "machine": _machine(), "cpus": _cpus()}
-        self._own_store.set(f"place/{self.rank}", json.dumps(place))
+        interface, store = use_interface(self.launch), self._own_store
+        store.set(f"place/{self.rank}", f"rank {self.rank} ({socket.gethostname()}, {interface or 'any interface'})")
+        machine, cpus = f"machine/{_machine()}", _cpus()
+        store.append(machine, json.dumps(cpus) + "\n")
         errors: list[Exception] = []
 
         def run() -> None:
             try:
                 dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
-                self._own_store.set(f"connected/{self.rank}", "1")
+                store.set(f"connected/{self.rank}", "1")
             except Exception as error:
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="mheads-connect", daemon=True)
         thread.start()
-        missing = list(range(self.size)) if self.lead else [self.rank]
+        keys = {rank: f"connected/{rank}" for rank in (range(self.size) if self.lead else [self.rank])}
         until = time.monotonic() + seconds
-        while missing and self.failure is None:
-            thread.join(0.02)
-            if errors:
-                why = str(errors[0]).splitlines()[0]
-                self.report(self.rank, f"rank {self.rank} cannot use the network ({interface}): {why}; {NETWORK_HINT}")
-                return
-            with self._asking():
-                missing = [rank for rank in missing if not self._own_store.check([f"connected/{rank}"])]
-                if not missing:
-                    # Each rank wrote this before it began to connect.
-                    found = self._own_store.multi_get([f"place/{rank}" for rank in range(self.size)])
-                    self.cores = share_of_cores(place, [json.loads(one) for one in found])
+        try:
+            while self.failure is None and not store.check(list(keys.values())):
+                thread.join(0.02)
+                if errors:
+                    why = str(errors[0]).splitlines()[0]
+                    self.report(self.rank, f"rank {self.rank} cannot use the network ({interface}): {why}; {NETWORK}")
                 elif self.lead and time.monotonic() > until:
-                    places = {rank: json.loads(self._own_store.get(f"place/{rank}")) for rank in missing}
-                    who = ", ".join(f"rank {rank} ({at['host']}, {at['interface']})" for rank, at in places.items())
-                    lacking = f"not connected to all others after {seconds:g} s: {who}"
-                    self.report(missing[-1], f"{lacking}; {NETWORK_HINT}")
+                    missing = [rank for rank, key in keys.items() if not store.check([key])]
+                    who = ", ".join(store.get(f"place/{rank}").decode() for rank in missing)
+                    self.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
+                elif not thread.is_alive():
+                    time.sleep(0.02)
+            # Each rank wrote down its cores before it began to connect.
+            self.cores = share_of_cores(cpus, [json.loads(line) for line in store.get(machine).splitlines()])
+        except RuntimeError:
+            self._fail(0, f"rank 0 {GONE}")
 
     def watch(
         self,
@@ -426,10 +426,9 @@ def _clone(store: Any) -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
-def share_of_cores(here: dict[str, Any], places: list[dict[str, Any]]) -> int:
-    """How many of its cores a rank has for itself: a launcher may have bound each rank to its own, or none."""
-    near = [place["cpus"] for place in places if place["machine"] == here["machine"]]
-    return max(1, int(sum(1 / sum(cpu in cpus for cpus in near) for cpu in here["cpus"]) + 1e-9))
+def share_of_cores(own: list[int], all_here: list[list[int]]) -> int:
+    """How many cores a rank has for itself: a launcher may have bound each rank of a machine to its own, or none."""
+    return max(1, int(sum(1 / sum(cpu in cpus for cpus in all_here) for cpu in own) + 1e-9))
 
 
 def _machine() -> str:

@@ -1,0 +1,283 @@
+"""Training over several hosts, here network namespaces, and under real launchers."""
+
+import ctypes
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+from commands import HERE, TINY, Finished, Running, assert_same_run
+from test_faults import when_logged
+
+CLONE_NEWNET = 0x40000000
+TRAIN = ["train", "digits", *TINY]
+_numbers = itertools.count()
+
+
+class Network:
+    """Hosts that are network namespaces, joined by a bridge in one more.
+
+    Each has an interface of another name to the others, and before it one that leads nowhere.
+    """
+
+    def __init__(self, size):
+        self.bridge = f"mheads-{os.getpid()}-{next(_numbers)}"
+        self.hosts = [f"{self.bridge}-{rank}" for rank in range(size)]
+        self.addresses = [f"10.77.0.{rank + 1}" for rank in range(size)]
+
+    def set_up(self):
+        ip("netns", "add", self.bridge)
+        ip("-n", self.bridge, "link", "add", "bridge", "type", "bridge")
+        ip("-n", self.bridge, "link", "set", "bridge", "up")
+        for rank, (host, address) in enumerate(zip(self.hosts, self.addresses, strict=True)):
+            ip("netns", "add", host)
+            ip("-n", host, "link", "set", "lo", "up")
+            ip("-n", host, "link", "add", "admin", "type", "veth", "peer", "name", "nowhere")
+            ip("-n", host, "address", "add", f"10.78.0.{rank + 1}/24", "dev", "admin")
+            cable = [f"to{rank}", "type", "veth", "peer", "name", f"fast{rank}", "netns", host]
+            ip("-n", self.bridge, "link", "add", *cable)
+            ip("-n", self.bridge, "link", "set", f"to{rank}", "master", "bridge", "up")
+            ip("-n", host, "address", "add", f"{address}/24", "dev", f"fast{rank}")
+            for name in ("nowhere", "admin", f"fast{rank}"):
+                ip("-n", host, "link", "set", name, "up")
+
+    def remove(self):
+        for name in (*self.hosts, self.bridge):
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+    def cable(self, rank, state):
+        """Up or down."""
+        ip("-n", self.bridge, "link", "set", "dev", f"to{rank}", state)
+
+    def isolate(self, ranks):
+        """These reach the others, but not each other."""
+        for rank in range(len(self.hosts)):
+            state = "on" if rank in ranks else "off"
+            ip("-n", self.bridge, "link", "set", f"to{rank}", "type", "bridge_slave", "isolated", state)
+
+    def start(self, *args, before):
+        """The command on all hosts, a rank each, with what somebody would set by hand."""
+        common = {"WORLD_SIZE": str(len(self.hosts)), "MASTER_ADDR": self.addresses[0], "MASTER_PORT": "29500"}
+        return [
+            Running(*args, before=partial(before, host), env={**common, "RANK": str(rank)})
+            for rank, host in enumerate(self.hosts)
+        ]
+
+
+def ip(*args):
+    subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def network():
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs root and iproute2 for network namespaces (Debian: apt-get install iproute2)")
+    made = Network(3)
+    try:
+        made.set_up()
+        yield made
+    except subprocess.CalledProcessError as error:
+        remedy = "run as root, in a container with --cap-add SYS_ADMIN --cap-add NET_ADMIN"
+        pytest.skip(f"network namespaces cannot be made here ({error.stderr.strip()}): {remedy}")
+    finally:
+        made.remove()
+
+
+def enter(host):
+    """This process is on that host from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(f"/var/run/netns/{host}", os.O_RDONLY)
+    if libc.setns(handle, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(handle)
+
+
+def enter_and_hold(gate, host):
+    """Step 8 begins when there is such a file."""
+    enter(host)
+    from mheads.distributed.ranks import RanksEngine
+
+    step = RanksEngine.step
+
+    def wait_and_step(self, number, *args, **options):
+        while number == 8 and not gate.exists():
+            time.sleep(0.01)
+        return step(self, number, *args, **options)
+
+    RanksEngine.step = wait_and_step
+
+
+def enter_impatiently(host):
+    enter(host)
+    from mheads.distributed import world
+
+    world.World.__init__.__defaults__ = (3.0,)
+    world.TIMEOUT_TO_START = 3.0
+
+
+def all_succeed(running):
+    done = [one.finish(60) for one in running]
+    assert [one.code for one in done] == [0] * len(running), "\n".join(one.err for one in done)
+    return done
+
+
+def cut_in_training(network, rank, command, gate):
+    """What the ranks say when a cable is cut before step 8; it is up again afterwards."""
+    running = network.start(*command, before=partial(enter_and_hold, gate))
+    when_logged(command[-1], 8)
+    network.cable(rank, "down")
+    try:
+        gate.touch()
+        began = time.monotonic()
+        done = [one.finish(30) for one in running]
+        assert time.monotonic() - began < 3 + 10
+    finally:
+        network.cable(rank, "up")
+    assert [one.code for one in done] == [3, 3, 3], "\n".join(one.err for one in done)
+    assert [one.err.count("error: ") for one in done] == [1, 1, 1]
+    return [one.err for one in done]
+
+
+def test_a_cut_cable_ends_all_ranks_and_the_same_command_goes_on_once_it_is_mended(network, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    command = [*TRAIN, "timeout=3", "--run", run]
+    said = cut_in_training(network, 2, command, tmp_path / "first gate")
+    lost = "error: rank 2 has given no sign of life for 3 s (timeout)\n"
+    assert lost in said[0]
+    assert f"rank 1 {lost}" in said[1]
+    assert "rank 2 error: rank 0 cannot be reached: its store has not answered for 3 s" in said[2]
+    # Again, with a cable that is loose for a moment: that changes nothing.
+    gate = tmp_path / "gate"
+    running = network.start(*command, before=partial(enter_and_hold, gate))
+    when_logged(run, 8)
+    network.cable(1, "down")
+    gate.touch()
+    time.sleep(1)
+    network.cable(1, "up")
+    done = all_succeed(running)
+    assert "resuming at iteration 6 of 24" in done[0].out
+    assert_same_run(run, undisturbed)
+
+
+def test_without_its_cable_rank_0_knows_that_it_is_its_own(network, tmp_path):
+    said = cut_in_training(network, 0, [*TRAIN, "timeout=3", "--run", tmp_path / "run"], tmp_path / "gate")
+    why = r"no sign of life for 3 s \(timeout\), nor has any other: the network of rank 0 may be cut"
+    assert re.search(rf"error: rank [12] has given {why}", said[0])
+    for rank in (1, 2):
+        assert f"rank {rank} error: rank 0 cannot be reached: its store has not answered for 3 s" in said[rank]
+
+
+def test_hosts_that_cannot_connect_to_each_other_are_named(network, tmp_path):
+    """A firewall, say, that leaves them the port of rank 0."""
+    network.isolate({1, 2})
+    try:
+        running = network.start(*TRAIN, "--run", tmp_path / "run", before=enter_impatiently)
+        done = [one.finish(40) for one in running]
+    finally:
+        network.isolate(set())
+    assert [one.code for one in done] == [3, 3, 3], "\n".join(one.err for one in done)
+    for one in done:
+        assert "not connected to all others after 3 s: rank 1 (" in one.err
+        assert ", fast1), rank 2 (" in one.err
+        assert "GLOO_SOCKET_IFNAME" in one.err
+
+
+# --- real launchers ---
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+class Launched:
+    """A launcher at work."""
+
+    def __init__(self, *command, folder):
+        env = {**os.environ, **AS_ROOT, "PYTHONPATH": str(HERE), "COLUMNS": "200", "TMPDIR": str(folder)}
+        self._process = subprocess.Popen(
+            list(map(str, command)), env=env, cwd=folder, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def finish(self, seconds):
+        try:
+            out, err = self._process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()  # it ends what it started
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            raise
+        return Finished(self._process.returncode, out, err)
+
+
+def check_output(out):
+    """All that a run says, once."""
+    assert out.count("run folder") == 1
+    assert out.count("iteration     24") == 1
+    assert out.count("Oracle   ") == 1, "the table of the result"
+    assert "24 iterations" in out
+
+
+def notices(err):
+    """What is not torchrun's own: that it sets OMP_NUM_THREADS, and that hosts here have no names."""
+    own = ("torch/distributed/run.py", "OMP_NUM_THREADS", "hostname of the client socket cannot be retrieved", "*****")
+    return [line for line in err.splitlines() if line and not any(text in line for text in own)]
+
+
+def test_torchrun_on_three_hosts(network, undisturbed, tmp_path):
+    run = tmp_path / "run"
+    meet = ["--nnodes", 3, "--nproc-per-node", 1, "--master-addr", network.addresses[0], "--master-port", 29511]
+    launched = [
+        Launched(
+            "ip", "netns", "exec", host, *TORCHRUN, *meet, "--node-rank", rank, "-m", "mheads", *TRAIN, "-r", run,
+            folder=tmp_path,
+        )
+        for rank, host in enumerate(network.hosts)
+    ]  # fmt: skip
+    done = all_succeed(launched)
+    check_output(done[0].out)
+    assert [one.out for one in done[1:]] == ["", ""]
+    assert [notices(one.err) for one in done] == [[], [], []]
+    assert_same_run(run, undisturbed)
+
+
+def test_torchrun_on_one_host_with_one_rank_and_with_two(undisturbed, tmp_path):
+    def launch(ranks):
+        (tmp_path / f"{ranks}").mkdir()
+        options = ["--standalone", "--nproc-per-node", ranks]
+        return Launched(*TORCHRUN, *options, "-m", "mheads", *TRAIN, "-r", "run", folder=tmp_path / f"{ranks}")
+
+    for ranks, done in enumerate(all_succeed([launch(1), launch(2)]), 1):
+        check_output(done.out)
+        assert notices(done.err) == []
+        assert_same_run(tmp_path / f"{ranks}" / "run", undisturbed)
+
+
+@pytest.fixture
+def mpirun():
+    for name in ("mpirun.openmpi", "mpirun"):
+        if shutil.which(name) is not None:
+            return [name, "--oversubscribe", "-n", "3", sys.executable, "-m", "mheads"]
+    pytest.skip("mpirun is not installed (Debian: apt-get install openmpi-bin)")
+
+
+def test_mpirun_ends_well_with_all_that_was_said(mpirun, undisturbed, tmp_path):
+    (done,) = all_succeed([Launched(*mpirun, *TRAIN, "-r", tmp_path / "run", folder=tmp_path)])
+    check_output(done.out)
+    assert done.err == ""
+    assert_same_run(tmp_path / "run", undisturbed)
+    assert not list(tmp_path.glob("mheads-*")), "what the ranks met through"
+
+
+def test_a_mistake_under_mpirun_is_said_once_and_is_a_failure(mpirun, tmp_path):
+    done = Launched(*mpirun, "train", "digits", "optim.lrr=1", "-r", tmp_path / "run", folder=tmp_path).finish(60)
+    assert done.code != 0
+    assert (done.out + done.err).count("did you mean 'optim.lr'") == 1
+    assert not (tmp_path / "run").exists()

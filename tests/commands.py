@@ -30,7 +30,9 @@ class Finished:
 
 # A process of its own for each command, forked from one that has imported what takes seconds and started no thread.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["mheads.cli", "mheads.evaluation", "sklearn.datasets", "torch._dynamo"])
+_context.set_forkserver_preload(
+    ["mheads.cli", "mheads.evaluation", "mheads.distributed.build", "sklearn.datasets", "torch._dynamo"]
+)
 
 
 def process(*args, stop=None, max_file_bytes=None):

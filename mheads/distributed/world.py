@@ -160,11 +160,18 @@ class World:
     # Agreement, through the store: for the few things that are settled before training begins.
 
     def share(self, what: str, decide: Callable[[], Any]) -> Any:
-        """What the lead decides, plain data, on every rank."""
+        """What the lead decides, plain data, on every rank; a mistake that it finds is everybody's."""
         key = self._key(what)
         if self.lead:
-            self._set(key, json.dumps(decide()))
-        return json.loads(self._get(key))
+            try:
+                decision = {"found": decide()}
+            except UserError as error:
+                decision = {"error": str(error)}
+            self._set(key, json.dumps(decision))
+        decision = json.loads(self._get(key))
+        if "error" in decision:
+            raise UserError(decision["error"])
+        return decision["found"]
 
     def compare(self, what: str, facts: dict[str, Any]) -> None:
         """Refuses, on all ranks, if a rank differs from the lead in any of these facts."""

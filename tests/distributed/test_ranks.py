@@ -1,7 +1,16 @@
 """The ranks engine: the same bits for any number of ranks, placement, replicas and readers."""
 
+import os
+import time
+from functools import partial
+
 import pytest
+import torch
 from commands import assert_same_run, process, ranks
+from safetensors.torch import load_file
+
+import mheads
+from mheads.errors import UserError
 
 # Everything that carries state or chance: dropout, accumulation, bagging where the loss allows it.
 COMMON = [
@@ -75,3 +84,90 @@ def test_ranks_give_the_bits_of_one_process(name, spread, one_process, tmp_path)
     assert_same_run(tmp_path / "run", one_process(name))
     assert "Ensemble-Mean" in done[0].out
     assert all(d.out == "" for d in done[1:]), "only rank 0 speaks"
+
+
+def test_members_on_different_ranks_have_weights_of_their_own(tmp_path):
+    """Defect 3 of MPI-Caffe: with a seed, every rank drew the same weights."""
+    done = ranks(4, "train", *COMMON, "optim.iterations=1", "--run", tmp_path / "run")
+    assert [d.code for d in done] == [0] * 4, done[0].err
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    members = [found[f"stages.{m}.hidden.weight"] for m in range(4)]
+    assert all(not torch.equal(members[a], members[b]) for a in range(4) for b in range(a))
+
+
+def test_the_trunk_works_ahead_while_what_it_sent_is_worked_on(tmp_path):
+    """Defect 7: transfers that block. The branch takes a tenth of a second for each of six micro-batches."""
+    args = [
+        "digits",
+        "model=networks:slow",
+        "members=2",
+        "split=hidden",
+        "placement={trunk: 0, hidden/0: 1, hidden/1: 1}",
+    ]
+    args += ["optim.batch_size=6", "engine.micro_batches=6", "optim.iterations=1", "data.limit=30", "engine.workers=1"]
+    before = dict.fromkeys(range(2), partial(log_tasks, tmp_path))
+    done = ranks(2, "train", *args, "--run", tmp_path / "run", before=before)
+    assert [d.code for d in done] == [0, 0], done[0].err + done[1].err
+    trunk, branches = ([line.split() for line in (tmp_path / str(r)).read_text().splitlines()] for r in range(2))
+    sent = [float(when) for kind, when in trunk if kind == "forward"]
+    first_answer = min(float(when) for _, when in branches)  # forward and backward of a leaf are one task
+    assert len(sent) == 6
+    assert max(sent) < first_answer
+
+
+def log_tasks(folder):
+    from mheads.engine.tasks import TrainingStep
+
+    def logged(name):
+        method = getattr(TrainingStep, name)
+
+        def call(self, *args):
+            method(self, *args)
+            with (folder / os.environ["OMPI_COMM_WORLD_RANK"]).open("a") as file:
+                file.write(f"{name} {time.monotonic()}\n")
+
+        return call
+
+    for name in ("forward", "backward"):
+        setattr(TrainingStep, name, logged(name))
+
+
+def test_ranks_without_work_stay_and_the_bits_are_the_same(one_process, tmp_path):
+    """Four stages on seven ranks; four micro-batches allow no replicas that would use them all."""
+    done = ranks(7, "train", *COMMON, *RECIPES["independent"], "--run", tmp_path / "run")
+    assert [d.code for d in done] == [0] * 7, done[0].err
+    assert_same_run(tmp_path / "run", one_process("independent"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("placement={trunk: 0, conv/0: 5}", "placement needs ranks 0 to 5, but 2 are running"),
+        ("placement={trunk: 0, conv/7: 1}", "'conv/7', but the stages are trunk, conv/0"),
+        ("placement={conv/0: 1}", "says nothing about 'trunk'"),
+        ("placement=fast", "placement = 'fast'"),
+        ("data.reader=all", "data.reader = 'all'"),
+        ("timeout=0", "timeout = 0"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_one_message(argument, message, tmp_path):
+    done = ranks(2, "train", *COMMON, "split=conv", argument, "--run", tmp_path / "run")
+    assert [d.code for d in done] == [2, 2]
+    assert message in done[0].err and done[1].err == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_commands_other_than_train_answer_once(one_process):
+    done = ranks(2, "eval", one_process("tree"))
+    assert [d.code for d in done] == [0, 0]
+    assert "Ensemble-Mean" in done[0].out and done[1].out == ""
+
+
+def test_fit_says_that_it_is_one_process(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    net = mheads.TreeNet(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), members=2)
+    with pytest.raises(UserError, match="fit trains in one process, but env started 2"):
+        mheads.fit(net, train=(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)))

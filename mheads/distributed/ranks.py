@@ -90,7 +90,7 @@ class RanksEngine(ThreadsEngine):
         stop = signals[0] if signals else 0
         above, below = relatives(self.world.rank, self.world.size)
         places = sorted(task.totals)
-        totals = [[*place, task.totals[place]] for place in places]
+        totals: list[list[Any]] = [[*place, task.totals[place]] for place in places]
         blocks = [torch.stack([t[task.block(*place)] for t in (task.losses, task.assignment)]) for place in places]
         for (their_stop, their_totals), their_blocks in self._hear(f"report {step}", len(below)):
             stop = stop or their_stop

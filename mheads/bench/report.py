@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
@@ -57,13 +57,33 @@ def by_network(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def table(result: dict[str, Any]) -> Table:
+def table(result: dict[str, Any]) -> RenderableType:
     machine = result["machine"]
     title = f"{result['suite']}: {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
     drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
     for key, value in result.items():
-        if key in ("suite", "machine"):
+        if key in ("suite", "machine") or (isinstance(value, dict) and "network" in value):
             continue
         text = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
         drawn.add_row(key, text)
+    networks = by_network(result)
+    return Group(*(layers_table(name, layers) for name, layers in networks.items()), drawn) if networks else drawn
+
+
+def layers_table(name: str, layers: dict[str, Any]) -> Table:
+    """What `comm` found for each layer that the members of a network may share; the rest is in the JSON."""
+    drawn = Table(title=f"{name}, two ranks", title_justify="left", box=box.SIMPLE_HEAD)
+    drawn.add_column("shared up to")
+    for column in ("floats, one way", "transfer", "step", "transfer", "exposed", "predicted"):
+        drawn.add_column(column, justify="right")
+    for layer, found in layers.items():
+        drawn.add_row(
+            layer,
+            f"{found['floats_forward']:,}",
+            f"{found['transfer_ms']:.1f} ms",
+            f"{found['best_ms']:.0f} ms",
+            f"{100 * found['transfer_fraction']:.1f}%",
+            f"{100 * found['exposed_fraction_median']:.1f}%",
+            f"{found['predicted_ms']:.0f} ms",
+        )
     return drawn

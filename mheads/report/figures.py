@@ -62,11 +62,11 @@ def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: 
 
 
 def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Figure:
-    """The share of the forward-backward pass against the floats of the shared layer, and the line closest to it.
+    """The share of the forward-backward pass against the floats of the shared layer.
 
     networks: by title, then by layer, what `mheads bench comm` found (`floats_forward`, `transfer_fraction`,
-    `exposed_fraction_median` and the quartiles). Above: the time of the bytes alone, in which ranks may compute. Below:
-    by how much the step is longer for them.
+    `exposed_fraction_median` and the quartiles). Above: the time of the bytes alone, in which ranks may compute, and
+    the line closest to it. Below: by how much the step is longer for them.
     """
     from matplotlib.figure import Figure
 
@@ -84,10 +84,10 @@ def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]
         above.plot(floats, transfer, "o", color="C0")
         below.errorbar(floats, middle, yerr=(middle - low, high - middle), fmt="o", color="C1", capsize=3)
         below.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-        for panel, shares, colour in ((above, transfer, "C0"), (below, middle, "C1")):
-            slope, start = np.polyfit(floats, shares, 1)
-            ends = np.array([0.0, 1.08 * floats.max()])
-            panel.plot(ends, start + slope * ends, color=colour, linewidth=1, alpha=0.5)
+        slope, start = np.polyfit(floats, transfer, 1)
+        ends = np.array([0.0, 1.08 * floats.max()])
+        above.plot(ends, start + slope * ends, color="C0", linewidth=1, alpha=0.5)
+        for panel in (above, below):
             panel.spines[["top", "right"]].set_visible(False)
             panel.tick_params(labelsize=8)
         above.set_ylim(0, 1.35 * transfer.max())
@@ -99,13 +99,14 @@ def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def _name_points(panel: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray) -> None:
-    """Names above their points; where points share a place, one above the other."""
-    near = 0.09 * x.max()
-    placed: list[tuple[float, float]] = []  # where a name stands, in points of text above its own point's axis
+    """Names above their points, clear of each other and of other points."""
+    near, step = 0.09 * x.max(), 0.02 * y.max()
+    placed: list[tuple[float, float]] = []
     for i in np.argsort(y):
-        height = y[i] + 0.04 * y.max()
-        while any(abs(x[i] - px) < near and abs(height - py) < 0.075 * y.max() for px, py in placed):
-            height += 0.02 * y.max()
+        height = y[i] + 2 * step
+        points = [(px, py - step) for px, py in zip(np.delete(x, i), np.delete(y, i), strict=True)]
+        while any(abs(x[i] - px) < near and abs(height - py) < 3.7 * step for px, py in placed + points):
+            height += step
         placed.append((x[i], height))
         panel.annotate(names[i], (x[i], height), ha="center", va="bottom", fontsize=8)
 

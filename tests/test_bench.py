@@ -1,7 +1,10 @@
 """Benchmarks: peers must do the same step before they are timed, and the counts must be right."""
 
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -102,3 +105,10 @@ def test_unknown_benchmarks_are_refused_and_known_ones_write_json(tmp_path, mhea
     found = json.loads((tmp_path / "mcl.json").read_text())
     assert found["ratio_k1"] == 0.5
     assert found["machine"]["torch"] == torch.__version__
+
+
+def test_the_peak_of_a_case_is_not_that_of_the_process_which_started_it():
+    ballast = np.ones(75_000_000)  # 600 MB
+    code = "from mheads.bench.memory import peak_mb; print(peak_mb())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < ballast.nbytes / 2**20 / 2

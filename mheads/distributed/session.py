@@ -33,6 +33,8 @@ def session(console: Console) -> Iterator[World | None]:
         return
     # When a rank is lost, torch's own warnings are pages of addresses in its libraries.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if not _seen_by_somebody():
+        os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar, no colours
     from mheads.distributed.world import EXIT_CODE, RankFailure, World, leave
 
     world = World(launch)
@@ -54,6 +56,14 @@ def session(console: Console) -> Iterator[World | None]:
         if world.lead:
             raise stopped
         leave(stopped.exit_code)  # type: ignore[attr-defined]
+
+
+def _seen_by_somebody() -> bool:
+    """Open MPI gives every rank a terminal; it has no size if mpirun itself writes to a file."""
+    try:
+        return os.get_terminal_size(1).columns > 0
+    except OSError:
+        return True  # no terminal: rich knows
 
 
 def _exit_code(error: BaseException) -> int:

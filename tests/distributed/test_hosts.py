@@ -271,6 +271,7 @@ def mpirun():
 def test_mpirun_ends_well_with_all_that_was_said(mpirun, undisturbed, tmp_path):
     (done,) = all_succeed([Launched(*mpirun, *TRAIN, "-r", tmp_path / "run", folder=tmp_path)])
     check_output(done.out)
+    assert "\x1b" not in done.out, "no bar in a file, though mpirun gives every rank a terminal"
     assert done.err == ""
     assert_same_run(tmp_path / "run", undisturbed)
     assert not list(tmp_path.glob("mheads-*")), "what the ranks met through"

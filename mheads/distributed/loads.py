@@ -104,6 +104,7 @@ def _measure(net: TreeNet, x: Value, input_gradient: bool, share: float, seconds
     context = Context(("plan",), rows, {}, input_gradient)
     forward: list[float] = []
     backward: list[float] = []
+    kept = [torch.zeros_like(p) for p in trainable(net.stage("trunk"))]
     stop = time.perf_counter() + seconds
     while len(forward) < 2 or (len(forward) < 8 and time.perf_counter() < stop):
         start = time.perf_counter()
@@ -113,8 +114,13 @@ def _measure(net: TreeNet, x: Value, input_gradient: bool, share: float, seconds
         if learn is not None:
             d_output = values.map_leaves(lambda d: d * learn.view(-1, *(1,) * (d.dim() - 1)), d_output)
         start = time.perf_counter()
-        tape.backward(d_output, learn)
+        _, gradients = tape.backward(d_output, learn)
+        # Each micro-batch's gradients are added to others or kept: either is one pass over them.
+        for place, found in zip(kept, gradients, strict=True):
+            if found is not None:
+                place.copy_(found)
         backward.append(time.perf_counter() - start)
+        del gradients
     return min(forward[1:]), min(backward[1:]), sum(t.numel() for t in values.leaves(tape.output))
 
 

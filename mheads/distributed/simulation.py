@@ -1,7 +1,7 @@
 """The tasks and messages of a step on ranks, played in simulated time.
 
-Left out, being small or unknown: preparing the data, the loss itself, adding up gradients, and what sending costs the
-cores. `mheads bench comm` compares predictions with the clock.
+Left out, being small or unknown: preparing the data, the loss itself, and what sending costs the cores. `mheads bench
+comm` compares predictions with the clock.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import io
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from matplotlib.image import imread
 from rich.console import Console
 from worlds import run_world
 
-from mheads.bench import comm, report, suites
+from mheads.bench import comm, ranks, report, suites
 from mheads.bench.comm import CAFFENET, CIFAR10_QUICK, Network, best_loads, exposed, fit
 from mheads.bench.measure import Times
 from mheads.bench.ranks import RANKS
@@ -103,6 +104,7 @@ def test_a_tiny_run_of_all_of_it(tmp_path, monkeypatch):
         return comm.measure(lambda done, total: told.append((done, total)), rounds, networks=(TINY,))
 
     monkeypatch.setitem(suites.SUITES, "comm", tiny)
+    monkeypatch.setattr(ranks, "measured_loads", partial(ranks.measured_loads, seconds=0.01))
     console = Console(file=io.StringIO(), width=200)
     report.run_suites("comm", 2, tmp_path / "comm.json", console, tmp_path / "comm.png")
     found = json.loads((tmp_path / "comm.json").read_text())

@@ -34,7 +34,7 @@ def session(console: Console) -> Iterator[World | None]:
     # When a rank is lost, torch's own warnings are pages of addresses in its libraries.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not _seen_by_somebody():
-        os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar, no colours
+        os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
     from mheads.distributed.world import EXIT_CODE, RankFailure, World, leave
 
     world = World(launch)

@@ -23,7 +23,7 @@ from mheads.distributed.placement import Placement, default
 from mheads.distributed.plan import Prediction, StageLoad, auto, predict, traffic
 
 Progress = Callable[[int, int], None]
-TRANSFERS = 5
+TRANSFERS = 20
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def share_layer(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
         "transfer_ms": _ms(transfer.best),
         "transfer_median_ms": _ms(transfer.median),
         **times["step"].to_dict(),
-        "transfer_fraction": round(transfer.best / times["step"].best, 4),
+        "transfer_fraction": round(transfer.best / times["step"].best, 5),
         **exposed(times["step"], times["bare"]),
         **compare(prediction(case, without_update, placement, ranks), times["step"]),
     }

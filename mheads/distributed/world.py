@@ -370,6 +370,7 @@ class World:
         if self.lead:
             guilty = error.rank if isinstance(error, RankFailure) else self.rank
             self._appears([f"gone/{rank}" for rank in range(self.size) if rank != guilty], 3)
+            self._appears([f"gone/{guilty}"], 1)  # if it only hangs, it may still read why it has to go
 
     def _tell(self, key: str, text: str) -> None:
         with suppress(RuntimeError, TimeoutError):

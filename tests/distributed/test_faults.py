@@ -52,7 +52,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_after_the_timeout(frozen, tm
         assert ("rank 0 cannot be reached" if frozen == 0 else "rank 1 has given no sign of life for 2 s") in one.err
 
 
-def test_a_rank_that_hangs_is_named_and_those_that_wait_for_it_are_not(tmp_path, monkeypatch):
+def test_a_rank_that_hangs_is_named_and_those_that_wait_for_it_are_not(tmp_path):
     args = ["train", "digits", "model=networks:hangs", "members=3", "split=hidden", "data.limit=60", "timeout=2"]
     before = dict.fromkeys(range(3), hang_on_1)
     done = ranks(3, *args, "--run", tmp_path / "run", before=before)

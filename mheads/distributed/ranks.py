@@ -173,7 +173,11 @@ class RanksEngine(ThreadsEngine):
             kept.append(own)
             return found
 
-        return self.world.share("decision", plain), kept[0] if kept else None
+        self.workers.waiting = True  # reading a large checkpoint is no hanging, nor is waiting for it
+        try:
+            return self.world.share("decision", plain), kept[0] if kept else None
+        finally:
+            self.workers.waiting = False
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         channel = self._call("gather")

@@ -178,3 +178,23 @@ def test_torchrun_restarts_after_each_rank_was_killed_and_ends_with_the_undistur
     assert {path.name for path in (tmp_path / "killed").iterdir()} == {"0", "1", "2"}
     assert text.count("resuming at iteration") == 3
     assert weights(run) == weights(undisturbed)
+
+
+def test_a_lead_that_reads_a_checkpoint_for_long_is_not_given_up_and_accuses_nobody(undisturbed, tmp_path):
+    command = ["train", "digits", *TINY, "timeout=1.5", "--run", tmp_path / "run"]
+    process(*command, stop=(signal.SIGKILL, "os.rename", "step-00000012"))
+    done = ranks(2, *command, before={0: slow_checkpoints})
+    assert [one.code for one in done] == [0, 0], done[0].err + done[1].err
+    assert weights(tmp_path / "run") == weights(undisturbed)
+
+
+def slow_checkpoints():
+    from mheads.checkpoint import Checkpoints
+
+    newest = Checkpoints.newest
+
+    def slowly(self, warn):
+        time.sleep(4)  # what a large file on a slow disk takes
+        return newest(self, warn)
+
+    Checkpoints.newest = slowly

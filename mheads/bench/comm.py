@@ -172,14 +172,19 @@ def compare(found: Prediction, step: Times) -> dict[str, float]:
 
 
 def fit(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The least-squares line of the fraction against floats, and what part of the variance it explains."""
+    """Least-squares lines against millions of floats, and what part of the variance they explain.
+
+    The transfer itself, and the fractions of the step: these need not lie on a line, since a step that shares more
+    layers is shorter.
+    """
     floats = np.array([layer["floats_forward"] for layer in layers], float) / 1e6
     result: dict[str, float] = {}
-    for what in ("transfer_fraction", "exposed_fraction"):
-        fractions = np.array([layer[what] for layer in layers])
-        slope, intercept = np.polyfit(floats, fractions, 1)
-        spread = float(((fractions - fractions.mean()) ** 2).sum())
-        rest = float(((fractions - slope * floats - intercept) ** 2).sum())
+    for what in ("transfer_ms", "transfer_fraction", "exposed_fraction"):
+        values = np.array([layer[what] for layer in layers])
+        slope, intercept = np.polyfit(floats, values, 1)
+        spread = float(((values - values.mean()) ** 2).sum())
+        rest = float(((values - slope * floats - intercept) ** 2).sum())
+        result[f"{what}_at_0"] = round(float(intercept), 5)
         result[f"{what}_per_million_floats"] = round(float(slope), 5)
         result[f"{what}_r2"] = round(1 - rest / spread, 3) if spread else 1.0
     return result

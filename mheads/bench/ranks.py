@@ -124,13 +124,15 @@ def _serve(pipe: Connection, launch: Launch) -> None:
     world.timeout = 3600.0  # between two steps others are timed: that is no sign of a fault
     served = _Rank(world)
     pipe.send(world.bandwidth())
-    while (command := pipe.recv()) is not None:
-        name, *args = command
-        try:
-            pipe.send(getattr(served, name)(*args))
-        except Exception as error:
-            world.abort(error)  # or the other rank would wait for this one, and nobody would hear why
-            pipe.send(RuntimeError(f"rank {launch.rank}: {type(error).__name__}: {error}"))
+    with suppress(EOFError, BrokenPipeError):  # whoever measured has gone
+        while (command := pipe.recv()) is not None:
+            name, *args = command
+            try:
+                answer = getattr(served, name)(*args)
+            except Exception as error:
+                world.abort(error)  # or the other rank would wait for this one, and nobody would hear why
+                answer = RuntimeError(f"rank {launch.rank}: {type(error).__name__}: {error}")
+            pipe.send(answer)
     served.close()
     world.close()
 

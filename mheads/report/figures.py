@@ -85,6 +85,9 @@ def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]
         below.errorbar(floats, middle, yerr=(middle - low, high - middle), fmt="o", color="C1", capsize=3)
         below.axhline(0, color="0.7", linewidth=0.8, zorder=0)
         slope, start = np.polyfit(floats, transfer, 1)
+        explained = np.corrcoef(floats, transfer)[0, 1] ** 2 if np.ptp(transfer) else 1.0
+        note = f"least squares, R² = {explained:.2f}"
+        above.text(0.97, 0.05, note, transform=above.transAxes, ha="right", fontsize=8, color="0.4")
         ends = np.array([0.0, 1.12 * floats.max()])
         above.plot(ends, start + slope * ends, color="C0", linewidth=1, alpha=0.5)
         for panel in (above, below):

@@ -134,9 +134,12 @@ def test_exposed_time_compares_the_steps_of_one_round():
 
 def test_the_line_through_fractions_that_lie_on_one():
     layers = [
-        {"floats_forward": 1e6 * x, "transfer_fraction": 0.1 * x + 0.2, "exposed_fraction": 0.0} for x in (1, 2, 5)
+        {"floats_forward": 1e6 * x, "transfer_ms": 2.0 * x, "transfer_fraction": 0.1 * x + 0.2, "exposed_fraction": 0.0}
+        for x in (1, 2, 5)
     ]
     found = fit(layers)
+    assert (found["transfer_ms_at_0"], found["transfer_ms_per_million_floats"]) == pytest.approx((0, 2), abs=1e-5)
+    assert found["transfer_fraction_at_0"] == 0.2
     assert found["transfer_fraction_per_million_floats"] == 0.1
     assert found["transfer_fraction_r2"] == 1.0
     assert found["exposed_fraction_per_million_floats"] == 0.0

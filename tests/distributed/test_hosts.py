@@ -226,8 +226,11 @@ def check_output(out):
 
 
 def not_of_torchrun(err):
-    """All but its own notices: that it sets OMP_NUM_THREADS, and that hosts here have no names."""
+    """All but its own notices: that it sets OMP_NUM_THREADS, that hosts here have no names, that an agent has left."""
     own = ("torch/distributed/run.py", "OMP_NUM_THREADS", "hostname of the client socket cannot be retrieved", "*****")
+    # An agent that sees the first one leave, and its store with it, tells of every call on its own stack.
+    own += ("[c10d] recvValueWithTimeout failed", "[c10d] sendBytes failed", "Exception raised from", "frame #")
+    own += ("<omitting python frames>",)
     return [line for line in err.splitlines() if line and not any(text in line for text in own)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from mheads.engine.threads import available_cores
 
 PAUSE = 0.03  # seconds: OpenMP's threads of one side spin for a while after it, and would tax the next
 
@@ -81,10 +82,9 @@ def machine() -> dict[str, Any]:
             model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), model)
     except OSError:
         pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": model,
-        "cores": cores,
+        "cores": available_cores(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "python": platform.python_version(),

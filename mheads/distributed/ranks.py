@@ -235,8 +235,7 @@ class RankStep(TrainingStep):
 
     def receive(self, key: list[Any], value: Value) -> None:
         """What another rank handed on."""
-        if self.device.type != "cpu" and value is not None:
-            value = values.map_leaves(lambda t: t.to(self.device), value)
+        value = moved(value, self.device)
         kind, *rest = key
         if kind == "down":
             i, name = rest
@@ -366,8 +365,7 @@ class RankPass(ForwardPass):
             self.start()
 
     def receive(self, kind: str, rest: list[Any], value: Value) -> None:
-        if self.device.type != "cpu" and value is not None:
-            value = values.map_leaves(lambda t: t.to(self.device), value)
+        value = moved(value, self.device)
         if kind == "start":
             if value is not None:
                 preprocess = self.read.preprocess  # type: ignore[attr-defined]
@@ -436,6 +434,11 @@ def inputs_needed(tree: Tree, placement: Placement, rank: int, batch_size: int, 
     size = parts // placement.replicas
     slices = cuts(batch_size, parts)[placement.replica(rank) * size :][:size]
     return range(slices[0][0], slices[-1][1])
+
+
+def moved(value: Value, device: torch.device) -> Value:
+    """What came over the wire, which brings it to the CPU, on the device of this rank."""
+    return value if value is None or device.type == "cpu" else values.map_leaves(lambda t: t.to(device), value)
 
 
 def relatives(rank: int, size: int) -> tuple[int | None, list[int]]:

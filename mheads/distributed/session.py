@@ -13,8 +13,6 @@ from mheads.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    # When a rank is lost, torch's own warnings are pages of addresses in its libraries.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from mheads.distributed.world import World
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from mheads.values import Value
 
+GONE = "has ended, or its connection is lost"
 HEADER = 4096  # bytes of the first message; a longer description goes on in a second one
 
 
@@ -240,8 +241,7 @@ def _naming(rank: int, timeout: float | None = None) -> Iterator[None]:
         yield
     except RuntimeError as error:
         late = f"did not answer within {timeout:g} s" if timeout is not None else "did not answer in time"
-        gone = "has ended, or its connection is lost"
-        raise PeerError(rank, late if "Timed out" in str(error) else gone) from error
+        raise PeerError(rank, late if "Timed out" in str(error) else GONE) from error
 
 
 def _describe(value: Value, parts: list[Tensor]) -> Any:

@@ -27,6 +27,8 @@ import torch.distributed as dist
 import mheads
 from mheads.distributed.comm import Courier
 from mheads.distributed.launch import Launch, rendezvous, use_interface
+from mheads.distributed.wire import GONE
+from mheads.engine.threads import own_cores
 from mheads.errors import UserError
 
 T = TypeVar("T")
@@ -37,7 +39,6 @@ PATIENCE = 5.0  # seconds that a rank has to end by itself after a failure
 EXIT_CODE = 3  # of a rank that ends because another one did
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
 SILENT = "has given no sign of life"
-GONE = "has ended, or its connection is lost"
 NETWORK = (
     "check that every host can open any port of every other (a firewall may leave only MASTER_PORT), and set "
     "GLOO_SOCKET_IFNAME to the interface that they have in common"
@@ -86,7 +87,7 @@ class World:
         """
         interface, store = use_interface(self.launch), self._own_store
         store.set(f"place/{self.rank}", f"rank {self.rank} ({socket.gethostname()}, {interface or 'any interface'})")
-        machine, cpus = f"machine/{_machine()}", _cpus()
+        machine, cpus = f"machine/{_machine()}", own_cores()
         store.append(machine, json.dumps(cpus) + "\n")
         errors: list[Exception] = []
 
@@ -444,10 +445,6 @@ def _machine() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
-
-
-def _cpus() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _code_checksum() -> str:

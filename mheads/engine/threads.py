@@ -216,8 +216,13 @@ class ThreadsEngine:
         self.workers.close()
 
 
+def own_cores() -> list[int]:
+    """The cores that this process may use: a launcher may have bound it to some."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(own_cores())
 
 
 def auto_micro_batches(batch_size: int, net: TreeNet) -> int:

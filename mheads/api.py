@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import difflib
+import math
+import re
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 import torch
@@ -20,30 +25,61 @@ from mheads.config import Config
 from mheads.data.batch import evaluation_batches
 from mheads.distributed.launch import detect
 from mheads.errors import UserError
-from mheads.losses import Loss, independent
+from mheads.losses import LOSSES, Loss, independent
 from mheads.metrics import Metrics, Result
-from mheads.progress import Silent, Terminal, Watcher
-from mheads.runs import DataFacts, RunFolder
-from mheads.train import EVALUATION_ROWS, train
+from mheads.progress import Watcher, watcher
+from mheads.runs import DataFacts, Log, RunFolder
+from mheads.train import EVALUATION_ROWS, Stopped, train
 from mheads.tree import TreeNet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Examples = tuple[Any, Any]  # (inputs, labels): numpy arrays or torch tensors
-_temporary: list[tempfile.TemporaryDirectory[str]] = []  # runs without a folder live as long as the process
 
 
-@dataclass(frozen=True)
+class _Temporary:
+    """A folder on disk that goes when the last run that lives in it does."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="mheads-"))
+        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Temporary:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a pickled run is read elsewhere: what it needs is in memory
+
+
+@dataclass(frozen=True, repr=False)
 class Run:
-    """A trained ensemble and its folder."""
+    """A trained ensemble, what training said of it, and its folder.
+
+    `history.steps` and `history.evaluations` are lists of plain dicts, as pandas.DataFrame takes them.
+    """
 
     folder: Path
     config: Config
     net: TreeNet
     data: DataFacts
     result: Result
-    summary: dict[str, Any] = field(repr=False)
+    summary: dict[str, Any]
+    history: Log = field(default_factory=Log)
+    _temporary: _Temporary | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        config, result = self.config, self.result
+        members = f"{config.members} member{'s' if config.members > 1 else ''}"
+        split = "" if isinstance(config.split, int | None) else f", tree {config.split}"
+        loss = ", ".join([config.loss.name, *([f"k={config.loss.k}"] if config.loss.name == "mcl" else [])])
+        trained = f"{self.summary['iterations']:,} iterations in {self.summary['seconds']:.1f} s"
+        return (
+            f"Run: {members} of {config.model}{split}; {loss}; {trained}\n"
+            f"  Ensemble-Mean {result.ensemble_mean:.2f}, Oracle {result.oracle:.2f}, "
+            f"members {' '.join(f'{a:.1f}' for a in result.members)} (% of {result.examples:,} examples)\n"
+            f"  {'in memory, gone with this object' if self._temporary else self.folder}"
+        )
 
     @torch.inference_mode()
     def predict(self, x: Any) -> Tensor:
@@ -66,39 +102,69 @@ class Run:
 
         return ownership_figure(np.asarray(self.result.ownership), self.data.classes)
 
+    def plot_history(self) -> Figure:
+        """How the losses of training and the accuracies of the evaluations went."""
+        from mheads.report.figures import history_figure
+
+        return history_figure(*self.history)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in fit: the step in hand was finished and saved, and `run` is the run so far."""
+
+    def __init__(self, message: str, run: Run | None) -> None:
+        super().__init__(message)
+        self.run = run
+
 
 def fit(
     net: TreeNet | nn.Module,
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
     *,
     train: Examples,
     test: Examples | None = None,
-    iterations: int = 1000,
+    iterations: int | None = None,
+    epochs: float | None = None,
     run: str | Path | None = None,
     show: bool | None = None,
+    optimizer: str = "sgd",
+    lr: float = 0.01,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    caffe_momentum: bool = False,
+    weight_decay: float = 0.0,
+    batch_size: int = 100,
+    accumulate: int = 1,
+    schedule: str | dict[str, Any] = "constant",
+    scale_rate: bool = True,
+    pretrain: int = 0,
     sampling: str | dict[str, Any] = "full",
+    classes: Sequence[str] | None = None,
     normalize: str = "none",
     scale: float = 1.0,
     pad: int = 0,
     mirror: bool = False,
     validation: int = 0,
-    classes: Sequence[str] | None = None,
-    pretrain: int = 0,
-    scale_rate: bool = True,
     workers: int | str = "auto",
     micro_batches: int | str = "auto",
     device: str = "auto",
     seed: int = 0,
     log: dict[str, Any] | None = None,
-    **optim: Any,
+    **unknown: Never,
 ) -> Run:
     """Trains a tree of members on arrays in memory.
 
     `train` and `test` are (inputs, labels); without a test set the last tenth of the training set is held out.
-    `run` is a folder, and the same call on the same folder resumes; without it nothing is kept. `scale_rate`
-    multiplies the rate by the number of members for averaged losses. Further keywords are those of the config's
-    `optim` section: lr, momentum, batch_size, schedule, ...
+    `loss` is a loss, its name, or None for independent cross-entropy. `iterations` counts steps (1,000 by default);
+    `epochs` is another way to say it: passes over the training set. `run` is a folder, and the same call on the same
+    folder resumes; without it nothing is kept longer than the run that is returned. `show` decides about progress
+    in the terminal or the notebook; by default it is shown where somebody looks. The other keywords are keys of the
+    config, under the same names (docs/configuration.md): `optimizer` is `optim.name`, `schedule="cosine"` or
+    `{"name": "step", "every": 500}`, `log={"evaluate_every": 100}`.
+
+    Ctrl-C ends the step, saves, and raises KeyboardInterrupt whose attribute `run` is the run so far.
     """
+    _refuse_unknown(unknown)
     if not isinstance(net, TreeNet):
         raise UserError(f"fit trains a TreeNet, not a {type(net).__name__}: mheads.TreeNet(factory, members=...)")
     launch = detect()
@@ -107,51 +173,154 @@ def fit(
             f"fit trains in one process, but {launch.launcher} started {launch.size}: write a recipe with your network "
             "(model: package.module:factory) and start mheads train with it"
         )
-    loss = loss or independent()
-    known = loss.name in configs.LOSS_NAMES  # one of the user's own is remembered, not imported again
-    named = {"name": loss.name, **loss.options} if known else {"name": f"__main__:{loss.name}", "args": loss.options}
-    arrays: dict[str, Any] = {"normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror}
-    if test is None and not validation:
-        validation = max(1, len(train[1]) // 10)
-    data = datasets.from_arrays(train, test, classes=classes, validation=validation, **arrays)
-    config = configs.validate(
-        {
-            "model": net.network_path,
-            "members": net.num_members,
-            "split": net.spec,
-            "sampling": sampling,
-            "loss": {**named, "scale_rate": scale_rate},
-            "pretrain": pretrain,
-            "data": {"name": "arrays", "validation": validation, **arrays},
-            "engine": {"workers": workers, "micro_batches": micro_batches},
-            "optim": {"iterations": iterations, **optim},
-            "log": {"evaluate_every": max(1, iterations // 10), **(log or {})},
-            "device": device,
-            "seed": seed,
-        },
-        "fit",
+    if iterations is not None and epochs is not None:
+        raise UserError(f"iterations={iterations} and epochs={epochs} say the same thing twice: give one of them")
+    with _speaking_python():
+        loss = _as_loss(loss)
+        known = loss.name in configs.LOSS_NAMES  # one of the user's own is remembered, not imported again
+        own = {"name": f"__main__:{loss.name}", "args": loss.options}
+        arrays: dict[str, Any] = {"normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror}
+        if test is None and not validation:
+            validation = max(1, len(train[1]) // 10)
+        data = datasets.from_arrays(train, test, classes=classes, validation=validation, **arrays)
+        if epochs is not None:
+            iterations = max(1, math.ceil(epochs * len(data.train) / (batch_size * accumulate)))
+        iterations = 1000 if iterations is None else iterations
+        config = configs.validate(
+            {
+                "model": net.network_path,
+                "members": net.num_members,
+                "split": net.spec,
+                "sampling": sampling,
+                "loss": {**({"name": loss.name, **loss.options} if known else own), "scale_rate": scale_rate},
+                "pretrain": pretrain,
+                "data": {"name": "arrays", "validation": validation, **arrays},
+                "engine": {"workers": workers, "micro_batches": micro_batches},
+                "optim": {
+                    "name": optimizer,
+                    "lr": lr,
+                    "momentum": momentum,
+                    "nesterov": nesterov,
+                    "caffe_momentum": caffe_momentum,
+                    "weight_decay": weight_decay,
+                    "batch_size": batch_size,
+                    "accumulate": accumulate,
+                    "iterations": iterations,
+                    "schedule": schedule,
+                },
+                "log": {"evaluate_every": max(1, iterations // 10), **(log or {})},
+                "device": device,
+                "seed": seed,
+            },
+            "fit",
+        )
+        experiment = experiments.assemble(config, net, loss, data)
+        temporary = _Temporary() if run is None else None
+        folder = RunFolder(Path(run) if run is not None else temporary.path / "run")  # type: ignore[union-attr]
+        return _train(experiment, folder, watcher(show), temporary)
+
+
+def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher, temporary: _Temporary | None) -> Run:
+    net, facts = experiment.net, DataFacts.of(experiment.data)
+
+    def made(summary: dict[str, Any]) -> Run:
+        net.eval()
+        result = Result.from_dict(summary)
+        return Run(folder.path, experiment.config, net, facts, result, summary, folder.read_log(), temporary)
+
+    before = 0 if folder.exists() else net.trained
+    if before:
+        watch.say(f"going on from the weights that {before:,} iterations of an earlier fit left in this net")
+    try:
+        summary = train(experiment, folder, watch)
+    except Stopped as stop:
+        net.trained = before + stop.iteration
+        found = folder.read_log().evaluations
+        so_far = made({"seconds": stop.seconds, **found[-1], "iterations": stop.iteration}) if found else None
+        raise Interrupted(f"{stop} after iteration {stop.iteration}", so_far) from None
+    finally:
+        folder.release()
+    folder.load_weights(net)  # a finished run is not trained again, and its weights are in the folder
+    net.trained = before + summary["iterations"]
+    return made(summary)
+
+
+def _as_loss(loss: Any) -> Loss:
+    if loss is None:
+        return independent()
+    if isinstance(loss, Loss):
+        return loss
+    known = ", ".join(f"mheads.losses.{name}()" for name in LOSSES)
+    if isinstance(loss, str):
+        if loss not in LOSSES:
+            raise UserError(f"loss={loss!r} is no loss; there are {', '.join(LOSSES)}")
+        return LOSSES[loss]()
+    if loss in LOSSES.values():
+        raise UserError(f"loss is the function {loss.__name__} itself: call it, mheads.losses.{loss.__name__}()")
+    what = type(loss).__name__
+    raise UserError(
+        f"fit needs a loss over all members, not {what}: {known}. The cross-entropy of each member by itself, "
+        "torch's CrossEntropyLoss, is mheads.losses.independent()"
     )
-    experiment = experiments.assemble(config, net, loss, data)
-    if run is None:
-        _temporary.append(tempfile.TemporaryDirectory(prefix="mheads-"))
-        run = Path(_temporary[-1].name) / "run"
-    folder = RunFolder(Path(run))
-    summary = _train(experiment, folder, _watcher(show))
-    return Run(folder.path, config, net, DataFacts.of(data), Result.from_dict(summary), summary)
 
 
-def _train(experiment: experiments.Experiment, folder: RunFolder, watcher: Watcher) -> dict[str, Any]:
-    summary = train(experiment, folder, watcher)
-    folder.load_weights(experiment.net)  # a finished run is not trained again, and its weights are in the folder
-    experiment.net.eval()
-    return summary
+# What people call it elsewhere, and what fit calls it.
+_MEANT = {
+    "learning_rate": "lr",
+    "rate": "lr",
+    "lr_schedule": "schedule",
+    "scheduler": "schedule",
+    "lr_scheduler": "schedule",
+    "optim": "optimizer",
+    "name": "optimizer",
+    "steps": "iterations",
+    "max_iter": "iterations",
+    "max_epochs": "epochs",
+    "num_epochs": "epochs",
+    "n_epochs": "epochs",
+    "batch": "batch_size",
+    "bs": "batch_size",
+    "wd": "weight_decay",
+    "num_workers": "workers",
+    "val": "validation",
+    "validation_split": "validation",
+    "validation_data": "test",
+    "verbose": "show",
+    "folder": "run",
+    "criterion": "loss",
+    "members": "TreeNet(factory, members=...)",
+    "split": "TreeNet(factory, split=...)",
+}
 
 
-def _watcher(show: bool | None) -> Watcher:
-    from rich.console import Console
+def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    for name in unknown:
+        keywords = [key for key in fit.__annotations__ if key not in ("unknown", "return")]
+        near = [_MEANT[name]] if name in _MEANT else difflib.get_close_matches(name, keywords, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(keywords)}"
+        raise UserError(f"fit has no keyword {name!r}: {hint}")
 
-    wanted = sys.stderr.isatty() if show is None else show
-    return Terminal(Console(stderr=True)) if wanted else Silent()
+
+_SECTIONS = re.compile(r"(?<![\w./])(optim|data|engine|log|sampling)\.(schedule\.)?(\w+)(?![\w/]|\.\w)")
+
+
+@contextmanager
+def _speaking_python() -> Iterator[None]:
+    """Messages about config keys name the keywords of fit instead."""
+
+    def keyword(found: re.Match[str]) -> str:
+        section, inner, name = found.groups()
+        if f"{section}.{inner or ''}{name}" not in configs.known_keys():
+            return found[0]
+        if inner or section in ("log", "sampling"):
+            return f"{'schedule' if inner else section}={{{name!r}: ...}}"
+        return "optimizer" if (section, name) == ("optim", "name") else name
+
+    try:
+        yield
+    except UserError as error:
+        error.args = (_SECTIONS.sub(keyword, str(error)),)
+        raise
 
 
 def evaluate(
@@ -206,4 +375,5 @@ def load(run: str | Path, network_factory: Callable[[], nn.Module] | None = None
     folder.load_weights(net)
     net.eval()
     summary = folder.read_result()
-    return Run(folder.path, config, net, folder.read_data(), Result.from_dict(summary), summary)
+    result = Result.from_dict(summary)
+    return Run(folder.path, config, net, folder.read_data(), result, summary, folder.read_log())

@@ -245,7 +245,7 @@ def main() -> None:
         errors.print(f"[red]error:[/] {_escape(f'{error.strerror}{where}')}", soft_wrap=True)
         sys.exit(2)
     except Exception as error:
-        code = getattr(error, "exit_code", None)  # Interrupted: saved and stopped by a signal
+        code = getattr(error, "exit_code", None)  # train.Stopped: saved and stopped by a signal
         if code is None:
             raise
         errors.print(f"stopped by {error}; saved. The same command goes on from here.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +24,7 @@ class Watcher(Protocol):
     def evaluated(self, step: int, result: Result) -> None: ...
     def resumed(self, step: int, total: int) -> None: ...
     def finished(self, folder: Path) -> None: ...
+    def say(self, message: str) -> None: ...
     def warn(self, message: str) -> None: ...
 
 
@@ -44,6 +47,9 @@ class Silent:
         pass
 
     def finished(self, folder: Path) -> None:
+        pass
+
+    def say(self, message: str) -> None:
         pass
 
     def warn(self, message: str) -> None:
@@ -75,24 +81,14 @@ class Terminal:
 
     @contextmanager
     def training(self, total: int, done: int) -> Iterator[None]:
-        import time
-
         self._task = self._bar.add_task(self.label, total=total, completed=done, info="")
-        self._seen: list[tuple[float, int]] = [(time.perf_counter(), 0)]
+        self._pace = Pace()
         with self._bar:
             yield
         self._bar.remove_task(self._task)
 
     def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
-        import time
-
-        # Images a second over the last twenty steps or so.
-        self._seen = [*self._seen[-20:], (time.perf_counter(), self._seen[-1][1] + images)]
-        (t0, n0), (t1, n1) = self._seen[0], self._seen[-1]
-        info = f"loss {loss:.4f} rate {rate:.2g} {(n1 - n0) / max(t1 - t0, 1e-9):,.0f} img/s"
-        if len(shares) > 1:
-            info += " wins " + "/".join(f"{100 * s:.0f}" for s in shares)
-        self._bar.update(self._task, completed=step, info=info)
+        self._bar.update(self._task, completed=step, info=step_line(loss, rate, self._pace.add(images), shares))
 
     @contextmanager
     def evaluating(self, examples: int) -> Iterator[Callable[[int], None]]:
@@ -108,19 +104,138 @@ class Terminal:
                 self._bar.stop()
 
     def evaluated(self, step: int, result: Result) -> None:
-        members = " ".join(f"{a:.1f}" for a in result.members)
-        text = f"iteration {step:>6}  Ensemble-Mean {result.ensemble_mean:.2f}  Oracle {result.oracle:.2f}"
-        self.console.print(f"{text}  [dim]{members}[/]", highlight=False, soft_wrap=True)
+        self.say(evaluation_line(step, result))
 
     def resumed(self, step: int, total: int) -> None:
-        self.console.print(f"resuming at iteration {step} of {total}", highlight=False)
+        self.say(f"resuming at iteration {step} of {total}")
 
     def finished(self, folder: Path) -> None:
         text = f"{folder} is finished: nothing to do (more optim.iterations would go on)"
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.say(text)
+
+    def say(self, message: str) -> None:
+        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
         self.console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+class Notebook:
+    """A bar and the evaluations so far, in the output of the cell."""
+
+    def __init__(self, label: str = "train") -> None:
+        from IPython.display import display
+
+        self.label = label
+        self._lines: list[str] = []
+        self._evaluations: list[tuple[int, Result]] = []
+        self._bar = ""
+        self._shown_at = 0.0
+        self._output = display(self, display_id=True)
+
+    def _repr_html_(self) -> str:
+        """What the cell shows: the bar, a table of the evaluations, and whatever was said."""
+        rows = "".join(
+            f"<tr><td>{step:,}</td><td>{result.ensemble_mean:.2f}</td><td>{result.oracle:.2f}</td>"
+            f"<td>{' '.join(f'{a:.1f}' for a in result.members)}</td></tr>"
+            for step, result in self._evaluations
+        )
+        head = "<tr><th>iteration</th><th>Ensemble-Mean</th><th>Oracle</th><th>members</th></tr>"
+        table = f"<table>{head}{rows}</table>" if rows else ""
+        return "".join(f"<div>{escape(line)}</div>" for line in self._lines) + self._bar + table
+
+    def __repr__(self) -> str:
+        """Where the output is plain text, as in a console or a saved log."""
+        return "\n".join([*self._lines, *(evaluation_line(*found) for found in self._evaluations)]) or self.label
+
+    def _show(self, at_once: bool = True) -> None:
+        now = time.monotonic()
+        if at_once or now - self._shown_at > 0.25:  # a browser need not redraw every step
+            self._shown_at = now
+            self._output.update(self)
+
+    @contextmanager
+    def training(self, total: int, done: int) -> Iterator[None]:
+        self._total, self._pace = total, Pace()
+        self._began = (time.monotonic(), done)
+        try:
+            yield
+        finally:
+            self._bar = ""
+            self._show()
+
+    def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
+        began, first = self._began
+        left = (time.monotonic() - began) / max(1, step - first) * (self._total - step)
+        line = f"{step:,}/{self._total:,}, {left:.0f} s left, {step_line(loss, rate, self._pace.add(images), shares)}"
+        self._bar = f"<progress value={step} max={self._total}></progress> {escape(line)}"
+        self._show(at_once=False)
+
+    def evaluating(self, examples: int) -> AbstractContextManager[Callable[[int], None]]:
+        return nullcontext(lambda count: None)
+
+    def evaluated(self, step: int, result: Result) -> None:
+        self._evaluations.append((step, result))
+        self._show()
+
+    def resumed(self, step: int, total: int) -> None:
+        self.say(f"resuming at iteration {step} of {total}")
+
+    def finished(self, folder: Path) -> None:
+        self.say(f"{folder} is finished: nothing to do (more iterations would go on)")
+
+    def say(self, message: str) -> None:
+        self._lines.append(message)
+        self._show()
+
+    def warn(self, message: str) -> None:
+        self.say(f"Warning: {message}")
+
+
+class Pace:
+    """Images a second over the last twenty steps or so."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, int]] = [(time.perf_counter(), 0)]
+
+    def add(self, images: int) -> float:
+        self._seen = [*self._seen[-20:], (time.perf_counter(), self._seen[-1][1] + images)]
+        (t0, n0), (t1, n1) = self._seen[0], self._seen[-1]
+        return (n1 - n0) / max(t1 - t0, 1e-9)
+
+
+def step_line(loss: float, rate: float, pace: float, shares: list[float]) -> str:
+    wins = " wins " + "/".join(f"{100 * s:.0f}" for s in shares) if len(shares) > 1 else ""
+    return f"loss {loss:.4f} rate {rate:.2g} {pace:,.0f} img/s{wins}"
+
+
+def evaluation_line(step: int, result: Result) -> str:
+    members = " ".join(f"{a:.1f}" for a in result.members)
+    measures = f"Ensemble-Mean {result.ensemble_mean:.2f}  Oracle {result.oracle:.2f}"
+    return f"iteration {step:>6}  {measures}  members {members}"
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, whose cells show HTML."""
+    import sys
+
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def watcher(show: bool | None) -> Watcher:
+    """What shows the progress of Python calls: a notebook's cell, a terminal, or nothing where nobody looks."""
+    import sys
+
+    if show is None:
+        show = in_notebook() or sys.stderr.isatty()
+    if not show:
+        return Silent()
+    if in_notebook():
+        return Notebook()
+    from rich.console import Console
+
+    return Terminal(Console(stderr=True))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -207,12 +207,31 @@ class RunFolder:
         except (OSError, SafetensorError, RuntimeError) as error:
             raise UserError(f"{self.model} does not fit the network, or is damaged: {error}") from error
 
+    def read_log(self) -> Log:
+        """All whole lines so far."""
+        steps, evaluations = [], []
+        lines = self.metrics.read_text().splitlines() if self.metrics.is_file() else []
+        for line in lines:
+            found = json.loads(line)
+            if "test" in found:
+                evaluations.append({"iteration": found["iteration"], **found["test"]})
+            else:
+                steps.append(found)
+        return Log(steps, evaluations)
+
     def write_assignments(self, history: History) -> None:
         def write(path: Path) -> None:
             with path.open("wb") as file:
                 np.savez_compressed(file, **history.arrays())  # type: ignore[arg-type]
 
         write_atomically(self.assignments, write)
+
+
+class Log(NamedTuple):
+    """What metrics.jsonl holds: a dict for each logged step, and one for each evaluation."""
+
+    steps: list[dict[str, Any]] = []  # noqa: RUF012
+    evaluations: list[dict[str, Any]] = []  # noqa: RUF012
 
 
 class MetricsLog:

@@ -34,12 +34,14 @@ from mheads.tree import TreeNet
 EVALUATION_ROWS = 100  # fixed: the number of rows decides the bits of a matrix product
 
 
-class Interrupted(Exception):  # noqa: N818, it is no error
-    """A signal asked training to stop; everything so far is saved."""
+class Stopped(Exception):  # noqa: N818, it is no error
+    """A signal asked training to stop after `iteration`; everything so far is saved."""
 
-    def __init__(self, signum: int) -> None:
+    def __init__(self, signum: int, iteration: int, seconds: float) -> None:
         super().__init__(signal.Signals(signum).name)
         self.exit_code = 128 + signum
+        self.iteration = iteration
+        self.seconds = seconds
 
 
 def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = None) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 checkpoints.check()
                 if report.stop:
                     checkpoints.wait()
-                    raise Interrupted(report.stop)
+                    raise Stopped(report.stop, state.step, state.seconds)
             result = evaluate(engine, data, watch)
             tensors = engine.gather(state.tensors(net, optimizer))
             if log is None or result is None:

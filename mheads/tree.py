@@ -219,6 +219,7 @@ class TreeNet(nn.Module):
             raise UserError(f"init is 'random' or 'same', not {init!r}")
         self.spec = spec = whole_spec(members, tree if tree is not None else split)
         self.init = init
+        self.trained = 0  # iterations that have changed its weights
 
         def draw(member: int) -> nn.Module:
             # The factories of torch draw from the global generator: seed it for this network alone.

@@ -140,7 +140,7 @@ def test_evaluating_leaves_models_in_the_mode_they_were_in():
         (lambda: mheads.evaluate(plain_models(1), (TEST[0], TEST[1] + 5)), "label 14.*10 scores"),
         (lambda: mheads.evaluate([lambda x: x], TEST), "logits"),
         (lambda: mheads.fit(networks.Plain(), **QUICK), "TreeNet.*Plain"),
-        (lambda: mheads.fit(mheads.TreeNet(networks.Plain, 2), lrr=0.1, **QUICK), "'optim.lrr'.*'optim.lr'"),
+        (lambda: mheads.fit(mheads.TreeNet(networks.Plain, 2), lrr=0.1, **QUICK), "'lrr'.*mean lr"),
         (lambda: mheads.fit(mheads.TreeNet(networks.Plain, 2), mheads.losses.mcl(k=3), **QUICK), "k is 3.*2 members"),
         (lambda: mheads.fit(mheads.TreeNet(networks.Plain, 2), device="tpu", **QUICK), "device = 'tpu'"),
         (lambda: mheads.fit(mheads.TreeNet(networks.Plain, 2), train=(X, Y[:-1])), "1797 examples.*1796"),

@@ -107,7 +107,8 @@ def test_a_failed_save_keeps_the_old_file(tmp_path):
 
 def test_pyplot_is_never_loaded():
     code = (
-        "import sys, numpy, mheads.report.figures as f; assert 'matplotlib' not in sys.modules;"
+        "import sys, numpy, mheads, mheads.api; assert 'matplotlib' not in sys.modules;"
+        "import mheads.report.figures as f;"
         "f.ownership_figure(numpy.ones((2, 2)), ['cat', 'dog']); assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as PlainFigure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+# Okabe and Ito's colours, which every kind of colour vision can tell apart.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 COLOURS = "Blues"  # one hue from light to dark, which every kind of colour vision can order
 MANY_CLASSES = 30  # from here on cells are too narrow for a value, and ensembles stand one above the other
 MOST_LABELS = 150  # of more classes only every other one is named, or every third, ...
 DPI = 150
+
+
+class Figure(PlainFigure):
+    """A figure that a notebook shows when it is the value of a cell, whatever the backend is."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
 
 
 def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: Sequence[str]) -> Figure:
@@ -25,8 +35,6 @@ def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: 
     ownership: counts [M, C] of one ensemble, or several by title (their M may differ); classes: C names.
     The column of a class without examples stays empty.
     """
-    from matplotlib.figure import Figure
-
     ensembles = ownership if isinstance(ownership, Mapping) else {"": ownership}
     tables = {title: np.asarray(counts) for title, counts in ensembles.items()}
     for title, counts in tables.items():
@@ -61,6 +69,38 @@ def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: 
     return figure
 
 
+def history_figure(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> Figure:
+    """How training went: each member's loss on the training batches, and the accuracies of the evaluations.
+
+    steps: `iteration` and `member_losses` of each logged step; evaluations: `iteration`, `members`, `ensemble_mean`
+    and `oracle` of each evaluation.
+    """
+    figure = Figure(figsize=(9, 3.4), dpi=DPI, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for m, losses in enumerate(np.array([line["member_losses"] for line in steps]).T):
+        left.plot([line["iteration"] for line in steps], losses, color=_colour(m), linewidth=1, label=f"member {m}")
+    at = [line["iteration"] for line in evaluations]
+    marker = "o" if len(at) < 30 else ""
+    for m, accuracies in enumerate(np.array([line["members"] for line in evaluations]).T):
+        right.plot(at, accuracies, color=_colour(m), linewidth=1, marker=marker, markersize=2)
+    for key, name, style in (("ensemble_mean", "Ensemble-Mean", "-"), ("oracle", "Oracle", "--")):
+        values = [line[key] for line in evaluations]
+        right.plot(at, values, style, color="black", linewidth=2, marker=marker, markersize=4, label=name)
+    left.set_ylabel("loss on the training batches", fontsize=8)
+    right.set_ylabel("accuracy, %", fontsize=8)
+    for panel in (left, right):
+        panel.set_xlabel("iteration", fontsize=8)
+        panel.tick_params(labelsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=7, frameon=False, ncols=1 + len(panel.lines) // 8)
+    return figure
+
+
+def _colour(member: int) -> str:
+    return PALETTE[member % len(PALETTE)]
+
+
 def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Figure:
     """The share of the forward-backward pass against the floats of the shared layer.
 
@@ -68,8 +108,6 @@ def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]
     `exposed_fraction_median` and the quartiles). Above: the time of the bytes alone, in which ranks may compute, and
     the line closest to it. Below: by how much the step is longer for them.
     """
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(4.6 * len(networks), 6.4), dpi=DPI, layout="constrained")
     panels = figure.subplots(2, len(networks), squeeze=False, sharex="col")
     for column, (title, layers) in zip(panels.T, networks.items(), strict=True):

@@ -1,0 +1,33 @@
+"""The code in README and docs runs as it stands; the examples run."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [page for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if "```python" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        exec(compile(block, page.name, "exec"), names)
+    if page.name == "one_answer.md":
+        assert all(1 <= len(answers) <= 4 for answers in names["candidates"])
+        assert names["accuracy"] > 80
+    assert len(names) > 2  # it did something
+
+
+def test_one_answer_prints_its_table(capsys):
+    example = runpy.run_path(str(ROOT / "examples/one_answer.py"), run_name="example")
+    for name in ("independent", "MCL, k=2"):  # the others take as long
+        del example["main"].__globals__["LOSSES"][name]
+    example["main"](seeds=1, iterations=20)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == list(example["LOSSES"])
+    numbers = [[float(cell) for cell in line.strip("| ").split(" | ")[1:]] for line in lines[2:]]
+    assert all(row[-1] >= max(row[0], row[1]) for row in numbers)  # nobody beats the Oracle

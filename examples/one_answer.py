@@ -1,6 +1,6 @@
 """One answer from an ensemble that was trained to give several: four ways, beside a classical ensemble.
 
-    python examples/one_answer.py          # about two minutes; the table of docs/one_answer.md
+python examples/one_answer.py          # about two minutes; the table of docs/one_answer.md
 """
 
 from collections.abc import Iterator

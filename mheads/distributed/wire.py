@@ -15,14 +15,12 @@ from __future__ import annotations
 import importlib
 import json
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any, ClassVar
+from queue import Queue
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,108 +111,48 @@ def take(source: int, tag: int = 0, group: Any = None, timeout: float | None = N
     return Frame(key, value)
 
 
-class Note:
-    """Two whole numbers, not negative, expected from a rank. Their place is open at once: the sender never waits."""
-
-    _open: ClassVar[set[Note]] = set()  # a receive that is forgotten under way jams the connection
-
-    def __init__(self, source: int, tag: int = 0, group: Any = None) -> None:
-        self.source, self.numbers = source, torch.full((2,), -1)
-        self.work = _receive(self.numbers, source, tag, group)
-        self._open.add(self)
-
-    def seems_here(self) -> bool:
-        """Whether the last number has begun to arrive: then `wait` takes no time."""
-        return self.numbers[-1].item() != -1
-
-    def wait(self, timeout: float | None = None) -> tuple[int, int]:
-        self._open.discard(self)
-        _wait(self.work, self.source, timeout)
-        first, second = self.numbers.tolist()
-        return first, second
-
-
-def post_note(numbers: tuple[int, int], to: int, tag: int = 0, group: Any = None) -> Posted:
-    """Begins to send the numbers of a note."""
-    return _post([torch.tensor(numbers)], to, tag, group)
-
-
 class Outbox:
     """What has been sent and not yet taken. Sending waits for no receiver: a thread waits, and lets go of the bytes."""
 
-    def __init__(self, limit: int = 512) -> None:
-        self.limit = limit
-        self.closed = False
-        self._unsent: deque[tuple[Callable[[], Posted | None], bool]] = deque()
-        self._kept: deque[tuple[Future[None], bool]] = deque()
-        self._under_way: SimpleQueue[tuple[Posted, Future[None]] | None] = SimpleQueue()
-        self._posting, self._settling = threading.Lock(), threading.Lock()
+    def __init__(self) -> None:
+        self._under_way: Queue[Posted | None] = Queue()
         self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
 
-    def put(self, start: Callable[[], Posted | None], vital: bool = True) -> None:
-        """Begins to send by calling `start`, which gives what is to be kept until it is taken.
-
-        A failure is raised by `settle`, if the message is vital.
-
-        A finaliser may call this in the midst of another `put`: that one then sends its message too, after its own, so
-        that the parts of two frames never mix.
-        """
-        if self.closed:
-            return
-        self._unsent.append((start, vital))
-        while self._unsent and self._posting.acquire(blocking=False):
-            try:
-                if self._unsent:
-                    self._begin(*self._unsent.popleft())
-            finally:
-                self._posting.release()
-
-    def settle(self, most: int | None = None) -> None:
-        """Forgets what has been taken; waits while more than `most` messages have not."""
-        most = self.limit if most is None else most
-        with self._settling:
-            while self._kept and (len(self._kept) > most or self._kept[0][0].done()):
-                taken, vital = self._kept[0]
-                error = taken.exception()
-                self._kept.popleft()
-                if error is not None and vital:
-                    raise error
-
-    def close(self) -> None:
-        """Waits for all, and for the thread: one that lets go of C++ objects while Python ends aborts the process."""
-        self.closed = True
-        self.settle(most=0)
-        if self._thread is not None:
-            self._under_way.put(None)
-            self._thread.join()
-
-    def _begin(self, start: Callable[[], Posted | None], vital: bool) -> None:
+    def put(self, posted: Posted) -> None:
+        """Keeps what was posted until it is taken. Raises what an earlier one met."""
         if self._thread is None:
             # A daemon: a process that fails must not wait for peers that wait for it.
             self._thread = threading.Thread(target=self._wait, name="mheads-outbox", daemon=True)
             self._thread.start()
-        taken: Future[None] = Future()
-        self._kept.append((taken, vital))
-        try:
-            posted = start()
-        except Exception as error:
-            taken.set_exception(error)
-        else:
-            if posted is None:
-                taken.set_result(None)
-            else:
-                self._under_way.put((posted, taken))
+        self._under_way.put(posted)
+        self._raise()
+
+    def settle(self) -> None:
+        """Waits until all has been taken."""
+        self._under_way.join()
+        self._raise()
+
+    def close(self) -> None:
+        """Waits for all, and for the thread: one that lets go of C++ objects while Python ends aborts the process."""
+        if self._thread is not None:
+            self._under_way.put(None)
+            self._thread.join()
+        self._raise()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _wait(self) -> None:
-        while (item := self._under_way.get()) is not None:
-            posted, taken = item
+        while (posted := self._under_way.get()) is not None:
             try:
                 posted.wait()
             except Exception as error:
-                taken.set_exception(error)
-            else:
-                taken.set_result(None)
-            del item, posted, taken  # not held until the next message
+                self._error = self._error or error
+            del posted  # not held until the next message
+            self._under_way.task_done()
 
 
 def _post(parts: list[Tensor], to: int, tag: int, group: Any) -> Posted:

@@ -1,7 +1,6 @@
 """Broadcast and Gather in real processes, against plain autograd in one. Numbers of defects are those of MPI-Caffe."""
 
 import copy
-import gc
 import os
 import pickle
 import random
@@ -15,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from test_wire import is_dense, tensors
 from torch import nn
-from worlds import run_world, until
+from worlds import run_world
 
-from mheads.distributed import Broadcast, Gather, finish, layers
+from mheads.distributed import Broadcast, Gather, finish
 from mheads.errors import UserError
 
 NUM_PROGRAMS = 30
@@ -276,21 +275,8 @@ def any_order(rank):
     return seen
 
 
-def be_careless(x):
-    """50 calls, and nobody calls backward; then the layer is let go, and what it expected. How much that was."""
-    broadcast = Broadcast(0, [1, 2])
-    post = broadcast._post
-    for i in range(50):
-        if i == 49:
-            dist.barrier()  # the root was ahead of the others
-            until(lambda: all(note.seems_here() for notes in post._notes.values() for note in list(notes)[:-2]))
-        y = broadcast(x * 1)
-    del y
-    return len(post._abandoned) + len(post._answers) + sum(map(len, post._notes.values()))
-
-
-def unused(rank):
-    """Values that a rank does not use have gradient zero, and nobody waits."""
+def without_gradient(rank):
+    """Values whose gradient nobody wants, beside others that have one."""
     broadcast, gather = Broadcast(0, [0, 1, 2], timeout=20), Gather(0, [0, 1, 2], timeout=20)
     x = torch.ones(3, requires_grad=True)
     found = {}
@@ -299,33 +285,15 @@ def unused(rank):
         value, x.grad = x.grad, None
         return value
 
-    # All under no_grad: values, and nothing else.
     with torch.no_grad():
         y = broadcast(x)
         values = gather(y + rank)
         assert not y.requires_grad
         found["no_grad"] = [value.tolist() for value in values] if rank == 0 else values.item()
-    # Rank 1 does not want a gradient, rank 2 drops the value; both only once.
-    for step in range(2):
-        with torch.set_grad_enabled(rank != 1 or step == 1):
-            y = broadcast(x * 1)
-        if rank == 0 or step == 1:
-            (y * 10**rank).sum().backward()
-        del y
-        found[f"some {step}"] = grad()
-    found["kept"] = be_careless(x)
-    gc.collect()
-    # The root uses the value of rank 1 alone; then none at all, under no_grad.
-    for step in range(2):
-        output = x * (rank + 1)
-        if rank == 0:
-            with torch.set_grad_enabled(step == 0):
-                values = gather(output)
-            if step == 0:
-                values[1].sum().backward()
-        else:
-            gather(output).backward()
-        found[f"gather {step}"] = grad()
+    # The root uses the value of rank 1 alone: the others' gradient is zero.
+    values = gather(x * (rank + 1))
+    (values[1].sum() if rank == 0 else values).backward()
+    found["one used"] = grad()
     # A value that needs no gradient is gathered beside others that do.
     values = gather(x * 1 if rank == 1 else torch.full((2,), float(rank)))
     if rank == 0:
@@ -341,13 +309,13 @@ def unused(rank):
     elif rank == 1:
         values.backward()
         found["whole"] = grad()
-    # Two passes through one graph, on all ranks.
+    # One backward for each call.
     y = broadcast(x * 1)
     (y * 2).sum().backward(retain_graph=True)
-    (y * 3).sum().backward()
-    found["again"] = grad()
-    layers._outbox.settle()
-    found["unsent"] = len(layers._outbox._kept)
+    with pytest.raises(UserError, match="a second backward through call 1"):
+        (y * 3).sum().backward()
+    found["twice"] = grad()
+    finish()
     return found
 
 
@@ -392,7 +360,7 @@ def random_program(seed):
     program = []
     for _ in range(10):
         which = draw.randrange(len(kinds))
-        uses = {rank: draw.choice(["add", "multiply", "twice", "drop", "no_grad"]) for rank in range(3)}
+        uses = {rank: draw.choice(["add", "multiply", "twice"]) for rank in range(3)}
         program.append((which, *kinds[which], uses))
     return kinds, program
 
@@ -403,9 +371,7 @@ def use(state, value, how):
         return state + torch.tanh(value)
     if how == "multiply":
         return state * torch.cos(value)
-    if how == "twice":
-        return state + value * torch.sin(value)
-    return state if how == "drop" else state + value.detach()
+    return state + value * torch.sin(value)
 
 
 def start(rank, seed):
@@ -421,18 +387,14 @@ def programs(rank):
         leaf = start(rank, seed)
         state, ends = leaf * 1, []
         for which, kind, root, ranks, uses in program:
-            taking = rank != root and kind == "broadcast"
-            with torch.set_grad_enabled(not (taking and uses[rank] == "no_grad")):
-                y = made[which](state if rank == root or kind == "gather" else None)
-            if rank == root and (kind == "gather" or rank in ranks):
-                for i, value in enumerate(y if kind == "gather" else [y]):
-                    # The root must not let go of its own part.
-                    state = use(state, value, uses[i] if kind == "gather" and ranks[i] != root else "add")
-            elif taking and y is not None:
+            y = made[which](state if rank == root or kind == "gather" else None)
+            if rank == root and kind == "gather":
+                for i, value in enumerate(y):
+                    state = use(state, value, uses[i])
+            elif kind == "broadcast" and rank in ranks:
                 state = use(state, y, uses[rank])
             elif y is not None:
                 ends.append(y)
-            y = value = None  # an unused value must be let go
         (state.sum() + sum(ends)).backward()
         found.append(leaf.grad)
     return found
@@ -445,15 +407,15 @@ def programs_alone(seed):
         before = list(states)
         if kind == "broadcast":
             for rank in ranks:
-                states[rank] = use(before[rank], before[root], uses[rank] if rank != root else "add")
+                states[rank] = use(before[rank], before[root], uses[rank])
         else:
             for i, rank in enumerate(ranks):
-                states[root] = use(states[root], before[rank], uses[i] if rank != root else "add")
+                states[root] = use(states[root], before[rank], uses[i])
     sum(state.sum() for state in states).backward()
     return [leaf.grad for leaf in leaves]
 
 
-CHECKS = (chain, in_place, round_trips, calls, any_order, programs, unused, copies, no_part)
+CHECKS = (chain, in_place, round_trips, calls, any_order, programs, without_gradient, copies, no_part)
 
 
 def check_all(rank):
@@ -511,27 +473,18 @@ def test_layers_may_be_called_in_another_order_on_each_rank(world):
     assert [world[rank]["any_order"] for rank in range(3)] == [[32.0] * 3, [22.0] * 3, [1.0] * 3]
 
 
-def test_an_unused_value_has_gradient_zero_and_nobody_waits(world):
-    zero, one, two, three = world[0]["unused"], world[1]["unused"], world[2]["unused"], torch.ones(3)
+def test_values_without_gradient_stand_beside_others(world):
+    zero, one, two, three = (*(world[rank]["without_gradient"] for rank in range(3)), torch.ones(3))
     assert zero["no_grad"] == [[1.0] * 3, [2.0] * 3, [3.0] * 3]
     assert one["no_grad"] == two["no_grad"] == 0
-    assert torch.equal(zero["some 0"], three * 1)
-    assert torch.equal(zero["some 1"], three * 111)
-    assert zero["gather 0"] is None or torch.equal(zero["gather 0"], three * 0)
-    assert torch.equal(one["gather 0"], three * 2)
-    assert torch.equal(two["gather 0"], three * 0)
-    assert torch.equal(one["gather 1"], three * 0)
+    assert torch.equal(zero["one used"], three * 0)
+    assert torch.equal(one["one used"], three * 2)
+    assert torch.equal(two["one used"], three * 0)
     assert torch.equal(one["mixed"], three * 5)
     assert zero["mixed"] is None and two["mixed"] is None
     assert zero["whole"].tolist() == [2] and not zero["whole"].requires_grad
     assert torch.equal(one["whole"], three * 2)
-    assert torch.equal(zero["again"], three * 15)
-
-
-def test_nothing_piles_up(world):
-    for rank in range(3):
-        assert world[rank]["unused"]["kept"] <= 8
-        assert world[rank]["unused"]["unsent"] <= 8
+    assert torch.equal(zero["twice"], three * 6)
 
 
 def test_a_copy_of_a_layer_is_a_layer_of_its_own(world):
@@ -578,18 +531,12 @@ def leave(rank):
     if rank == 0:
         time.sleep(0.5)
         y.backward()
-        last = broadcast(x * 1)  # rank 1 holds what it got, without a backward, until it ends
-        last.backward()
         return x.grad.tolist()
     (y * rank).sum().backward()
-    held.append(broadcast())
     if rank == 2:
         finish()
         dist.destroy_process_group()
     return None
-
-
-held = []
 
 
 def test_a_process_that_ends_has_delivered_what_it_sent():
@@ -639,7 +586,7 @@ def test_whole_programs_end_as_they_should(end, tmp_path):
 
 
 def hang(rank):
-    """Rank 1 holds a value that it does not use, and goes on."""
+    """Rank 1 holds a value without a backward, and goes on."""
     broadcast = Broadcast(0, [0, 1], timeout=0.5)
     y = broadcast(torch.ones(2, requires_grad=True) * 1)
     if rank == 0:
@@ -652,68 +599,55 @@ def hang(rank):
 
 
 def test_a_gradient_that_does_not_come_names_the_rank():
-    message = run_world(2, hang)[0]
-    assert message.startswith("Broadcast(root=0, ranks=(0, 1)): rank 1 did not answer within 0.5 s; rank 0 waited")
-    assert message.endswith("run backward on the same calls on all ranks, and let go (`del`) of values not used")
+    assert run_world(2, hang)[0] == (
+        "Broadcast(root=0, ranks=(0, 1)): rank 1 did not answer within 0.5 s; rank 0 waited for it to send the "
+        "gradient of call 0: run one backward for each call on all ranks"
+    )
 
 
-def skip(rank):
-    """Rank 1 runs no backward in the first step, keeps its value and goes on; then the same with what it gathers."""
-    broadcast, gather = Broadcast(0, [0, 1]), Gather(1, [0])
-    x = torch.ones(2, requires_grad=True)
-    found = []
-    for step in range(3):
-        y = broadcast(x * 1)
-        if rank == 0 or step > 0:
-            (y * 10**rank).sum().backward()
-            found.append(x.grad)
-            x.grad = None
-    for step in range(3):
-        values = gather(x * 3)
-        if rank == 0:
-            values.backward()
-            found.append(x.grad)
-            x.grad = None
-        elif step > 0:
-            values[0].sum().backward()
-        else:
-            late = values[0]
-    if rank == 1:
-        with pytest.raises(UserError, match=r"this backward comes too late for call 0: rank 0 waited for it"):
-            late.sum().backward()
-    num_reminders = sum(map(len, broadcast._post._reminders.values()))
-    return found, num_reminders
+def skip(rank, who):
+    """A rank lets go of a value that has a gradient, and goes on to the next call."""
+    broadcast = Broadcast(0, [0, 1])
+    y = broadcast(torch.ones(2, requires_grad=True) * 1)
+    if rank != who:
+        if rank == 1:
+            y.sum().backward()
+        dist.barrier()
+        return None
+    del y
+    with pytest.raises(UserError) as caught:
+        broadcast(torch.ones(2, requires_grad=True) * 1)
+    dist.barrier()
+    return str(caught.value)
 
 
-def test_a_backward_that_is_left_out_is_a_gradient_of_zero():
-    found, num_reminders = run_world(2, skip)[0]
-    assert [grad.tolist() for grad in found[:3]] == [[1.0] * 2, [11.0] * 2, [11.0] * 2]
-    assert [grad.tolist() for grad in found[3:]] == [[0.0] * 2, [3.0] * 2, [3.0] * 2]
-    assert num_reminders == 0
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_skips_the_backward_is_told_at_its_next_call(who):
+    assert run_world(2, skip, who)[who] == (
+        f"Broadcast(root=0, ranks=(0, 1)): rank {who} let go of what call 0 gave it without a backward, and other "
+        "ranks wait for that gradient: run backward on all ranks, or put the call under no_grad on all"
+    )
 
 
 def lose(rank):
-    """The root does not use what it broadcasts, though rank 1 does; then a rank that has ended is waited for."""
-    broadcast, gather = Broadcast(0, [0, 1]), Gather(0, [0, 1])
+    """Rank 1 takes a value under no_grad though rank 0 wants its gradient; then a rank that has ended is waited for."""
+    broadcast, gather = Broadcast(0, [1]), Gather(0, [0, 1])
     x = torch.ones(2, requires_grad=True)
-    y = broadcast(x * 1)
+    y = broadcast(x * 1) if rank == 0 else None
     if rank == 1:
-        y.sum().backward()
-        return None
-    del y
-    until(broadcast._post._notes[1][0].seems_here)
-    with pytest.raises(UserError) as lost:
-        broadcast(x * 1)
+        with torch.no_grad(), pytest.raises(UserError) as caught:
+            broadcast()
+        return str(caught.value)
     with pytest.raises(UserError) as ended:
         gather(x)
-    return str(lost.value), str(ended.value)
+    return str(ended.value), y is not None
 
 
-def test_a_lost_gradient_and_an_ended_rank_are_errors():
-    lost, ended = run_world(2, lose)[0]
-    assert lost == (
-        "Broadcast(root=0, ranks=(0, 1)): rank 1 sent the gradient of call 0, but rank 0 has let go of what that call "
-        "gave, without a backward: rank 0 must call backward on it or on something made from it"
+def test_no_grad_on_one_side_and_an_ended_rank_are_errors():
+    (ended, _), one_sided = run_world(2, lose)
+    assert one_sided == (
+        "Broadcast(root=0, ranks=(1,)): rank 0 wants the gradient of call 0, which rank 1 takes under no_grad: "
+        "put the call under no_grad on all ranks or on none"
     )
     assert ended == (
         "Gather(root=0, ranks=(0, 1)): rank 1 has ended, or its connection is lost; rank 0 waited for it to send the "

@@ -18,9 +18,10 @@ import numpy as np
 from mheads import losses
 from mheads.bench.measure import Times, interleave
 from mheads.bench.ranks import RANKS, Case, RemoteRanks
-from mheads.distributed.job import LATENCY
 from mheads.distributed.placement import Placement, default
-from mheads.distributed.plan import Prediction, StageLoad, auto, predict, traffic
+from mheads.planning.job import Cluster
+from mheads.planning.loads import StageLoad
+from mheads.planning.search import Prediction, auto, predict, traffic
 
 Progress = Callable[[int, int], None]
 TRANSFERS = 20
@@ -73,7 +74,7 @@ def share_layer(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
     times = interleave({"step": ranks.step, "bare": partial(ranks.step, payload=False)}, rounds, _nobody)
     loads = best_loads(loads, case.loads())
     without_update = {name: replace(load, update=0.0) for name, load in loads.items()}
-    (edge,) = traffic(case.tree, loads, placement, case.rows, separable=True)
+    (edge,) = traffic(case.job, loads, placement)
     transfer = Times([ranks.transfer(edge, case) for _ in range(TRANSFERS)])
     return {
         "network": case.model,
@@ -96,8 +97,7 @@ def beside_threads(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any
     from mheads.bench.suites import Ours
 
     loads = case.loads()
-    wires = (ranks.bandwidth, LATENCY)  # as training chooses
-    chosen = auto(case.tree, loads, RANKS, case.rows, case.micro_batches, 1, *wires, separable=True)
+    chosen = auto(case.job, Cluster(RANKS, 1, ranks.bandwidth), loads)  # as training chooses
     placements = {"auto": chosen, "default": default(case.tree, RANKS, case.micro_batches)}
     threads = Ours({case.split: case.members}, losses.independent(), RANKS, case.rows, case.micro_batches)
     with closing(threads), closing(RemoteRanks()) as others:
@@ -157,8 +157,7 @@ def best_loads(*turns: Mapping[str, StageLoad]) -> dict[str, StageLoad]:
 
 def prediction(case: Case, loads: Mapping[str, StageLoad], placement: Placement, ranks: RemoteRanks) -> Prediction:
     """As `mheads plan`, with the bandwidth and the latency between these ranks."""
-    wires = (ranks.bandwidth, ranks.latency(case))
-    return predict(case.tree, loads, placement, case.rows, case.micro_batches, 1, *wires, separable=True)
+    return predict(case.job, Cluster(RANKS, 1, ranks.bandwidth, ranks.latency(case)), loads, placement)
 
 
 def compare(found: Prediction, step: Times) -> dict[str, float]:

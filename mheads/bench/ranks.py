@@ -19,11 +19,12 @@ from mheads import losses
 from mheads.data.batch import Batch
 from mheads.data.preprocess import Preprocess
 from mheads.distributed.launch import Launch
-from mheads.distributed.loads import StageLoad, measured_loads
 from mheads.distributed.placement import Placement
-from mheads.distributed.plan import Edge
 from mheads.engine.tasks import cuts
 from mheads.models import INPUT_SHAPES, MODELS
+from mheads.planning.job import Job
+from mheads.planning.loads import StageLoad, measured_loads
+from mheads.planning.search import Edge
 from mheads.tree import Tree, TreeNet, describe, parse
 
 RANKS = 2
@@ -45,6 +46,10 @@ class Case:
             layers = describe(MODELS[self.model]())
         return parse({self.split: self.members}, layers, self.members, self.model)
 
+    @property
+    def job(self) -> Job:
+        return Job(self.tree, self.rows, self.micro_batches, separable=True)
+
     def batch(self) -> Batch:
         generator = torch.Generator().manual_seed(0)
         channels, height, width = shape = INPUT_SHAPES[self.model]
@@ -54,8 +59,7 @@ class Case:
 
     def loads(self) -> dict[str, StageLoad]:
         """What the stages take on this machine, as `mheads plan` measures them."""
-        rows = -(-self.rows // self.micro_batches)
-        return measured_loads(self.tree, MODELS[self.model](), INPUT_SHAPES[self.model], rows)
+        return measured_loads(self.job, MODELS[self.model](), INPUT_SHAPES[self.model])
 
 
 class RemoteRanks:

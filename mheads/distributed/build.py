@@ -16,12 +16,13 @@ from mheads.config import Config
 from mheads.data import Data, Preprocess
 from mheads.data.batch import Batches
 from mheads.device import default_workers, resolve
-from mheads.distributed.job import BANDWIDTH, Cluster, job_of
 from mheads.distributed.placement import Placement
 from mheads.distributed.ranks import RanksEngine, ReceivedStream, SendingStream, inputs_needed
 from mheads.distributed.world import World
 from mheads.engine.threads import ThreadsEngine
 from mheads.experiment import Experiment
+from mheads.planning import recipe
+from mheads.planning.job import BANDWIDTH, Cluster
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def place(config: Config, world: World) -> Placement:
     def decide() -> dict:
         workers = config.engine.workers if config.engine.workers != "auto" else world.cores
         cluster = Cluster(world.size, workers, bandwidth)
-        found = cluster.place(config.placement, job_of(config))
+        found = recipe.place(config.placement, recipe.job_of(config), cluster)
         return {"stages": dict(found.stages), "slots": found.slots, "replicas": found.replicas}
 
     return Placement(**world.share("placement", decide))

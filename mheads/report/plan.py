@@ -16,10 +16,11 @@ from rich.text import Text
 
 from mheads.checkpoint import write_text_atomically
 from mheads.config import Config
-from mheads.distributed.job import Cluster, Job, job_of
 from mheads.distributed.placement import Placement
-from mheads.distributed.plan import Prediction
 from mheads.errors import UserError
+from mheads.planning.job import Cluster, Job
+from mheads.planning.recipe import job_of, place
+from mheads.planning.search import Prediction, predict
 from mheads.tree import Tree
 
 
@@ -72,11 +73,11 @@ def make_plan(config: Config, cluster: Cluster, flops: float | None, how: str | 
     else:
         ways = {"default": "default", **ways}
     alone = Cluster(1, cluster.workers)
-    one = alone.place("default", job)
-    found = {"one rank": (one, alone.predict(job, loads, one))}
+    one = place("default", job, alone)
+    found = {"one rank": (one, predict(job, alone, loads, one))}
     for way, value in ways.items():
-        placement = cluster.place(value, job, loads)
-        found[way] = (placement, cluster.predict(job, loads, placement))
+        placement = place(value, job, cluster, loads)
+        found[way] = (placement, predict(job, cluster, loads, placement))
     speed = "measured on this machine" if flops is None else f"{flops / 1e12:g} TFLOP/s a rank"
     return Plan(name, job, cluster, speed, found)
 

@@ -16,8 +16,8 @@ from mheads.experiment import factory
 from mheads.tree import Node, Tree, children, describe, parse, whole_spec
 
 if TYPE_CHECKING:
-    from mheads.distributed.job import Job
     from mheads.distributed.placement import Placement
+    from mheads.planning.recipe import RecipeJob
 
 
 def draw(config: Config, ranks: int | None = None) -> Group:
@@ -55,11 +55,12 @@ def draw(config: Config, ranks: int | None = None) -> Group:
     return Group(drawing, Text(text), *([] if placed is None else _edges(*placed)))
 
 
-def _placed(config: Config, ranks: int) -> tuple[Job, Placement, int]:
-    from mheads.distributed.job import Cluster, job_of  # only now: without ranks a tree needs none of it
+def _placed(config: Config, ranks: int) -> tuple[RecipeJob, Placement, int]:
+    from mheads.planning.job import Cluster  # only now: without ranks a tree needs none of it
+    from mheads.planning.recipe import job_of, place
 
     job = job_of(config)
-    return job, Cluster(ranks).place(config.placement, job), ranks
+    return job, place(config.placement, job, Cluster(ranks)), ranks
 
 
 def _rank_text(placement: Placement, stage: str) -> str:
@@ -68,13 +69,13 @@ def _rank_text(placement: Placement, stage: str) -> str:
     return ranks_of(placement, [placement.stages[stage]])
 
 
-def _edges(job: Job, placement: Placement, ranks: int) -> list[RenderableType]:
+def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableType]:
     """The mesh, and a line for each output that goes to other ranks; alike ones together."""
-    from mheads.distributed.plan import exchanged, traffic
+    from mheads.planning.search import exchanged, traffic
     from mheads.report.plan import mesh_text, names, numbers
 
     loads = job.counted(1.0)
-    edges = traffic(job.tree, loads, placement, job.rows, job.separable)
+    edges = traffic(job, loads, placement)
     texts: list[RenderableType] = [Text(mesh_text(placement, ranks))]
     if edges:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

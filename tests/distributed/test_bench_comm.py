@@ -18,11 +18,12 @@ from mheads.bench.comm import CAFFENET, CIFAR10_QUICK, Network, best_loads, expo
 from mheads.bench.measure import Times
 from mheads.bench.ranks import RANKS
 from mheads.distributed.comm import Courier
-from mheads.distributed.loads import StageLoad
 from mheads.distributed.placement import default
-from mheads.distributed.plan import predict, traffic
 from mheads.distributed.wire import HEADER, Frame, post, take
 from mheads.models import INPUT_SHAPES, MODELS
+from mheads.planning.job import Cluster, Job
+from mheads.planning.loads import StageLoad
+from mheads.planning.search import predict, traffic
 
 TINY = Network("cifar10_quick", members=4, rows=16, micro_batches=2, splits=("conv2", "ip1"))
 FLOATS = {
@@ -47,7 +48,7 @@ def test_floats_over_the_wire_are_those_of_the_shared_layer(network):
         trunk = torch.nn.Sequential(*(layers[name] for name in case.tree.nodes["trunk"].layers))
         floats = trunk.eval()(images).numel()
         loads = {name: StageLoad(0, 0, floats, 0) for name in case.tree.nodes}
-        (edge,) = traffic(case.tree, loads, placement, case.rows, separable=True)
+        (edge,) = traffic(case.job, loads, placement)
         # Once there, however many members are; and back once, since those that are there are the first ones.
         assert edge.forward == edge.backward == network.rows * FLOATS[network.model][split]
 
@@ -158,9 +159,8 @@ def test_a_predicted_step_ends_with_the_updates_of_the_rank_that_has_most(worker
     assert sorted(placement.stages.values()) == [0, 0, 1, 1, 1]
     loads = {name: StageLoad(1, 1, 0, 9, 0.0) for name in tree.nodes}
     updated = {name: replace(load, update=0.1 if name == "trunk" else 0.25) for name, load in loads.items()}
-    before, after = (
-        predict(tree, each, placement, 8, 4, workers, 1e9, 0.0, separable=True) for each in (loads, updated)
-    )
+    job, cluster = Job(tree, 8, 4, separable=True), Cluster(RANKS, workers, 1e9, 0.0)
+    before, after = (predict(job, cluster, each, placement) for each in (loads, updated))
     assert after.step_seconds - before.step_seconds == pytest.approx(seconds)
     more = [b - a for a, b in zip(before.compute_seconds, after.compute_seconds, strict=True)]
     assert more == pytest.approx([0.35, 0.75])

@@ -21,13 +21,14 @@ from mheads.engine.cost import stage_costs
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.tape import Context, record, trainable
 from mheads.optim import Optimizer
+from mheads.planning.job import Job
 from mheads.tree import Node, Tree, TreeNet, children
 from mheads.values import Value
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """Seconds a row on one core, floats a row that the stage hands on, its parameters, and seconds to update them."""
+    """Seconds per row on one core, floats per row that the stage hands on, its parameters, seconds to update them."""
 
     forward: float
     backward: float
@@ -36,28 +37,24 @@ class StageLoad:
     update: float = 0.0
 
 
-def counted_loads(
-    tree: Tree, network: nn.Module, shape: tuple[int, ...], flops: float, share: float = 1.0
-) -> dict[str, StageLoad]:
-    """Loads from counted multiply-adds, on cores of this many operations a second.
+def counted_loads(job: Job, network: nn.Module, shape: tuple[int, ...], flops: float) -> dict[str, StageLoad]:
+    """Loads from counted multiply-adds, on cores of `flops` operations per second.
 
-    `network` is one member, whatever the size of the tree. `share` is the part of the rows that a member learns from.
+    `network` is one member, whatever the size of the tree.
     """
     found = {}
-    for node, run, x in _runs(tree, network, torch.zeros(1, *shape, dtype=next(network.parameters()).dtype)):
+    for node, run, x in _runs(job.tree, network, torch.zeros(1, *shape, dtype=next(network.parameters()).dtype)):
         cost = stage_costs(run, tuple(x.shape[1:]))["trunk"]
         backward = cost.step(node.parent is None) - cost.forward
-        part = 1.0 if node.children else share
+        part = 1.0 if node.children else job.share
         found[node.layers] = StageLoad(
             2 * cost.forward / flops, part * 2 * backward / flops, cost.output_floats, run.num_parameters()
         )
-    return {name: found[node.layers] for name, node in tree.nodes.items()}
+    return {name: found[node.layers] for name, node in job.tree.nodes.items()}
 
 
-def measured_loads(
-    tree: Tree, network: nn.Module, shape: tuple[int, ...], rows: int, share: float = 1.0, seconds: float = 0.4
-) -> dict[str, StageLoad]:
-    """Loads on this machine: the best of a few timed micro-batches of this many rows, on one core.
+def measured_loads(job: Job, network: nn.Module, shape: tuple[int, ...], seconds: float = 0.4) -> dict[str, StageLoad]:
+    """Loads on this machine: the best of a few timed micro-batches on one core.
 
     The update is that of SGD with momentum: with many parameters and few rows it matters. Counted loads leave it out.
     Each distinct run of layers takes about `seconds`, or two turns if one takes longer.
@@ -65,17 +62,18 @@ def measured_loads(
     keep_freed_memory()  # as the engine does
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    rows = -(-job.rows // job.micro_batches)
     found = {}
     try:
-        for node, run, x in _runs(tree, network, torch.randn(rows, *shape, dtype=next(network.parameters()).dtype)):
-            part = 1.0 if node.children else share
+        for node, run, x in _runs(job.tree, network, torch.randn(rows, *shape, dtype=next(network.parameters()).dtype)):
+            part = 1.0 if node.children else job.share
             forward, backward, floats = _measure(run.train(), x, node.parent is not None, part, seconds)
             found[node.layers] = StageLoad(
                 forward / rows, backward / rows, floats // rows, run.num_parameters(), _measure_update(run)
             )
     finally:
         torch.set_num_threads(threads)
-    return {name: found[node.layers] for name, node in tree.nodes.items()}
+    return {name: found[node.layers] for name, node in job.tree.nodes.items()}
 
 
 def _runs(tree: Tree, network: nn.Module, x: Value) -> Iterator[tuple[Node, TreeNet, Value]]:

@@ -14,13 +14,14 @@ from torch import nn
 
 from mheads import TreeNet, UserError
 from mheads import config as configs
-from mheads.distributed.job import Cluster, input_shape, job_of
-from mheads.distributed.loads import StageLoad, counted_loads, measured_loads
 from mheads.distributed.placement import Placement, default, explicit, meshes
-from mheads.distributed.plan import auto, exchanged, predict, traffic
-from mheads.distributed.simulation import Simulation
 from mheads.engine.cost import stage_costs
 from mheads.models import MODELS
+from mheads.planning.job import Cluster, Job
+from mheads.planning.loads import StageLoad, counted_loads, measured_loads
+from mheads.planning.recipe import input_shape, job_of, place
+from mheads.planning.search import auto, exchanged, predict, traffic
+from mheads.planning.simulation import Simulation
 from mheads.report.plan import names, numbers, ranks_of
 from mheads.tree import Layer, describe, parse
 
@@ -39,7 +40,7 @@ APART = Placement({"trunk": 0, "a/0": 1, "a/1": 1}, 2)
 @pytest.mark.parametrize("separable", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_one_rank_does_all_the_work_and_sends_nothing(micro_batches, separable):
-    found = predict(TREE, LOADS, default(TREE, 1, 1), 4, micro_batches, 1, **WIRES, separable=separable)
+    found = predict(Job(TREE, 4, micro_batches, separable), Cluster(9, 1, **WIRES), LOADS, default(TREE, 1, 1))
     assert found.step_seconds == pytest.approx(76)
     assert found.compute_seconds == (76,)
     assert found.idle_share == pytest.approx(0)
@@ -47,7 +48,7 @@ def test_one_rank_does_all_the_work_and_sends_nothing(micro_batches, separable):
 
 
 def test_workers_of_a_rank_take_earlier_micro_batches_first_and_backward_before_forward():
-    found = predict(TREE, LOADS, default(TREE, 1, 1), 4, 4, 4, **WIRES, separable=True)
+    found = predict(Job(TREE, 4, 4, True), Cluster(9, 4, **WIRES), LOADS, default(TREE, 1, 1))
     # Four trunks at once until 1; the branches of the first two until 9; two trunks back until 11, beside them the
     # branches of the third until 17; those of the fourth from 11 until 19, and its trunk back.
     assert found.step_seconds == pytest.approx(21)
@@ -55,7 +56,7 @@ def test_workers_of_a_rank_take_earlier_micro_batches_first_and_backward_before_
 
 
 def test_branches_on_another_rank_wait_for_the_trunk_and_it_for_them():
-    found = predict(TREE, LOADS, APART, 1, 1, 1, **WIRES, separable=True)
+    found = predict(Job(TREE, 1, 1, True), Cluster(9, 1, **WIRES), LOADS, APART)
     # trunk 1, message 0.5 + 1, two branches of 8, the sum of their gradients 0.5 + 1, trunk 2; a report and a decision
     assert found.step_seconds == pytest.approx(1 + 1.5 + 16 + 1.5 + 2 + 1)
     assert found.exposed_seconds == pytest.approx(4)
@@ -65,7 +66,7 @@ def test_branches_on_another_rank_wait_for_the_trunk_and_it_for_them():
 
 
 def test_a_loss_of_all_members_gathers_the_outputs_and_sends_gradients_back():
-    found = predict(TREE, LOADS, APART, 1, 1, 1, **WIRES, separable=False)
+    found = predict(Job(TREE, 1, 1, False), Cluster(9, 1, **WIRES), LOADS, APART)
     # The first branch's output travels while the second computes: that one ends at 1 + 1.5 + 6. Its output takes 0.7,
     # the first gradient 0.7 back, then two backwards of 5 without a pause.
     assert found.step_seconds == pytest.approx(8.5 + 0.7 + 0.7 + 10 + 1.5 + 2 + 1)
@@ -77,16 +78,16 @@ def test_only_the_first_siblings_in_one_place_are_added_before_they_are_sent():
     loads = {name: TRUNK if name == "trunk" else BRANCH for name in tree.nodes}
     for held, back in (([0, 0, 1, 1], 2), ([1, 1, 0, 0], 1), ([1, 1, 1, 1], 1), ([1, 0, 1, 1], 3)):
         placement = Placement(dict(zip(tree.nodes, [0, *held], strict=True)), 2)
-        (edge,) = traffic(tree, loads, placement, 7, separable=True)
+        (edge,) = traffic(Job(tree, 7, 1, True), loads, placement)
         assert (edge.stage, edge.source, edge.target, edge.forward, edge.backward) == ("trunk", 0, 1, 70, 70 * back)
-        found = predict(tree, loads, placement, 7, 1, 1, **WIRES, separable=True)
+        found = predict(Job(tree, 7, 1, True), Cluster(9, 1, **WIRES), loads, placement)
         assert found.floats_sent == 70 * (1 + back)
 
 
 def test_a_balanced_pipeline_has_no_gap_but_at_its_ends():
     loads = {"trunk": StageLoad(1, 1, 10, 0), "a/0": StageLoad(0.5, 0.5, 2, 0), "a/1": StageLoad(0.5, 0.5, 2, 0)}
     for micro_batches in (1, 2, 4, 16):
-        found = predict(TREE, loads, APART, micro_batches, micro_batches, 1, **FREE, separable=True)
+        found = predict(Job(TREE, micro_batches, micro_batches, True), Cluster(9, 1, **FREE), loads, APART)
         assert found.step_seconds == pytest.approx(2 * micro_batches + 2)
         assert found.exposed_seconds == 0
 
@@ -94,14 +95,14 @@ def test_a_balanced_pipeline_has_no_gap_but_at_its_ends():
 def test_messages_are_hidden_behind_the_work_of_other_micro_batches():
     loads = {"trunk": StageLoad(1, 1, 10, 0), "a/0": StageLoad(0.5, 0.5, 2, 0), "a/1": StageLoad(0.5, 0.5, 2, 0)}
     wires = {"bandwidth": 100.0, "latency": 0.0}  # 0.4 a message
-    found = predict(TREE, loads, APART, 16, 16, 1, **wires, separable=True)
+    found = predict(Job(TREE, 16, 16, True), Cluster(9, 1, **wires), loads, APART)
     assert found.step_seconds == pytest.approx(34 + 0.4 + 0.4)  # the first there and the last back
 
 
 def test_messages_of_a_rank_queue_up():
     tree = parse({"a": 3}, LAYERS)
     loads = {name: StageLoad(0, 0, 10, 0) for name in tree.nodes}
-    found = predict(tree, loads, default(tree, 4, 1), 1, 1, 1, **WIRES, separable=True)
+    found = predict(Job(tree, 1, 1, True), Cluster(9, 1, **WIRES), loads, default(tree, 4, 1))
     # Out of the trunk at 1, 2, 3, and each comes back as soon as it is there: 1.5 + 1.5, 2.5 + 1.5, 3.5 + 1.5.
     assert found.step_seconds == pytest.approx(3.5 + 1.5 + 1)
 
@@ -109,7 +110,7 @@ def test_messages_of_a_rank_queue_up():
 def test_replicas_exchange_their_gradients_in_parts_and_sums():
     tree = parse(1, LAYERS)
     loads = {"trunk": TRUNK}
-    found = predict(tree, loads, default(tree, 2, 2), 2, 2, 1, **WIRES, separable=True)
+    found = predict(Job(tree, 2, 2, True), Cluster(9, 1, **WIRES), loads, default(tree, 2, 2))
     assert found.step_seconds == pytest.approx(3 + 2 * (50 * 0.1 + 0.5) + 1)
     assert found.compute_seconds == (3, 3)
     assert found.floats_sent == exchanged(loads, default(tree, 2, 2)) == 200
@@ -118,12 +119,14 @@ def test_replicas_exchange_their_gradients_in_parts_and_sums():
 def test_gradients_of_branches_travel_while_the_trunk_computes():
     loads = {"trunk": StageLoad(1, 100, 0, 0), "a/0": StageLoad(3, 5, 2, 100), "a/1": StageLoad(3, 5, 2, 100)}
     placement = Placement(dict.fromkeys(TREE.nodes, 0), 1, 2)
-    found = predict(TREE, loads, placement, 2, 2, 1, **WIRES, separable=True)
+    found = predict(Job(TREE, 2, 2, True), Cluster(9, 1, **WIRES), loads, placement)
     assert found.step_seconds == pytest.approx(1 + 16 + 100 + 1 + 1)  # nothing of the trunk to sum but two latencies
 
 
 def test_uneven_micro_batches_make_the_first_replica_the_slowest():
-    found = predict(parse(1, LAYERS), {"trunk": TRUNK}, Placement({"trunk": 0}, 1, 2), 3, 2, 1, **FREE, separable=True)
+    found = predict(
+        Job(parse(1, LAYERS), 3, 2, True), Cluster(9, 1, **FREE), {"trunk": TRUNK}, Placement({"trunk": 0}, 1, 2)
+    )
     assert found.compute_seconds == (6, 3)
     assert found.step_seconds == 6
 
@@ -137,21 +140,19 @@ stage_loads = st.builds(StageLoad, times, times, st.integers(0, 50), st.integers
 
 @st.composite
 def jobs(draw):
-    """Trees, loads by run of layers, and the arguments of a prediction."""
+    """A job, a cluster, and loads by run of layers."""
     tree = parse(draw(specs), LAYERS)
     by_run = {node.layers: draw(stage_loads) for node in tree.nodes.values()}
     loads = {name: by_run[node.layers] for name, node in tree.nodes.items()}
     micro_batches = draw(st.sampled_from([1, 2, 3, 4, 8]))
     rows = micro_batches * draw(st.integers(1, 3)) + draw(st.integers(0, micro_batches - 1))
-    options = {
-        "rows": rows,
-        "micro_batches": micro_batches,
-        "workers": draw(st.integers(1, 3)),
-        "bandwidth": draw(st.sampled_from([4.0, 100.0, 1e9])),
-        "latency": draw(st.sampled_from([0.0, 0.1])),
-        "separable": draw(st.booleans()),
-    }
-    return tree, loads, options
+    cluster = Cluster(
+        draw(st.integers(1, 7)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from([4.0, 100.0, 1e9])),
+        draw(st.sampled_from([0.0, 0.1])),
+    )
+    return Job(tree, rows, micro_batches, draw(st.booleans())), cluster, loads
 
 
 @st.composite
@@ -164,36 +165,38 @@ def placements(draw, tree, micro_batches):
 @given(st.data())
 @settings(deadline=None)
 def test_no_step_is_shorter_than_its_work_or_its_longest_path(data):
-    tree, loads, options = data.draw(jobs())
-    placement = data.draw(placements(tree, options["micro_batches"]))
-    found = predict(tree, loads, placement, **options)
+    job, cluster, loads = data.draw(jobs())
+    tree = job.tree
+    placement = data.draw(placements(tree, job.micro_batches))
+    found = predict(job, cluster, loads, placement)
     work = {name: load.forward + load.backward for name, load in loads.items()}
-    total = options["rows"] * sum(work.values())
+    total = job.rows * sum(work.values())
     assert sum(found.compute_seconds) == pytest.approx(total)
     assert len(found.compute_seconds) == placement.ranks
-    assert found.step_seconds * options["workers"] >= max(found.compute_seconds) - 1e-9
-    largest = -(-options["rows"] // options["micro_batches"])
+    assert found.step_seconds * cluster.workers >= max(found.compute_seconds) - 1e-9
+    largest = -(-job.rows // job.micro_batches)
     paths = [sum(work[node.name] for node in tree.path(member)) for member in range(tree.num_members)]
     assert found.step_seconds >= largest * max(paths) - 1e-9
     assert 0 <= found.idle_share <= 1
     assert 0 <= found.exposed_seconds <= found.step_seconds
     if placement.ranks == 1:
         assert found.exposed_seconds == found.floats_sent == 0
-    assert found == predict(tree, loads, placement, **options)
+    assert found == predict(job, cluster, loads, placement)
 
 
-@given(jobs(), st.integers(1, 7))
+@given(jobs())
 @settings(deadline=None, max_examples=60)
-def test_auto_is_never_predicted_to_be_slower_than_the_default(job, ranks):
-    tree, loads, options = job
-    found = auto(tree, loads, ranks, **options)
+def test_auto_is_never_predicted_to_be_slower_than_the_default(drawn):
+    job, cluster, loads = drawn
+    tree, ranks = job.tree, cluster.ranks
+    found = auto(job, cluster, loads)
     assert list(found.stages) == list(tree.nodes)
     assert set(found.stages.values()) == set(range(found.slots))
     assert found.stages[tree.roots[0].name] == 0
-    assert (found.slots, found.replicas) in meshes(len(tree.nodes), ranks, options["micro_batches"])
-    usual = predict(tree, loads, default(tree, ranks, options["micro_batches"]), **options)
-    assert predict(tree, loads, found, **options).step_seconds <= usual.step_seconds * (1 + 1e-8)
-    assert auto(tree, loads, ranks, **options) == found
+    assert (found.slots, found.replicas) in meshes(len(tree.nodes), ranks, job.micro_batches)
+    usual = predict(job, cluster, loads, default(tree, ranks, job.micro_batches))
+    assert predict(job, cluster, loads, found).step_seconds <= usual.step_seconds * (1 + 1e-8)
+    assert auto(job, cluster, loads) == found
 
 
 def test_auto_comes_close_to_the_best_of_all_placements():
@@ -207,8 +210,9 @@ def test_auto_comes_close_to_the_best_of_all_placements():
         loads = {name: runs[node.layers] for name, node in tree.nodes.items()}
         ranks, micro_batches, separable = draw.choice([2, 3]), draw.choice([1, 2, 4]), draw.random() < 0.5
         bandwidth = 4 * draw.choice([10.0, 1e2, 1e5])
-        found = auto(tree, loads, ranks, 16, micro_batches, 1, bandwidth, 0.01, separable)
-        step = Simulation(tree, loads, 16, micro_batches, 1, separable)
+        job = Job(tree, 16, micro_batches, separable)
+        found = auto(job, Cluster(ranks, 1, bandwidth, 0.01), loads)
+        step = Simulation(job, loads, 1)
         best = min(
             step.run(Placement(dict(zip(tree.nodes, held, strict=True)), *mesh), 4 / bandwidth, 0.01)[0]
             for mesh in meshes(len(tree.nodes), ranks, micro_batches)
@@ -218,21 +222,21 @@ def test_auto_comes_close_to_the_best_of_all_placements():
 
 
 def test_auto_keeps_a_tree_together_where_sending_is_dear_and_spreads_it_where_it_is_free():
-    options = {"rows": 4, "micro_batches": 1, "workers": 1, "latency": 0.0, "separable": True}
-    assert set(auto(TREE, LOADS, 3, bandwidth=0.01, **options).stages.values()) == {0}
-    assert auto(TREE, LOADS, 3, bandwidth=1e9, **options).slots >= 2
+    job = Job(TREE, 4, 1, separable=True)
+    assert set(auto(job, Cluster(3, 1, 0.01, 0.0), LOADS).stages.values()) == {0}
+    assert auto(job, Cluster(3, 1, 1e9, 0.0), LOADS).slots >= 2
 
 
 def test_of_equally_fast_placements_auto_takes_the_one_that_sends_less():
     loads = dict.fromkeys(TREE.nodes, StageLoad(0, 0, 10, 10))
-    placement = auto(TREE, loads, 3, rows=4, micro_batches=1, workers=1, **FREE, separable=True)
+    placement = auto(Job(TREE, 4, 1, True), Cluster(3, 1, **FREE), loads)
     assert placement == Placement(dict.fromkeys(TREE.nodes, 0), 1)
 
 
 def test_a_thousand_ranks_are_predicted_too():
     tree = parse({"a": 1000}, LAYERS)
     loads = {name: TRUNK if name == "trunk" else BRANCH for name in tree.nodes}
-    found = predict(tree, loads, default(tree, 1000, 4), 4, 4, 1, **FREE, separable=True)
+    found = predict(Job(tree, 4, 4, True), Cluster(9, 1, **FREE), loads, default(tree, 1000, 4))
     # Rank 0 has the trunk and the last branch; the trunk's last micro-batch waits for that branch, or for the others.
     assert sum(found.compute_seconds) == pytest.approx(4 * (3 + 8000))
     assert found.step_seconds == pytest.approx(4 * (3 + 8))
@@ -253,7 +257,7 @@ def small() -> nn.Sequential:
 @pytest.mark.parametrize("split", [None, "conv1", {"conv1": [{"conv2": 2}, 2]}])
 def test_counted_loads_are_those_of_the_whole_tree(split):
     net = TreeNet(MODELS["cifar10_quick"], 4, split)
-    loads = counted_loads(net.tree, MODELS["cifar10_quick"](), (3, 32, 32), flops=2.0)
+    loads = counted_loads(Job(net.tree, 1, 1, True), MODELS["cifar10_quick"](), (3, 32, 32), flops=2.0)
     for name, cost in stage_costs(net, (3, 32, 32)).items():
         load, root = loads[name], net.tree.nodes[name].parent is None
         assert load.forward == cost.forward
@@ -264,7 +268,7 @@ def test_counted_loads_are_those_of_the_whole_tree(split):
 
 def test_a_member_that_learns_from_some_rows_counts_only_their_backward():
     tree = parse({"conv": 2}, describe(small()))
-    whole, half = (counted_loads(tree, small(), (1, 8, 8), 1.0, share) for share in (1.0, 0.5))
+    whole, half = (counted_loads(Job(tree, 1, 1, False, share), small(), (1, 8, 8), 1.0) for share in (1.0, 0.5))
     assert half["trunk"] == whole["trunk"]
     assert half["conv/0"].forward == whole["conv/0"].forward
     assert half["conv/0"].backward == whole["conv/0"].backward / 2
@@ -276,11 +280,12 @@ def test_measuring_changes_neither_the_network_nor_the_threads(share):
     tree = parse({"norm": 3}, describe(network))
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     threads = torch.get_num_threads()
-    found = measured_loads(tree, network, (1, 8, 8), 16, share, seconds=0.01)
+    job = Job(tree, 16, 1, False, share)
+    found = measured_loads(job, network, (1, 8, 8), seconds=0.01)
     assert torch.get_num_threads() == threads
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert found.keys() == tree.nodes.keys()
-    counted = counted_loads(tree, network, (1, 8, 8), 1e9)
+    counted = counted_loads(job, network, (1, 8, 8), 1e9)
     for name, load in found.items():
         assert load.forward > 0
         assert load.backward > 0
@@ -320,11 +325,11 @@ def test_only_auto_needs_costs_and_so_the_shape_of_the_data():
     own = ["model=networks:with_dropout", "split=conv", "data={name: npz, path: nowhere}"]
     job = job_of(configs.load("digits", own))
     cluster, by_hand = Cluster(2), {"trunk": 0, "conv/0": 1}
-    assert cluster.place("default", job) == default(job.tree, 2, job.micro_batches)
-    assert cluster.place(by_hand, job) == explicit(job.tree, by_hand, 2, job.micro_batches)
-    assert cluster.place("auto", job, dict.fromkeys(job.tree.nodes, BRANCH)).ranks <= 2
+    assert place("default", job, cluster) == default(job.tree, 2, job.micro_batches)
+    assert place(by_hand, job, cluster) == explicit(job.tree, by_hand, 2, job.micro_batches)
+    assert place("auto", job, cluster, dict.fromkeys(job.tree.nodes, BRANCH)).ranks <= 2
     with pytest.raises(UserError, match="not known"):
-        cluster.place("auto", job)
+        place("auto", job, cluster)
 
 
 # Commands.
@@ -342,7 +347,7 @@ def test_plan_shows_the_default_and_auto_beside_one_rank(mheads, tmp_path):
     one, usual, best = (written["placements"][way] for way in ("one rank", "default", "auto"))
     job = job_of(configs.load("cifar10_quick", ["split=conv2"]))
     cluster = Cluster(2)
-    expected = cluster.predict(job, job.counted(1e11), cluster.place("default", job))
+    expected = predict(job, cluster, job.counted(1e11), place("default", job, cluster))
     assert usual["step_seconds"] == expected.step_seconds
     assert usual["floats_sent"] == 2 * 350 * 2048
     assert best["step_seconds"] <= usual["step_seconds"] < one["step_seconds"]

@@ -11,22 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mheads.distributed.loads import StageLoad, counted_loads, measured_loads
 from mheads.distributed.placement import Placement, default, first_run, meshes, spread
-from mheads.distributed.simulation import Simulation
-from mheads.tree import Tree
-
-__all__ = [
-    "Edge",
-    "Prediction",
-    "StageLoad",
-    "auto",
-    "counted_loads",
-    "exchanged",
-    "measured_loads",
-    "predict",
-    "traffic",
-]
+from mheads.planning.job import Cluster, Job
+from mheads.planning.loads import StageLoad
+from mheads.planning.simulation import Simulation
 
 # How many simulated tasks a search may take: about a second.
 EFFORT = 60_000
@@ -43,19 +31,19 @@ class Edge:
     backward: int
 
 
-def traffic(tree: Tree, loads: Mapping[str, StageLoad], placement: Placement, rows: int, separable: bool) -> list[Edge]:
+def traffic(job: Job, loads: Mapping[str, StageLoad], placement: Placement) -> list[Edge]:
     """Every edge between ranks: stages to their children, and members to the loss where that needs all of them."""
-    slot = placement.stages
+    slot, tree = placement.stages, job.tree
     edges = []
     for name, node in tree.nodes.items():
-        size = rows * loads[name].output_floats
+        size = job.rows * loads[name].output_floats
         held = [slot[child] for child in node.children]
         for target in sorted(set(held) - {slot[name]}):
             # The first children, where they are together, add their gradients before they send.
             messages = held.count(target) - (first_run(held) - 1 if target == held[0] else 0)
             edges.append(Edge(name, slot[name], target, size, messages * size))
         loss = slot[tree.roots[0].name]
-        if not node.children and not separable and slot[name] != loss:
+        if not node.children and not job.separable and slot[name] != loss:
             edges.append(Edge(name, slot[name], loss, size, size))
     return edges
 
@@ -81,55 +69,28 @@ class Prediction:
     edges: tuple[Edge, ...]
 
 
-def predict(
-    tree: Tree,
-    loads: Mapping[str, StageLoad],
-    placement: Placement,
-    rows: int,
-    micro_batches: int,
-    workers: int,
-    bandwidth: float,
-    latency: float,
-    separable: bool,
-    bytes_per_float: int = 4,
-) -> Prediction:
-    """What a step of `rows` examples will take.
-
-    `workers` cores a rank; each rank sends and receives `bandwidth` bytes a second at once, one message after the
-    other; a message is `latency` seconds under way.
-    """
-    job = Simulation(tree, loads, rows, micro_batches, workers, separable)
-    seconds, compute = job.run(placement, bytes_per_float / bandwidth, latency)
-    ideal, _ = job.run(placement, 0.0, 0.0)
-    edges = tuple(traffic(tree, loads, placement, rows, separable))
+def predict(job: Job, cluster: Cluster, loads: Mapping[str, StageLoad], placement: Placement) -> Prediction:
+    """What a step will take."""
+    simulation = Simulation(job, loads, cluster.workers)
+    seconds, compute = simulation.run(placement, cluster.seconds_per_float, cluster.latency)
+    ideal, _ = simulation.run(placement, 0.0, 0.0)
+    edges = tuple(traffic(job, loads, placement))
     return Prediction(
         seconds,
         tuple(compute),
-        max(0.0, 1 - sum(compute) / (placement.ranks * workers * seconds)) if seconds else 0.0,
+        max(0.0, 1 - sum(compute) / (placement.ranks * cluster.workers * seconds)) if seconds else 0.0,
         max(0.0, seconds - ideal),  # a greedy order can, rarely, gain from a late message
         sum(edge.forward + edge.backward for edge in edges) + exchanged(loads, placement),
         edges,
     )
 
 
-def auto(
-    tree: Tree,
-    loads: Mapping[str, StageLoad],
-    ranks: int,
-    rows: int,
-    micro_batches: int,
-    workers: int,
-    bandwidth: float,
-    latency: float,
-    separable: bool,
-    bytes_per_float: int = 4,
-) -> Placement:
+def auto(job: Job, cluster: Cluster, loads: Mapping[str, StageLoad]) -> Placement:
     """The placement with the least predicted step time that a bounded search finds, never worse than the default.
 
     Equally fast ones: fewer floats sent, then more slots.
     """
-    simulation = Simulation(tree, loads, rows, micro_batches, workers, separable)
-    return _Search(simulation, loads, rows, bytes_per_float / bandwidth, latency).best(ranks)
+    return _Search(job, cluster, loads).best()
 
 
 Score = tuple[float, int, int]
@@ -138,16 +99,9 @@ Score = tuple[float, int, int]
 class _Search:
     """Every mesh with two simple placements each; then moves and swaps of stages in the best meshes."""
 
-    def __init__(
-        self,
-        simulation: Simulation,
-        loads: Mapping[str, StageLoad],
-        rows: int,
-        seconds_a_float: float,
-        latency: float,
-    ) -> None:
-        self.simulation, self.tree, self.loads, self.rows = simulation, simulation.tree, loads, rows
-        self.seconds_a_float, self.latency = seconds_a_float, latency
+    def __init__(self, job: Job, cluster: Cluster, loads: Mapping[str, StageLoad]) -> None:
+        self.job, self.cluster, self.loads, self.tree = job, cluster, loads, job.tree
+        self.simulation = Simulation(job, loads, cluster.workers)
         self.work = {name: load.forward + load.backward for name, load in loads.items()}
         self.spent = 0
         self.scores: dict[tuple[int, ...], Score] = {}
@@ -156,10 +110,10 @@ class _Search:
             siblings[leaf.parent, leaf.layers].append(leaf.name)
         self.equal = list(siblings.values())
 
-    def best(self, ranks: int) -> Placement:
-        first = default(self.tree, ranks, len(self.simulation.sizes))
+    def best(self) -> Placement:
+        first = default(self.tree, self.cluster.ranks, self.job.micro_batches)
         found = {(first.slots, first.replicas): (self.score(first), first)}
-        for mesh in self.meshes(ranks):
+        for mesh in self.meshes():
             fastest = min(score for score, _ in found.values())
             if self.spent > EFFORT / 2 or self.bound(*mesh) > fastest[0]:
                 break
@@ -172,9 +126,10 @@ class _Search:
         ends = [self.improve(*start, self.spent + budget) for start in starts]
         return min(ends, key=lambda pair: pair[0])[1]
 
-    def meshes(self, ranks: int) -> list[tuple[int, int]]:
+    def meshes(self) -> list[tuple[int, int]]:
         """The most promising first; of very many slots, only some numbers."""
-        found = meshes(len(self.tree.nodes), ranks, len(self.simulation.sizes))
+        ranks = self.cluster.ranks
+        found = meshes(len(self.tree.nodes), ranks, self.job.micro_batches)
         most = max(slots for slots, _ in found)
         if 2 * len(found) * self.cost(1) > EFFORT:
             some = {most >> i for i in range(most.bit_length())} | {ranks // replicas for _, replicas in found}
@@ -188,7 +143,7 @@ class _Search:
         spread_evenly = rows * sum(self.work.values()) / (slots * simulation.workers)
         in_a_row = simulation.sizes[0] * max(simulation.paths)
         parameters = sum(load.parameters for load in self.loads.values()) / slots
-        sending = 2 * (replicas - 1) / replicas * parameters * self.seconds_a_float
+        sending = 2 * (replicas - 1) / replicas * parameters * self.cluster.seconds_per_float
         return max(spread_evenly, in_a_row, sending)
 
     def cost(self, replicas: int) -> int:
@@ -198,8 +153,8 @@ class _Search:
     def score(self, placement: Placement) -> Score:
         key = (placement.slots, placement.replicas, *placement.stages.values())
         if key not in self.scores:
-            seconds, _ = self.simulation.run(placement, self.seconds_a_float, self.latency)
-            edges = traffic(self.tree, self.loads, placement, self.rows, self.simulation.separable)
+            seconds, _ = self.simulation.run(placement, self.cluster.seconds_per_float, self.cluster.latency)
+            edges = traffic(self.job, self.loads, placement)
             floats = sum(edge.forward + edge.backward for edge in edges) + exchanged(self.loads, placement)
             self.spent += self.cost(placement.replicas)
             self.scores[key] = (float(f"{seconds:.9g}"), floats, -placement.slots)  # ties in spite of rounding
@@ -240,7 +195,7 @@ class _Search:
         return score, placement
 
     def tidy(self, stages: Mapping[str, int]) -> dict[str, int]:
-        """The same work a slot: equal siblings in runs, the last of them beside their parent, and slots in order."""
+        """The same work per slot: equal siblings in runs, the last of them beside their parent, and slots in order."""
         tidied = dict(stages)
         for siblings in self.equal:
             held = [stages[name] for name in siblings]

@@ -11,26 +11,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
-from mheads.distributed.loads import StageLoad
 from mheads.distributed.placement import Placement, first_run
 from mheads.engine.tasks import BACKWARD, FORWARD, LOSS, cuts
-from mheads.tree import Tree
+from mheads.planning.job import Job
+from mheads.planning.loads import StageLoad
 
 
 class Simulation:
     """The tasks of a step, whatever the placement. Stages go by their index in the tree, parents before children."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        loads: Mapping[str, StageLoad],
-        rows: int,
-        micro_batches: int,
-        workers: int,
-        separable: bool,
-    ) -> None:
-        self.tree, self.workers, self.separable = tree, workers, separable
-        self.sizes = [stop - start for start, stop in cuts(rows, micro_batches)]
+    def __init__(self, job: Job, loads: Mapping[str, StageLoad], workers: int) -> None:
+        tree = job.tree
+        self.job, self.workers, self.separable = job, workers, job.separable
+        self.sizes = [stop - start for start, stop in cuts(job.rows, job.micro_batches)]
         self.names = list(tree.nodes)
         index = {name: s for s, name in enumerate(self.names)}
         self.loads = [loads[name] for name in self.names]
@@ -40,22 +33,22 @@ class Simulation:
         self.roots = [s for s, parent in enumerate(self.parents) if parent < 0]
         self.leaves = [s for s, below in enumerate(self.children) if not below]
         # As in tasks.py: members that have nothing in common one after the other, if the loss allows it.
-        order = {s: i for i, s in enumerate(self.roots)} if separable else {}
+        order = {s: i for i, s in enumerate(self.roots)} if job.separable else {}
         self.groups = [order.get(s, 0) for s in range(len(nodes))]
-        self.paths = [load.forward + load.backward for load in self.loads]  # seconds a row from the root on
+        self.paths = [load.forward + load.backward for load in self.loads]  # seconds per row from the root on
         for s, parent in enumerate(self.parents):
             if parent >= 0:
                 self.groups[s] = self.groups[parent]
                 self.paths[s] += self.paths[parent]
 
-    def run(self, placement: Placement, seconds_a_float: float, latency: float) -> tuple[float, list[float]]:
+    def run(self, placement: Placement, seconds_per_float: float, latency: float) -> tuple[float, list[float]]:
         """Seconds of the step, and of computing on each rank."""
         replicas = placement.replicas
         held = [placement.stages[name] for name in self.names]
         each = len(self.sizes) // replicas
         shares = [tuple(self.sizes[r * each : (r + 1) * each]) for r in range(replicas)]
         played = {
-            share: _Replica(self, held, placement, share, seconds_a_float, latency) for share in dict.fromkeys(shares)
+            share: _Replica(self, held, placement, share, seconds_per_float, latency) for share in dict.fromkeys(shares)
         }
         done = [max(replica.done[slot] for replica in played.values()) for slot in range(placement.slots)]
         # Reports to rank 0, and its decision back; then every rank updates what it holds, a stage a task.
@@ -80,11 +73,11 @@ class _Replica:
         held: list[int],
         placement: Placement,
         sizes: tuple[int, ...],
-        seconds_a_float: float,
+        seconds_per_float: float,
         latency: float,
     ) -> None:
         self.step, self.held, self.sizes = step, held, sizes
-        self.seconds_a_float, self.latency = seconds_a_float, latency
+        self.seconds_per_float, self.latency = seconds_per_float, latency
         self.to_others = (placement.replicas - 1) / placement.replicas  # of a stage's parameters
         self.loss_slot = held[step.roots[0]]
         self.where: list[dict[int, list[int]]] = []  # the children of each stage by slot
@@ -210,7 +203,7 @@ class _Replica:
             self._post(source, target, self.sizes[i] * self.step.loads[s].output_floats, arrive, *args)
 
     def _post(self, source: int, target: int, floats: float, arrive: Callable[..., None], *args: object) -> None:
-        seconds = floats * self.seconds_a_float
+        seconds = floats * self.seconds_per_float
         start = max(self.now, self.sent[source])
         self.sent[source] = start + seconds
         self._after(start + self.latency, self._receive, target, seconds, arrive, *args)

@@ -1,11 +1,11 @@
 """What a config would have ranks do, known before anything is started: one of its networks and the shape of its data
-are enough. `Cluster(ranks=4).place("auto", job_of(config))` is the placement for it.
+are enough. `place("auto", job_of(config), Cluster(4))` is the placement for it on four ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from zipfile import BadZipFile, ZipFile
@@ -15,31 +15,23 @@ import torch
 
 from mheads.config import Config
 from mheads.distributed.placement import Placement, default, explicit
-from mheads.distributed.plan import Prediction, StageLoad, auto, counted_loads, measured_loads, predict
 from mheads.errors import UserError
 from mheads.experiment import build_loss, factory, micro_batches
 from mheads.models import INPUT_SHAPES
-from mheads.tree import Tree, TreeNet, describe, parse, whole_spec
+from mheads.planning.job import Cluster, Job
+from mheads.planning.loads import StageLoad, counted_loads, measured_loads
+from mheads.planning.search import auto
+from mheads.tree import TreeNet, describe, parse, whole_spec
 
-BANDWIDTH = 1.25e9  # bytes a second: 10 Gbit/s
-LATENCY = 50e-6
 _SHAPES = {"digits": (1, 8, 8), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32)}
 
 
 @dataclass(frozen=True)
-class Job:
-    """A step as the planner needs to know it: the tree, a net of one member, and how the batch is cut.
+class RecipeJob(Job):
+    """A step of a config, and one network of it, from which costs are found."""
 
-    `share` is the part of the rows that a member learns from.
-    """
-
-    config: Config
-    tree: Tree
-    net: TreeNet
-    rows: int
-    micro_batches: int
-    separable: bool
-    share: float
+    config: Config = field(kw_only=True)
+    net: TreeNet = field(kw_only=True)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -50,48 +42,14 @@ class Job:
 
     def measured(self) -> dict[str, StageLoad]:
         """What the stages take on this machine."""
-        rows = -(-self.rows // self.micro_batches)
-        return measured_loads(self.tree, self.net.member(0), self.shape, rows, self.share)
+        return measured_loads(self, self.net.member(0), self.shape)
 
     def counted(self, flops: float) -> dict[str, StageLoad]:
-        """What they would take at so many operations a second a core."""
-        return counted_loads(self.tree, self.net.member(0), self.shape, flops, self.share)
+        """What they would take at `flops` operations per second and core."""
+        return counted_loads(self, self.net.member(0), self.shape, flops)
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Ranks of so many workers, that send so many bytes a second."""
-
-    ranks: int
-    workers: int = 1
-    bandwidth: float = BANDWIDTH
-    latency: float = LATENCY
-
-    def __post_init__(self) -> None:
-        for name, value in (("ranks", self.ranks), ("workers", self.workers), ("bandwidth", self.bandwidth)):
-            if not value > 0:
-                raise UserError(f"--{name} is {value:g}: it must be above 0")
-        if not self.latency >= 0:
-            raise UserError(f"--latency is {self.latency:g}: it must not be below 0")
-
-    def predict(self, job: Job, loads: Mapping[str, StageLoad], placement: Placement) -> Prediction:
-        wires = (self.workers, self.bandwidth, self.latency)
-        return predict(job.tree, loads, placement, job.rows, job.micro_batches, *wires, job.separable)
-
-    def place(self, how: str | Mapping[str, int], job: Job, loads: Mapping[str, StageLoad] | None = None) -> Placement:
-        """As a config says: default, auto, or a rank for each stage."""
-        if how == "default":
-            return default(job.tree, self.ranks, job.micro_batches)
-        if isinstance(how, Mapping):
-            return explicit(job.tree, how, self.ranks, job.micro_batches)
-        if how != "auto":
-            raise UserError(f"the placement is default or auto, not {how!r}")
-        wires = (self.workers, self.bandwidth, self.latency)
-        loads = job.measured() if loads is None else loads
-        return auto(job.tree, loads, self.ranks, job.rows, job.micro_batches, *wires, job.separable)
-
-
-def job_of(config: Config) -> Job:
+def job_of(config: Config) -> RecipeJob:
     """What a step of this config is; of its networks one is built."""
     net = TreeNet(factory(config), members=1)
     tree = parse(whole_spec(config.members, config.split), describe(net.member(0)), config.members, config.model)
@@ -99,7 +57,20 @@ def job_of(config: Config) -> Job:
     rows = config.optim.batch_size * config.optim.accumulate
     parts = min(micro_batches(config, net) * config.optim.accumulate, rows)
     share = min(1.0, (loss.winners or tree.num_members) / tree.num_members)
-    return Job(config, tree, net, rows, parts, loss.separable, share)
+    return RecipeJob(tree, rows, parts, loss.separable, share, config=config, net=net)
+
+
+def place(
+    how: str | Mapping[str, int], job: RecipeJob, cluster: Cluster, loads: Mapping[str, StageLoad] | None = None
+) -> Placement:
+    """As a config says: default, auto (by these loads, or measured ones), or a rank for each stage."""
+    if how == "default":
+        return default(job.tree, cluster.ranks, job.micro_batches)
+    if isinstance(how, Mapping):
+        return explicit(job.tree, how, cluster.ranks, job.micro_batches)
+    if how != "auto":
+        raise UserError(f"the placement is default or auto, not {how!r}")
+    return auto(job, cluster, job.measured() if loads is None else loads)
 
 
 def input_shape(config: Config) -> tuple[int, ...]:

@@ -1,0 +1,1 @@
+"""What a step on ranks will take, worked out before any rank is started."""

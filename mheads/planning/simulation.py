@@ -43,13 +43,8 @@ class Simulation:
 
     def run(self, placement: Placement, seconds_per_float: float, latency: float) -> tuple[float, list[float]]:
         """Seconds of the step, and of computing on each rank."""
-        replicas = placement.replicas
+        shares, played = self._play(placement, seconds_per_float, latency)
         held = [placement.stages[name] for name in self.names]
-        each = len(self.sizes) // replicas
-        shares = [tuple(self.sizes[r * each : (r + 1) * each]) for r in range(replicas)]
-        played = {
-            share: _Replica(self, held, placement, share, seconds_per_float, latency) for share in dict.fromkeys(shares)
-        }
         done = [max(replica.done[slot] for replica in played.values()) for slot in range(placement.slots)]
         # Reports to rank 0, and its decision back; then every rank updates what it holds, a stage a task.
         seconds = max(done) + (2 * latency if placement.ranks > 1 else 0)
@@ -62,6 +57,23 @@ class Simulation:
         return seconds, [
             busy + more for share in shares for busy, more in zip(played[share].computed, spent, strict=True)
         ]
+
+    def sent(self, placement: Placement) -> tuple[int, int]:
+        """Messages of a step between all ranks, and the floats in them; without reports and decisions."""
+        shares, played = self._play(placement, 0.0, 0.0)
+        found = [played[share] for share in shares]
+        return sum(replica.messages for replica in found), round(sum(replica.floats for replica in found))
+
+    def _play(
+        self, placement: Placement, seconds_per_float: float, latency: float
+    ) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], _Replica]]:
+        """The micro-batches of each replica by their sizes, and what happens: replicas of equal sizes do the same."""
+        held = [placement.stages[name] for name in self.names]
+        each = len(self.sizes) // placement.replicas
+        shares = [tuple(self.sizes[r * each : (r + 1) * each]) for r in range(placement.replicas)]
+        return shares, {
+            share: _Replica(self, held, placement, share, seconds_per_float, latency) for share in dict.fromkeys(shares)
+        }
 
 
 class _Replica:
@@ -79,6 +91,8 @@ class _Replica:
         self.step, self.held, self.sizes = step, held, sizes
         self.seconds_per_float, self.latency = seconds_per_float, latency
         self.to_others = (placement.replicas - 1) / placement.replicas  # of a stage's parameters
+        self.num_others = placement.replicas - 1
+        self.messages, self.floats = 0, 0.0
         self.loss_slot = held[step.roots[0]]
         self.where: list[dict[int, list[int]]] = []  # the children of each stage by slot
         self.together = [1] * len(held)  # siblings whose gradients are added before they are sent
@@ -190,6 +204,7 @@ class _Replica:
         self.taken_back[s] += 1
         if self.to_others and self.taken_back[s] == len(self.sizes):
             floats = self.to_others * self.step.loads[s].parameters
+            self.messages += 2 * (self.num_others - 1)  # all parts at once, and all sums, are one message each in time
             self._post(slot, slot, floats, self._post, slot, slot, floats, self._rest, slot)
 
     def _rest(self, slot: int) -> None:
@@ -203,6 +218,8 @@ class _Replica:
             self._post(source, target, self.sizes[i] * self.step.loads[s].output_floats, arrive, *args)
 
     def _post(self, source: int, target: int, floats: float, arrive: Callable[..., None], *args: object) -> None:
+        self.messages += 1
+        self.floats += floats
         seconds = floats * self.seconds_per_float
         start = max(self.now, self.sent[source])
         self.sent[source] = start + seconds

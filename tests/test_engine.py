@@ -493,23 +493,95 @@ def test_a_tape_frees_its_graph_after_backward():
     assert known._backwards == []
 
 
-def test_gradients_that_share_memory_are_summed_apart():
-    class Delta(nn.Module):
-        """Two parameters with one gradient, and one whose gradient has no strides."""
+class OfTwo(nn.Module):
+    """[B, 4] -> [B, 4] by weights that are a base plus what `join` makes of two parameters.
 
-        def __init__(self):
-            super().__init__()
-            self.base, self.delta, self.scale = (nn.Parameter(torch.randn(3, 4)) for _ in range(3))
+    The gradients of these are views of the base's, the second one of them not at its beginning.
+    """
 
-        def forward(self, x):
-            return nn.functional.linear(x, self.base + self.delta) * self.scale.sum()
+    def __init__(self, join, first=(2, 4), second=(2, 4)):
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(4, 4))
+        self.first, self.second = nn.Parameter(torch.randn(first)), nn.Parameter(torch.randn(second))
+        self.join = join
 
-    net = TreeNet(lambda: nn.Sequential(Delta()), members=2).double()
-    x, y = torch.randn(24, 4, dtype=torch.float64), torch.randint(3, (24,))
-    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype))
-    _, got = engine_gradients(net, losses.independent(), batch, micro_batches=4)
-    _, expected = plain_gradients(net, losses.independent(), batch)
-    assert_same_gradients(got, expected)
+    def forward(self, x):
+        return x @ (self.base + self.join(self.first, self.second))
+
+
+class Shift(nn.Module):
+    """With a micro-batch of one row, the gradient of the shift is that of the input: one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x):
+        return x + self.shift
+
+
+class GradientOf(torch.autograd.Function):
+    """x + p, with a fixed tensor's memory for the gradient of p."""
+
+    @staticmethod
+    def forward(ctx, x, p, fixed):
+        ctx.fixed = fixed
+        return x + p
+
+    @staticmethod
+    def backward(ctx, d):
+        return d, ctx.fixed[:], None
+
+
+class Custom(nn.Module):
+    """A backward that gives a view of the layer's own weights, or of its buffer, for a gradient."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.p, self.weight = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.register_buffer("constant", torch.randn(4))
+        self.of = of
+
+    def forward(self, x):
+        return GradientOf.apply(x, self.p, getattr(self, self.of).detach()) * self.weight
+
+
+OVERLAPPING = {
+    "one gradient for two": lambda: OfTwo(lambda a, b: a + b, (4, 4), (4, 4)),
+    "no strides": lambda: OfTwo(lambda a, b: a * b.sum(), (4, 4), (3,)),
+    "cat": lambda: OfTwo(lambda a, b: torch.cat([a, b])),
+    "cat of columns": lambda: OfTwo(lambda a, b: torch.cat([a, b], 1), (4, 1), (4, 3)),
+    "stack": lambda: OfTwo(lambda a, b: torch.stack([a, b], 1).flatten(0, 1)),
+    "cat of one twice": lambda: OfTwo(lambda a, b: torch.cat([a, b, a]), (1, 4), (2, 4)),
+    "a part": lambda: OfTwo(lambda a, b: nn.functional.pad(a, (0, 0, 1, 1)) + b, (2, 4), (4, 4)),
+    "hstack of a transpose": lambda: OfTwo(lambda a, b: torch.hstack([a.t(), b]), (2, 4), (4, 2)),
+    "the gradient of the input": Shift,
+    "a parameter": lambda: Custom("weight"),
+    "a buffer": lambda: Custom("constant"),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+@pytest.mark.parametrize("micro_batches", [2, 5, 12])
+def test_gradients_that_share_memory_are_summed_apart(name, micro_batches):
+    def factory():
+        return nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=OVERLAPPING[name](), c=nn.Tanh(), d=OVERLAPPING[name]()))
+
+    net = TreeNet(factory, members=2, split="a").double()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    x, y = torch.randn(12, 4, dtype=torch.float64), torch.randint(4, (12,))
+    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype), ties=torch.rand(2, 12))
+    for loss in (losses.independent(), losses.mcl(k=1)):
+        _, got = engine_gradients(net, loss, batch, micro_batches=micro_batches)
+        assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+        if name in ("a parameter", "a buffer"):  # the made-up gradient of p is not that of any function
+            for layer in ("b", "d"):
+                fixed = getattr(net.member(0).get_submodule(layer), net.member(0).get_submodule(layer).of)
+                index = [n for n, _ in net.stage("a/0").named_parameters()].index(f"{layer}.p")
+                torch.testing.assert_close(got["a/0"][index], micro_batches * fixed)
+            continue
+        _, expected = plain_gradients(net, loss, batch)
+        assert_same_gradients(got, expected, rtol=1e-12)
 
 
 def test_layers_that_work_in_place_do_not_reach_their_siblings():

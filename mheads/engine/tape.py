@@ -7,7 +7,6 @@ is not zero; a tape may leave out the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -93,7 +92,7 @@ class AutogradTape:
         gradients: Gradients = [None] * len(sources)
         if pairs and sources:
             ys, ds = zip(*pairs, strict=True)
-            gradients = _apart(torch.autograd.grad(ys, sources, ds, allow_unused=True))
+            gradients = list(torch.autograd.grad(ys, sources, ds, allow_unused=True))
         d_input = None
         if self.wanted:
             queue = iter(gradients)
@@ -105,19 +104,6 @@ class AutogradTape:
             d_input = values.map_leaves(gradient_of, self.input)
         del self.input
         return d_input, gradients[len(self.wanted) :]
-
-
-def _apart(gradients: Sequence[Tensor | None]) -> Gradients:
-    """Gradients that share no memory, with each other or within: they will be added to in place."""
-    seen: set[int] = set()
-    found: Gradients = []
-    for g in gradients:
-        if g is not None and (g.data_ptr() in seen or 0 in g.stride()):
-            g = g.clone(memory_format=torch.contiguous_format)
-        if g is not None:
-            seen.add(g.data_ptr())
-        found.append(g)
-    return found
 
 
 class RecomputingTape:

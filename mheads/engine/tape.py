@@ -130,6 +130,7 @@ class SlicedTape:
     """Stages of known layers: the one forward keeps what each layer needs, and only the rows that learn go back."""
 
     def __init__(self, stage: Stage, x: Tensor, context: Context) -> None:
+        self.parameters = trainable(stage)
         self.input_gradient = context.input_gradient
         with torch.no_grad(), context.masks():
             output, self._backwards = sliced.forward(stage, x)
@@ -139,7 +140,10 @@ class SlicedTape:
         rows = None if learn is None else Rows.where(learn)
         with torch.no_grad():
             d = canonical(d_output) if rows is None else rows.take_gradient(d_output)
-            d_input, gradients = sliced.backward(self._backwards, d, rows, self.input_gradient)
+            d_input, learned = sliced.backward(self._backwards, d, rows, self.input_gradient)
+        # By identity: parameters may stand in any order in their layer, and it may hold some that it does not use.
+        found = {id(parameter): gradient for parameter, gradient in learned}
+        gradients: Gradients = [found.get(id(parameter)) for parameter in self.parameters]
         return d_input if d_input is None or rows is None else rows.put(d_input), gradients
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mheads.engine.rows import Rows
-from mheads.models.layers import Dropout, draw_mask
+from mheads.models.layers import Dropout, draw_mask, is_hooked
 
 aten = torch.ops.aten
 Pick = Callable[[Tensor], Tensor]  # the rows in question of what a forward kept, padded as the gradient is
@@ -183,7 +183,7 @@ def supports(stage: nn.Module) -> bool:
     found = list(layers(stage))
     parameters = [id(p) for layer in found for p in layer.parameters()]
     tied = len(set(parameters)) < len(parameters)
-    if tied or any(p._backward_hooks for p in stage.parameters()) or any(_hooked(m) for m in stage.modules()):
+    if tied or any(p._backward_hooks for p in stage.parameters()) or any(is_hooked(m) for m in stage.modules()):
         return False
     return all(type(layer) in STEPS and _plain(layer) for layer in found)
 
@@ -191,11 +191,6 @@ def supports(stage: nn.Module) -> bool:
 def takes(x: object) -> bool:
     """Whether the steps are made for such an input: images or vectors."""
     return isinstance(x, Tensor) and x.dim() in (2, 4)
-
-
-def _hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in module.__dict__
 
 
 def _plain(layer: nn.Module) -> bool:

@@ -10,8 +10,8 @@ so that `1` is a single model, and an int or a list at the top is a forest. `spl
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -309,9 +309,33 @@ class TreeNet(nn.Module):
                     raise UserError(f"cannot start from those weights: {key} is {here} here, {got} there")
                 tensor.copy_(donor[key])
 
-    def has_dropout(self) -> bool:
-        """Whether members draw masks of their own: dropout in a leaf, with something to drop."""
-        return any(name in self._facts.dropout for leaf in self.tree.leaves for name in leaf.layers)
+    def identical_members(self) -> Iterator[tuple[int, int]]:
+        """Pairs of members that are one network: all weights, buffers and layers equal, and shared by as many.
+
+        Where stages are in other processes, two members are drawn to see whether their weights follow the seed.
+        """
+        here = len(self.stages) == len(self.tree.nodes)
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for m in range(self.num_members):
+            alike[tuple((node.layers, len(node.members)) for node in self.tree.path(m))].append(m)
+        stages: dict[str, tuple[Any, list[Tensor]]] = {}
+        for members in alike.values():
+            first: dict[Any, int] = {}
+            for m in members if here else members[:2]:
+                path = self.tree.path(m)
+                for node in path:
+                    if node.name not in stages:
+                        stages[node.name] = _contents(self.stage(node.name) if here else self._drawn_stage(node))
+                other = first.setdefault(tuple(stages[node.name][0] for node in path), m)
+                pairs = zip(self.tree.path(other), path, strict=True)
+                tensors = [(t, u) for a, b in pairs for t, u in zip(stages[a.name][1], stages[b.name][1], strict=True)]
+                if other != m and all(torch.equal(t, u) for t, u in tensors):
+                    yield other, m
+
+    def parted_by_dropout(self, a: int, b: int) -> bool:
+        """Whether two members draw masks of their own: dropout in a stage that they do not share."""
+        own = [node for node in self.tree.path(a) if b not in node.members]
+        return any(name in self._facts.dropout for node in own for name in node.layers)
 
     def is_parameter(self, name: str) -> bool:
         """Whether `layer.name` is a weight, not a buffer."""
@@ -340,8 +364,11 @@ class TreeNet(nn.Module):
         """Member 0, or a network like it where some of its stages are in other processes."""
         if all(node.name in self.stages for node in self.tree.path(0)):
             return self.member(0)
-        network = children(self._draw(0))
-        return Stage(OrderedDict((name, replace_dropout(layer)) for name, layer in network)).to(self.dtype)
+        return Stage(OrderedDict(children(replace_dropout(self._draw(0))))).to(self.dtype)
+
+    def _drawn_stage(self, node: Node) -> Stage:
+        network = dict(children(self._draw(node.members[0])))
+        return Stage(OrderedDict((name, network[name]) for name in node.layers))
 
 
 @dataclass(frozen=True)
@@ -372,6 +399,12 @@ class _LayerFacts:
 
     def size(self, node: Node) -> int:
         return sum({k: v for name in node.layers for k, v in self.parameters[name].items()}.values())
+
+
+def _contents(stage: Stage) -> tuple[Any, list[Tensor]]:
+    """What two stages have in common if they are the same: a key to find it by, and the tensors to compare."""
+    tensors = [t.detach() for t in (*stage.parameters(), *stage.buffers())]
+    return (repr(stage), tuple((t.shape, t.sum().item()) for t in tensors)), tensors
 
 
 def _drops(module: nn.Module) -> bool:

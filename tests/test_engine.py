@@ -369,6 +369,59 @@ def test_batch_statistics_need_the_whole_batch_and_are_then_exact():
         torch.testing.assert_close(buffer, dict(reference.named_buffers())[name])
 
 
+def two_norms() -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(2, 4, 3, padding=1),
+            norm1=nn.BatchNorm2d(4),
+            conv2=nn.Conv2d(4, 4, 3, padding=1),
+            norm2=nn.BatchNorm2d(4),
+            flatten=nn.Flatten(),
+            drop=nn.Dropout(0.0),
+            fc=nn.Linear(144, 5),
+        )
+    )
+
+
+@pytest.mark.parametrize("tree", [3, {"conv1": 3}, {"norm1": 3}])
+@pytest.mark.parametrize("name", ["independent", "mcl k=2"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_statistics_of_a_members_own_stage_are_those_of_the_rows_that_it_learns_from(tree, name, accumulate):
+    net, reference = (TreeNet(two_norms, tree=tree).double().train() for _ in range(2))
+    prior = torch.zeros(3, 26, dtype=torch.float64)
+    prior[0, ::2] = 2  # an odd number of rows, in each half too
+    prior[1] = 1
+    prior[2, [3, 5, 9, 14, 20, 25]] = 4
+    batch = batch_of(26, 3, prior=prior)
+    _, got = engine_gradients(net, LOSSES[name], batch, micro_batches=1, accumulate=accumulate)
+    for start, stop in cuts(26, accumulate):
+        part = batch.cut(start, stop)
+        given = {None: part.inputs}
+        for node in reference.tree.nodes.values():
+            stage, h = reference.stage(node.name), given[node.parent]
+            seen = part.prior[node.members[0]] > 0
+            if node.children:
+                given[node.name] = stage(h)
+            else:
+                given[node.name] = torch.zeros(len(part), 5, dtype=h.dtype).index_put((seen,), stage(h[seen]))
+        outputs = torch.stack([given[leaf.name] for leaf in reference.tree.leaves])
+        (LOSSES[name](outputs, part.targets, part.prior, part.ties).total / 26).backward()
+    assert_same_gradients(got, {n: [p.grad for p in s.parameters()] for n, s in reference.stages.items()}, rtol=1e-11)
+    for buffer, expected in zip(net.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seen", [0, 1])
+def test_a_member_with_fewer_than_two_rows_takes_the_statistics_of_the_batch(seen):
+    net, reference = (TreeNet(two_norms, members=2).double().train() for _ in range(2))
+    prior = torch.ones(2, 12, dtype=torch.float64)
+    prior[1, seen:] = 0
+    batch = batch_of(12, 2, prior=prior)
+    _, got = engine_gradients(net, losses.independent(), batch, micro_batches=1)
+    _, expected = plain_gradients(reference, losses.independent(), batch)
+    assert_same_gradients(got, expected)
+
+
 def test_running_statistics_are_updated_in_order_when_batches_accumulate():
     nets = [TreeNet(norm_net, members=2) for _ in range(2)]
     batch = batch_of(48, 2, torch.float32)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mheads import data as datasets
-from mheads import models, values
+from mheads import models, seeds, values
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream
@@ -22,6 +22,7 @@ from mheads.errors import UserError
 from mheads.losses import LOSSES, Loss
 from mheads.runs import RunFolder
 from mheads.tree import TreeNet
+from mheads.values import Value
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,14 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     """Checks that the parts fit each other."""
     if not len(data.test):
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
-    example = data.preprocess(data.train.read(np.arange(min(2, len(data.train))), None), net.dtype)
-    output = values.leaves(net.probe(example))[0]
+    few = np.arange(min(2, len(data.train)))
+    outputs = net.probe(data.preprocess(data.train.read(few, None), net.dtype))
+    output = values.leaves(outputs)[0]
+    if loss.name in LOSSES and not isinstance(outputs, Tensor):
+        raise UserError(
+            f"{net.network_name} gives a {type(outputs).__name__}, but loss {loss.name} takes scores [B, C] alone: "
+            "let the network return these, or give a loss of your own"
+        )
     if output.dim() != 2 or output.shape[1] != len(data.classes):
         raise UserError(
             f"{net.network_name} gives outputs of shape {tuple(output.shape[1:])}, but {data.name} has "
@@ -89,14 +96,52 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     )
     if loss.averaged and prior is not None:
         raise UserError(f"sampling is {sampling.name}, but {loss.name} averages the members: use sampling=full")
-    everybody_wins = loss.winners is not None and loss.winners >= net.num_members
-    same_gradient = prior is None and not net.has_dropout() and (loss.separable or loss.averaged or everybody_wins)
-    if "same" in (config.init, net.init) and net.num_members > 1 and same_gradient:
-        raise UserError(
-            f"init=same with {loss.name} would keep the members identical for ever: every one gets the same gradient "
-            "from the same weights. Use init=random, sampling=bagging, dropout, or loss.name=mcl"
-        )
+    targets = torch.as_tensor(data.train.labels[few])
+    gradients = _teach(loss, outputs, targets, net.num_members)
+    if all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):  # the loss does not tell members apart
+        for a, b in net.identical_members():
+            same_prior = prior is None or np.array_equal(prior[a], prior[b])
+            if same_prior and not net.parted_by_dropout(a, b):
+                raise _identical(net, loss, a, b)
     return Experiment(config, net, loss, data, prior)
+
+
+def _teach(loss: Loss, outputs: Value, targets: Tensor, members: int) -> list[Tensor]:
+    """What members that give the same outputs are taught, each with its own keys to break ties: gradients [M, ...].
+
+    This is also the first time that a loss of the user's own is called: what is wrong with it is said before a run.
+    """
+    rows = torch.arange(32) % len(targets)
+    same = values.map_leaves(lambda t: torch.stack([t.detach()[rows]] * members), outputs)
+    leaves = [t.requires_grad_() for t in values.leaves(same) if t.is_floating_point()]
+    ties = torch.rand(members, len(rows), generator=seeds.generator("ties"))
+    parts = [slice(m, m + 1) for m in range(members)] if loss.separable else [slice(None)]
+    try:
+        totals = [loss(values.map_leaves(lambda t, p=p: t[p], same), targets[rows], None, ties[p]).total for p in parts]
+        found = torch.autograd.grad(sum(totals), leaves, allow_unused=True)  # type: ignore[arg-type]
+    except UserError:
+        raise
+    except Exception as error:  # the user's function may raise anything
+        shapes = [list(t.shape) for t in leaves]
+        raise UserError(
+            f"loss {loss.name!r} fails on outputs {shapes[0] if len(shapes) == 1 else shapes} with "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+
+
+def _identical(net: TreeNet, loss: Loss, a: int, b: int) -> UserError:
+    remedy = "sampling=bagging, dropout, or loss.name=mcl"
+    if net.init == "same":
+        return UserError(
+            f"init=same with {loss.name} would keep the members identical for ever: every one gets the same gradient "
+            f"from the same weights. Use init=random, {remedy}"
+        )
+    return UserError(
+        f"members {a} and {b} start with the same weights, and {loss.name} would keep them identical for ever: every "
+        f"one gets the same gradient. Does {net.network_name} seed torch itself, load weights or fill in constants? "
+        f"Let it draw its weights, or use {remedy}"
+    )
 
 
 def factory(config: Config) -> Callable[[], nn.Module]:

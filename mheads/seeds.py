@@ -7,7 +7,10 @@ It never depends on the worker, the rank or what was drawn before, so results do
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,3 +35,35 @@ def numpy_generator(*key: int | str) -> np.random.Generator:
     import numpy as np
 
     return np.random.Generator(np.random.Philox(derive(*key)))
+
+
+@contextmanager
+def seeded(*key: int | str) -> Iterator[None]:
+    """Inside, the global generators of torch, numpy and `random` start from this key; after it, from where they were.
+
+    For code that is not ours and draws from them: the factories of networks.
+    """
+    import numpy as np
+    import torch
+
+    seed = derive(*key)
+    ours, theirs = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            yield
+    finally:
+        random.setstate(ours)
+        np.random.set_state(theirs)
+
+
+def global_states() -> tuple[Any, ...]:
+    """Where these generators are: equal as long as nobody draws from them."""
+    import numpy as np
+    import torch
+
+    state: Any = np.random.get_state(legacy=False)
+    numpys = state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"]
+    return torch.get_rng_state().numpy().tobytes(), numpys, random.getstate()

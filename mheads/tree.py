@@ -10,17 +10,26 @@ so that `1` is a single model, and an int or a list at the top is a forest. `spl
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mheads import probe as probing
 from mheads import seeds, values
 from mheads.errors import UserError
-from mheads.models.layers import Dropout, has_batch_statistics, is_dropout, keyed_masks, replace_dropout
+from mheads.models.layers import (
+    CHANNELWISE,
+    Dropout,
+    children,
+    has_batch_statistics,
+    is_dropout,
+    is_hooked,
+    replace_dropout,
+)
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -221,30 +230,20 @@ class TreeNet(nn.Module):
         self.init = init
         self.trained = 0  # iterations that have changed its weights
 
-        def draw(member: int) -> nn.Module:
-            # The factories of torch draw from the global generator: seed it for this network alone.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seeds.derive(seed, "weights", 0 if init == "same" else member))
-                network = network_factory()
-            if not isinstance(network, nn.Module):
-                raise UserError(f"the factory gives a {type(network).__name__}, not an nn.Module: return the network")
-            return network
-
-        first = draw(0)
+        self.seed = seed
+        self._factory = network_factory
+        first = self._draw(0)
         self.network_name = getattr(network_factory, "__name__", type(first).__name__)
         # A lambda or a local function can only be named, not imported again: mheads.load then asks for it.
         qualified = getattr(network_factory, "__qualname__", self.network_name)
         module = getattr(network_factory, "__module__", "__main__") if "<" not in qualified else "__main__"
         self.network_path = f"{module}:{qualified}"
         self.tree = parse(spec, describe(first), members, self.network_name)
-        self._draw = draw
-        # A module that is no plain Sequential may do more in its forward than call its children: see probe().
-        self._is_sequential = type(first).forward is nn.Sequential.forward
         self._facts = _LayerFacts.of(first)
         own = [name for name in self.tree.nodes if only is None or name in only]
         stages: dict[str, Stage] = {}
         for member in sorted({self.tree.nodes[name].members[0] for name in own}):
-            network = dict(children(first if member == 0 else draw(member)))
+            network = dict(children(first if member == 0 else self._draw(member)))
             for name in own:
                 node = self.tree.nodes[name]
                 if node.members[0] == member:
@@ -257,6 +256,14 @@ class TreeNet(nn.Module):
                 module.inplace = False  # type: ignore[assignment]  # siblings are given the same tensor
         for parameter in self.parameters():
             parameter.data = canonical(parameter.data)
+
+    def _draw(self, member: int) -> nn.Module:
+        """The network that a member's own stages come from; only the seed and the member decide its weights."""
+        with seeds.seeded(self.seed, "weights", 0 if self.init == "same" else member):
+            network = self._factory()
+        if not isinstance(network, nn.Module):
+            raise UserError(f"the factory gives a {type(network).__name__}, not an nn.Module: return the network")
+        return network
 
     @property
     def num_members(self) -> int:
@@ -303,9 +310,33 @@ class TreeNet(nn.Module):
                     raise UserError(f"cannot start from those weights: {key} is {here} here, {got} there")
                 tensor.copy_(donor[key])
 
-    def has_dropout(self) -> bool:
-        """Whether members draw masks of their own: dropout in a leaf, with something to drop."""
-        return any(name in self._facts.dropout for leaf in self.tree.leaves for name in leaf.layers)
+    def identical_members(self) -> Iterator[tuple[int, int]]:
+        """Pairs of members that are one network: all weights, buffers and layers equal, and shared by as many.
+
+        Where stages are in other processes, two members are drawn to see whether their weights follow the seed.
+        """
+        here = len(self.stages) == len(self.tree.nodes)
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for m in range(self.num_members):
+            alike[tuple((node.layers, len(node.members)) for node in self.tree.path(m))].append(m)
+        stages: dict[str, tuple[Any, list[Tensor]]] = {}
+        for members in alike.values():
+            first: dict[Any, int] = {}
+            for m in members if here else members[:2]:
+                path = self.tree.path(m)
+                for node in path:
+                    if node.name not in stages:
+                        stages[node.name] = _contents(self.stage(node.name) if here else self._drawn_stage(node))
+                other = first.setdefault(tuple(stages[node.name][0] for node in path), m)
+                pairs = zip(self.tree.path(other), path, strict=True)
+                tensors = [(t, u) for a, b in pairs for t, u in zip(stages[a.name][1], stages[b.name][1], strict=True)]
+                if other != m and all(torch.equal(t, u) for t, u in tensors):
+                    yield other, m
+
+    def parted_by_dropout(self, a: int, b: int) -> bool:
+        """Whether two members draw masks of their own: dropout in a stage that they do not share."""
+        own = [node for node in self.tree.path(a) if b not in node.members]
+        return any(name in self._facts.dropout for node in own for name in node.layers)
 
     def is_parameter(self, name: str) -> bool:
         """Whether `layer.name` is a weight, not a buffer."""
@@ -316,98 +347,29 @@ class TreeNet(nn.Module):
         found = self._facts.statistics
         return [f"{node.name}.{name}" for node in self.tree.nodes.values() for name in node.layers if name in found]
 
-    @torch.no_grad()
     def probe(self, x: Value, side: dict[str, Value] | None = None) -> Value:
-        """Runs member 0 once, layer by layer, and refuses networks that a tree would silently get wrong.
+        """Runs a member on some examples and refuses networks that a tree would silently get wrong.
 
         Returns its output, so that the caller can look at the shape.
         """
-        member = self._first_member()
-        for name, module in member.named_modules():
-            if any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values()):
-                raise UserError(
-                    f"layer {name!r} of {self.network_name} is rewritten before each call (the old weight_norm, "
-                    "spectral_norm or prune), which threads must not do at once; use torch.nn.utils.parametrizations"
-                )
-        stateful = {n for n, layer in children(member) if has_batch_statistics(layer)}
-        statistics = {name: buffer.clone() for name, buffer in member.named_buffers()}
-        modes = [module.training for module in member.modules()]
-        member.train()
-        h = x
-        with torch.random.fork_rng(devices=[]):
-            for name, layer in children(member):
-                before = torch.get_rng_state()
-                given, versions = h, [t._version for t in values.leaves(h)]
-                takes = getattr(layer, "takes", None)
-                with keyed_masks(("probe",), values.num_rows(h)):
-                    try:
-                        h = layer(h) if takes is None else layer(h, (side or {})[takes])
-                    except (RuntimeError, ValueError, TypeError) as error:
-                        shapes = [tuple(t.shape) for t in values.leaves(h)]
-                        raise UserError(
-                            f"layer {name!r} of {self.network_name} fails on an input of shape "
-                            f"{shapes[0] if len(shapes) == 1 else shapes}: {error}"
-                        ) from error
-                if [t._version for t in values.leaves(given)] != versions:
-                    raise UserError(
-                        f"layer {name!r} of {self.network_name} changes its input in place, which other members may "
-                        "still need: let it work on a copy"
-                    )
-                if not torch.equal(before, torch.get_rng_state()):
-                    raise UserError(
-                        f"layer {name!r} of {self.network_name} draws random numbers from torch's global generator, "
-                        "so results would depend on the order of threads; use mheads.Dropout, or "
-                        "mheads.models.layers.draw_mask for noise of your own"
-                    )
-        for name, buffer in member.named_buffers():
-            owner = name.split(".")[0]
-            if owner not in stateful and not torch.equal(buffer, statistics[name]):
-                raise UserError(
-                    f"layer {owner!r} of {self.network_name} changes its buffer {name!r} in training, so micro-batches "
-                    "must not overlap; set batch_statistics = True on that module to have them run one by one"
-                )
-            buffer.copy_(statistics[name])
-        for module, mode in zip(member.modules(), modes, strict=True):
-            module.training = mode
-        if not self._is_sequential:
-            self._compare_with_reference(x)
-        return h
+        if self._facts.hooked:
+            raise probing.hooks_on_the_network(self.network_name)
+        splits = {node.layers[-1] for node in self.tree.nodes.values() if node.children}
+        output = probing.check_layers(self.network_name, self._first_member(), x, side, splits)
+        if not self._facts.sequential and not side:
+            network = replace_dropout(self._draw(0)).to(self.dtype)
+            probing.compare_with_forward(self.network_name, network, x)
+        return output
 
     def _first_member(self) -> nn.Sequential:
         """Member 0, or a network like it where some of its stages are in other processes."""
         if all(node.name in self.stages for node in self.tree.path(0)):
             return self.member(0)
-        network = children(self._draw(0))
-        return Stage(OrderedDict((name, replace_dropout(layer)) for name, layer in network)).to(self.dtype)
+        return Stage(OrderedDict(children(replace_dropout(self._draw(0))))).to(self.dtype)
 
-    def _compare_with_reference(self, x: Value) -> None:
-        """The children run in a row must give what the module's own forward gives."""
-        with torch.random.fork_rng(devices=[]):
-            module = replace_dropout(self._draw(0)).train().to(values.leaves(x)[0].dtype)
-            before = torch.get_rng_state()
-            with keyed_masks(("probe",), values.num_rows(x)):
-                module(x)
-            if not torch.equal(before, torch.get_rng_state()):
-                raise UserError(
-                    f"the forward of {self.network_name} draws random numbers itself (F.dropout?), which running its "
-                    "children one after the other would leave out; make it a child, nn.Dropout for example"
-                )
-        module = self._draw(0).eval().to(values.leaves(x)[0].dtype)
-        expected = module(x)
-        got = nn.Sequential(OrderedDict(children(module)))
-        try:
-            same = all(
-                a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-                for a, b in zip(values.leaves(expected), values.leaves(got(x)), strict=True)
-            )
-        except (RuntimeError, ValueError, TypeError):
-            same = False
-        if not same:
-            raise UserError(
-                f"the children of {self.network_name} run one after the other do not give what its forward gives "
-                "(a reshape, activation or skip connection inside forward?); make each such step a child, "
-                "for example nn.Flatten(), or wrap a block with its skip connection in one module"
-            )
+    def _drawn_stage(self, node: Node) -> Stage:
+        network = dict(children(self._draw(node.members[0])))
+        return Stage(OrderedDict((name, network[name]) for name in node.layers))
 
 
 @dataclass(frozen=True)
@@ -419,26 +381,37 @@ class _LayerFacts:
     statistics: frozenset[str]
     dropout: frozenset[str]
     dtype: torch.dtype
+    sequential: bool  # calling the network is calling its children one after the other: nothing else can happen
+    hooked: bool  # the network itself, which a tree never calls
 
     @staticmethod
     def of(network: nn.Module) -> _LayerFacts:
         layers = children(network)
-        drops = (Dropout, nn.modules.dropout._DropoutNd)
+        runs = (type(network).forward, type(network).__call__)
         return _LayerFacts(
             frozenset(f"{name}.{key}" for name, layer in layers for key, _ in layer.named_parameters()),
             {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers},
             frozenset(name for name, layer in layers if has_batch_statistics(layer)),
-            frozenset(n for n, layer in layers if any(isinstance(m, drops) and m.p > 0 for m in layer.modules())),
+            frozenset(n for n, layer in layers if any(_drops(m) for m in layer.modules())),
             next(network.parameters()).dtype,
+            runs == (nn.Sequential.forward, nn.Module.__call__) and "forward" not in network.__dict__,
+            is_hooked(network) and "forward" not in network.__dict__,
         )
 
     def size(self, node: Node) -> int:
         return sum({k: v for name in node.layers for k, v in self.parameters[name].items()}.values())
 
 
-def children(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and children in order; unlike named_children, one that occurs twice (a ReLU, often) is listed twice."""
-    return [(name, child) for name, child in network._modules.items() if child is not None]
+def _contents(stage: Stage) -> tuple[Any, list[Tensor]]:
+    """What two stages have in common if they are the same: a key to find it by, and the tensors to compare."""
+    tensors = [t.detach() for t in (*stage.parameters(), *stage.buffers())]
+    return (repr(stage), tuple((t.shape, t.sum().item()) for t in tensors)), tensors
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether this is a dropout that is keyed, or will be, with something to drop."""
+    plain = type(module) in (nn.Dropout, *CHANNELWISE) and not is_hooked(module)
+    return (plain or isinstance(module, Dropout)) and bool(0 < module.p < 1)  # type: ignore[operator]
 
 
 def describe(network: nn.Module) -> list[Layer]:

@@ -369,6 +369,59 @@ def test_batch_statistics_need_the_whole_batch_and_are_then_exact():
         torch.testing.assert_close(buffer, dict(reference.named_buffers())[name])
 
 
+def two_norms() -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(2, 4, 3, padding=1),
+            norm1=nn.BatchNorm2d(4),
+            conv2=nn.Conv2d(4, 4, 3, padding=1),
+            norm2=nn.BatchNorm2d(4),
+            flatten=nn.Flatten(),
+            drop=nn.Dropout(0.0),
+            fc=nn.Linear(144, 5),
+        )
+    )
+
+
+@pytest.mark.parametrize("tree", [3, {"conv1": 3}, {"norm1": 3}])
+@pytest.mark.parametrize("name", ["independent", "mcl k=2"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_statistics_of_a_members_own_stage_are_those_of_the_rows_that_it_learns_from(tree, name, accumulate):
+    net, reference = (TreeNet(two_norms, tree=tree).double().train() for _ in range(2))
+    prior = torch.zeros(3, 26, dtype=torch.float64)
+    prior[0, ::2] = 2  # an odd number of rows, in each half too
+    prior[1] = 1
+    prior[2, [3, 5, 9, 14, 20, 25]] = 4
+    batch = batch_of(26, 3, prior=prior)
+    _, got = engine_gradients(net, LOSSES[name], batch, micro_batches=1, accumulate=accumulate)
+    for start, stop in cuts(26, accumulate):
+        part = batch.cut(start, stop)
+        given = {None: part.inputs}
+        for node in reference.tree.nodes.values():
+            stage, h = reference.stage(node.name), given[node.parent]
+            seen = part.prior[node.members[0]] > 0
+            if node.children:
+                given[node.name] = stage(h)
+            else:
+                given[node.name] = torch.zeros(len(part), 5, dtype=h.dtype).index_put((seen,), stage(h[seen]))
+        outputs = torch.stack([given[leaf.name] for leaf in reference.tree.leaves])
+        (LOSSES[name](outputs, part.targets, part.prior, part.ties).total / 26).backward()
+    assert_same_gradients(got, {n: [p.grad for p in s.parameters()] for n, s in reference.stages.items()}, rtol=1e-11)
+    for buffer, expected in zip(net.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seen", [0, 1])
+def test_a_member_with_fewer_than_two_rows_takes_the_statistics_of_the_batch(seen):
+    net, reference = (TreeNet(two_norms, members=2).double().train() for _ in range(2))
+    prior = torch.ones(2, 12, dtype=torch.float64)
+    prior[1, seen:] = 0
+    batch = batch_of(12, 2, prior=prior)
+    _, got = engine_gradients(net, losses.independent(), batch, micro_batches=1)
+    _, expected = plain_gradients(reference, losses.independent(), batch)
+    assert_same_gradients(got, expected)
+
+
 def test_running_statistics_are_updated_in_order_when_batches_accumulate():
     nets = [TreeNet(norm_net, members=2) for _ in range(2)]
     batch = batch_of(48, 2, torch.float32)
@@ -493,23 +546,95 @@ def test_a_tape_frees_its_graph_after_backward():
     assert known._backwards == []
 
 
-def test_gradients_that_share_memory_are_summed_apart():
-    class Delta(nn.Module):
-        """Two parameters with one gradient, and one whose gradient has no strides."""
+class OfTwo(nn.Module):
+    """[B, 4] -> [B, 4] by weights that are a base plus what `join` makes of two parameters.
 
-        def __init__(self):
-            super().__init__()
-            self.base, self.delta, self.scale = (nn.Parameter(torch.randn(3, 4)) for _ in range(3))
+    The gradients of these are views of the base's, the second one of them not at its beginning.
+    """
 
-        def forward(self, x):
-            return nn.functional.linear(x, self.base + self.delta) * self.scale.sum()
+    def __init__(self, join, first=(2, 4), second=(2, 4)):
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(4, 4))
+        self.first, self.second = nn.Parameter(torch.randn(first)), nn.Parameter(torch.randn(second))
+        self.join = join
 
-    net = TreeNet(lambda: nn.Sequential(Delta()), members=2).double()
-    x, y = torch.randn(24, 4, dtype=torch.float64), torch.randint(3, (24,))
-    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype))
-    _, got = engine_gradients(net, losses.independent(), batch, micro_batches=4)
-    _, expected = plain_gradients(net, losses.independent(), batch)
-    assert_same_gradients(got, expected)
+    def forward(self, x):
+        return x @ (self.base + self.join(self.first, self.second))
+
+
+class Shift(nn.Module):
+    """With a micro-batch of one row, the gradient of the shift is that of the input: one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, x):
+        return x + self.shift
+
+
+class GradientOf(torch.autograd.Function):
+    """x + p, with a fixed tensor's memory for the gradient of p."""
+
+    @staticmethod
+    def forward(ctx, x, p, fixed):
+        ctx.fixed = fixed
+        return x + p
+
+    @staticmethod
+    def backward(ctx, d):
+        return d, ctx.fixed[:], None
+
+
+class Custom(nn.Module):
+    """A backward that gives a view of the layer's own weights, or of its buffer, for a gradient."""
+
+    def __init__(self, of):
+        super().__init__()
+        self.p, self.weight = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.register_buffer("constant", torch.randn(4))
+        self.of = of
+
+    def forward(self, x):
+        return GradientOf.apply(x, self.p, getattr(self, self.of).detach()) * self.weight
+
+
+OVERLAPPING = {
+    "one gradient for two": lambda: OfTwo(lambda a, b: a + b, (4, 4), (4, 4)),
+    "no strides": lambda: OfTwo(lambda a, b: a * b.sum(), (4, 4), (3,)),
+    "cat": lambda: OfTwo(lambda a, b: torch.cat([a, b])),
+    "cat of columns": lambda: OfTwo(lambda a, b: torch.cat([a, b], 1), (4, 1), (4, 3)),
+    "stack": lambda: OfTwo(lambda a, b: torch.stack([a, b], 1).flatten(0, 1)),
+    "cat of one twice": lambda: OfTwo(lambda a, b: torch.cat([a, b, a]), (1, 4), (2, 4)),
+    "a part": lambda: OfTwo(lambda a, b: nn.functional.pad(a, (0, 0, 1, 1)) + b, (2, 4), (4, 4)),
+    "hstack of a transpose": lambda: OfTwo(lambda a, b: torch.hstack([a.t(), b]), (2, 4), (4, 2)),
+    "the gradient of the input": Shift,
+    "a parameter": lambda: Custom("weight"),
+    "a buffer": lambda: Custom("constant"),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+@pytest.mark.parametrize("micro_batches", [2, 5, 12])
+def test_gradients_that_share_memory_are_summed_apart(name, micro_batches):
+    def factory():
+        return nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=OVERLAPPING[name](), c=nn.Tanh(), d=OVERLAPPING[name]()))
+
+    net = TreeNet(factory, members=2, split="a").double()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    x, y = torch.randn(12, 4, dtype=torch.float64), torch.randint(4, (12,))
+    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype), ties=torch.rand(2, 12))
+    for loss in (losses.independent(), losses.mcl(k=1)):
+        _, got = engine_gradients(net, loss, batch, micro_batches=micro_batches)
+        assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
+        if name in ("a parameter", "a buffer"):  # the made-up gradient of p is not that of any function
+            for layer in ("b", "d"):
+                fixed = getattr(net.member(0).get_submodule(layer), net.member(0).get_submodule(layer).of)
+                index = [n for n, _ in net.stage("a/0").named_parameters()].index(f"{layer}.p")
+                torch.testing.assert_close(got["a/0"][index], micro_batches * fixed)
+            continue
+        _, expected = plain_gradients(net, loss, batch)
+        assert_same_gradients(got, expected, rtol=1e-12)
 
 
 def test_layers_that_work_in_place_do_not_reach_their_siblings():

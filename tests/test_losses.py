@@ -1,14 +1,16 @@
 """Losses against a few lines of numpy, and their gradients against finite differences."""
 
 import math
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from mheads import UserError, losses
+from mheads import TreeNet, UserError, losses
 from mheads.losses import assign
 
 M, B, C = 4, 6, 5
@@ -168,6 +170,128 @@ def test_the_direct_form_of_prob_averaging_loses_its_gradient():
     (stable,) = torch.autograd.grad(losses.prob_averaged()(outputs, y).total, outputs)
     assert naive.abs().sum() == 0
     assert stable.abs().sum() > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_direct_form_of_prob_averaging_has_caffes_gradient(dtype):
+    """Softmax, Eltwise (mean) and MultinomialLogisticLoss, layer by layer as Caffe takes them back."""
+    outputs, y = problem(10)
+    outputs[:, 0, y[0]] -= 52  # p of about 1e-23: below the threshold, but no zero
+    outputs[:2, 1, y[1]] -= 60
+    outputs = outputs.to(dtype).requires_grad_()
+    value = losses.prob_averaged(stable=False)(outputs, y)
+    (gradient,) = torch.autograd.grad(value.total, outputs)
+    p = softmax(outputs.detach().numpy().astype(np.float64))
+    mean = p.mean(0)
+    clamped = np.maximum(mean[np.arange(B), y], 1e-20)
+    assert value.total.item() == pytest.approx(-np.log(clamped).sum(), rel=1e-6)
+    d_mean = np.zeros_like(mean)
+    d_mean[np.arange(B), y] = -1 / clamped
+    d_p = np.repeat(d_mean[None] / M, M, 0)
+    expected = p * (d_p - (d_p * p).sum(-1, keepdims=True))
+    assert np.abs(expected[:, 0]).max() > 1e-6  # where clamping in autograd would give nothing
+    rtol = 1e-4 if dtype == torch.float32 else 1e-10
+    np.testing.assert_allclose(gradient.numpy(), expected, rtol=rtol, atol=1e-30)
+
+
+def own_cross_entropies(outputs, y):
+    return torch.stack([nn.functional.cross_entropy(z, y, reduction="none") for z in outputs])
+
+
+def test_a_plain_function_of_outputs_and_labels_is_a_loss():
+    outputs, y = problem(11)
+    outputs.requires_grad_()
+    loss, expected = losses.Loss("mine", own_cross_entropies), losses.independent()
+    for prior in (None, torch.rand(M, B, dtype=torch.float64)):
+        got, want = loss(outputs, y, prior), expected(outputs, y, prior)
+        assert got.total.item() == pytest.approx(want.total.item())
+        torch.testing.assert_close(got.assignment, want.assignment)
+        torch.testing.assert_close(got.losses, want.losses)
+        assert not got.losses.requires_grad
+        gradients = [torch.autograd.grad(value.total, outputs)[0] for value in (got, want)]
+        torch.testing.assert_close(*gradients)
+
+
+def test_a_function_gets_what_it_asks_for():
+    outputs, y = problem(12)
+    prior, ties = torch.rand(M, B), torch.rand(M, B)
+    seen = []
+
+    def two(outputs, y, gamma=2.0):
+        seen.append(gamma)
+        return own_cross_entropies(outputs, y)
+
+    def three(outputs, y, prior=None):
+        seen.append(prior)
+        return own_cross_entropies(outputs, y)
+
+    def four(outputs, y, p, t):
+        seen.append((p, t))
+        return own_cross_entropies(outputs, y)
+
+    for function in (two, three, four):
+        losses.Loss("mine", function)(outputs, y, prior, ties)
+    assert seen[0] == 2.0
+    assert seen[1] is prior
+    assert seen[2][0] is prior
+    assert seen[2][1] is ties
+    for function in (lambda outputs: outputs, lambda a, b, c, d, e: a):
+        with pytest.raises(UserError, match=r"'odd' asks for [15] arguments.*\(outputs, y\)"):
+            losses.Loss("odd", function)
+
+
+WRONG = {
+    "a mean": (lambda outputs, y: own_cross_entropies(outputs, y).mean(), r"\[\].*\[M, B\].*\[4, 6\].*reduction"),
+    "a row": (lambda outputs, y: own_cross_entropies(outputs, y).sum(0), r"\[6\].*\[M, B\]"),
+    "turned": (lambda outputs, y: own_cross_entropies(outputs, y).T, r"\[6, 4\].*\[M, B\]"),
+    "whole numbers": (lambda outputs, y: own_cross_entropies(outputs, y).long(), r"int64.*float tensor"),
+    "a number": (lambda outputs, y: own_cross_entropies(outputs, y).sum().item(), r"float;.*LossValue"),
+    "nothing": (lambda outputs, y: None, r"NoneType;.*LossValue"),
+    "no graph": (lambda outputs, y: own_cross_entropies(outputs.detach(), y), r"without a graph"),
+    "a total that is none": (
+        lambda outputs, y: losses.LossValue(torch.ones(M, B, requires_grad=True), torch.ones(M, B), torch.ones(M, B)),
+        r"total of torch.float32 \[4, 6\]",
+    ),
+    "an assignment of another shape": (
+        lambda outputs, y: losses.LossValue(outputs.sum(), torch.ones(B), torch.ones(M, B)),
+        r"assignment of torch.float32 \[6\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_loss_is_explained(name):
+    function, words = WRONG[name]
+    outputs, y = problem(13)
+    with pytest.raises(UserError, match=rf"loss 'mine' returns .*{words}"):
+        losses.Loss("mine", function)(outputs.requires_grad_(), y)
+
+
+@pytest.mark.parametrize(
+    "loss", [losses.independent(), losses.mcl(k=1), losses.prob_averaged(), losses.Loss("mine", own_cross_entropies)]
+)
+@pytest.mark.parametrize("split", [None, "a"])
+def test_a_loop_of_ones_own_with_any_optimizer(loss, split):
+    def factory():
+        return torch.nn.Sequential(
+            OrderedDict(
+                a=torch.nn.Linear(4, 8), act=torch.nn.Tanh(), drop=torch.nn.Dropout(0.1), b=torch.nn.Linear(8, C)
+            )
+        )
+
+    torch.manual_seed(0)
+    net = TreeNet(factory, members=3, split=split)
+    x = torch.randn(60, 4)
+    y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    history = []
+    for _ in range(40):
+        total = loss(net(x), y).total / len(x)
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        history.append(total.item())
+    assert history[-1] < 0.5 * history[0]
 
 
 def test_cutting_the_batch_changes_nothing_but_rounding():

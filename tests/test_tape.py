@@ -7,10 +7,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
-from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record
+from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record, trainable
 from mheads.models import MODELS
 from mheads.models.layers import Dropout, keyed_masks
 from mheads.tree import Stage, canonical
@@ -108,6 +109,54 @@ def test_a_layer_used_twice_is_left_to_autograd():
     assert not sliced.supports(Stage(OrderedDict(a=layer, b=layer)))
     relu = nn.ReLU()
     assert sliced.supports(Stage(OrderedDict(a=nn.Linear(4, 4), r=relu, b=nn.Linear(4, 4), s=relu)))
+
+
+def pruned() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    prune.remove(prune.l1_unstructured(layer, "weight", 0.5), "weight")
+    assert [name for name, _ in layer.named_parameters()] == ["bias", "weight"]
+    return layer
+
+
+def with_more() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_parameter("unused", nn.Parameter(torch.randn(4)))
+    layer.add_module("spare", nn.Linear(4, 4))
+    return layer
+
+
+def without_bias_at_first() -> nn.Module:
+    layer = nn.Linear(4, 4, bias=False)
+    layer.bias = nn.Parameter(torch.randn(4))
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+@pytest.mark.parametrize("odd", [pruned, with_more, without_bias_at_first])
+@pytest.mark.parametrize("learning", ["all", "some"])
+def test_gradients_go_to_their_parameters_wherever_these_stand(odd, learning):
+    stage = Stage(OrderedDict(a=odd(), r=nn.ReLU(), b=nn.Linear(4, 4), c=odd())).double()
+    assert sliced.supports(stage)
+    x = torch.randn(20, 4, dtype=torch.float64)
+    learn = torch.arange(20) % (1 if learning == "all" else 4) == 0
+    tape = SlicedTape(stage, x, context(20))
+    d_output = torch.randn_like(tape.output) * learn[:, None]
+    parameters = trainable(stage)
+    y = stage(x)
+    expected = torch.autograd.grad(y, parameters, d_output, allow_unused=True)
+    _, got = tape.backward(d_output, learn)
+    assert [g is None for g in got] == [g is None for g in expected]
+    for a, b in zip(got, expected, strict=True):
+        if b is not None:
+            close(a, b)
+
+
+def test_a_weight_that_is_no_parameter_is_left_to_autograd():
+    layer = nn.Linear(4, 4)
+    made = nn.Parameter(torch.randn(4, 4))
+    del layer.weight
+    layer.weight = made * 2
+    assert not sliced.supports(Stage(OrderedDict(a=layer)))
 
 
 def test_relu_in_place_never_overwrites_what_others_need():

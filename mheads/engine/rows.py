@@ -23,11 +23,17 @@ class Rows:
     total: int
 
     @staticmethod
-    def where(mask: Tensor) -> Rows | None:
-        """The rows where the mask is true; None for all, or for so many that leaving the others out gains nothing."""
+    def where(mask: Tensor, exactly: bool = False) -> Rows | None:
+        """The rows where the mask is true; None for all, or for so many that leaving the others out gains nothing.
+
+        `exactly`: nothing fills up, for layers that would see it. Statistics of fewer than two rows are none, so then
+        all are taken.
+        """
         total = len(mask)
         index = mask.nonzero().flatten()
         count = len(index)
+        if exactly:
+            return Rows(index, count, total) if 2 <= count < total else None
         padded = max(ROW_MULTIPLE, -(-count // ROW_MULTIPLE) * ROW_MULTIPLE)
         if padded >= total:
             return None

@@ -15,20 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mheads.engine.rows import Rows
-from mheads.models.layers import Dropout, draw_mask
+from mheads.models.layers import Dropout, draw_mask, is_hooked
 
 aten = torch.ops.aten
 Pick = Callable[[Tensor], Tensor]  # the rows in question of what a forward kept, padded as the gradient is
 
 # A layer's forward returns its output and its backward; backward(d_output, pick, input_gradient) returns the gradient
-# of the input (None if it is not wanted) and those of the layer's parameters in the order of layer.parameters().
-Backward = Callable[[Tensor, Pick, bool], tuple[Tensor | None, list[Tensor | None]]]
+# of the input (None if it is not wanted) and the layer's parameters, each with its gradient.
+Learned = list[tuple[Tensor, Tensor]]
+Backward = Callable[[Tensor, Pick, bool], tuple[Tensor | None, Learned]]
 
 
 def conv2d(layer: nn.Conv2d, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
     y = F.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
 
-    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         d_x, d_weight, d_bias = aten.convolution_backward(
             d_y,
             pick(x),
@@ -42,7 +43,7 @@ def conv2d(layer: nn.Conv2d, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
             layer.groups,
             [input_gradient, layer.weight.requires_grad, layer.bias is not None and layer.bias.requires_grad],
         )
-        return d_x, _trainable(layer, d_weight, d_bias)
+        return d_x, _learned(layer, d_weight, d_bias)
 
     return y, backward
 
@@ -54,11 +55,11 @@ def identity(layer: nn.Identity, x: Tensor, owned: bool) -> tuple[Tensor, Backwa
 def linear(layer: nn.Linear, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
     y = F.linear(x, layer.weight, layer.bias)
 
-    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         flat = d_y.flatten(0, -2)
         d_weight = flat.t() @ pick(x).flatten(0, -2) if layer.weight.requires_grad else None
         d_bias = flat.sum(0) if layer.bias is not None and layer.bias.requires_grad else None
-        return d_y @ layer.weight if input_gradient else None, _trainable(layer, d_weight, d_bias)
+        return d_y @ layer.weight if input_gradient else None, _learned(layer, d_weight, d_bias)
 
     return y, backward
 
@@ -67,7 +68,7 @@ def relu(layer: nn.ReLU, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
     # In place where nobody else looks at x: the layers that keep their own output say so by `owned`.
     y = x.relu_() if owned else x.relu()
 
-    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         return aten.threshold_backward(d_y, pick(y), 0), []
 
     return y, backward
@@ -78,7 +79,7 @@ def max_pool2d(layer: nn.MaxPool2d, x: Tensor, owned: bool) -> tuple[Tensor, Bac
     y, indices = aten.max_pool2d_with_indices(x, *window, layer.ceil_mode)
     like = _like(x)
 
-    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         rows = like(len(d_y))
         return aten.max_pool2d_with_indices_backward(d_y, rows, *window, layer.ceil_mode, pick(indices)), []
 
@@ -91,7 +92,7 @@ def avg_pool2d(layer: nn.AvgPool2d, x: Tensor, owned: bool) -> tuple[Tensor, Bac
     y = aten.avg_pool2d(x, *window, *rest)
     like = _like(x)
 
-    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         return aten.avg_pool2d_backward(d_y, like(len(d_y)), *window, *rest), []
 
     return y, backward
@@ -101,7 +102,7 @@ def adaptive_avg_pool2d(layer: nn.AdaptiveAvgPool2d, x: Tensor, owned: bool) -> 
     y = layer(x)
     like = _like(x)
 
-    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         return aten._adaptive_avg_pool2d_backward(d_y, like(len(d_y))), []
 
     return y, backward
@@ -122,7 +123,7 @@ def local_response_norm(layer: nn.LocalResponseNorm, x: Tensor, owned: bool) -> 
     s = around(x.square()).mul_(layer.alpha).add_(layer.k)
     y = x * s.pow(-layer.beta)
 
-    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         x_, s_ = pick(x), pick(s)
         power = s_.pow(-layer.beta)
         inner = around_adjoint(d_y * x_ * power / s_)
@@ -135,7 +136,7 @@ def dropout(layer: Dropout, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
     mask = draw_mask(layer.mask_shape(x), layer.p, x) if layer.training and layer.p > 0 else None
     y = x if mask is None else x * mask
 
-    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         return d_y if mask is None else d_y * pick(mask), []
 
     return y, backward
@@ -145,7 +146,7 @@ def flatten(layer: nn.Flatten, x: Tensor, owned: bool) -> tuple[Tensor, Backward
     y = x.flatten(layer.start_dim, layer.end_dim)
     shape, last = x.shape[1:], x.dim() == 4
 
-    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, list[Tensor | None]]:
+    def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         d_x = d_y.reshape(len(d_y), *shape)
         return d_x.contiguous(memory_format=torch.channels_last) if last else d_x, []
 
@@ -182,7 +183,7 @@ def supports(stage: nn.Module) -> bool:
     found = list(layers(stage))
     parameters = [id(p) for layer in found for p in layer.parameters()]
     tied = len(set(parameters)) < len(parameters)
-    if tied or any(p._backward_hooks for p in stage.parameters()) or any(_hooked(m) for m in stage.modules()):
+    if tied or any(p._backward_hooks for p in stage.parameters()) or any(is_hooked(m) for m in stage.modules()):
         return False
     return all(type(layer) in STEPS and _plain(layer) for layer in found)
 
@@ -192,14 +193,11 @@ def takes(x: object) -> bool:
     return isinstance(x, Tensor) and x.dim() in (2, 4)
 
 
-def _hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in module.__dict__
-
-
 def _plain(layer: nn.Module) -> bool:
     if hasattr(layer, "takes") or torch.nn.utils.parametrize.is_parametrized(layer):
         return False
+    if isinstance(layer, nn.Conv2d | nn.Linear) and not {"weight", "bias"} <= layer._parameters.keys():
+        return False  # made of something else, which autograd knows
     if isinstance(layer, nn.Conv2d):
         return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if isinstance(layer, nn.MaxPool2d):
@@ -250,8 +248,8 @@ def pooled_maxima(x: Tensor, kernel: list[int], stride: list[int], ceil_mode: bo
 
 def backward(
     backwards: list[Backward], d: Tensor, rows: Rows | None, input_gradient: bool
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """From the gradient of the output (of `rows` only, if given) to those of the input and the parameters.
+) -> tuple[Tensor | None, Learned]:
+    """From the gradient of the output (of `rows` only, if given) to those of the input and of each parameter.
 
     Empties the list as it goes: what a layer kept is freed as soon as it was used.
     """
@@ -265,19 +263,19 @@ def backward(
             picked[id(t)] = rows.pick(t)
         return picked[id(t)]
 
-    gradients: list[list[Tensor | None]] = []
+    learned: Learned = []
     d_x: Tensor | None = d
     while backwards:
         step = backwards.pop()
         assert d_x is not None
         d_x, of_layer = step(d_x, pick, bool(backwards) or input_gradient)
-        gradients.append(of_layer)
-    return d_x if input_gradient else None, [g for of_layer in reversed(gradients) for g in of_layer]
+        learned += of_layer
+    return d_x if input_gradient else None, learned
 
 
-def _trainable(layer: nn.Conv2d | nn.Linear, d_weight: Tensor | None, d_bias: Tensor | None) -> list[Tensor | None]:
+def _learned(layer: nn.Conv2d | nn.Linear, d_weight: Tensor | None, d_bias: Tensor | None) -> Learned:
     pairs = ((layer.weight, d_weight), (layer.bias, d_bias))
-    return [d for parameter, d in pairs if parameter is not None and parameter.requires_grad]
+    return [(p, d) for p, d in pairs if p is not None and p.requires_grad and d is not None]
 
 
 def _like(x: Tensor) -> Callable[[int], Tensor]:

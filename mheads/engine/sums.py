@@ -26,7 +26,7 @@ class PairwiseSum:
         self._waiting: dict[tuple[int, int], Gradients] = {}
 
     def add(self, index: int, terms: Gradients) -> Gradients | None:
-        """Takes over entry `index`, whose tensors may be changed from now on; the sum, if this was the last one."""
+        """Takes over entry `index`, a list that is emptied as it is added; the sum, if this was the last one."""
         for level, size in enumerate(self.sizes):
             if size == 1:
                 break
@@ -44,10 +44,13 @@ class PairwiseSum:
 
 @torch.no_grad()
 def _add(left: Gradients, right: Gradients) -> Gradients:
-    pairs = [(a, b) for a, b in zip(left, right, strict=True) if a is not None and b is not None]
-    if pairs:
-        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
-    return [b if a is None else a for a, b in zip(left, right, strict=True)]
+    """The sum, in tensors of its own: gradients may be views of one buffer, of a parameter or of what another stage
+    was given, so adding in place would change others. One by one, so that each pair is freed before the next."""
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        left[i] = b if a is None else a if b is None else a + b
+        right[i] = None
+        del a, b
+    return left
 
 
 def divides_evenly(n: int, parts: int) -> bool:

@@ -7,7 +7,6 @@ is not zero; a tape may leave out the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -93,7 +92,7 @@ class AutogradTape:
         gradients: Gradients = [None] * len(sources)
         if pairs and sources:
             ys, ds = zip(*pairs, strict=True)
-            gradients = _apart(torch.autograd.grad(ys, sources, ds, allow_unused=True))
+            gradients = list(torch.autograd.grad(ys, sources, ds, allow_unused=True))
         d_input = None
         if self.wanted:
             queue = iter(gradients)
@@ -105,19 +104,6 @@ class AutogradTape:
             d_input = values.map_leaves(gradient_of, self.input)
         del self.input
         return d_input, gradients[len(self.wanted) :]
-
-
-def _apart(gradients: Sequence[Tensor | None]) -> Gradients:
-    """Gradients that share no memory, with each other or within: they will be added to in place."""
-    seen: set[int] = set()
-    found: Gradients = []
-    for g in gradients:
-        if g is not None and (g.data_ptr() in seen or 0 in g.stride()):
-            g = g.clone(memory_format=torch.contiguous_format)
-        if g is not None:
-            seen.add(g.data_ptr())
-        found.append(g)
-    return found
 
 
 class RecomputingTape:
@@ -144,6 +130,7 @@ class SlicedTape:
     """Stages of known layers: the one forward keeps what each layer needs, and only the rows that learn go back."""
 
     def __init__(self, stage: Stage, x: Tensor, context: Context) -> None:
+        self.parameters = trainable(stage)
         self.input_gradient = context.input_gradient
         with torch.no_grad(), context.masks():
             output, self._backwards = sliced.forward(stage, x)
@@ -153,7 +140,10 @@ class SlicedTape:
         rows = None if learn is None else Rows.where(learn)
         with torch.no_grad():
             d = canonical(d_output) if rows is None else rows.take_gradient(d_output)
-            d_input, gradients = sliced.backward(self._backwards, d, rows, self.input_gradient)
+            d_input, learned = sliced.backward(self._backwards, d, rows, self.input_gradient)
+        # By identity: parameters may stand in any order in their layer, and it may hold some that it does not use.
+        found = {id(parameter): gradient for parameter, gradient in learned}
+        gradients: Gradients = [found.get(id(parameter)) for parameter in self.parameters]
         return d_input if d_input is None or rows is None else rows.put(d_input), gradients
 
 

@@ -93,12 +93,9 @@ class TrainingStep:
         # The part of the examples that a member learns from, where the loss tells.
         self.share = min(1.0, (loss.winners or net.num_members) / net.num_members)
         self.statistics = bool(net.batch_statistics_layers())
-        # Their rows cannot be told apart: batch statistics, and side inputs, whose rows only the batch knows.
-        self.dense = {
-            name
-            for name in self.stages
-            if has_batch_statistics(net.stage(name)) or any(hasattr(m, "takes") for m in net.stage(name).modules())
-        }
+        # No row can be left out of their backward: batch statistics, and side inputs, whose rows only the batch knows.
+        self.mixing = {name for name in self.stages if has_batch_statistics(net.stage(name))}
+        self.sided = {name for name in self.stages if any(hasattr(m, "takes") for m in net.stage(name).modules())}
         self.known = {name: sliced.supports(net.stage(name)) for name in self.stages}
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
@@ -133,13 +130,13 @@ class TrainingStep:
     def forward(self, i: int, node: Node, x: Value) -> None:
         batch = self.batches[i]
         rows = None
-        if not node.children and batch.prior is not None and node.name not in self.dense:
-            rows = Rows.where(batch.prior[node.members[0]] > 0)
+        if not node.children and batch.prior is not None and node.name not in self.sided:
+            rows = Rows.where(batch.prior[node.members[0]] > 0, exactly=node.name in self.mixing)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
         context = Context(
             key, values.num_rows(x), batch.side, input_gradient=node.parent is not None, known=self.known[node.name]
         )
-        share = 1.0 if node.children or node.name in self.dense else self.share
+        share = 1.0 if node.children or node.name in self.mixing | self.sided else self.share
         tape = record(self.net.stage(node.name), x, context, rows, share)
         if node.children:
             self._tapes[node.name, i] = tape

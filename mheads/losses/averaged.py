@@ -12,6 +12,8 @@ from torch import Tensor
 from mheads.errors import UserError
 from mheads.losses.loss import Loss, LossValue, cross_entropies
 
+CAFFE_LOG_THRESHOLD = 1e-20
+
 
 def score_averaged() -> Loss:
     """Cross-entropy of the softmax of the mean scores: -log softmax(mean_m outputs_m)_y."""
@@ -22,8 +24,9 @@ def prob_averaged(stable: bool = True) -> Loss:
     """Cross-entropy of the mean probabilities: -log mean_m softmax(outputs_m)_y.
 
     In log space, log sum_m exp(log p_y^m) - log M, which is finite with a finite gradient for scores of any size.
-    `stable=False` is the direct form, which underflows: a member sure of a wrong class gets no gradient, and where all
-    are the loss is clamped at -log 1e-20 as Caffe does.
+    `stable=False` is what Caffe's layers compute (softmax, average, MultinomialLogisticLoss), which underflows: the
+    mean p_y is clamped at 1e-20, -log max(p_y, 1e-20) with the gradient -1 / max(p_y, 1e-20), so that a member sure of
+    a wrong class gets next to nothing, and nothing at all where its p_y is 0 in its precision.
     """
     return Loss("prob_averaged", partial(_prob_averaged, stable=stable), averaged=True, options={"stable": stable})
 
@@ -38,8 +41,10 @@ def _prob_averaged(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tenso
     if stable:
         total = (torch.logsumexp(-cross_entropies(outputs, y), 0) - math.log(len(outputs))).neg().sum()
     else:
-        mean = outputs.softmax(-1).mean(0)
-        total = -mean.gather(1, y[:, None]).clamp_min(1e-20).log().sum()
+        p_y = outputs.softmax(-1).mean(0).gather(1, y[:, None])
+        clamped = p_y.detach().clamp_min(CAFFE_LOG_THRESHOLD)
+        # Caffe's gradient goes through the clamp: -1 / clamped, also where it is the threshold.
+        total = (-clamped.log() - (p_y - p_y.detach()) / clamped).sum()
     return _value(total, outputs, y)
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from mheads import values
+from mheads.errors import UserError
+from mheads.values import Value
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,9 @@ class LossValue:
 class Loss:
     """A loss function with what an engine must know of it.
 
+    `function` is given outputs [M, B, C], labels [B] and, where it asks for them, priors and tie-breaking keys, each
+    [M, B] or None. It returns a LossValue, or simply the losses [M, B]: weighted by the prior, they make the total.
+
     `separable`: the loss of a member does not depend on the outputs of the others, so each member's forward and
     backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
@@ -40,17 +49,65 @@ class Loss:
     """
 
     name: str
-    function: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], LossValue]
+    function: Callable[..., LossValue | Tensor]
     separable: bool = False
     winners: int | None = None
     averaged: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(
-        self, outputs: Tensor, y: Tensor, prior: Tensor | None = None, ties: Tensor | None = None
-    ) -> LossValue:
+    def __post_init__(self) -> None:
+        if not 2 <= self._num_arguments <= 4:
+            raise UserError(
+                f"the function of loss {self.name!r} asks for {self._num_arguments} arguments: "
+                "it takes (outputs, y), or (outputs, y, prior, ties)"
+            )
+
+    def __call__(self, outputs: Value, y: Value, prior: Tensor | None = None, ties: Tensor | None = None) -> LossValue:
         """The loss of outputs [M, B, C] on labels [B], given priors [M, B] and tie-breaking keys [M, B]."""
-        return self.function(outputs, y, prior, ties)
+        found = self.function(*(outputs, y, prior, ties)[: self._num_arguments])
+        shape = values.leaves(outputs)[0].shape[:2]
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in values.leaves(outputs))
+        if isinstance(found, Tensor):
+            self._check(found, "losses", shape, learns)
+            weights = ones_or(prior, found.detach())
+            return LossValue((weights * found).sum(), weights, found.detach())
+        if not isinstance(found, LossValue):
+            raise self._wrong(f"a {type(found).__name__}", shape)
+        self._check(found.total, "a total", torch.Size(()), learns)
+        self._check(found.assignment, "an assignment", shape)
+        self._check(found.losses, "losses", shape)
+        return LossValue(found.total, found.assignment.detach(), found.losses.detach())
+
+    @cached_property
+    def _num_arguments(self) -> int:
+        """How many of (outputs, y, prior, ties) the function wants: options of its own that have defaults are not."""
+        function = self.function.forward if isinstance(self.function, nn.Module) else self.function
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):  # not written in Python
+            return 2
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            return 4
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        wanted = [p for p in positional if p.default is p.empty or p.name in ("prior", "ties")]
+        return len(wanted)
+
+    def _check(self, found: Any, what: str, shape: torch.Size, learns: bool = False) -> None:
+        if not isinstance(found, Tensor) or found.shape != shape or not found.is_floating_point():
+            kind = f"{found.dtype} " if isinstance(found, Tensor) else f"{type(found).__name__} "
+            size = list(found.shape) if isinstance(found, Tensor) else ""
+            raise self._wrong(f"{what} of {kind}{size}", shape)
+        if learns and not found.requires_grad:
+            raise UserError(
+                f"loss {self.name!r} returns {what} without a graph back to the outputs, so nothing could be learned: "
+                "leave out detach(), item() and numpy() on the way"
+            )
+
+    def _wrong(self, what: str, shape: torch.Size) -> UserError:
+        return UserError(
+            f"loss {self.name!r} returns {what}; return the losses of all members on all examples, a float tensor "
+            f"[M, B] (here {list(shape)}: reduction='none'?), or a LossValue(total, assignment [M, B], losses [M, B])"
+        )
 
 
 def cross_entropies(outputs: Tensor, y: Tensor) -> Tensor:

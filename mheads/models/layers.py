@@ -85,12 +85,16 @@ class Dropout(nn.Module):
         return f"p={self.p}" + (", channelwise=True" if self.channelwise else "")
 
 
+CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
 def replace_dropout(module: nn.Module) -> nn.Module:
-    """The module with every dropout of torch.nn in it, at any depth, replaced by the keyed one."""
-    if isinstance(module, nn.Dropout):
-        return Dropout(module.p)
-    if isinstance(module, nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
-        return Dropout(module.p, channelwise=True)
+    """The module with every plain dropout of torch.nn in it, at any depth, replaced by the keyed one.
+
+    Subclasses and hooked ones may do anything, so they stay as they are.
+    """
+    if type(module) in (nn.Dropout, *CHANNELWISE) and module.p < 1 and not is_hooked(module):  # type: ignore[operator]
+        return Dropout(module.p, channelwise=type(module) in CHANNELWISE).train(module.training)  # type: ignore[arg-type]
     for name, child in module.named_children():
         replaced = replace_dropout(child)
         if replaced is not child:
@@ -103,10 +107,16 @@ def is_dropout(module: nn.Module) -> bool:
     return any(isinstance(m, Dropout | nn.modules.dropout._DropoutNd) for m in module.modules())
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling this module does more than its class says."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in module.__dict__
+
+
 def has_batch_statistics(module: nn.Module) -> bool:
     """Whether training it on some rows depends on the others, or on the order of calls: BatchNorm and its like.
 
-    A module of the user's own says so by an attribute `batch_statistics`.
+    A module of the user's own says so by an attribute `batch_statistics = True`.
     """
 
     def depends(m: nn.Module) -> bool:
@@ -114,3 +124,8 @@ def has_batch_statistics(module: nn.Module) -> bool:
         return running or isinstance(m, nn.modules.batchnorm._BatchNorm) or getattr(m, "batch_statistics", False)
 
     return any(depends(m) for m in module.modules())
+
+
+def children(network: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Names and children in order; unlike named_children, one that occurs twice (a ReLU, often) is listed twice."""
+    return [(name, child) for name, child in network._modules.items() if child is not None]

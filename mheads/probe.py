@@ -1,0 +1,294 @@
+"""Refuses networks that a tree of their layers would silently get wrong, by running one on a few examples.
+
+A tree runs the children of a network one after the other, in threads, on parts of a batch. So each layer must leave
+alone what it is given and what others use, treat examples one by one or say that it does not, and the layers in a row
+must be all that the network does.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from mheads import seeds, values
+from mheads.errors import UserError
+from mheads.models.layers import children, has_batch_statistics, keyed_masks
+from mheads.values import Value
+
+ONE_LAYER = "or give the whole network as one layer, nn.Sequential(net), which works without a split"
+GLOBAL_HOOKS = [f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")]
+KEPT = (0, -1)  # both ends: what a row gives may depend on those before it or on those after it
+Side = dict[str, Value] | None
+
+
+@torch.no_grad()
+def check_layers(
+    network: str, chain: nn.Sequential, x: Value, side: Side = None, splits: Collection[str] = ()
+) -> Value:
+    """Runs the layers of a network one by one, in both modes; returns what comes out in training.
+
+    `splits` names the layers that a stage ends with and another goes on from.
+    """
+    if any(getattr(nn.modules.module, name, None) for name in GLOBAL_HOOKS):
+        raise UserError(
+            "a hook on all modules is registered (torch.nn.modules.module.register_module_..._hook), but known layers "
+            f"run without their modules and would not call it: remove it, and put hooks on layers of {network}"
+        )
+    for name, module in chain.named_modules():
+        if any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values()):
+            raise UserError(
+                f"layer {name!r} of {network} is rewritten before each call (the old weight_norm, "
+                "spectral_norm or prune), which threads must not do at once; use torch.nn.utils.parametrizations"
+            )
+    with _as_it_was(chain), seeds.seeded("probe"):
+        chain.train(False)
+        _check_in_a_row(network, chain, x, side, splits)
+        chain.train(True)
+        output = _check_in_a_row(network, chain, x, side, splits)
+        mixing = _mixing_layer(chain, x, side)
+    if mixing is not None:
+        raise UserError(
+            f"layer {mixing!r} of {network} mixes examples: what it gives for one depends on the others in the batch, "
+            "so cutting the batch would change results without a word. Set batch_statistics = True on that module to "
+            "have it see whole batches, or let it treat each example by itself (is the batch its first dimension?)"
+        )
+    return output
+
+
+def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, splits: Collection[str]) -> Value:
+    rows, h = values.num_rows(x), x
+    for name, layer in children(chain):
+        states, buffers = seeds.global_states(), _buffers(layer)
+        given = h
+        copies, versions = [t.clone() for t in values.leaves(h)], [t._version for t in values.leaves(h)]
+        try:
+            h = _call(layer, h, side)
+            values.leaves(h)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            shapes = [tuple(t.shape) for t in copies]
+            raise UserError(
+                f"layer {name!r} of {network} fails on an input of shape "
+                f"{shapes[0] if len(shapes) == 1 else shapes}: {error}"
+            ) from error
+        found = values.leaves(given)
+        if [t._version for t in found] != versions or not all(map(_equal, found, copies)):
+            raise UserError(
+                f"layer {name!r} of {network} changes its input in place, which other members may "
+                "still need: let it work on a copy"
+            )
+        if seeds.global_states() != states:
+            raise UserError(
+                f"layer {name!r} of {network} draws random numbers from the global generator of torch, numpy or "
+                "random, so results would depend on the order of threads; use mheads.Dropout, or "
+                "mheads.models.layers.draw_mask for noise of your own"
+            )
+        now = _buffers(layer)
+        changed = [key for key in now if key not in buffers or not _equal(now[key], buffers[key])]
+        if changed and not has_batch_statistics(layer):
+            raise UserError(
+                f"layer {name!r} of {network} changes its buffer '{name}.{changed[0]}' as it runs, so micro-batches "
+                "must not overlap; set batch_statistics = True on that module to have them run one by one"
+            )
+        if name in splits and not side and not all(_is_rowwise(t, rows) for t in values.leaves(h)):
+            raise UserError(
+                f"the members of {network} part after layer {name!r}, but what it gives for {rows} examples is of "
+                f"shape {[tuple(t.shape) for t in values.leaves(h)]}: examples must come first there, since members "
+                "may learn from some only; split elsewhere, or let it give the batch first"
+            )
+    return h
+
+
+def _mixing_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None:
+    """The first layer whose output for one example changes with the others, though it did not say that it would."""
+    if values.num_rows(x) < 2 or side or any(hasattr(m, "takes") for m in chain.modules()):
+        return None  # which rows belong together only the batch knows
+    try:  # other weights, since zeros hide what a layer does
+        return _find_mixing(chain, x, _shaken)
+    except Exception:  # which not every layer can run on: they must be positive, say
+        try:
+            return _find_mixing(chain, x, lambda layer: nullcontext())
+        except Exception:  # nor on other examples
+            return None
+
+
+def _find_mixing(
+    chain: nn.Sequential, x: Value, weights: Callable[[nn.Module], AbstractContextManager[None]]
+) -> str | None:
+    rows = values.num_rows(x)
+    given = [x, *(values.map_leaves(lambda t, r=r: _with_others(t, rows, r), x) for r in KEPT)]
+    suspect: str | None = None
+    for name, layer in children(chain):
+        with weights(layer):
+            plain, *others = [_call(layer, h, None) for h in given]
+        if has_batch_statistics(layer):  # as it said: from here on the example in question is the same again
+            others = [
+                values.map_leaves(lambda a, b, r=r: _with_row_of(a, b, rows, r), plain, h)
+                for r, h in zip(KEPT, others, strict=True)
+            ]
+        given = [plain, *others]
+        differs = any(
+            _is_rowwise(a, rows) and not _close([a[r]], [b[r]])
+            for r, h in zip(KEPT, others, strict=True)
+            for a, b in zip(values.leaves(plain), values.leaves(h), strict=True)
+        )
+        suspect = (suspect or name) if differs else None  # rows may stand elsewhere for a while: sequence first
+    return suspect
+
+
+def _is_rowwise(t: Tensor, rows: int) -> bool:
+    return t.dim() > 0 and len(t) == rows
+
+
+def _with_row_of(a: Tensor, b: Tensor, rows: int, row: int) -> Tensor:
+    if not _is_rowwise(a, rows):
+        return a
+    b = b.clone()
+    b[row] = a[row]
+    return b
+
+
+def _with_others(t: Tensor, rows: int, row: int) -> Tensor:
+    """The same example in this row with others beside it; whole numbers stay among those that occur."""
+    if not _is_rowwise(t, rows):
+        return t
+    if t.is_floating_point():
+        others = t + (1 + t.abs().max()) * _noise(t, torch.Generator().manual_seed(0))
+    else:
+        others = t[row].flip(tuple(range(t.dim() - 1))).expand_as(t)
+    return _with_row_of(t, others, rows, row)
+
+
+def hooks_on_the_network(network: str) -> UserError:
+    return UserError(
+        f"{network} has hooks on the network itself, which a tree would never call, since it runs the layers inside; "
+        f"put them on a layer, {ONE_LAYER}"
+    )
+
+
+@torch.no_grad()
+def compare_with_forward(network: str, module: nn.Module, x: Value) -> None:
+    """The children in a row must give what the module's own forward gives, with the same gradients.
+
+    In both modes, and with other weights too, since zeros hide whatever follows them.
+    """
+    chain = nn.Sequential(OrderedDict(children(module)))
+    with seeds.seeded("probe"):
+        for training in (True, False):
+            module.train(training)
+            for weights in (nullcontext(), _shaken(module, 0), _shaken(module, 1)):
+                with weights:
+                    same = _same_results(network, module, chain, x, must_run=isinstance(weights, nullcontext))
+                if not same:
+                    raise UserError(
+                        f"the children of {network} run one after the other do not give what its forward gives in "
+                        f"{'training' if training else 'evaluation'} (a reshape, activation, skip connection or "
+                        "detach inside forward?); make each such step a child, for example nn.Flatten(), wrap a block "
+                        f"with its skip connection in one module, {ONE_LAYER}"
+                    )
+
+
+def _same_results(network: str, module: nn.Module, chain: nn.Module, x: Value, must_run: bool) -> bool:
+    states = seeds.global_states()
+    try:
+        expected = _results(module, module, x)
+    except Exception as error:
+        if must_run:
+            raise UserError(f"the forward of {network} fails with {type(error).__name__}: {error}") from error
+        return True  # weights that must be positive, say
+    if seeds.global_states() != states:
+        raise UserError(
+            f"the forward of {network} draws random numbers itself (F.dropout?), which running its children one after "
+            f"the other would leave out; make it a child, nn.Dropout for example, {ONE_LAYER}"
+        )
+    try:
+        got = _results(chain, module, x)
+    except Exception:  # whatever a layer says to an input that is not its own
+        return False
+    return all(len(a) == len(b) and _close(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def _results(run: nn.Module, module: nn.Module, x: Value) -> tuple[list[Tensor], ...]:
+    """Outputs, gradients of the module's weights for a fixed gradient of these, and its buffers afterwards."""
+    weights = [p for p in module.parameters() if p.requires_grad]
+    generator = torch.Generator().manual_seed(0)
+    with _as_it_was(module):
+        with torch.enable_grad():
+            outputs = values.leaves(_call(run, values.map_leaves(Tensor.clone, x), None))
+            ys = [y for y in outputs if y.requires_grad]
+            ds = [_noise(y, generator) for y in ys]
+            found = torch.autograd.grad(ys, weights, ds, allow_unused=True) if ys and weights else [None] * len(weights)
+        gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+        return [y.detach() for y in outputs], gradients, list(_buffers(module).values())
+
+
+def _call(layer: nn.Module, h: Value, side: Side) -> Value:
+    takes = getattr(layer, "takes", None)
+    with keyed_masks(("probe",), values.num_rows(h)):
+        return layer(h) if takes is None else layer(h, (side or {})[takes])
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Whatever happens inside, buffers and modes are afterwards what they were."""
+    stores = [m._buffers for m in module.modules()]
+    buffers = [(s, key, b, b.clone()) for s in stores for key, b in s.items() if b is not None]
+    modes = [(m, m.training) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for store, key, buffer, before in buffers:
+            store[key] = buffer.copy_(before)
+        for m, mode in modes:
+            m.training = mode
+
+
+@contextmanager
+def _shaken(module: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Inside, the module has other weights, none of them zero, and other running statistics."""
+    generator = torch.Generator().manual_seed(seed)
+    weights: list[Tensor] = [p for p in module.parameters() if p.is_floating_point()]
+    before = [p.detach().clone() for p in weights]
+    with _as_it_was(module):
+        try:
+            for p in weights:  # as much as keeps what goes through layers of weights at its size
+                p.add_(_noise(p, generator), alpha=0.5 / (p[0].numel() ** 0.5 if p.dim() > 1 else 1))
+            for m in module.modules():
+                if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None:
+                    assert m.running_var is not None
+                    m.running_mean += 0.5 * _noise(m.running_mean, generator)
+                    m.running_var *= 0.5 + _noise(m.running_var, generator).abs()
+            yield
+        finally:
+            for p, was in zip(weights, before, strict=True):
+                p.copy_(was)
+
+
+def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
+    """Normal numbers in the shape of t; they repeat after a while, which is enough here and costs less."""
+    drawn = torch.randn(min(t.numel(), 65537), generator=generator, dtype=t.dtype)
+    return drawn.repeat(-(-t.numel() // max(1, len(drawn))))[: t.numel()].view(t.shape).to(t.device)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
+
+
+def _close(got: list[Tensor], expected: list[Tensor]) -> bool:
+    """Equal but for rounding, which is measured by the largest value among them."""
+    if all(map(torch.equal, got, expected)):
+        return True
+    floats = [b for b in expected if b.is_floating_point() and b.numel()]
+    scale = max((b.nan_to_num(0, 0, 0).abs().max().item() for b in floats), default=0.0)
+    return all(
+        a.shape == b.shape
+        and (torch.allclose(a, b, 1e-4, 1e-5 * scale, equal_nan=True) if b.is_floating_point() else _equal(a, b))
+        for a, b in zip(got, expected, strict=True)
+    )

@@ -2,8 +2,13 @@ import os
 import subprocess
 import sys
 
+import hypothesis
 import pytest
 from commands import HERE, TINY, Finished
+
+# A busy machine is not a defect: no example is judged by the clock.
+hypothesis.settings.register_profile("mheads", deadline=None)
+hypothesis.settings.load_profile("mheads")
 
 
 @pytest.fixture

@@ -162,7 +162,6 @@ def placements(draw, tree, micro_batches):
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_no_step_is_shorter_than_its_work_or_its_longest_path(data):
     tree, loads, options = data.draw(jobs())
     placement = data.draw(placements(tree, options["micro_batches"]))
@@ -183,7 +182,7 @@ def test_no_step_is_shorter_than_its_work_or_its_longest_path(data):
 
 
 @given(jobs(), st.integers(1, 7))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_auto_is_never_predicted_to_be_slower_than_the_default(job, ranks):
     tree, loads, options = job
     found = auto(tree, loads, ranks, **options)

@@ -30,12 +30,14 @@ Recipe = Annotated[str, typer.Argument(help="A recipe's name (digits, cifar10_qu
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, dotted: loss.k=2.")
 ]
+# torchrun reads the whole command and takes --run for its own --run-path: hence another name, the old one beside it.
+FOLDER = ("--folder", "-f", "--run", "-r")
 RunPath = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
 @app.command(rich_help_panel="Start here")
 def demo(
-    run: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demo"),
+    run: Annotated[Path, typer.Option(*FOLDER, help="Where the runs go.")] = Path("runs/demo"),
 ) -> None:
     """Four ways to use four networks on real digits: a table and a picture in about a minute, no network.
 
@@ -50,15 +52,13 @@ def demo(
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    run: Annotated[
-        Path | None, typer.Option("--run", "-r", help="The run folder; by default runs/RECIPE-DIGEST.")
-    ] = None,
+    run: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
     force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
     """Train; the same command again resumes, or says that the run is finished.
 
-    Example: mheads train cifar10_quick loss.name=mcl loss.k=1 --run runs/mcl
+    Example: mheads train cifar10_quick loss.name=mcl loss.k=1 --folder runs/mcl
     """
     from mheads import config as configs
     from mheads.distributed.session import session

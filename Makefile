@@ -1,4 +1,4 @@
-# Each target sets up what it needs: a virtual environment in .venv, made once and after a change of pyproject.toml.
+# Each target sets up what it needs: a virtual environment in .venv, made once and after a change of pyproject.toml or constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -18,10 +18,10 @@ lint: $(READY)
 
 check: lint test
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mheads needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 clean:

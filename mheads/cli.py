@@ -14,7 +14,6 @@ from mheads.errors import UserError
 
 app = typer.Typer(
     name="mheads",
-    help="Train diverse ensembles of deep networks: TreeNets, ensemble-aware losses, Multiple Choice Learning.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -30,12 +29,34 @@ Recipe = Annotated[str, typer.Argument(help="A recipe's name (digits, cifar10_qu
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, dotted: loss.k=2.")
 ]
+# torchrun reads the whole command and takes --run for its own --run-path: hence another name, the old one beside it.
+FOLDER = ("--folder", "-f", "--run", "-r")
 RunPath = Annotated[Path, typer.Argument(help="A run folder.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import platform
+        from importlib.metadata import version
+
+        import mheads
+
+        console.print(f"mheads {mheads.__version__}, torch {version('torch')}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Of mheads, torch and Python.")
+    ] = False,
+) -> None:
+    """Train diverse ensembles of deep networks: TreeNets, ensemble-aware losses, Multiple Choice Learning."""
 
 
 @app.command(rich_help_panel="Start here")
 def demo(
-    run: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/demo"),
+    run: Annotated[Path, typer.Option(*FOLDER, help="Where the runs go.")] = Path("runs/demo"),
 ) -> None:
     """Four ways to use four networks on real digits: a table and a picture in about a minute, no network.
 
@@ -50,15 +71,13 @@ def demo(
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    run: Annotated[
-        Path | None, typer.Option("--run", "-r", help="The run folder; by default runs/RECIPE-DIGEST.")
-    ] = None,
+    run: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
     force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
     """Train; the same command again resumes, or says that the run is finished.
 
-    Example: mheads train cifar10_quick loss.name=mcl loss.k=1 --run runs/mcl
+    Example: mheads train cifar10_quick loss.name=mcl loss.k=1 --folder runs/mcl
     """
     from mheads import config as configs
     from mheads.distributed.session import session
@@ -86,6 +105,35 @@ def train(
         result = train_run(built, folder, Terminal(console, bar=not quiet) if lead else Silent())
         if lead:
             show_result(result)
+
+
+@app.command(rich_help_panel="Start here")
+def recipes() -> None:
+    """The recipes that come with mheads: what each trains, on what, and for how long.
+
+    Example: mheads recipes
+    """
+    from mheads.report.recipes import recipe_table
+
+    console.print(recipe_table())
+
+
+@app.command(name="config", rich_help_panel="Train and look")
+def show_config(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    describe: Annotated[bool, typer.Option(help="Say of each key what it means, as a comment.")] = True,
+) -> None:
+    """The config of a recipe with all values filled in, as YAML: what training would take, or a file to start from.
+
+    Example: mheads config digits loss=mcl > mine.yaml
+    """
+    from mheads import config as configs
+
+    config = configs.load(recipe, overrides or [])
+    from mheads.report.recipes import annotated
+
+    console.print(annotated(config) if describe else config.to_yaml().rstrip(), markup=False, soft_wrap=True)
 
 
 @app.command(name="eval", rich_help_panel="Train and look")

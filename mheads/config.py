@@ -170,8 +170,9 @@ class Config(_Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def digest(self) -> str:
-        """A short name for everything that decides the result, apart from how long it is trained."""
-        text = json.dumps({k: v for k, v in flatten(self).items() if not is_free(k, self)}, sort_keys=True)
+        """A short name for everything that decides the result."""
+        decisive = {k: v for k, v in flatten(self).items() if k == "optim.iterations" or not is_free(k, self)}
+        text = json.dumps(decisive, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -207,10 +208,19 @@ def recipes() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
+def summary(recipe: str) -> str:
+    """What a recipe says of itself: its first line."""
+    return _recipe_text(recipe).partition("\n")[0].removeprefix("# ")
+
+
+def _recipe_text(recipe: str) -> str:
+    return (resources.files("mheads.recipes") / f"{recipe}.yaml").read_text()
+
+
 def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
     if recipe in recipes():
-        text = (resources.files("mheads.recipes") / f"{recipe}.yaml").read_text()
+        text = _recipe_text(recipe)
     elif Path(recipe).is_file():
         return read(Path(recipe), overrides)
     else:

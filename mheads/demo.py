@@ -31,7 +31,7 @@ def run_demo(folder: Path, console: Console) -> None:
     for title, overrides in ENSEMBLES.items():
         config = configs.load("digits", overrides)
         run = RunFolder(folder / title.replace(",", "").replace("=", "").replace(" ", "-").lower())
-        console.print(f"[bold]{title}[/]  mheads train digits {' '.join(overrides)} --run {run.path}", soft_wrap=True)
+        console.print(f"[bold]{title}[/]  mheads train digits {' '.join(overrides)} -f {run.path}", soft_wrap=True)
         results[title] = train(experiment.build(config), run, Terminal(console))
     console.print(comparison_table(results))
     owners = {title: np.asarray(result["ownership"]) for title, result in results.items() if len(result["members"]) > 1}

@@ -66,7 +66,7 @@ class RunFolder:
             # A process that was killed here may have left some of what is written before the config.
             begun = {".lock", self.data.name, f".{self.data.name}", f".{self.config.name}"}
             if self.path.is_dir() and any(entry.name not in begun for entry in self.path.iterdir()):
-                raise UserError(f"{self.path} is not empty and not a run folder: give another one with --run")
+                raise UserError(f"{self.path} is not empty and not a run folder: give another --folder")
             new = not self.path.exists()
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -91,12 +91,14 @@ class RunFolder:
             self._lock = (self.path / ".lock").open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another process is training in {self.path}: wait for it, or give another --run") from None
+            raise UserError(
+                f"another process is training in {self.path}: wait for it, or give another --folder"
+            ) from None
         except OSError as error:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> UserError:
-        return UserError(f"cannot write the run folder {self.path}: {error.strerror}; give another one with --run")
+        return UserError(f"cannot write the run folder {self.path}: {error.strerror}; give another --folder")
 
     def release(self) -> None:
         if self._lock is not None:
@@ -112,13 +114,13 @@ class RunFolder:
             lines = "\n".join(f"  {k}: {old[k]!r} in the folder, {new[k]!r} now" for k in keys)
             raise UserError(
                 f"{self.path} holds a run of another config:\n{lines}\n"
-                "give another folder with --run, or --force to start afresh beside it"
+                "give another --folder, or --force to start afresh beside it"
             )
         before = self.read_data().fingerprint
         if before != data.fingerprint:
             raise UserError(
                 f"{self.path} was trained on other data: checksum {before} there, {data.fingerprint} now; "
-                "give another folder with --run, or --force to start afresh beside it"
+                "give another --folder, or --force to start afresh beside it"
             )
 
     def beside(self) -> RunFolder:
@@ -167,7 +169,7 @@ class RunFolder:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{self.data} cannot be read ({error}): the run folder is damaged; train afresh with --run"
+                f"{self.data} cannot be read ({error}): the run folder is damaged; train afresh with --folder"
             ) from error
         preprocess = Preprocess.from_tensors(tensors, facts["scale"])
         return DataFacts(

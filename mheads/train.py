@@ -310,7 +310,7 @@ def _diverged(what: str, checkpoints: Checkpoints) -> UserError:
     steps = checkpoints.steps()
     kept = f"the checkpoint of iteration {steps[0]} stays" if steps else "there is no checkpoint yet"
     return UserError(
-        f"{what}; {kept}. Try a lower optim.lr, optim.schedule.warmup or data.normalize, in a new folder (--run)"
+        f"{what}; {kept}. Try a lower optim.lr, optim.schedule.warmup or data.normalize, in a new folder (--folder)"
     )
 
 

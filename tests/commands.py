@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 HERE = Path(__file__).parent
+PYTHONPATH = f"{HERE}{os.pathsep}{HERE.parent}"  # of processes: the networks of the tests, and this package
 # Digits, small and with everything that carries state: a tree, MCL, bagging, dropout, evaluations, checkpoints.
 TINY = [
     "model=networks:with_dropout", "members=3", "split=conv", "loss=mcl", "sampling=bagging", "data.limit=150",

@@ -2,8 +2,13 @@ import os
 import subprocess
 import sys
 
+import hypothesis
 import pytest
-from commands import HERE, TINY, Finished
+from commands import HERE, PYTHONPATH, TINY, Finished
+
+# A busy machine is not a defect: no example is judged by the clock.
+hypothesis.settings.register_profile("mheads", deadline=None)
+hypothesis.settings.load_profile("mheads")
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def undisturbed(tmp_path_factory):
     """The tiny run, trained without disturbance in a process of its own with one worker."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     command = [sys.executable, "-m", "mheads", "train", "digits", *TINY, "engine.workers=1", "--run", str(run)]
-    env = {**os.environ, "PYTHONPATH": str(HERE)}
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return run

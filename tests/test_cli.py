@@ -11,6 +11,7 @@ from commands import TINY, process, result
 from PIL import Image
 
 import mheads as package
+from mheads.config import load, recipes
 
 QUICK = ["data.limit=150", "optim.iterations=2", "optim.batch_size=32"]
 
@@ -39,6 +40,51 @@ def refused(mheads, tmp_path, monkeypatch):
 @pytest.fixture
 def copied(tmp_path, undisturbed):
     return shutil.copytree(undisturbed, tmp_path / "copied")
+
+
+# Looking before training.
+
+
+def test_the_version_names_what_decides_bits(mheads):
+    import platform
+
+    import torch
+
+    done = mheads("--version")
+    assert done.code == 0
+    assert done.out == f"mheads {package.__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
+
+
+def test_recipes_says_of_each_what_it_trains_on_what_and_for_how_long(mheads, monkeypatch):
+    lines = mheads("recipes").out.splitlines()
+    (quick,) = (line for line in lines if line.startswith(" cifar10_quick "))
+    assert "CIFAR10-Quick as the paper trains it" in quick
+    assert quick.split()[-3:] == ["cifar10", "4", "5,000"]
+    assert {line.split()[0] for line in lines if line.strip()} >= set(recipes())
+
+
+def test_config_shows_what_training_would_take_and_is_a_config_itself(mheads, tmp_path):
+    for options in ([], ["--no-describe"]):
+        done = mheads("config", "digits", "loss=mcl", "loss.k=2", "split={conv1: [{conv2: 2}, 2]}", *options)
+        assert done.code == 0
+        assert ("# mcl: how many members learn from each example" in done.out) is (options == [])
+        (tmp_path / "mine.yaml").write_text(done.out)
+        assert load(str(tmp_path / "mine.yaml")) == load(
+            "digits", ["loss=mcl", "loss.k=2", "split={conv1: [{conv2: 2}, 2]}"]
+        )
+    assert "'loss.k'" in mheads("config", "digits", "loss.kk=2").err
+
+
+def test_longer_training_has_a_folder_of_its_own_unless_one_is_named(mheads, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for iterations in (2, 3):
+        assert mheads("train", "digits", *QUICK, f"optim.iterations={iterations}").code == 0
+    short, long = sorted(Path("runs").iterdir(), key=lambda run: result(run)["iterations"])
+    assert (result(short)["iterations"], result(long)["iterations"]) == (2, 3)
+    done = mheads("train", "digits", *QUICK, "optim.iterations=3", "--folder", short)
+    assert done.code == 0
+    assert "resuming at iteration 2 of 3" in done.out
+    assert len(list(Path("runs").iterdir())) == 2
 
 
 # Training.

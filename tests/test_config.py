@@ -1,8 +1,10 @@
 import pytest
+import yaml
 
 from mheads import config as configs
 from mheads.config import Config
 from mheads.errors import UserError
+from mheads.report.recipes import annotated
 
 
 @pytest.mark.parametrize("name", configs.recipes())
@@ -37,11 +39,22 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
     assert configs.read(tmp_path / "config.yaml") == config
 
 
-def test_the_digest_ignores_only_what_may_change_on_resuming():
+def test_the_digest_ignores_only_what_decides_no_bit_of_the_result():
     digest = configs.load("digits").digest()
-    free = ["optim.iterations=7", "engine.workers=1", "log.every=3"]
+    free = ["engine.workers=1", "log.every=3", "timeout=5", "placement=auto"]
     assert configs.load("digits", free).digest() == digest
-    assert configs.load("digits", ["seed=1"]).digest() != digest
+    for decisive in ("seed=1", "optim.iterations=7", "optim.lr=0.5"):
+        assert configs.load("digits", [decisive]).digest() != digest
+
+
+@pytest.mark.parametrize("name", configs.recipes())
+def test_a_config_with_descriptions_reads_back_as_itself(name):
+    odd = ["split={conv1: [{conv2: 2}, 2]}", "model_args={'a: b': \"two\\nlines # one\", c: [1, {d: null}]}", "seed=3"]
+    config = configs.load(name, ["members=4", *odd])
+    text = annotated(config)
+    assert yaml.safe_load(text) == config.model_dump(mode="json")
+    for key in ("the first rate", "everything random follows from it", "how many members"):
+        assert f"# {key}\n" in f"{text}\n"
 
 
 @pytest.mark.parametrize(

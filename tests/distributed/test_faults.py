@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from commands import HERE, TINY, assert_same_run, process, ranks, start_ranks, weights
+from commands import PYTHONPATH, TINY, assert_same_run, process, ranks, start_ranks, weights
 
 # Long enough to be disturbed in the middle.
 LONG = ["train", "digits", *TINY, "optim.iterations=100000", "log.every=1", "log.evaluate_every=0"]
@@ -169,8 +169,8 @@ def test_torchrun_restarts_after_each_rank_was_killed_and_ends_with_the_undistur
     run = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--max-restarts", "3"]
     command += ["--monitor-interval", "0.1"]
-    command += ["--standalone", "-m", "killing", "train", "digits", *TINY, "-r", str(run)]
-    env = {**os.environ, "PYTHONPATH": str(HERE), "KILLED": str(tmp_path / "killed")}
+    command += ["--standalone", "-m", "killing", "train", "digits", *TINY, "--folder", str(run)]
+    env = {**os.environ, "PYTHONPATH": PYTHONPATH, "KILLED": str(tmp_path / "killed")}
     (tmp_path / "killed").mkdir()
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=tmp_path, timeout=250)
     text = done.stdout + done.stderr

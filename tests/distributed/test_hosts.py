@@ -12,7 +12,7 @@ import time
 from functools import partial
 
 import pytest
-from commands import HERE, TINY, Finished, Running, assert_same_run
+from commands import PYTHONPATH, TINY, Finished, Running, assert_same_run
 from test_faults import when_logged
 
 CLONE_NEWNET = 0x40000000
@@ -198,7 +198,7 @@ class Launched:
     """A launcher at work."""
 
     def __init__(self, *command, folder):
-        env = {**os.environ, **AS_ROOT, "PYTHONPATH": str(HERE), "COLUMNS": "200", "TMPDIR": str(folder)}
+        env = {**os.environ, **AS_ROOT, "PYTHONPATH": PYTHONPATH, "COLUMNS": "200", "TMPDIR": str(folder)}
         self._process = subprocess.Popen(
             list(map(str, command)), env=env, cwd=folder, text=True, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -239,7 +239,7 @@ def test_torchrun_on_three_hosts(network, undisturbed, tmp_path):
     meet = ["--nnodes", 3, "--nproc-per-node", 1, "--master-addr", network.addresses[0], "--master-port", 29511]
     launched = [
         Launched(
-            "ip", "netns", "exec", host, *TORCHRUN, *meet, "--node-rank", rank, "-m", "mheads", *TRAIN, "-r", run,
+            "ip", "netns", "exec", host, *TORCHRUN, *meet, "--node-rank", rank, "-m", "mheads", *TRAIN, "--folder", run,
             folder=tmp_path,
         )
         for rank, host in enumerate(network.hosts)
@@ -255,7 +255,7 @@ def test_torchrun_on_one_host_with_one_rank_and_with_two(undisturbed, tmp_path):
     def launch(ranks):
         (tmp_path / f"{ranks}").mkdir()
         options = ["--standalone", "--nproc-per-node", ranks]
-        return Launched(*TORCHRUN, *options, "-m", "mheads", *TRAIN, "-r", "run", folder=tmp_path / f"{ranks}")
+        return Launched(*TORCHRUN, *options, "-m", "mheads", *TRAIN, "--folder", "run", folder=tmp_path / f"{ranks}")
 
     for ranks, done in enumerate(all_succeed([launch(1), launch(2)]), 1):
         check_output(done.out)
@@ -272,7 +272,7 @@ def mpirun():
 
 
 def test_mpirun_ends_well_with_all_that_was_said(mpirun, undisturbed, tmp_path):
-    (done,) = all_succeed([Launched(*mpirun, *TRAIN, "-r", tmp_path / "run", folder=tmp_path)])
+    (done,) = all_succeed([Launched(*mpirun, *TRAIN, "--folder", tmp_path / "run", folder=tmp_path)])
     check_output(done.out)
     assert "\x1b[?25l" not in done.out, "no bar in a file, though mpirun gives every rank a terminal"
     assert done.err == ""
@@ -281,7 +281,7 @@ def test_mpirun_ends_well_with_all_that_was_said(mpirun, undisturbed, tmp_path):
 
 
 def test_a_mistake_under_mpirun_is_said_once_and_is_a_failure(mpirun, tmp_path):
-    done = Launched(*mpirun, "train", "digits", "optim.lrr=1", "-r", tmp_path / "run", folder=tmp_path).finish(60)
+    done = Launched(*mpirun, "train", "digits", "optim.lrr=1", "-f", tmp_path / "run", folder=tmp_path).finish(60)
     assert done.code != 0
     assert (done.out + done.err).count("did you mean 'optim.lr'") == 1
     assert not (tmp_path / "run").exists()

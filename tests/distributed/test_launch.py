@@ -474,3 +474,29 @@ def test_ranks_of_mpich_which_has_no_name_for_its_job_know_the_same_file(tmp_pat
     ranks, files = zip(*(word.split(":") for word in words), strict=True)
     assert ranks == ("0/3", "1/3", "2/3")
     assert len(set(files)) == 1
+
+
+# Their options and ours.
+
+
+def test_torchrun_hands_every_option_of_train_on_to_us(mheads):
+    """It reads the whole command, and takes what begins one of its own options for that option."""
+    from torch.distributed.run import get_args_parser
+    from typer.main import get_command
+
+    from mheads.cli import app
+
+    parameters = get_command(app).commands["train"].params
+    ours = [name for one in parameters if one.param_type_name == "option" for name in (*one.opts, *one.secondary_opts)]
+    assert {"--folder", "-f", "--run", "-r", "--force", "--quiet"} <= set(ours)
+    for name in set(ours) - {"--run"}:  # kept for those who are used to it
+        command = ["train", "digits", "split=conv1", name, "value"]
+        parsed = get_args_parser().parse_args(["--nproc-per-node", "2", "-m", "mheads", *command])
+        assert (parsed.module, parsed.training_script_args) == (True, command)
+
+
+def test_the_old_name_of_the_folder_is_still_taken(mheads, tmp_path):
+    for name in ("--folder", "-f", "--run", "-r"):
+        done = mheads("train", "digits", "optim.iterations=1", "data.limit=100", name, tmp_path / f"run{name}")
+        assert done.code == 0
+        assert (tmp_path / f"run{name}" / "result.json").is_file()

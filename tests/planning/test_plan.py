@@ -163,7 +163,6 @@ def placements(draw, tree, micro_batches):
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_no_step_is_shorter_than_its_work_or_its_longest_path(data):
     job, cluster, loads = data.draw(jobs())
     tree = job.tree
@@ -185,7 +184,7 @@ def test_no_step_is_shorter_than_its_work_or_its_longest_path(data):
 
 
 @given(jobs())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_auto_is_never_predicted_to_be_slower_than_the_default(drawn):
     job, cluster, loads = drawn
     tree, ranks = job.tree, cluster.ranks

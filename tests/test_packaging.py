@@ -1,0 +1,23 @@
+"""What the package asks of whoever installs it, and what `make` installs."""
+
+import tomllib
+from pathlib import Path
+
+import hypothesis
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_package_takes_any_newer_torch_and_make_pins_its_own():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
+    assert torch == "torch>=2.9"
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert pins == ["torch==2.13.0"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert "$(READY): pyproject.toml constraints.txt\n" in makefile
+    assert "--constraint constraints.txt" in makefile
+
+
+def test_no_test_is_judged_by_the_clock():
+    assert hypothesis.settings().deadline is None

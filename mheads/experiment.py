@@ -87,6 +87,8 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         fraction=sampling.fraction,
         groups=sampling.groups if sampling.name == "specialists" else None,
     )
+    if loss.averaged and data.weights is not None:
+        raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
     if loss.averaged and prior is not None:
         raise UserError(f"sampling is {sampling.name}, but {loss.name} averages the members: use sampling=full")
     everybody_wins = loss.winners is not None and loss.winners >= net.num_members
@@ -96,7 +98,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
             f"init=same with {loss.name} would keep the members identical for ever: every one gets the same gradient "
             "from the same weights. Use init=random, sampling=bagging, dropout, or loss.name=mcl"
         )
-    return Experiment(config, net, loss, data, prior)
+    return Experiment(config, net, loss, data, datasets.weighted(prior, data.weights, net.num_members))
 
 
 def factory(config: Config) -> Callable[[], nn.Module]:

@@ -22,6 +22,7 @@ class Watcher(Protocol):
     def evaluated(self, step: int, result: Result) -> None: ...
     def resumed(self, step: int, total: int) -> None: ...
     def finished(self, folder: Path) -> None: ...
+    def note(self, message: str) -> None: ...
     def warn(self, message: str) -> None: ...
 
 
@@ -44,6 +45,9 @@ class Silent:
         pass
 
     def finished(self, folder: Path) -> None:
+        pass
+
+    def note(self, message: str) -> None:
         pass
 
     def warn(self, message: str) -> None:
@@ -118,6 +122,9 @@ class Terminal:
     def finished(self, folder: Path) -> None:
         text = f"{folder} is finished: nothing to do (more optim.iterations would go on)"
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def note(self, message: str) -> None:
+        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
         self.console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mheads.data.arrays import stacked
 from mheads.data.seen import survey
 from mheads.errors import UserError
 from mheads.runs import DataFacts
@@ -41,7 +41,7 @@ def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of arrays that cannot be written: nobody writes
-            raw = x if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
+            raw = x if isinstance(x, Tensor) else torch.as_tensor(stacked(x, what))
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{what} are no array ({error}); give arrays of shape {('N', *data.shape)}") from error
     if not raw.numel() and raw.shape[:1] in ((), (0,)):

@@ -409,3 +409,23 @@ def test_mistakes_in_the_data_are_named(call, message):
 def test_predict_says_what_is_wrong_with_its_examples(trained, x, message):
     with pytest.raises(mheads.UserError, match=message):
         trained.predict(x)
+
+
+def test_a_dataset_with_random_transforms_resumes_to_the_same_bits(tmp_path):
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, row):
+            return torch.from_numpy(X[row]) + 0.1 * torch.rand(1, 8, 8), int(Y[row])
+
+    def fit(iterations, run):
+        net = mheads.TreeNet(networks.Plain, members=2, split="first")
+        return mheads.fit(net, train=Noisy(), iterations=iterations, batch_size=20, run=tmp_path / run)
+
+    fit(3, "a")
+    torch.rand(5)  # whatever else is drawn
+    resumed, straight = fit(7, "a"), fit(7, "b")
+    assert resumed.result == straight.result
+    for mine, theirs in zip(resumed.net.parameters(), straight.net.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

@@ -8,8 +8,10 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from PIL import Image
 
 from mheads.data.augment import crop_and_mirror, places
+from mheads.data.images import pixels_of
 from mheads.data.seen import Seen, survey
 from mheads.errors import UserError
 
@@ -107,7 +109,7 @@ def as_split(examples: Any, labels: Any, where: str) -> ArraySplit:
 
 def as_examples(examples: Any, where: str) -> np.ndarray:
     """Images [N, H, W, C] or vectors [N, F], checked; copied only where the memory is laid out otherwise."""
-    x = _array(examples, f"{where} examples")
+    x = stacked(examples, f"{where} examples")
     if x.dtype != np.uint8 and x.dtype.newbyteorder("=") not in (np.float16, np.float32, np.float64):
         raise UserError(f"{where} examples have dtype {x.dtype}; convert them to uint8 or float32")
     if x.ndim not in (2, 3, 4) or 0 in x.shape[1:]:
@@ -128,7 +130,7 @@ def as_examples(examples: Any, where: str) -> np.ndarray:
 
 def as_labels(labels: Any, where: str) -> np.ndarray:
     """Class numbers, int64, or names, str."""
-    y = _array(labels, f"{where} labels")
+    y = stacked(labels, f"{where} labels")
     if y.dtype.kind in "iu":
         return y.astype(np.int64, copy=False)
     if y.dtype.kind in "US":
@@ -139,15 +141,21 @@ def as_labels(labels: Any, where: str) -> np.ndarray:
     raise UserError(f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; {advice}")
 
 
-def _array(values: Any, what: str) -> np.ndarray:
+def stacked(values: Any, what: str) -> np.ndarray:
+    """One array of an array, a tensor, or a list of numbers, names, arrays, tensors or Pillow images."""
     if isinstance(values, torch.Tensor):
-        if values.dtype == torch.bfloat16:
-            values = values.float()
-        return values.detach().cpu().numpy()
+        return (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
     try:
-        array = np.asarray(values)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{what} are of several sizes; make them all alike before stacking them") from error
+        if isinstance(values, (list, tuple)) and values and isinstance(values[0], Image.Image):
+            array = np.stack([pixels_of(image) for image in values])
+        elif isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor):
+            array = torch.stack(list(values)).detach().cpu().numpy()
+        else:
+            array = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise UserError(
+            f"{what} are of several sizes, or no arrays ({error}); make them all alike to be stacked"
+        ) from error
     if array.dtype == object:
         if array.size and all(isinstance(value, str) for value in array.flat):
             return array.astype(str)

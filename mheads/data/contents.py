@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from pathlib import Path
 from mheads.data.cache import cache_dir
 from mheads.errors import UserError
 
+_writing = threading.Lock()
 PATIENCE = 3.0  # seconds before a terminal is told what is going on
 
 
@@ -36,7 +38,7 @@ def digests(root: Path, names: Sequence[str], threads: int) -> list[str]:
         list(pool.map(share, range(threads)))  # taking the results raises the first error
     shown.close()
     if any(known.get(name) != entry for name, entry in found.items()):
-        _remember(store, known | found)
+        _remember(store, found)
     return [found[name][0] for name in names]
 
 
@@ -72,14 +74,14 @@ def _remembered(store: Path | None) -> dict[str, list]:
         return {}  # reading all files again is never wrong
 
 
-def _remember(store: Path | None, known: dict[str, list]) -> None:
+def _remember(store: Path | None, found: dict[str, list]) -> None:
     if store is None:
         return
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=store.parent) as work:
+        with _writing, tempfile.TemporaryDirectory(dir=store.parent) as work:
             made = Path(work, store.name)
-            made.write_text(json.dumps(known))
+            made.write_text(json.dumps(_remembered(store) | found))  # two splits may be of one folder
             made.replace(store)
     except OSError:
         pass  # only the next start is slower

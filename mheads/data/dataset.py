@@ -16,7 +16,7 @@ from PIL import Image
 
 from mheads import seeds as keyed
 from mheads.data.arrays import as_examples, as_labels, augmented, augmented_places
-from mheads.data.images import UNREADABLE, eight_bits
+from mheads.data.images import UNREADABLE, pixels_of
 from mheads.data.seen import Seen, of_rows
 from mheads.data.split import Chosen
 from mheads.errors import UserError
@@ -133,10 +133,9 @@ def as_array(x: Any, where: str) -> np.ndarray:
     """One example: an array or tensor as it is, a Pillow image as uint8 [C, H, W]."""
     if isinstance(x, Image.Image):
         try:
-            pixels = np.asarray(eight_bits(x, grey=x.mode in ("1", "L", "I") or x.mode.startswith("I;")))
+            return pixels_of(x)
         except UNREADABLE as error:
             raise UserError(f"{where} cannot be read as an image ({error})") from error
-        return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
     array = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
     if array.ndim not in (1, 2, 3) or array.dtype == object:
         raise UserError(

@@ -25,6 +25,12 @@ def eight_bits(image: Image.Image, grey: bool) -> Image.Image:
     return image.convert("L" if grey else "RGB")
 
 
+def pixels_of(image: Image.Image) -> np.ndarray:
+    """A Pillow image as uint8 [C, H, W]: grey if it is, else RGB."""
+    pixels = np.asarray(eight_bits(image, grey=image.mode in ("1", "L", "I") or image.mode.startswith("I;")))
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
 def read_crop(
     path: Path, resize: int, crop: int, chance: tuple[float, float] | None = None, grey: bool = False
 ) -> np.ndarray:

@@ -258,10 +258,12 @@ def test_an_image_replaced_by_another_of_the_same_size_and_time_is_noticed(path,
 def test_unchanged_images_are_not_read_again_for_the_fingerprint(path, monkeypatch, tmp_path):
     monkeypatch.setenv("MHEADS_DATA", str(tmp_path / "cache"))
     first = load(path).fingerprint
+    halves = load(path, validation=5).fingerprint
     read = []
     whole = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda file: read.append(file.name) or whole(file))
     assert load(path).fingerprint == first
+    assert load(path, validation=5).fingerprint == halves
     assert read == []
     (path / "val" / "dog" / "0.png").write_bytes((path / "val" / "cat" / "0.png").read_bytes())
     read.clear()
@@ -271,6 +273,13 @@ def test_unchanged_images_are_not_read_again_for_the_fingerprint(path, monkeypat
         for file in (tmp_path / "cache" / "contents").iterdir():
             file.write_bytes(damaged)
         assert load(path).fingerprint != first
+
+
+def test_two_splits_of_one_folder_are_both_remembered(path, monkeypatch):
+    whole = Path.read_bytes
+    first = load(path, validation=5).fingerprint
+    monkeypatch.setattr(Path, "read_bytes", lambda file: pytest.fail(f"{file} is read again") or whole(file))
+    assert load(path, validation=5).fingerprint == first
 
 
 def test_a_cache_that_cannot_be_written_only_costs_time(path, monkeypatch, tmp_path):

@@ -70,7 +70,9 @@ FORMS = {
     "a loader of single items": lambda: DataLoader(Stream(), batch_size=None),
     "a list of pairs": lambda: [(picture(i), Y[i]) for i in ROWS],
     "a generator": lambda: ((X[i], Y[i]) for i in ROWS),
-    "two lists": lambda: [X.tolist() and list(X), list(Y)],
+    "two lists": lambda: [list(X), list(Y)],
+    "pictures and labels": lambda: ([picture(i) for i in ROWS], Y),
+    "lists of tensors": lambda: (list(torch.from_numpy(X)), list(torch.from_numpy(Y))),
 }
 
 

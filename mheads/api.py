@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +23,14 @@ from mheads import config as configs
 from mheads import data as datasets
 from mheads import experiment as experiments
 from mheads.config import Config
-from mheads.data.batch import evaluation_batches
+from mheads.data import ArraySplit, Preprocess, Split
+from mheads.data.assemble import check_labels
+from mheads.data.dataset import DatasetSplit
 from mheads.distributed.launch import detect
 from mheads.errors import UserError
 from mheads.losses import LOSSES, Loss, independent
 from mheads.metrics import Metrics, Result
+from mheads.prepared import Prepared, check, raw_examples
 from mheads.progress import Watcher, watcher
 from mheads.runs import DataFacts, Log, RunFolder
 from mheads.train import EVALUATION_ROWS, Stopped, train
@@ -35,7 +39,7 @@ from mheads.tree import TreeNet
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Examples = tuple[Any, Any]  # (inputs, labels): numpy arrays or torch tensors
+Examples = Any  # (inputs, labels) as arrays or tensors, a list of pairs, a torch Dataset or DataLoader
 
 
 class _Temporary:
@@ -81,20 +85,35 @@ class Run:
             f"  {'in memory, gone with this object' if self._temporary else self.folder}"
         )
 
+    def __post_init__(self) -> None:
+        # What `evaluate` warns of, since the net alone does not do it.
+        self.net.__dict__["preprocessing"] = str(self.data.preprocess)
+
     @torch.inference_mode()
     def predict(self, x: Any) -> Tensor:
         """Outputs (logits) [M, N, C] of raw examples, preprocessed as in training: images [N, C, H, W] or vectors."""
-        raw = torch.as_tensor(x)
-        if tuple(raw.shape[1:]) != self.data.shape:
-            raise UserError(
-                f"examples of shape {tuple(raw.shape[1:])}, but {self.folder} was trained on {self.data.shape}"
-            )
-        if raw.dim() == 4 and not raw.is_floating_point():
-            raw = raw.permute(0, 2, 3, 1)
+        raw = raw_examples(x, self.data)
+        check(raw, self.data)
         self.net.eval()
-        parts = [self.data.preprocess(part, experiments.input_dtype(self.net)) for part in raw.split(EVALUATION_ROWS)]
-        device = next(self.net.parameters()).device
-        return torch.cat([self.net(part.to(device)).cpu() for part in parts], 1)
+        prepared = Prepared(self.net, self.data)
+        return torch.cat([prepared.run(part).cpu() for part in raw.split(EVALUATION_ROWS)], 1)
+
+    def evaluate(self, x: Any, y: Any = None) -> Result:
+        """All metrics on raw examples and labels, preprocessed as in training.
+
+        x and y are arrays as `fit` takes them; without y, x is a pair of them, a list of pairs, a Dataset or a
+        DataLoader.
+        """
+        split = _labelled(x if y is None else (x, y), self.data.classes, "the examples")
+        if tuple(split.shape) != self.data.shape:
+            raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
+        if self.data.seen is not None:
+            self.data.seen.check(split.survey("the examples"), "the examples")
+        return _measure([self.net], Prepared(self.net, self.data).run, split, EVALUATION_ROWS)
+
+    def member(self, m: int) -> Prepared:
+        """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
+        return Prepared(self.net.member(m), self.data).eval()
 
     def plot_ownership(self) -> Figure:
         """Who owns which class of the test set."""
@@ -141,10 +160,11 @@ def fit(
     sampling: str | dict[str, Any] = "full",
     classes: Sequence[str] | None = None,
     normalize: str = "none",
-    scale: float = 1.0,
+    scale: float | str = "auto",
     pad: int = 0,
     mirror: bool = False,
     validation: int = 0,
+    weights: Any = None,
     workers: int | str = "auto",
     micro_batches: int | str = "auto",
     device: str = "auto",
@@ -152,15 +172,19 @@ def fit(
     log: dict[str, Any] | None = None,
     **unknown: Never,
 ) -> Run:
-    """Trains a tree of members on arrays in memory.
+    """Trains a tree of members on labelled examples.
 
-    `train` and `test` are (inputs, labels); without a test set the last tenth of the training set is held out.
-    `loss` is a loss, its name, or None for independent cross-entropy. `iterations` counts steps (1,000 by default);
-    `epochs` is another way to say it: passes over the training set. `run` is a folder, and the same call on the same
-    folder resumes; without it nothing is kept longer than the run that is returned. `show` decides about progress
-    in the terminal or the notebook; by default it is shown where somebody looks. The other keywords are keys of the
-    config, under the same names (docs/configuration.md): `optimizer` is `optim.name`, `schedule="cosine"` or
-    `{"name": "step", "every": 500}`, `log={"evaluate_every": 100}`.
+    `train` and `test` are (inputs, labels), lists of pairs, torch Datasets or DataLoaders; labels are class numbers or
+    names. Without a test set a tenth of the training set is held out, of each class its share, drawn by the seed; with
+    `validation` the last so many examples are. `weights` [N] say how much each training example counts. `scale`
+    multiplies the inputs; auto brings uint8 to 0..1 and leaves floats alone.
+
+    `loss` is a loss, its name, a function of outputs and labels, or None for independent cross-entropy. `iterations`
+    counts steps (1,000 by default); `epochs` is another way to say it: passes over the training set. `run` is a folder,
+    and the same call on the same folder resumes; without it nothing is kept longer than the run that is returned.
+    `show` decides about progress in the terminal or the notebook; by default it is shown where somebody looks. The
+    other keywords are keys of the config, under the same names (docs/configuration.md): `optimizer` is `optim.name`,
+    `schedule="cosine"` or `{"name": "step", "every": 500}`, `log={"evaluate_every": 100}`.
 
     Ctrl-C ends the step, saves, and raises KeyboardInterrupt whose attribute `run` is the run so far.
     """
@@ -180,9 +204,9 @@ def fit(
         known = loss.name in configs.LOSS_NAMES  # one of the user's own is remembered, not imported again
         own = {"name": f"__main__:{loss.name}", "args": loss.options}
         arrays: dict[str, Any] = {"normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror}
-        if test is None and not validation:
-            validation = max(1, len(train[1]) // 10)
-        data = datasets.from_arrays(train, test, classes=classes, validation=validation, **arrays)
+        data = datasets.from_arrays(
+            train, test, classes=classes, validation=validation, hold_out=seed, weights=weights, **arrays
+        )
         if epochs is not None:
             iterations = max(1, math.ceil(epochs * len(data.train) / (batch_size * accumulate)))
         iterations = 1000 if iterations is None else iterations
@@ -228,6 +252,8 @@ def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher
         result = Result.from_dict(summary)
         return Run(folder.path, experiment.config, net, facts, result, summary, folder.read_log(), temporary)
 
+    if experiment.data.held_out is not None:
+        watch.say(f"holding out {experiment.data.held_out}")
     before = 0 if folder.exists() else net.trained
     if before:
         watch.say(f"going on from the weights that {before:,} iterations of an earlier fit left in this net")
@@ -324,38 +350,83 @@ def _speaking_python() -> Iterator[None]:
 
 
 def evaluate(
-    models: TreeNet | Sequence[Callable[[Tensor], Tensor]], test: Examples, *, batch_size: int = 100
+    models: Run | TreeNet | nn.Module | Callable[[Tensor], Tensor] | Sequence[Callable[[Tensor], Tensor]],
+    test: Any,
+    *,
+    classes: Sequence[str] | None = None,
+    batch_size: int = 100,
 ) -> Result:
-    """All metrics of an ensemble on (inputs, labels): a tree, or any list of models that give logits [B, C].
+    """All metrics of an ensemble on labelled examples: a tree, one model, or a list of models that give logits [B, C].
 
-    Inputs are given to the models as they are, in float; modules are put in eval mode for it and back.
+    `test` is (inputs, labels), a list of pairs, a Dataset or a DataLoader; `classes` number labels that are names.
+    Inputs are given to the models as they are, in float; members from `run.member(m)` bring the preprocessing of their
+    run, and `run.evaluate(x, y)` measures a whole run. Modules are put in eval mode for it and back.
     """
-    members: Sequence[Callable[[Tensor], Tensor]] = [models] if isinstance(models, TreeNet) else list(models)
+    if isinstance(models, Run):
+        return models.evaluate(test)
+    alone = callable(models) and not isinstance(models, nn.ModuleList)  # a Sequential is one model, not its layers
+    members: list[Callable[[Tensor], Tensor]] = [models] if alone else list(models)  # type: ignore[list-item,arg-type]
     if not members:
         raise UserError("evaluate needs at least one model")
+    for model in members:
+        if done := getattr(model, "preprocessing", ""):
+            warnings.warn(
+                f"the network was trained on examples {done}, and gets these as they are: "
+                "run.evaluate(x, y) and run.member(m) bring the preprocessing of the run",
+                stacklevel=2,
+            )
     modules = [model for model in members if isinstance(model, nn.Module)]
     parameter = next((p for module in modules for p in module.parameters()), torch.empty(0))
-    data = datasets.from_arrays(test, test)
+
+    def forward(raw: Tensor) -> Tensor:
+        raw = raw.to(parameter.device)
+        x = Preprocess()(raw, parameter.dtype)
+        if isinstance(models, TreeNet):
+            return models(x)
+        # What brings its preprocessing takes raw images, channels first.
+        first = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
+        return torch.stack([model(first if isinstance(model, Prepared) else x) for model in members])
+
+    return _measure(modules, forward, _labelled(test, classes, "the test examples"), batch_size)
+
+
+def _labelled(given: Any, classes: Sequence[str] | None, where: str) -> ArraySplit | DatasetSplit:
+    """Examples with class numbers; labels that are names need `classes`, since a test set may lack some."""
+    split = datasets.as_source(given, where)
+    if not len(split):
+        raise UserError(f"{where}: there are no examples; give at least one")
+    if split.labels.dtype.kind == "U" and classes is None:
+        raise UserError(f"{where}: labels are names; say which number each class has, classes=[...] in that order")
+    split.survey(where)
+    split = datasets.numbered({where: split}, classes)[0][where]
+    if classes is not None:
+        check_labels(split, len(classes), where)
+    return split
+
+
+def _measure(
+    modules: Sequence[nn.Module], forward: Callable[[Tensor], Tensor], split: Split, batch_size: int
+) -> Result:
+    """The metrics of `forward`, raw examples to outputs [M, b, C], with the modules in eval mode."""
     modes = [(m, m.training) for module in modules for m in module.modules()]
     for module in modules:
         module.eval()
     metrics: Metrics | None = None
     try:
         with torch.inference_mode():
-            for read in evaluation_batches(data.test, data.preprocess, batch_size):
-                batch = read().to(parameter.device)
-                x = batch.network_inputs(parameter.dtype)
-                outputs = models(x) if isinstance(models, TreeNet) else torch.stack([model(x) for model in members])
+            for start in range(0, len(split), batch_size):
+                rows = np.arange(start, min(start + batch_size, len(split)))
+                outputs, targets = forward(split.read(rows, None)), torch.from_numpy(split.labels[rows])
                 if outputs.dim() != 3:
                     raise UserError(f"each model must give logits [B, C], not {tuple(outputs.shape[1:])}")
-                if int(batch.targets.max()) >= outputs.shape[2]:
-                    raise UserError(f"label {int(batch.targets.max())}, but the models give {outputs.shape[2]} scores")
+                if int(targets.max()) >= outputs.shape[2]:
+                    raise UserError(f"label {int(targets.max())}, but the models give {outputs.shape[2]} scores")
                 metrics = metrics or Metrics(outputs.shape[0], outputs.shape[2])
-                metrics.update(outputs, batch.targets)
+                metrics.update(outputs, targets)
     finally:
         for module, mode in modes:
             module.training = mode
-    assert metrics is not None
+    assert metrics is not None  # there is at least one example
     return metrics.result()
 
 

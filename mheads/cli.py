@@ -156,7 +156,7 @@ def evaluate(
 @app.command(rich_help_panel="Train and look")
 def predict(
     run: RunPath,
-    images: Annotated[list[Path], typer.Argument(help="Image files.")],
+    images: Annotated[list[Path], typer.Argument(help="Images, or .npz and .csv files of examples.")],
     resize: Annotated[bool, typer.Option(help="Scale images of another size to the one trained on.")] = False,
 ) -> None:
     """Every member's answer to an image, the ensemble's, and how far they agree.

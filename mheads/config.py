@@ -78,11 +78,14 @@ class DataOptions(_Section):
     path: Path | None = _option(None, "folder, npz: the folder or file")
     validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std"] = _option("none", "what is subtracted and divided by")
-    scale: float = _option(1.0, "pixels are multiplied by this", gt=0)
+    scale: Literal["auto"] | Annotated[float, Field(gt=0)] = _option(
+        "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"
+    )
     pad: int = _option(0, "training: pad by n pixels and crop back at random", ge=0)
     mirror: bool = _option(False, "training: mirror at random")
     resize: int = _option(256, "folder: length of the shorter side after resizing", ge=1)
     crop: int | None = _option(None, "folder: side of the crop that the network sees", ge=1)
+    grey: bool = _option(False, "folder: read images in one channel")
     limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
     reader: Literal["every", "root"] = _option("every", "ranks: each reads what it needs, or rank 0 reads for all")
 
@@ -249,9 +252,19 @@ def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
         raise UserError(f"{source} is not valid YAML: {error}") from error
     if not isinstance(tree, dict):
         raise UserError(f"{source} must hold a mapping of config keys, not {tree!r}")
+    data = tree.get("data")
     for override in overrides:
         _override(tree, override)
+    _forget_scale(tree, data, overrides)
     return _absolute(validate(tree, source))
+
+
+def _forget_scale(tree: dict[str, Any], before: Any, overrides: Sequence[str]) -> None:
+    """A recipe's scale is that of its own data: another dataset gets the default unless an override says otherwise."""
+    now = tree.get("data")
+    given = any(override.startswith(("data.scale=", "data=")) for override in overrides)
+    if isinstance(before, dict) and isinstance(now, dict) and now.get("name") != before.get("name") and not given:
+        now.pop("scale", None)
 
 
 def _absolute(config: Config) -> Config:

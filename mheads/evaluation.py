@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from rich import box
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from mheads import api, experiment, values
 from mheads.checkpoint import write_atomically
 from mheads.data.batch import evaluation_batches
 from mheads.data.catalog import DATASETS
-from mheads.data.folder import read_crop
+from mheads.data.images import read_crop, read_whole
+from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
 from mheads.metrics import Metrics
 from mheads.progress import Watcher
@@ -33,7 +36,9 @@ def evaluate_run(path: Path, outputs_file: Path | None, watch: Watcher) -> dict[
     if outputs_file is not None and not outputs_file.parent.is_dir():
         raise UserError(f"cannot write {outputs_file}: there is no folder {outputs_file.parent}")
     if config.data.name not in DATASETS:
-        raise UserError(f"{path} was trained from Python on arrays: evaluate it there, mheads.evaluate(net, (x, y))")
+        raise UserError(
+            f"{path} was trained from Python on arrays: evaluate it there, mheads.load({str(path)!r}).evaluate(x, y)"
+        )
     net = experiment.build_net(config, weights=False)
     folder.load_weights(net)
     data = experiment.load_data(config)
@@ -73,14 +78,28 @@ def evaluate_run(path: Path, outputs_file: Path | None, watch: Watcher) -> dict[
     return summary(metrics.result(), built, before["iterations"], before["seconds"])
 
 
-def predict_images(path: Path, images: Sequence[Path], resize: bool) -> Iterator[Group]:
-    """A table for each image: the best answers of every member and of the ensemble."""
+def predict_images(path: Path, files: Sequence[Path], resize: bool) -> Iterator[Group]:
+    """A table for each image: the best answers of every member and of the ensemble; one for each file of arrays."""
     run = api.load(path)
-    pixels = np.stack([read_image(image, run, resize) for image in images])
-    outputs = run.predict(pixels)
-    probabilities = outputs.double().softmax(-1)
-    for i, image in enumerate(images):
-        yield _answers(image, probabilities[:, i], run.data.classes)
+    if not files:
+        raise UserError("there is nothing to predict: give image, .npz or .csv files")
+    images = [file for file in files if file.suffix.lower() not in ARRAYS]
+    pixels = [read_image(image, run, resize) for image in images]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        answers = dict(zip(images, _probabilities(run, np.stack(pixels)).unbind(1), strict=True)) if images else {}
+        rows = {file: _probabilities(run, read_examples(file, run)) for file in files if file not in answers}
+    for warning in said:
+        yield Group(Text(str(warning.message), style="yellow"))
+    for file in files:
+        if file in answers:
+            yield _answers(file, answers[file], run.data.classes)
+        else:
+            yield _answers_to_rows(file, rows[file], run.data.classes)
+
+
+def _probabilities(run: api.Run, x: np.ndarray) -> torch.Tensor:
+    return run.predict(x).double().softmax(-1)
 
 
 def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
@@ -103,6 +122,20 @@ def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -
     return Group(title, table)  # a title of the table's own would be wrapped to its width
 
 
+def _answers_to_rows(file: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
+    """Probabilities [M, N, C] of the rows of a file: a line each."""
+    votes, mean = probabilities.argmax(-1), probabilities.mean(0)
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("row", "Ensemble-Mean", "agree", *(f"member {m}" for m in range(len(votes)))):
+        table.add_column(name, no_wrap=True)
+    for row, p in enumerate(mean):
+        answer = int(p.argmax())
+        said = f"{escape(classes[answer])} {100 * p[answer]:.1f}%"
+        agree = f"{int((votes[:, row] == answer).sum())} of {len(votes)}"
+        table.add_row(str(row), said, agree, *(escape(classes[c]) for c in votes[:, row]))
+    return Group(escape(str(file)), table)
+
+
 def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:
     """The image as uint8 [C, H, W] of the size that the run was trained on."""
     channels, height, width = run.data.shape if len(run.data.shape) == 3 else (0, 0, 0)
@@ -111,13 +144,8 @@ def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:
     if not path.is_file():
         raise UserError(f"there is no image {path}")
     if run.config.data.name == "folder":
-        crop = read_crop(path, run.config.data.resize, height, 0.5, 0.5)
-        return crop.transpose(2, 0, 1)
-    try:
-        with Image.open(path) as image:
-            picture = image.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"{path} cannot be read as an image: {error}") from error
+        return read_crop(path, run.config.data.resize, height, grey=channels == 1).transpose(2, 0, 1)
+    picture = read_whole(path, channels == 1)
     if picture.size != (width, height):
         if not resize:
             raise UserError(
@@ -129,6 +157,20 @@ def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:
     if run.config.data.name == "digits":
         pixels = (pixels.astype(np.uint16) * 16 // 255).astype(np.uint8)  # the digits have 17 levels of grey
     return pixels
+
+
+def read_examples(path: Path, run: api.Run) -> np.ndarray:
+    """The examples [N, ...] of a .npz file (its array x, x_test or only one) or of a .csv file (rows of numbers)."""
+    if path.suffix.lower() == ".npz":
+        return read_array(path, ("x", "x_test"))
+    rows = read_csv(path)
+    values = int(np.prod(run.data.shape))
+    if rows.shape[1] != values:
+        raise UserError(
+            f"{path} has {rows.shape[1]} numbers a row, but {run.folder} was trained on examples of {values}: "
+            "give a row of these for each, without labels"
+        )
+    return rows.reshape(-1, *run.data.shape)
 
 
 def dataset_table() -> Table:

@@ -94,6 +94,8 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         fraction=sampling.fraction,
         groups=sampling.groups if sampling.name == "specialists" else None,
     )
+    if loss.averaged and data.weights is not None:
+        raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
     if loss.averaged and prior is not None:
         raise UserError(f"sampling is {sampling.name}, but {loss.name} averages the members: use sampling=full")
     targets = torch.as_tensor(data.train.labels[few])
@@ -103,7 +105,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
             same_prior = prior is None or np.array_equal(prior[a], prior[b])
             if same_prior and not net.parted_by_dropout(a, b):
                 raise _identical(net, loss, a, b)
-    return Experiment(config, net, loss, data, prior)
+    return Experiment(config, net, loss, data, datasets.weighted(prior, data.weights, net.num_members))
 
 
 def _teach(loss: Loss, outputs: Value, targets: Tensor, members: int) -> list[Tensor]:

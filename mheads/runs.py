@@ -23,7 +23,7 @@ from torch import Tensor
 from mheads import config as configs
 from mheads.checkpoint import saving, write_atomically, write_text_atomically
 from mheads.config import Config
-from mheads.data import Data, Preprocess
+from mheads.data import Data, Preprocess, Seen
 from mheads.errors import UserError
 from mheads.metrics import Result
 from mheads.tree import TreeNet
@@ -38,10 +38,13 @@ class DataFacts:
     classes: tuple[str, ...]
     preprocess: Preprocess
     fingerprint: str
+    seen: Seen | None = None
+    held_out: str | None = None
 
     @staticmethod
     def of(data: Data) -> DataFacts:
-        return DataFacts(data.name, tuple(data.train.shape), data.classes, data.preprocess, data.fingerprint)
+        shape = tuple(data.train.shape)
+        return DataFacts(data.name, shape, data.classes, data.preprocess, data.fingerprint, data.seen, data.held_out)
 
 
 class RunFolder:
@@ -158,6 +161,8 @@ class RunFolder:
             "classes": list(data.classes),
             "scale": data.preprocess.scale,
             "fingerprint": data.fingerprint,
+            "seen": None if data.seen is None else [data.seen.kind, data.seen.low, data.seen.high],
+            "held_out": data.held_out,
         }
         tensors = data.preprocess.tensors()
         write_atomically(self.data, lambda path: save_file(tensors, path, metadata={"facts": json.dumps(facts)}))
@@ -172,9 +177,9 @@ class RunFolder:
                 f"{self.data} cannot be read ({error}): the run folder is damaged; train afresh with --folder"
             ) from error
         preprocess = Preprocess.from_tensors(tensors, facts["scale"])
-        return DataFacts(
-            facts["name"], tuple(facts["shape"]), tuple(facts["classes"]), preprocess, facts["fingerprint"]
-        )
+        seen = None if facts.get("seen") is None else Seen(*facts["seen"])  # older folders do not say
+        shape, classes = tuple(facts["shape"]), tuple(facts["classes"])
+        return DataFacts(facts["name"], shape, classes, preprocess, facts["fingerprint"], seen, facts.get("held_out"))
 
     def write_result(self, result: dict[str, Any]) -> None:
         write_text_atomically(self.result, json.dumps(result, indent=1) + "\n")

@@ -102,7 +102,7 @@ def test_a_loss_of_ones_own_can_be_fitted(tmp_path):
         torch.testing.assert_close(mine, theirs)
 
 
-def test_without_a_test_set_the_last_tenth_is_held_out():
+def test_without_a_test_set_a_tenth_is_held_out():
     run = mheads.fit(mheads.TreeNet(networks.Plain, members=2), train=TRAIN, iterations=1)
     assert run.result.examples == 40
 
@@ -209,3 +209,223 @@ def test_one_model_forked_into_members_that_would_stay_identical_is_refused(tmp_
         ).code
         == 0
     )
+
+
+# The scale of inputs, and what a run brings with it.
+
+PIXELS = (X * 255).round().astype(np.uint8)  # what a PNG holds of the digits
+
+
+def quick(x, **options):
+    options = {"iterations": 40, "lr": 0.05, "batch_size": 40, "test": (x[400:600], Y[400:600]), **options}
+    return mheads.fit(mheads.TreeNet(networks.Plain, members=2), train=(x[:400], Y[:400]), **options)
+
+
+@pytest.fixture(scope="module")
+def on_pixels(tmp_path_factory):
+    return quick(PIXELS, normalize="mean_image", run=tmp_path_factory.mktemp("pixels") / "run")
+
+
+def test_uint8_arrays_train_without_being_scaled_by_hand(on_pixels):
+    assert on_pixels.result.ensemble_mean > 60  # a tenth by chance
+
+
+def test_image_files_and_arrays_get_the_same_answers_from_a_run_of_floats(trained, tmp_path):
+    from PIL import Image
+
+    from mheads.evaluation import read_image
+
+    Image.fromarray(PIXELS[3, 0]).save(tmp_path / "three.png")
+    from_file = trained.predict(read_image(tmp_path / "three.png", trained, False)[None])
+    assert torch.equal(from_file, trained.predict(PIXELS[3:4].astype(np.float32) / 255))
+    assert torch.equal(from_file, trained.predict(PIXELS[3:4]))
+    assert torch.equal(from_file, mheads.load(trained.folder).predict(torch.from_numpy(PIXELS[3:4])))
+    torch.testing.assert_close(from_file, trained.predict(X[3:4]), atol=0.05, rtol=0.05)
+
+
+def test_a_run_of_pixels_refuses_floats_that_are_none(on_pixels):
+    asked = on_pixels.predict(PIXELS[:5])
+    torch.testing.assert_close(on_pixels.predict(PIXELS[:5].astype(np.float32)), asked)
+    torch.testing.assert_close(on_pixels.predict(PIXELS[:5, 0]), asked)  # [N, H, W], as fit takes them
+    for call in (on_pixels.predict, on_pixels.member(0), lambda x: on_pixels.evaluate(x, Y[:5])):
+        with pytest.raises(
+            mheads.UserError, match=r"floats from 0 to 1, but the run was trained on uint8 from 0 to 255"
+        ):
+            call(torch.from_numpy(X[:5]))
+
+
+def test_a_run_of_other_floats_refuses_pixels_and_warns_of_values_far_off():
+    run = quick(X * 6 - 3, iterations=1)
+    with pytest.raises(mheads.UserError, match="uint8 from 0 to 255, but the run was trained on floats from -3 to 3"):
+        run.predict(PIXELS[:5])
+    with pytest.warns(UserWarning, match="floats from 0 to 255, but the run was trained on floats from -3 to 3"):
+        run.predict(PIXELS[:5].astype(np.float32))
+
+
+def test_a_folder_from_before_ranges_were_kept_still_predicts(on_pixels, tmp_path):
+    import json
+    import shutil
+
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    shutil.copytree(on_pixels.folder, tmp_path / "old")
+    with safe_open(tmp_path / "old/data.safetensors", "pt") as file:
+        facts = json.loads(file.metadata()["facts"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert facts.pop("seen") == ["uint8", 0.0, 255.0]
+    del facts["held_out"]
+    save_file(tensors, tmp_path / "old/data.safetensors", metadata={"facts": json.dumps(facts)})
+    old = mheads.load(tmp_path / "old")
+    assert old.data.seen is None
+    assert torch.equal(old.predict(PIXELS[:5]), on_pixels.predict(PIXELS[:5]))
+
+
+def test_a_run_and_its_members_bring_their_preprocessing_and_the_net_alone_is_warned_of(on_pixels):
+    test = (PIXELS[400:600], Y[400:600])
+    assert on_pixels.evaluate(*test).members == on_pixels.result.members
+    assert mheads.evaluate(on_pixels, test) == on_pixels.evaluate(test)
+    members = [on_pixels.member(m) for m in range(2)]
+    assert mheads.evaluate(members, test).members == on_pixels.result.members
+    assert torch.equal(members[1](torch.from_numpy(PIXELS[:7])), on_pixels.predict(PIXELS[:7])[1])
+    with pytest.warns(UserWarning, match=r"scaled by 0\.0039.*mean image.*run\.evaluate"):
+        without = mheads.evaluate(on_pixels.net, test)
+    assert without.members != on_pixels.result.members
+
+
+def test_a_member_of_a_run_is_an_ordinary_module(on_pixels):
+    import copy
+
+    member = copy.deepcopy(on_pixels.member(0))
+    x = torch.from_numpy(PIXELS[:3].astype(np.float32)).requires_grad_()
+    member(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+    assert list(member.state_dict()) == [f"network.{name}" for name in on_pixels.net.member(0).state_dict()]
+    assert not member.training
+
+
+def test_a_sequence_of_layers_or_a_function_is_one_model():
+    [model] = plain_models(1)
+    whole = mheads.evaluate([model], TEST)
+    assert mheads.evaluate(model, TEST) == whole
+    assert mheads.evaluate(lambda x: model(x), TEST) == whole
+    assert len(mheads.evaluate(nn.ModuleList(plain_models(2)), TEST).members) == 2
+
+
+# What is held out, and what data may be.
+
+
+def test_without_a_test_set_every_class_of_sorted_data_is_held_out(tmp_path):
+    order = np.argsort(Y[:400], kind="stable")
+    net = mheads.TreeNet(networks.Plain, members=2)
+    run = mheads.fit(net, train=(X[order], Y[order]), iterations=1, seed=5, run=tmp_path / "run")
+    assert np.sum(run.result.ownership, axis=0).tolist() == [4] * 10
+    assert run.data.held_out == "40 of 400 examples, stratified, seed 5"
+    assert mheads.load(tmp_path / "run").data.held_out == run.data.held_out
+
+
+def test_what_is_held_out_is_shown(capsys):
+    mheads.fit(mheads.TreeNet(networks.Plain, members=2), train=TRAIN, iterations=1, show=True)
+    assert "holding out 40 of 400 examples, stratified, seed 0" in capsys.readouterr().err
+
+
+def test_a_dataset_with_names_trains_to_the_same_bits_as_arrays():
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Named(torch.utils.data.Dataset):
+        def __len__(self):
+            return 400
+
+        def __getitem__(self, row):
+            return torch.from_numpy(X[row]), f"digit {Y[row]}"
+
+    options = {"iterations": 5, "lr": 0.05, "batch_size": 40}
+    run = mheads.fit(mheads.TreeNet(networks.Plain, 2), train=Named(), **options)
+    arrays = mheads.fit(mheads.TreeNet(networks.Plain, 2), train=TRAIN, **options)
+    for mine, theirs in zip(run.net.parameters(), arrays.net.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert run.data.classes == tuple(f"digit {i}" for i in range(10))
+    names = [f"digit {y}" for y in TEST[1]]
+    loader = DataLoader(TensorDataset(*map(torch.from_numpy, TEST)), batch_size=7)
+    found = run.evaluate(TEST[0], names)
+    assert found == run.evaluate(loader) == mheads.evaluate(run.net, (TEST[0], names), classes=run.data.classes)
+    with pytest.raises(mheads.UserError, match="'digit ten'"):
+        run.evaluate(TEST[0][:1], ["digit ten"])
+    with pytest.raises(mheads.UserError, match=r"labels are names.*classes="):
+        mheads.evaluate(run.net, (TEST[0], names))
+    with pytest.raises(mheads.UserError, match="label 10, but the 10 classes"):
+        run.evaluate(TEST[0][:1], [10])
+
+
+def test_weights_count_examples_as_often():
+    """An example of weight 2 is as good as two of it: the gradient of whole batches says so."""
+    options = {"lr": 0.5, "momentum": 0.0, "iterations": 3, "test": TEST}
+    twice = np.r_[np.arange(40), np.arange(10)]
+    weights = np.r_[np.full(10, 2.0), np.ones(30)]
+    many = mheads.fit(mheads.TreeNet(networks.Plain, 2), train=(X[twice], Y[twice]), batch_size=50, **options)
+    one = mheads.fit(
+        mheads.TreeNet(networks.Plain, 2), train=(X[:40], Y[:40]), weights=weights, batch_size=40, **options
+    )
+    for mine, theirs in zip(one.net.parameters(), many.net.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: quick(X, weights=np.ones(400)[:-1]), r"\[399\] for 400"),
+        (
+            lambda: mheads.fit(
+                mheads.TreeNet(networks.Plain, 2), mheads.losses.prob_averaged(), weights=np.ones(400), **QUICK
+            ),
+            "prob_averaged averages the members and cannot take weights",
+        ),
+        (
+            lambda: mheads.fit(mheads.TreeNet(networks.Plain, 2, init="same"), weights=np.arange(400) + 1, **QUICK),
+            "identical for ever",
+        ),
+        (lambda: quick(np.where(X > 0.99, np.nan, X)), "train examples hold NaN or infinity: 396 of 400 rows"),
+        (lambda: mheads.evaluate(plain_models(1), (TEST[0] * np.inf, TEST[1])), "NaN"),
+        (lambda: mheads.evaluate(plain_models(1), (TEST[0][:0], TEST[1][:0])), "no examples"),
+    ],
+)
+def test_mistakes_in_the_data_are_named(call, message):
+    with np.errstate(invalid="ignore"), pytest.raises(mheads.UserError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        ([], "are empty"),
+        (X[:0], "are empty"),
+        (X[0, 0], r"shape \(8,\)"),
+        (np.where(X[:9] > 0.99, np.nan, X[:9]), "NaN or infinity"),
+        (X[:2].astype(int), "dtype int64"),
+        (["a"], "no array"),
+    ],
+    ids=str,
+)
+def test_predict_says_what_is_wrong_with_its_examples(trained, x, message):
+    with pytest.raises(mheads.UserError, match=message):
+        trained.predict(x)
+
+
+def test_a_dataset_with_random_transforms_resumes_to_the_same_bits(tmp_path):
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, row):
+            return torch.from_numpy(X[row]) + 0.1 * torch.rand(1, 8, 8), int(Y[row])
+
+    def fit(iterations, run):
+        net = mheads.TreeNet(networks.Plain, members=2, split="first")
+        return mheads.fit(net, train=Noisy(), iterations=iterations, batch_size=20, run=tmp_path / run)
+
+    fit(3, "a")
+    torch.rand(5)  # whatever else is drawn
+    resumed, straight = fit(7, "a"), fit(7, "b")
+    assert resumed.result == straight.result
+    for mine, theirs in zip(resumed.net.parameters(), straight.net.parameters(), strict=True):
+        assert torch.equal(mine, theirs)

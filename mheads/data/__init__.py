@@ -1,11 +1,13 @@
 """Datasets, how they are fetched and cached, and who learns from which example."""
 
-from mheads.data.arrays import ArraySplit, from_arrays
+from mheads.data.arrays import ArraySplit
 from mheads.data.cache import cache_dir
 from mheads.data.catalog import DATASETS, load
 from mheads.data.fetch import get
 from mheads.data.preprocess import Preprocess
-from mheads.data.sampling import order, priors, stream
+from mheads.data.sampling import order, priors, stream, weighted
+from mheads.data.seen import Seen
+from mheads.data.sources import as_source, from_arrays, numbered
 from mheads.data.split import Data, Split
 
 __all__ = [
@@ -13,12 +15,16 @@ __all__ = [
     "ArraySplit",
     "Data",
     "Preprocess",
+    "Seen",
     "Split",
+    "as_source",
     "cache_dir",
     "from_arrays",
     "get",
     "load",
+    "numbered",
     "order",
     "priors",
     "stream",
+    "weighted",
 ]

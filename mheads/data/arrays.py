@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
+from PIL import Image
 
-from mheads.data.assemble import assemble
-from mheads.data.augment import crop_and_mirror
-from mheads.data.split import Data
+from mheads.data.augment import crop_and_mirror, places
+from mheads.data.images import pixels_of
+from mheads.data.seen import Seen, survey
 from mheads.errors import UserError
 
 
@@ -39,17 +39,26 @@ class ArraySplit:
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         """Raw examples [b, ...]: uint8 NHWC, float NCHW (a view of NHWC memory), or vectors [b, F]."""
-        batch = self.examples[rows]
-        if seeds is not None and (self.pad or self.mirror):
-            batch = crop_and_mirror(batch, np.asarray(seeds), pad=self.pad, mirror=self.mirror)
-        raw = torch.from_numpy(batch)
-        return raw.permute(0, 3, 1, 2) if raw.ndim == 4 and raw.is_floating_point() else raw
+        return augmented(self.examples[rows], seeds, pad=self.pad, mirror=self.mirror)
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return augmented_places(seeds, pad=self.pad, mirror=self.mirror)
+
+    @property
+    def margin(self) -> int:
+        return self.pad
 
     def part(self, rows: slice) -> Self:
         return replace(self, examples=self.examples[rows], labels=self.labels[rows])
 
     def fixed(self) -> Self:
         return replace(self, pad=0, mirror=False)
+
+    def whole(self) -> Self:
+        return self
+
+    def survey(self, where: str) -> Seen:
+        return survey(self.examples, where)
 
     def checksum(self) -> bytes:
         digest = hashlib.sha256(repr((self.examples.dtype.str, self.examples.shape)).encode())
@@ -58,47 +67,26 @@ class ArraySplit:
         return digest.digest()
 
 
-def from_arrays(
-    train: tuple[Any, Any],
-    test: tuple[Any, Any] | None,
-    *,
-    classes: Sequence[str] | None = None,
-    normalize: str = "none",
-    validation: int = 0,
-    scale: float = 1.0,
-    pad: int = 0,
-    mirror: bool = False,
-    limit: int | None = None,
-    name: str = "arrays",
-) -> Data:
-    """A dataset from (examples, labels) pairs of numpy arrays or torch tensors.
-
-    Examples: images [N, C, H, W] or [N, H, W], uint8 or float, or vectors [N, F]. Labels: integers [N].
-    Without `test` (and without `validation`) the test split is empty. Without `classes` they are numbered up
-    to the largest label. The other options are those of `load`.
-    """
-    sources = {"train": as_split(*train, where=f"{name}: train")}
-    if test is not None:
-        sources["test"] = as_split(*test, where=f"{name}: test")
-    largest = max((int(s.labels.max()) for s in sources.values() if len(s)), default=-1)
-    known = tuple(map(str, range(largest + 1) if classes is None else classes))
-    return assemble(
-        name,
-        with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
-        sources.get("test", sources["train"].part(slice(0))),
-        known,
-        normalize=normalize,
-        validation=validation,
-        scale=scale,
-        limit=limit,
-    )
+def augmented(batch: np.ndarray, seeds: np.ndarray | None, *, pad: int, mirror: bool) -> torch.Tensor:
+    """Raw examples as `Split.read` gives them, from images [b, H, W, C] of the caller's own or vectors [b, F]."""
+    if seeds is not None and (pad or mirror):
+        batch = crop_and_mirror(batch, np.asarray(seeds), pad=pad, mirror=mirror)
+    raw = torch.from_numpy(batch)
+    return raw.permute(0, 3, 1, 2) if raw.ndim == 4 and raw.is_floating_point() else raw
 
 
-def with_augmentation(split: ArraySplit, *, pad: int, mirror: bool, where: str) -> ArraySplit:
+def augmented_places(seeds: np.ndarray, *, pad: int, mirror: bool) -> torch.Tensor | None:
+    """Where `augmented` cuts, in the zero-padded image."""
+    if not (pad or mirror):
+        return None
+    return torch.from_numpy(np.stack(places(np.asarray(seeds), pad=pad, mirror=mirror), axis=1))
+
+
+def with_augmentation(split: Any, *, pad: int, mirror: bool, where: str) -> Any:
     """The split, moved and mirrored in training; refuses what has no meaning for its examples."""
     if pad < 0:
         raise UserError(f"{where}: data.pad is {pad}; it counts pixels, so give 0 or more")
-    if (pad or mirror) and split.examples.ndim != 4:
+    if (pad or mirror) and len(split.shape) != 3:
         raise UserError(
             f"{where}: data.pad={pad} and data.mirror={mirror} are for images, but the examples are vectors"
             f" of {split.shape[0]} features; leave both out"
@@ -107,19 +95,26 @@ def with_augmentation(split: ArraySplit, *, pad: int, mirror: bool, where: str) 
 
 
 def as_split(examples: Any, labels: Any, where: str) -> ArraySplit:
-    """Checked examples and labels, images turned to NHWC; `where` names them in messages."""
-    x, y = _array(examples, f"{where} examples"), _array(labels, f"{where} labels")
-    if x.dtype != np.uint8 and x.dtype.newbyteorder("=") not in (np.float16, np.float32, np.float64):
-        raise UserError(f"{where} examples have dtype {x.dtype}; convert them to uint8 or float32")
-    if y.dtype.kind not in "iu":
-        raise UserError(f"{where} labels have dtype {y.dtype}; give class numbers as integers, such as int64")
-    if x.ndim not in (2, 3, 4) or 0 in x.shape[1:]:
-        raise UserError(
-            f"{where} examples have shape {list(x.shape)}; give images [N, C, H, W] or [N, H, W], or vectors [N, F]"
-        )
+    """Checked examples and labels, images turned to NHWC; `where` names them in messages.
+
+    Labels that are names stay names: `sources.numbered` gives them numbers.
+    """
+    x, y = as_examples(examples, where), as_labels(labels, where)
     if y.shape != x.shape[:1]:
         raise UserError(
             f"{where}: {len(x)} examples but labels of shape {list(y.shape)}; give one label per example, [N]"
+        )
+    return ArraySplit(x, y)
+
+
+def as_examples(examples: Any, where: str) -> np.ndarray:
+    """Images [N, H, W, C] or vectors [N, F], checked; copied only where the memory is laid out otherwise."""
+    x = stacked(examples, f"{where} examples")
+    if x.dtype != np.uint8 and x.dtype.newbyteorder("=") not in (np.float16, np.float32, np.float64):
+        raise UserError(f"{where} examples have dtype {x.dtype}; convert them to uint8 or float32")
+    if x.ndim not in (2, 3, 4) or 0 in x.shape[1:]:
+        raise UserError(
+            f"{where} examples have shape {list(x.shape)}; give images [N, C, H, W] or [N, H, W], or vectors [N, F]"
         )
     if x.ndim == 4 and x.shape[1] == x.shape[2] > 4 and x.shape[3] in (1, 3, 4):
         raise UserError(
@@ -130,16 +125,39 @@ def as_split(examples: Any, labels: Any, where: str) -> ArraySplit:
         x = x[:, None]
     if x.ndim == 4:
         x = x.transpose(0, 2, 3, 1)
-    return ArraySplit(np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("=")), y.astype(np.int64))
+    return np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("="))
 
 
-def _array(values: Any, what: str) -> np.ndarray:
+def as_labels(labels: Any, where: str) -> np.ndarray:
+    """Class numbers, int64, or names, str."""
+    y = stacked(labels, f"{where} labels")
+    if y.dtype.kind in "iu":
+        return y.astype(np.int64, copy=False)
+    if y.dtype.kind in "US":
+        return y.astype(str, copy=False)
+    advice = "give class numbers as integers, such as int64, or names"
+    if y.ndim == 2 and y.shape[1] > 1:
+        advice = "scores or one-hot rows become class numbers by y.argmax(1)"
+    raise UserError(f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; {advice}")
+
+
+def stacked(values: Any, what: str) -> np.ndarray:
+    """One array of an array, a tensor, or a list of numbers, names, arrays, tensors or Pillow images."""
     if isinstance(values, torch.Tensor):
-        return values.detach().cpu().numpy()
+        return (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
     try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise UserError(f"{what} are of several sizes; make them all alike before stacking them") from error
+        if isinstance(values, (list, tuple)) and values and isinstance(values[0], Image.Image):
+            array = np.stack([pixels_of(image) for image in values])
+        elif isinstance(values, (list, tuple)) and values and isinstance(values[0], torch.Tensor):
+            array = torch.stack(list(values)).detach().cpu().numpy()
+        else:
+            array = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+        raise UserError(
+            f"{what} are of several sizes, or no arrays ({error}); make them all alike to be stacked"
+        ) from error
     if array.dtype == object:
+        if array.size and all(isinstance(value, str) for value in array.flat):
+            return array.astype(str)
         raise UserError(f"{what} are an array of objects; stack equally sized arrays into one with numpy.stack")
     return array

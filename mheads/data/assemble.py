@@ -4,47 +4,68 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
+from mheads import seeds
 from mheads.data.preprocess import fit_preprocess
-from mheads.data.split import Data, Source, Split
+from mheads.data.seen import Seen
+from mheads.data.split import Chosen, Data, Source, Split
 from mheads.errors import UserError
-
-S = TypeVar("S", bound=Source)
 
 
 def assemble(
     name: str,
-    train: S,
-    test: S,
+    train: Source,
+    test: Source,
     classes: tuple[str, ...],
     *,
     normalize: str = "none",
     validation: int = 0,
-    scale: float = 1.0,
+    scale: float | str = "auto",
+    auto: float = 1 / 255,
     limit: int | None = None,
     statistics: int | None = None,
+    hold_out: int | None = None,
+    weights: Any = None,
 ) -> Data:
-    """Data from its two splits; `statistics` caps the number of examples that the mean is measured on."""
-    if not scale > 0:
-        raise UserError(f"{name}: data.scale is {scale}; raw values are multiplied by it, so give a number above 0")
+    """Data from its two splits.
+
+    `auto` is the scale that uint8 gets by default; `statistics` caps the number of examples that the mean is measured
+    on; with the seed `hold_out` the test split is a tenth of the training examples, of each class its share.
+    """
+    if not len(train):
+        raise UserError(f"{name}: there are no training examples")
+    seen = train.survey(f"{name}: train examples")
+    if len(test):
+        test.survey(f"{name}: test examples")
+    importance = None if weights is None else _checked(weights, len(train), name)
+    count, held_out = len(train), None
+    rows = np.arange(count)
+    if hold_out is not None:
+        out = stratified(train.labels, max(1, count // 10), hold_out)
+        if len(out) == count:
+            raise UserError(f"{name}: {count} example is too few to hold some out; give a test set")
+        rows = np.setdiff1d(rows, out)
+        train, test = Chosen(train, rows), Chosen(train, out)
+        held_out = f"{len(out)} of {count} examples, stratified, seed {hold_out}"
     if validation:
-        if not 0 < validation < len(train):
+        if not 0 < validation < count:
             raise UserError(
-                f"{name}: data.validation is {validation}; it must leave some of the {len(train)} training"
-                f" examples, so give 0 to {len(train) - 1}"
+                f"{name}: data.validation is {validation}; it must leave some of the {count} training"
+                f" examples, so give 0 to {count - 1}"
             )
-        kept = len(train) - validation
-        train, test = train.part(slice(kept)), train.part(slice(kept, None))
+        _refuse_sorted(train.labels, validation, name)
+        rows = rows[: count - validation]
+        train, test = train.part(slice(count - validation)), train.part(slice(count - validation, None))
+        held_out = f"{validation} of {count} examples, the last"
     if limit is not None:
         if limit < 1:
             raise UserError(f"{name}: data.limit is {limit}; give the number of examples to keep, 1 or more")
+        rows = rows[:limit]
         train, test = train.part(slice(limit)), test.part(slice(limit))
     test = test.fixed()
-    if not len(train):
-        raise UserError(f"{name}: there are no training examples")
     if len(test) and test.shape != train.shape:
         raise UserError(
             f"{name}: training examples have shape {train.shape} but test examples {test.shape};"
@@ -52,8 +73,69 @@ def assemble(
         )
     check_labels(train, len(classes), f"{name}: train")
     check_labels(test, len(classes), f"{name}: test")
-    preprocess = fit_preprocess(train, normalize, scale, statistics)
-    return Data(name, train, test, classes, preprocess, _fingerprint(train, test))
+    if importance is not None:
+        importance = importance[rows]
+        if not importance.any():
+            raise UserError(f"{name}: all weights of the training examples are 0; give some a weight above 0")
+        importance = (importance / importance.mean()).astype(np.float32)
+    factor = _scale(scale, seen, auto, name)
+    preprocess = fit_preprocess(train, normalize, factor, statistics)
+    fingerprint = _fingerprint(train, test, importance)
+    return Data(name, train, test, classes, preprocess, fingerprint, seen, importance, held_out)
+
+
+def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Rows of `count` examples, sorted: of each class its share, rounded, and drawn by the seed.
+
+    A class of a single example keeps it for training.
+    """
+    classes, sizes = np.unique(labels, return_counts=True)
+    shares = count * sizes / len(labels)
+    taken = np.minimum(np.floor(shares).astype(int), sizes - 1)
+    for c in np.argsort(taken - shares, kind="stable"):  # the largest rests first
+        if taken.sum() < count and taken[c] < sizes[c] - 1:
+            taken[c] += 1
+    if not taken.any():
+        taken[np.argmax(sizes)] = 1
+    mixed = seeds.numpy_generator(seed, "hold out").permutation(len(labels))
+    chosen = [mixed[labels[mixed] == c][:n] for c, n in zip(classes, taken, strict=True)]
+    return np.sort(np.concatenate(chosen))
+
+
+def _refuse_sorted(labels: np.ndarray, validation: int, name: str) -> None:
+    """The last examples of a set that is sorted by class are no sample of it."""
+    last = set(labels[len(labels) - validation :].tolist())
+    lacking = sorted(set(labels.tolist()) - last)
+    mixed = 1 - np.sum((np.unique(labels, return_counts=True)[1] / len(labels)) ** 2)  # share of changes in any order
+    if lacking and np.mean(labels[1:] != labels[:-1]) < 0.1 * mixed:
+        raise UserError(
+            f"{name}: the training examples are sorted by class, so the last {validation} (data.validation) hold none"
+            f" of class {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}; shuffle the examples"
+            " before, or let fit hold out a part of each class by leaving test and validation away"
+        )
+
+
+def _scale(scale: float | str, seen: Seen, auto: float, name: str) -> float:
+    if scale == "auto":
+        return auto if seen.kind == "uint8" else 1.0
+    if isinstance(scale, str) or not scale > 0:
+        raise UserError(
+            f"{name}: data.scale is {scale}; raw values are multiplied by it, so give auto or a number above 0"
+        )
+    return float(scale)
+
+
+def _checked(weights: Any, count: int, name: str) -> np.ndarray:
+    try:
+        found = np.asarray(weights, np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name}: weights are not numbers ({error}); give one for each training example") from error
+    if found.shape != (count,):
+        raise UserError(f"{name}: weights of shape {list(found.shape)} for {count} training examples; give one to each")
+    bad = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if len(bad):
+        raise UserError(f"{name}: weight {bad[0]} is {found[bad[0]]}; give finite numbers, 0 or more")
+    return found
 
 
 def check_labels(split: Split, num_classes: int, where: str) -> None:
@@ -66,6 +148,9 @@ def check_labels(split: Split, num_classes: int, where: str) -> None:
         )
 
 
-def _fingerprint(*splits: Source) -> str:
-    with ThreadPoolExecutor(len(splits)) as pool:
-        return hashlib.sha256(b"".join(pool.map(lambda split: split.checksum(), splits))).hexdigest()[:16]
+def _fingerprint(train: Source, test: Source, weights: np.ndarray | None) -> str:
+    with ThreadPoolExecutor(2) as pool:
+        parts = [*pool.map(lambda split: split.checksum(), (train, test))]
+    if weights is not None:
+        parts.append(weights.tobytes())
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]

@@ -32,13 +32,19 @@ def crop_and_mirror(images: np.ndarray, seeds: np.ndarray, *, pad: int, mirror: 
 
     images: [b, H, W, C] of any dtype, owned by the caller and possibly overwritten; returns the same shape.
     """
-    down, right, flip = uniforms(seeds, 3)
+    down, right, flip = places(seeds, pad=pad, mirror=mirror)
     if pad:
-        images = _shift(images, (down * (2 * pad + 1)).astype(int), (right * (2 * pad + 1)).astype(int), pad)
+        images = _shift(images, down, right, pad)
     if mirror:
-        chosen = np.flatnonzero(flip < 0.5)
+        chosen = np.flatnonzero(flip)
         images[chosen] = images[chosen, :, ::-1]
     return images
+
+
+def places(seeds: np.ndarray, *, pad: int, mirror: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How far down and right in the padded image each crop lies, 0 to 2 * pad, and whether it is mirrored."""
+    down, right, flip = uniforms(seeds, 3)
+    return (down * (2 * pad + 1)).astype(int), (right * (2 * pad + 1)).astype(int), (flip < 0.5) & mirror
 
 
 def _shift(images: np.ndarray, down: np.ndarray, right: np.ndarray, pad: int) -> np.ndarray:

@@ -114,13 +114,18 @@ class BatchStream:
         augmentation = seeds.numpy_generator(self.seed, "augment", step).integers(2**63, size=len(rows))
         wanted = slice(self.inputs.start, self.inputs.stop)
         return Batch(
-            self.data.train.read(rows[wanted], augmentation[wanted]) if self.inputs else None,
+            self._inputs(rows[wanted], augmentation[wanted]) if self.inputs else None,
             torch.from_numpy(self.data.train.labels[rows]),
             self.data.preprocess,
             prior=None if self.prior is None else self.prior[:, torch.from_numpy(rows)],
             ties=torch.rand(self.members, len(rows), generator=seeds.generator(self.seed, "ties", step)),
             first_input=self.inputs.start,
         )
+
+    def _inputs(self, rows: np.ndarray, augmentation: np.ndarray) -> Value:
+        raw = self.data.train.read(rows, augmentation)
+        places = self.data.train.places(augmentation) if self.data.preprocess.has_mean_image else None
+        return raw if places is None else (raw, places)
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)

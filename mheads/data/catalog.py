@@ -63,21 +63,24 @@ def load(
     path: Path | None = None,
     validation: int = 0,
     normalize: str = "none",
-    scale: float = 1.0,
+    scale: float | str = "auto",
     pad: int = 0,
     mirror: bool = False,
     resize: int = 256,
     crop: int | None = None,
+    grey: bool = False,
     limit: int | None = None,
 ) -> Data:
     """A dataset by name, ready to train on.
 
     root: where cifar10 and cifar100 are, instead of the cache. path: the user's folder or npz file.
     validation: hold out the last n training examples as the test split, and leave the real test set alone.
-    normalize: none, mean_image (of every pixel) or mean_std (of every channel), measured on the training
-    examples that are left; for folders on the centre crops of up to 2,000 evenly spaced ones.
-    scale: multiplies the raw values first. pad, mirror: random crops of the zero-padded image and random
-    mirrors, in training. resize, crop: for folders, the shorter side and the square cut out of it.
+    normalize: none, mean_image (of every pixel) or mean_std (of every channel), measured on all training
+    examples that are left; for folders on up to 2,000 evenly spaced ones, mean_image on their centre squares
+    of `resize` pixels and mean_std on their centre crops.
+    scale: multiplies the raw values first; auto brings uint8 pixels to 0..1 and leaves floats alone. pad, mirror:
+    random crops of the zero-padded image and random mirrors, in training. resize, crop, grey: for folders, the
+    shorter side, the square cut out of it, and whether images are read in one channel.
     limit: keep only the first n training and the first n test examples, for quick trials.
     """
     if name not in DATASETS:
@@ -96,7 +99,7 @@ def load(
         if pad:
             raise UserError(f"data.pad is {pad}, but folder crops at random by data.resize and data.crop; use these")
         images, held_out, classes = read_folder(
-            Path(path).expanduser(), resize=resize, crop=crop, mirror=mirror, need_test=validation == 0
+            Path(path).expanduser(), resize=resize, crop=crop, mirror=mirror, grey=grey, need_test=validation == 0
         )
         return assemble(
             name,
@@ -111,7 +114,11 @@ def load(
         )
     if crop is not None:
         raise UserError(f"data.crop is {crop}, but {name!r} keeps its size; use data.pad for random crops")
+    if grey:
+        raise UserError(f"data.grey is for image folders, but {name!r} is not one; leave it out")
+    auto = 1 / 255
     if name == "digits":
+        auto = 1 / 16  # they have 17 levels of grey
         train, test = read_digits()
         classes = tuple(map(str, range(10)))
     elif name == "npz":
@@ -121,4 +128,6 @@ def load(
         layout = _CIFAR[name]
         train, test, classes = read_cifar(layout, find_cifar(layout, None if root is None else Path(root)))
     train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
-    return assemble(name, train, test, classes, normalize=normalize, validation=validation, scale=scale, limit=limit)
+    return assemble(
+        name, train, test, classes, normalize=normalize, validation=validation, scale=scale, auto=auto, limit=limit
+    )

@@ -9,6 +9,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from mheads.data.arrays import ArraySplit, as_split
+from mheads.data.sources import numbered
 from mheads.errors import UserError
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
@@ -37,7 +38,6 @@ def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, tuple[str, ...]]:
         ) from error
     train = as_split(arrays["x_train"], arrays["y_train"], where=f"{path}: train")
     test = as_split(arrays["x_test"], arrays["y_test"], where=f"{path}: test")
-    if "classes" in arrays:
-        return train, test, tuple(map(str, arrays["classes"].ravel()))
-    count = 1 + max((int(split.labels.max()) for split in (train, test) if len(split)), default=-1)
-    return train, test, tuple(map(str, range(count)))
+    names = arrays["classes"].ravel().tolist() if "classes" in arrays else None
+    splits, classes = numbered({"train": train, "test": test}, names)
+    return splits["train"], splits["test"], classes

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from mheads.errors import UserError
+from mheads.values import Value
 
 if TYPE_CHECKING:
-    from mheads.data.split import Split
+    from mheads.data.split import Source, Split
 
 NORMALIZE = ("none", "mean_image", "mean_std")
 CHUNK = 500  # examples read at a time for the statistics
@@ -22,32 +23,55 @@ CHUNK = 500  # examples read at a time for the statistics
 class Preprocess:
     """(raw * scale - mean) / std, in the memory layout that makes results reproducible.
 
-    mean, std: float32 (C, H, W), (C, 1, 1) or (F,), in the units of the scaled values; None leaves them away.
+    mean, std: (C, H, W), (C, 1, 1) or (F,), in the units of the scaled values; None leaves them away. float32, or
+    float64 for raw examples in float64, whose small differences would be lost otherwise. A mean image is that of the
+    whole images, before the crop: it is subtracted at the crop's place and mirrored with it, as Caffe does.
     """
 
     mean: torch.Tensor | None = None
     std: torch.Tensor | None = None
     scale: float = 1.0
 
-    def __call__(self, raw: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def __call__(self, raw: Value, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Images, uint8 NHWC or float NCHW -> `dtype` [b, C, H, W]; vectors -> `dtype` [b, F] contiguous.
 
+        `raw` may be a pair of examples and their places (see `Split.places`); without places crops are the centre.
         Images always come with the strides (H*W*C, 1, W*C, C). For a single channel torch calls other strides
         contiguous as well, yet picks another convolution by them, with other bits.
         """
+        raw, places = raw if isinstance(raw, tuple) else (raw, None)
         raw = pixels_last(raw)
         exact = dtype if dtype.itemsize >= 4 else torch.float32  # half precision is rounded once, at the end
+        if self.mean is not None and self.mean.dtype == torch.float64:
+            exact = torch.float64
         # A fresh tensor, because conversions such as `.to` would keep odd strides of `raw`.
         out = torch.empty(raw.shape, dtype=exact, device=raw.device).copy_(raw)
         flat = out.view(len(out), -1)
         if self.scale != 1.0:
             flat.mul_(self.scale)
-        if self.mean is not None:
-            flat.sub_(_spread(self.mean, out))
+        if self.mean is not None and places is not None and self.has_mean_image:
+            out.sub_(_at_places(self.mean, places, out))
+        elif self.mean is not None:
+            flat.sub_(_spread(_centre(self.mean, out), out))
         if self.std is not None:
             flat.div_(_spread(self.std, out))
         out = out.to(dtype)
         return out.permute(0, 3, 1, 2) if out.ndim == 4 else out
+
+    @property
+    def has_mean_image(self) -> bool:
+        """Whether what is subtracted depends on the place of a pixel."""
+        return self.mean is not None and self.mean.ndim == 3 and self.mean.shape[1:] != (1, 1)
+
+    def __str__(self) -> str:
+        """What it does, in words; empty if nothing."""
+        mean = "" if self.mean is None else "a mean image subtracted" if self.has_mean_image else "the mean subtracted"
+        parts = (
+            f"scaled by {self.scale:g}" if self.scale != 1 else "",
+            mean,
+            "divided" if self.std is not None else "",
+        )
+        return ", ".join(part for part in parts if part)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a run folder stores beside `scale`; `from_tensors` reads it back."""
@@ -65,6 +89,23 @@ def pixels_last(raw: torch.Tensor) -> torch.Tensor:
     return raw.permute(0, 2, 3, 1) if raw.ndim == 4 and raw.is_floating_point() else raw
 
 
+def _centre(mean: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """What of a mean image lies under a centre crop [b, H, W, C]; other means as they are."""
+    if mean.ndim < 3 or mean.shape[1:] == (1, 1):
+        return mean
+    (height, width), (h, w) = mean.shape[1:], out.shape[1:3]
+    down, right = (height - h) // 2, (width - w) // 2
+    return mean[:, down : down + h, right : right + w]
+
+
+def _at_places(mean: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The mean image under each crop of `out` [b, H, W, C], mirrored where the crop is."""
+    down, right, mirrored = places.to(out.device).unbind(1)
+    windows = mean.to(out.device, out.dtype).unfold(1, out.shape[1], 1).unfold(2, out.shape[2], 1)  # [C, y, x, H, W]
+    under = windows.permute(1, 2, 3, 4, 0)[down, right]
+    return torch.where(mirrored.bool()[:, None, None, None], under.flip(2), under)
+
+
 def _spread(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """(C, H, W), (C, 1, 1) or (F,) -> one flat row in the order of `out`, whose inner loops are then long."""
     values = values.to(out.device, out.dtype)
@@ -73,11 +114,11 @@ def _spread(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return values.expand(out.shape[1:]).reshape(-1)
 
 
-def fit_preprocess(train: Split, normalize: str, scale: float, limit: int | None) -> Preprocess:
+def fit_preprocess(train: Source, normalize: str, scale: float, limit: int | None) -> Preprocess:
     """The preprocessing that `normalize` asks for, measured on (at most `limit`, evenly spaced) examples.
 
-    none: scaling alone. mean_image: the mean of every pixel, as Caffe does. mean_std: mean and standard
-    deviation of every channel (of every feature, for vectors).
+    none: scaling alone. mean_image: the mean of every pixel of the whole images, as Caffe does. mean_std: mean and
+    standard deviation of every channel (of every feature, for vectors).
     """
     if normalize not in NORMALIZE:
         raise UserError(f"data.normalize is {normalize!r}; it can be {', '.join(NORMALIZE)}")
@@ -85,13 +126,16 @@ def fit_preprocess(train: Split, normalize: str, scale: float, limit: int | None
         return Preprocess(scale=scale)
     count = len(train) if limit is None else min(limit, len(train))
     rows = np.arange(count) * len(train) // count
-    mean = _average(train, rows)
+    dtype = np.float64 if train.read(rows[:1], None).dtype == torch.float64 else np.float32
     if normalize == "mean_image":
-        return Preprocess(mean=_tensor(mean * scale), scale=scale)
-    mean = _per_channel(mean)
+        mean = _average(train.whole(), rows) * scale
+        if train.margin:  # zeros around the image stay zeros
+            mean = np.pad(mean, ((train.margin,) * 2, (train.margin,) * 2, (0, 0)))
+        return Preprocess(mean=_tensor(mean.astype(dtype)), scale=scale)
+    mean = _per_channel(_average(train, rows))
     std = np.sqrt(_per_channel(_average(train, rows, centre=mean)))
     std[std == 0] = 1 / scale  # a constant channel becomes 0, not a division by zero
-    return Preprocess(mean=_tensor(mean * scale), std=_tensor(std * scale), scale=scale)
+    return Preprocess(_tensor((mean * scale).astype(dtype)), _tensor((std * scale).astype(dtype)), scale)
 
 
 def _average(split: Split, rows: np.ndarray, centre: np.ndarray | None = None) -> np.ndarray:
@@ -110,6 +154,6 @@ def _per_channel(values: np.ndarray) -> np.ndarray:
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
-    """(H, W, C) float64 -> (C, H, W) float32 whose memory stays channels-last, as `_spread` wants it."""
-    tensor = torch.from_numpy(values.astype(np.float32))
+    """(H, W, C) -> (C, H, W) whose memory stays channels-last, as `_spread` wants it."""
+    tensor = torch.from_numpy(values)
     return tensor.permute(2, 0, 1) if tensor.ndim == 3 else tensor

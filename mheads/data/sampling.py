@@ -69,6 +69,20 @@ def priors(
     return _specialists(groups, members, labels, num_classes)
 
 
+def weighted(prior: np.ndarray | None, weights: np.ndarray | None, members: int) -> np.ndarray | None:
+    """The priors [M, N] times weights [N] common to all members, with rows of mean 1 again."""
+    if weights is None:
+        return prior
+    both = np.tile(weights, (members, 1)) if prior is None else prior * weights
+    totals = both.mean(axis=1, keepdims=True, dtype=np.float64)
+    if not totals.all():
+        raise UserError(
+            f"member {int(np.argmin(totals))} would learn from examples of weight 0 only; "
+            "give some of its examples a weight above 0"
+        )
+    return (both / totals).astype(np.float32)
+
+
 def _bagging(seed: int, members: int, n: int) -> np.ndarray:
     draws = (seeds.numpy_generator(seed, "bagging", m).integers(n, size=n) for m in range(members))
     return np.stack([np.bincount(drawn, minlength=n) for drawn in draws]).astype(np.float32)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import numpy as np
 import torch
 
 from mheads.data.preprocess import Preprocess
+from mheads.data.seen import Seen
 
 
 class Split(Protocol):
@@ -31,23 +33,87 @@ class Split(Protocol):
         (row, seed) always gives the same pixels. None reads without chance: centre crop, no mirror.
         """
 
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        """Where `read` cuts with these seeds: int64 [b, 3] of down, right and mirrored, in the whole image.
+
+        None where it neither crops nor mirrors.
+        """
+
 
 class Source(Split, Protocol):
     """A split as a dataset gives it, before parts of it are held out or left away."""
 
-    def part(self, rows: slice) -> Self:
+    def part(self, rows: slice) -> Source:
         """The examples of this range, without copying them."""
 
-    def fixed(self) -> Self:
+    def fixed(self) -> Source:
         """The same examples, never augmented: what evaluation reads."""
+
+    def whole(self) -> Source:
+        """The same examples before any crop: what the mean image is measured on."""
+
+    @property
+    def margin(self) -> int:
+        """How many zeros stand around the whole image when it is cropped."""
+
+    def survey(self, where: str) -> Seen:
+        """Kind and range of the examples; refuses NaN and infinity."""
 
     def checksum(self) -> bytes:
         """A digest of labels and contents."""
 
 
+@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
+class Chosen:
+    """Some rows of a split, in this order, without copying them."""
+
+    source: Source
+    rows: np.ndarray
+    labels: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", self.source.labels[self.rows])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def margin(self) -> int:
+        return self.source.margin
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        return self.source.read(self.rows[rows], seeds)
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return self.source.places(seeds)
+
+    def part(self, rows: slice) -> Self:
+        return replace(self, rows=self.rows[rows])
+
+    def fixed(self) -> Self:
+        return replace(self, source=self.source.fixed())
+
+    def whole(self) -> Self:
+        return replace(self, source=self.source.whole())
+
+    def survey(self, where: str) -> Seen:
+        return self.source.survey(where)
+
+    def checksum(self) -> bytes:
+        return hashlib.sha256(self.source.checksum() + self.rows.astype(np.int64).tobytes()).digest()
+
+
 @dataclass(frozen=True)
 class Data:
-    """A dataset as a run uses it; `fingerprint` tells whether two runs saw the same examples."""
+    """A dataset as a run uses it; `fingerprint` tells whether two runs saw the same examples.
+
+    `weights` [N] of mean 1 say how much each training example counts, None meaning all alike; `held_out` says which
+    training examples the test split was made of, where it was.
+    """
 
     name: str
     train: Split
@@ -55,3 +121,6 @@ class Data:
     classes: tuple[str, ...]
     preprocess: Preprocess
     fingerprint: str
+    seen: Seen | None = None
+    weights: np.ndarray | None = None
+    held_out: str | None = None

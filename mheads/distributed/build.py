@@ -132,3 +132,6 @@ class AbsentSplit:
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         raise AssertionError("data.reader is root: only rank 0 reads")
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return None

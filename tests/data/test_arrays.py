@@ -88,7 +88,7 @@ def test_reading_without_seeds_and_reading_the_test_split_is_never_augmented():
 
 def test_validation_is_the_end_of_the_training_set_and_leaves_the_test_set_alone():
     x, y = numbered(10)
-    loaded = data.from_arrays((x, y), (x * 0, y), validation=3, mirror=True, normalize="mean_image")
+    loaded = data.from_arrays((x, y), (x * 0, y), validation=3, mirror=True, normalize="mean_image", scale=1)
     assert (len(loaded.train), len(loaded.test)) == (7, 3)
     rows = np.arange(3)
     np.testing.assert_array_equal(loaded.test.read(rows, rows).numpy(), x[7:].transpose(0, 2, 3, 1))

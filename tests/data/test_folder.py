@@ -1,5 +1,6 @@
 """Image folders: what is read, which pixels, and what is refused."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from PIL import Image
 
 from mheads import data
-from mheads.data.folder import read_crop
+from mheads.data.augment import uniforms
+from mheads.data.images import read_crop
 from mheads.errors import UserError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "imagenette_mini"
@@ -22,8 +24,9 @@ def picture(seed, size):
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path, monkeypatch):
     """Two classes, six training and four validation images each, of several sizes, kinds and suffixes."""
+    monkeypatch.setenv("MHEADS_DATA", str(tmp_path / "cache"))
     for part, count in (("train", 6), ("val", 4)):
         for label, name in enumerate(("cat", "dog")):
             folder = tmp_path / part / name
@@ -63,9 +66,12 @@ def test_a_crop_is_the_one_of_the_whole_resized_image(tmp_path, size, suffix):
         ratio = 24 / min(size)
         whole = np.asarray(image.resize([round(side * ratio) for side in size], Image.Resampling.BILINEAR))
     height, width, _ = whole.shape
-    for down, right in ((0.5, 0.5), (0.0, 0.0), (0.999, 0.3)):
+    for chance in ((0.5, 0.5), (0.0, 0.0), (0.999, 0.3), None):
+        down, right = chance or (0.5, 0.5)
         y, x = int(down * (height - 15)), int(right * (width - 15))
-        got = read_crop(file, 24, 16, down, right)
+        if chance is None:
+            y, x = (height - 16) // 2, (width - 16) // 2
+        got = read_crop(file, 24, 16, chance)
         np.testing.assert_allclose(got.astype(int), whole[y : y + 16, x : x + 16], atol=2)
 
 
@@ -95,10 +101,10 @@ def test_mirrored_images_are_those_of_the_plain_split_turned_round(path):
         assert torch.equal(a.flip(1) if turned else a, b)
 
 
-def test_the_mean_image_is_that_of_the_centre_crops(path):
-    loaded = load(path, normalize="mean_image")
-    crops = loaded.train.read(np.arange(12), None).numpy().astype(np.float64)
-    np.testing.assert_allclose(loaded.preprocess.mean.permute(1, 2, 0), crops.mean(axis=0), rtol=1e-6)
+def test_the_mean_image_is_that_of_the_whole_centre_squares(path):
+    loaded = load(path, normalize="mean_image", scale=1)
+    whole = load(path, crop=24).train.read(np.arange(12), None).numpy().astype(np.float64)
+    np.testing.assert_allclose(loaded.preprocess.mean.permute(1, 2, 0), whole.mean(axis=0), rtol=1e-6)
 
 
 def test_validation_images_are_a_mix_of_classes_and_need_no_val_folder(path):
@@ -114,7 +120,7 @@ def test_a_test_folder_serves_where_there_is_no_val(path):
     assert len(load(path).test) == 8
 
 
-def test_the_fingerprint_follows_names_and_sizes(path):
+def test_the_fingerprint_follows_names(path):
     before = load(path).fingerprint
     assert load(path, resize=30).fingerprint == before
     (path / "train" / "cat" / "0.png").rename(path / "train" / "cat" / "9.png")
@@ -150,6 +156,136 @@ def test_wrong_folders_are_refused_with_the_place(path, tmp_path):
 def test_wrong_sizes_are_refused(path, options, word):
     with pytest.raises(UserError, match=word):
         load(path, **options)
+
+
+def square(seed, side):
+    """A random RGB image without smoothness: every pixel counts."""
+    return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+def test_the_mean_image_is_subtracted_at_the_place_of_the_crop_and_mirrored_with_it(tmp_path):
+    """As Caffe: the whole image less the whole mean, then crop and mirror."""
+    images = [square(i, 10) for i in range(6)]
+    for part in ("train", "val"):
+        folder = tmp_path / part / "a"
+        folder.mkdir(parents=True)
+        for i, image in enumerate(images):
+            Image.fromarray(image).save(folder / f"{i}.png")
+    loaded = data.load("folder", path=tmp_path, resize=10, crop=7, mirror=True, normalize="mean_image", scale=1)
+    mean = np.mean(images, axis=0)
+    order = [int(name.split("/")[1].split(".")[0]) for name in loaded.train.files]
+    rows, seeds = np.arange(30) % 6, np.arange(30)
+    got = loaded.preprocess((loaded.train.read(rows, seeds), loaded.train.places(seeds)))
+    mirrored = 0
+    for i in range(30):
+        down, right, flip = uniforms(seeds[i : i + 1], 3)[:, 0]
+        top, left = int(down * 4), int(right * 4)
+        expected = (images[order[rows[i]]] - mean)[top : top + 7, left : left + 7]
+        mirrored += flip < 0.5
+        np.testing.assert_allclose(got[i].permute(1, 2, 0), expected[:, ::-1] if flip < 0.5 else expected, atol=1e-4)
+    assert 5 < mirrored < 25
+    centre = loaded.preprocess(loaded.test.read(np.arange(6), None))
+    np.testing.assert_allclose(
+        centre[0].permute(1, 2, 0), (images[order[0]] - mean)[1:8, 1:8], atol=1e-4
+    )  # three pixels to spare: one before, two after
+
+
+def test_the_places_on_images_of_any_form_lie_in_the_square_of_the_mean(path):
+    train = load(path, mirror=True, normalize="mean_image").train
+    places = train.places(np.arange(500))
+    assert places[:, :2].min() == 0
+    assert places[:, :2].max() == 8
+    assert load(path).test.places(np.arange(3)) is None
+
+
+@pytest.mark.parametrize("side", [97, 100, 103])
+def test_a_reduced_jpeg_is_not_shifted(tmp_path, side):
+    """Decoded at an eighth, its last pixel reaches beyond the image."""
+    ramp = np.linspace(0, 255, side)
+    pixels = np.stack([np.tile(ramp, (side, 1)), np.tile(ramp[:, None], (1, side)), np.full((side, side), 128)], 2)
+    Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "x.jpg", quality=100, subsampling=0)
+    Image.fromarray(pixels.astype(np.uint8)).save(tmp_path / "x.png")
+    jpeg, png = (read_crop(tmp_path / f"x.{kind}", 12, 12).astype(int) for kind in ("jpg", "png"))
+    assert np.abs(jpeg - png)[1:-1, 1:-1].max() <= 4  # a reduced pixel is 21 levels
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_sixteen_bits_keep_their_range(tmp_path, suffix):
+    levels = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    Image.fromarray(levels).save(tmp_path / f"x.{suffix}")
+    got = read_crop(tmp_path / f"x.{suffix}", 8, 8)
+    assert np.abs(got[..., 0] - levels / 257).max() <= 0.5
+
+
+def test_levels_of_no_known_range_are_refused(tmp_path):
+    Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(tmp_path / "f.tif")
+    Image.fromarray(np.full((8, 8), 10**6, np.int32)).save(tmp_path / "i.tif")
+    for name in ("f.tif", "i.tif"):
+        with pytest.raises(UserError, match=f"{name} cannot be read as an image.*8 or 16 bits"):
+            read_crop(tmp_path / name, 8, 8)
+
+
+def test_other_kinds_of_images_and_grey_folders_are_read(tmp_path):
+    for part in ("train", "val"):
+        for label, name in enumerate(("a", "b")):
+            (tmp_path / part / name).mkdir(parents=True)
+            for i, suffix in enumerate(("bmp", "webp", "tiff", "tif", "gif", "GIF", "png")):
+                image = Image.fromarray(np.full((9, 9), 40 + 100 * label, np.uint8))
+                (image.convert("RGB") if suffix == "png" else image).save(tmp_path / part / name / f"{i}.{suffix}")
+    loaded = load(tmp_path, resize=9, crop=9, grey=True)
+    assert (len(loaded.train), len(loaded.test)) == (14, 14)
+    assert loaded.train.shape == (1, 9, 9)
+    raw = loaded.train.read(np.arange(14), np.arange(14))
+    assert raw.shape == (14, 9, 9, 1)
+    assert np.abs(raw[:, 4, 4, 0].numpy() - (40.0 + 100 * loaded.train.labels)).max() <= 2
+    assert load(tmp_path).train.read(np.arange(2), None).shape == (2, 16, 16, 3)
+    with pytest.raises(UserError, match=r"data\.grey"):
+        data.load("digits", grey=True)
+
+
+def test_an_image_replaced_by_another_of_the_same_size_and_time_is_noticed(path, monkeypatch, tmp_path):
+    monkeypatch.setenv("MHEADS_DATA", str(tmp_path / "cache"))
+    for name in ("new.png", "old.png"):
+        Image.fromarray(square(len(name), 8)).save(path / "train" / "cat" / "0.png", compress_level=0)
+        before = (path / "train" / "cat" / "0.png").stat()
+        first = load(path).fingerprint
+        Image.fromarray(square(77, 8)).save(path / "train" / "cat" / "0.png", compress_level=0)
+        assert (path / "train" / "cat" / "0.png").stat().st_size == before.st_size
+        os.utime(path / "train" / "cat" / "0.png", ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert load(path).fingerprint != first
+
+
+def test_unchanged_images_are_not_read_again_for_the_fingerprint(path, monkeypatch, tmp_path):
+    monkeypatch.setenv("MHEADS_DATA", str(tmp_path / "cache"))
+    first = load(path).fingerprint
+    halves = load(path, validation=5).fingerprint
+    read = []
+    whole = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda file: read.append(file.name) or whole(file))
+    assert load(path).fingerprint == first
+    assert load(path, validation=5).fingerprint == halves
+    assert read == []
+    (path / "val" / "dog" / "0.png").write_bytes((path / "val" / "cat" / "0.png").read_bytes())
+    read.clear()
+    assert load(path).fingerprint != first
+    assert read == ["0.png"]
+    for damaged in (b"", b"[1]", b'{"cat/0.png": 3}'):
+        for file in (tmp_path / "cache" / "contents").iterdir():
+            file.write_bytes(damaged)
+        assert load(path).fingerprint != first
+
+
+def test_two_splits_of_one_folder_are_both_remembered(path, monkeypatch):
+    whole = Path.read_bytes
+    first = load(path, validation=5).fingerprint
+    monkeypatch.setattr(Path, "read_bytes", lambda file: pytest.fail(f"{file} is read again") or whole(file))
+    assert load(path, validation=5).fingerprint == first
+
+
+def test_a_cache_that_cannot_be_written_only_costs_time(path, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MHEADS_DATA", str(tmp_path / "file"))
+    assert load(path).fingerprint == load(path).fingerprint
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs real photos in ../shared/data")

@@ -78,3 +78,61 @@ def test_a_preprocess_read_back_from_its_tensors_gives_the_same_bits(tmp_path):
     raw = torch.from_numpy(x.transpose(0, 2, 3, 1).copy())
     assert torch.equal(made(raw), again(raw))
     assert Preprocess().tensors() == {}
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize(("pad", "mirror"), [(0, True), (2, False), (2, True)])
+def test_the_mean_image_is_moved_and_mirrored_with_the_example(dtype, pad, mirror):
+    """As Caffe: subtract, then crop and mirror; by one image at a time in numpy."""
+    from mheads.data.augment import uniforms
+    from mheads.data.batch import BatchStream
+
+    x = np.random.default_rng(0).integers(0, 256, (20, 3, 5, 7)).astype(dtype)
+    loaded = data.from_arrays((x, np.zeros(20, int)), None, normalize="mean_image", scale=0.5, pad=pad, mirror=mirror)
+    rows, seeds = np.arange(40) % 20, np.arange(40)
+    mean = (x.astype(np.float64) / 2).mean(axis=0)
+    expected = []
+    for row, seed in zip(rows, seeds, strict=True):
+        down, right, flip = uniforms(np.array([seed]), 3)[:, 0]
+        top, left = int(down * (2 * pad + 1)), int(right * (2 * pad + 1))
+        centred = np.pad(x[row] / 2 - mean, ((0, 0), (pad, pad), (pad, pad)))[:, top : top + 5, left : left + 7]
+        expected.append(centred[:, :, ::-1] if mirror and flip < 0.5 else centred)
+    raw, places = loaded.train.read(rows, seeds), loaded.train.places(seeds)
+    got = loaded.preprocess((raw, places))
+    np.testing.assert_allclose(got, expected, atol=1e-4)
+    assert got.stride() == (105, 1, 21, 3)
+    plain = loaded.preprocess(loaded.train.read(rows, None))  # evaluation: the middle
+    np.testing.assert_allclose(plain, x[rows] / 2 - mean, atol=1e-4)
+    stream = BatchStream(loaded, 0, 8, 1, None)
+    batch = stream.batch(0)
+    inputs = batch.network_inputs(torch.float32)
+    assert torch.equal(batch.cut(3, 6).network_inputs(torch.float32), inputs[3:6])
+    stream.close()
+
+
+def test_a_training_batch_without_a_mean_image_is_examples_alone():
+    from mheads.data.batch import BatchStream
+
+    x = np.zeros((4, 1, 5, 5), np.uint8)
+    loaded = data.from_arrays((x, np.zeros(4, int)), None, normalize="mean_std", mirror=True)
+    stream = BatchStream(loaded, 0, 4, 1, None)
+    assert isinstance(stream.batch(0).inputs, torch.Tensor)
+    stream.close()
+
+
+@pytest.mark.parametrize("normalize", ["mean_std", "mean_image"])
+def test_double_precision_is_standardised_before_it_is_rounded(normalize, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    small = np.random.default_rng(0).normal(size=(50, 3))
+    loaded = data.from_arrays((small + 1e9, np.zeros(50, int)), None, normalize=normalize)
+    raw = loaded.train.read(np.arange(50), None)
+    expected = small - small.mean(axis=0)
+    if normalize == "mean_std":
+        expected = expected / small.std(axis=0)
+    got = loaded.preprocess(raw)
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    save_file(loaded.preprocess.tensors(), tmp_path / "p.safetensors")
+    again = Preprocess.from_tensors(load_file(tmp_path / "p.safetensors"), loaded.preprocess.scale)
+    assert torch.equal(again(raw), got)

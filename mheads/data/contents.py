@@ -1,0 +1,107 @@
+"""Digests of many files, remembered by path, size and times so that only what changed is read again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from mheads.data.cache import cache_dir
+from mheads.errors import UserError
+
+_writing = threading.Lock()
+PATIENCE = 3.0  # seconds before a terminal is told what is going on
+
+
+def digests(root: Path, names: Sequence[str], threads: int) -> list[str]:
+    """SHA-256 of the contents of root/name, for each name; only files that are new or changed are read."""
+    store = _store(root)
+    known = _remembered(store)
+    shown = _Shown(len(names))
+    found: dict[str, list] = {}
+
+    def share(first: int) -> None:
+        for name in names[first::threads]:  # a task per file would spend as long on handing it over
+            found[name] = _entry(root / name, known.get(name))
+            shown.advance()
+
+    with ThreadPoolExecutor(
+        threads, thread_name_prefix="digest"
+    ) as pool:  # reading and hashing release the interpreter
+        list(pool.map(share, range(threads)))  # taking the results raises the first error
+    shown.close()
+    if any(known.get(name) != entry for name, entry in found.items()):
+        _remember(store, found)
+    return [found[name][0] for name in names]
+
+
+def _entry(path: Path, known: list | None) -> list:
+    """Digest, size and times; the digest is the known one if the others are."""
+    try:
+        # The time of the last change of the entry cannot be set back, as that of its contents can.
+        facts = path.stat()
+        stamp = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
+        if known is not None and known[1:] == stamp:
+            return known
+        return [hashlib.sha256(path.read_bytes()).hexdigest(), *stamp]
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); replace it or take it out") from error
+
+
+def _store(root: Path) -> Path | None:
+    """The file that remembers the digests of a folder; None where there is no place for one."""
+    name = hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
+    try:
+        return cache_dir() / "contents" / f"{name}.json"
+    except (RuntimeError, UserError):  # no home folder
+        return None
+
+
+def _remembered(store: Path | None) -> dict[str, list]:
+    if store is None:
+        return {}
+    try:
+        known = json.loads(store.read_text())
+        return {name: entry for name, entry in known.items() if isinstance(entry, list) and len(entry) == 4}
+    except (OSError, ValueError, AttributeError):
+        return {}  # reading all files again is never wrong
+
+
+def _remember(store: Path | None, found: dict[str, list]) -> None:
+    if store is None:
+        return
+    try:
+        store.parent.mkdir(parents=True, exist_ok=True)
+        with _writing, tempfile.TemporaryDirectory(dir=store.parent) as work:
+            made = Path(work, store.name)
+            made.write_text(json.dumps(_remembered(store) | found))  # two splits may be of one folder
+            made.replace(store)
+    except OSError:
+        pass  # only the next start is slower
+
+
+class _Shown:
+    """A line on a terminal, once it takes longer."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self.next = time.monotonic() + PATIENCE if sys.stderr.isatty() else float("inf")
+        self.written = False
+
+    def advance(self) -> None:
+        self.done += 1  # off by a few when threads meet, and only shown
+        if time.monotonic() > self.next:
+            self.next = time.monotonic() + 0.5
+            self.written = True
+            print(f"\rreading images for their checksum: {self.done:,} of {self.total:,}", end="", file=sys.stderr)
+
+    def close(self) -> None:
+        if self.written:
+            print("\r\033[K", end="", file=sys.stderr)

@@ -1,0 +1,205 @@
+"""Torch datasets, read by row: anything with a length whose items are pairs of an example and its label."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mheads import seeds as keyed
+from mheads.data.arrays import as_examples, as_labels, augmented, augmented_places
+from mheads.data.images import UNREADABLE, pixels_of
+from mheads.data.seen import Seen, of_rows
+from mheads.data.split import Chosen
+from mheads.errors import UserError
+
+_randomness = threading.Lock()  # the generators below belong to the whole process
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
+class DatasetSplit:
+    """Rows of a dataset, each asked for when it is read; `pad` and `mirror` as in `ArraySplit`.
+
+    What the dataset draws from the generators of torch, numpy and random while it makes an item follows from the
+    seed of that example, or from its row where there is none: random transforms are as repeatable as our own.
+    """
+
+    dataset: Any
+    where: str
+    labels: np.ndarray
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    lows: np.ndarray
+    highs: np.ndarray
+    digest: bytes
+    pad: int = 0
+    mirror: bool = False
+    augment: bool = True
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        seeds = seeds if self.augment else None
+        keys = [keyed.derive("row", int(row)) for row in rows] if seeds is None else [int(seed) for seed in seeds]
+        with _repeatable() as seed:
+            items = [
+                _example(self.dataset, int(row), seed, key, self.where) for row, key in zip(rows, keys, strict=True)
+            ]
+        for row, item in zip(rows, items, strict=True):
+            _refuse_other(item, self.shape, self.dtype, f"{self.where} item {row}")
+        return augmented(_stacked(items), seeds, pad=self.pad, mirror=self.mirror)
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return augmented_places(seeds, pad=self.pad, mirror=self.mirror) if self.augment else None
+
+    @property
+    def margin(self) -> int:
+        return self.pad
+
+    def part(self, rows: slice) -> Chosen:
+        return Chosen(self, np.arange(len(self))[rows])
+
+    def fixed(self) -> Self:
+        return replace(self, augment=False)
+
+    def whole(self) -> Self:
+        return self
+
+    def survey(self, where: str) -> Seen:
+        if self.dtype == np.uint8:
+            return Seen("uint8", float(self.lows.min(initial=255)), float(self.highs.max(initial=0)))
+        return of_rows(self.lows, self.highs, where)
+
+    def checksum(self) -> bytes:
+        return hashlib.sha256(self.digest + np.ascontiguousarray(self.labels).tobytes()).digest()
+
+
+def read_dataset(dataset: Any, where: str) -> DatasetSplit:
+    """The split of a dataset, whose items are all looked at once: for labels, range and checksum."""
+    count = len(dataset)
+    if not count:
+        raise UserError(f"{where}: the dataset is empty; give one with at least one example")
+    labels, digest = [], hashlib.sha256()
+    first: np.ndarray | None = None
+    lows = highs = np.empty(0)
+    with _repeatable() as seed:
+        for row in range(count):
+            key = keyed.derive("row", row)
+            seed(key)
+            x, y = item_of(dataset, row, where)
+            array = as_array(x, f"{where} item {row}")
+            if first is None:
+                first = array
+                lows, highs = np.empty((2, count), array.dtype)
+                _refuse_unrepeatable(dataset, seed, key, array, where)
+            _refuse_other(array, _seen_shape(first), first.dtype, f"{where} item {row}")
+            labels.append(as_label(y, f"{where} item {row}"))
+            lows[row], highs[row] = array.min(), array.max()
+            digest.update(np.ascontiguousarray(array).data)
+    assert first is not None
+    as_examples(first[None], where)  # refuses what is no example
+    digest.update(repr((first.shape, first.dtype.str)).encode())
+    known = as_labels(labels, where)
+    return DatasetSplit(dataset, where, known, _seen_shape(first), first.dtype, lows, highs, digest.digest())
+
+
+def stack(pairs: Sequence[tuple[Any, Any]], where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Examples [N, ...] and labels [N] of pairs."""
+    examples = [as_array(x, f"{where} item {row}") for row, (x, _) in enumerate(pairs)]
+    for row, example in enumerate(examples):
+        _refuse_other(example, _seen_shape(examples[0]), examples[0].dtype, f"{where} item {row}")
+    labels = [as_label(y, f"{where} item {row}") for row, (_, y) in enumerate(pairs)]
+    return np.stack(examples), as_labels(labels, where)
+
+
+def item_of(dataset: Any, row: int, where: str) -> tuple[Any, Any]:
+    item = dataset[row]
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        kind = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list, dict)) else "")
+        raise UserError(f"{where} item {row} is {kind}; an item is a pair: an example and its label")
+    return item[0], item[1]
+
+
+def as_array(x: Any, where: str) -> np.ndarray:
+    """One example: an array or tensor as it is, a Pillow image as uint8 [C, H, W]."""
+    if isinstance(x, Image.Image):
+        try:
+            return pixels_of(x)
+        except UNREADABLE as error:
+            raise UserError(f"{where} cannot be read as an image ({error})") from error
+    array = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+    if array.ndim not in (1, 2, 3) or array.dtype == object:
+        raise UserError(
+            f"{where} is {type(x).__name__} of shape {list(array.shape)}; give an image [C, H, W] or [H, W],"
+            " a vector [F], or a Pillow image"
+        )
+    return array
+
+
+def as_label(y: Any, where: str) -> int | str:
+    if isinstance(y, str):
+        return y
+    array = y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y)
+    if array.size != 1 or array.dtype.kind not in "iu":
+        raise UserError(f"{where} has the label {y!r}; give a class number or a name")
+    return int(array.reshape(()))
+
+
+def _example(dataset: Any, row: int, seed: Any, key: int, where: str) -> np.ndarray:
+    seed(key)
+    return as_array(item_of(dataset, row, where)[0], f"{where} item {row}")
+
+
+def _stacked(items: list[np.ndarray]) -> np.ndarray:
+    """[b, H, W, C] or [b, F], in memory of its own."""
+    batch = np.stack([item[None] if item.ndim == 2 else item for item in items])
+    return np.ascontiguousarray(batch.transpose(0, 2, 3, 1)) if batch.ndim == 4 else batch
+
+
+def _seen_shape(example: np.ndarray) -> tuple[int, ...]:
+    return (1, *example.shape) if example.ndim == 2 else example.shape
+
+
+def _refuse_other(example: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, where: str) -> None:
+    if _seen_shape(example) != shape or example.dtype != dtype:
+        raise UserError(
+            f"{where} is {example.dtype} of shape {list(example.shape)}, the first is {dtype} of {list(shape)};"
+            " make them all alike, with a transform that resizes or converts"
+        )
+
+
+def _refuse_unrepeatable(dataset: Any, seed: Any, key: int, before: np.ndarray, where: str) -> None:
+    """The same key must give the same values: runs are resumed and compared by it."""
+    if not np.array_equal(_example(dataset, 0, seed, key, where), before, equal_nan=before.dtype.kind == "f"):
+        raise UserError(
+            f"{where} item 0 differs each time it is read, and not by the generators of torch, numpy or random, which"
+            " follow the seed: let its transforms draw from these, or give list(dataset) to take the items as they are"
+        )
+
+
+@contextmanager
+def _repeatable() -> Iterator[Any]:
+    """A function that seeds the generators of torch, numpy and random; they are put back afterwards."""
+
+    def seed(key: int) -> None:
+        random.seed(key)
+        np.random.seed(key % 2**32)  # the one that transforms use
+        torch.default_generator.manual_seed(key)
+
+    with _randomness:
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            yield seed
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])

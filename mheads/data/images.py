@@ -1,0 +1,69 @@
+"""Image files and Pillow images as pixels of eight bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from mheads.errors import UserError
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+
+def eight_bits(image: Image.Image, grey: bool) -> Image.Image:
+    """The image in L or RGB; 16-bit levels are scaled to 0..255, not clipped at 255."""
+    if image.mode == "F":
+        raise ValueError("its pixels are floats of no known range: save it with 8 or 16 bits")
+    if image.mode == "I" or image.mode.startswith("I;"):
+        levels = np.asarray(image).astype(np.int64)
+        if levels.min() < 0 or levels.max() > 65535:
+            raise ValueError(f"its levels go from {levels.min()} to {levels.max()}: save it with 8 or 16 bits")
+        image = Image.fromarray(((levels + 128) // 257).astype(np.uint8))
+    return image.convert("L" if grey else "RGB")
+
+
+def pixels_of(image: Image.Image) -> np.ndarray:
+    """A Pillow image as uint8 [C, H, W]: grey if it is, else RGB."""
+    pixels = np.asarray(eight_bits(image, grey=image.mode in ("1", "L", "I") or image.mode.startswith("I;")))
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def read_crop(
+    path: Path, resize: int, crop: int, chance: tuple[float, float] | None = None, grey: bool = False
+) -> np.ndarray:
+    """Pixels uint8 [crop, crop, 3 or 1] of the image resized so that its shorter side is `resize`.
+
+    chance: down and right in [0, 1), which place the crop among the whole-pixel places that it has; None: the centre.
+    """
+    try:
+        with Image.open(path) as image:
+            ratio = resize / min(image.size)
+            width, height = (max(resize, round(side * ratio)) for side in image.size)
+            # JPEGs are decoded at the nearest larger eighth. The last reduced pixel may reach beyond the image: the box
+            # says how many reduced pixels, not always whole ones, the image has.
+            reduced = image.draft("L" if grey else "RGB", (width, height))
+            covered = image.size if reduced is None else reduced[1][2:]
+            places = (width - crop, height - crop)
+            if chance is None:
+                x, y = (most // 2 for most in places)  # as Caffe does
+            else:
+                x, y = (int(where * (most + 1)) for where, most in zip(reversed(chance), places, strict=True))
+            across, along = covered[0] / width, covered[1] / height
+            # Only the crop is resized, not the rest of the image; the filter still sees beyond its edges.
+            box = (x * across, y * along, (x + crop) * across, (y + crop) * along)
+            resized = eight_bits(image, grey).resize((crop, crop), Image.Resampling.BILINEAR, box=box)
+            return np.asarray(resized).reshape(crop, crop, -1)
+    except UNREADABLE as error:
+        raise UserError(f"{path} cannot be read as an image ({error}); replace it or take it out") from error
+
+
+def read_whole(path: Path, grey: bool) -> Image.Image:
+    """The image of a file in L or RGB, at its own size."""
+    try:
+        with Image.open(path) as image:
+            return eight_bits(image, grey)
+    except UNREADABLE as error:
+        raise UserError(f"{path} cannot be read as an image ({error}); replace it or take it out") from error

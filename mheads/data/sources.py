@@ -1,0 +1,156 @@
+"""What `fit` and `evaluate` take for data: arrays, lists of pairs, torch datasets and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from mheads.data.arrays import ArraySplit, as_split, with_augmentation
+from mheads.data.assemble import assemble
+from mheads.data.dataset import DatasetSplit, item_of, read_dataset, stack
+from mheads.data.split import Data
+from mheads.errors import UserError
+
+FORMS = "(examples, labels), a list of pairs, a torch Dataset or a DataLoader"
+
+
+def from_arrays(
+    train: Any,
+    test: Any,
+    *,
+    classes: Sequence[str] | None = None,
+    normalize: str = "none",
+    validation: int = 0,
+    scale: float | str = "auto",
+    pad: int = 0,
+    mirror: bool = False,
+    limit: int | None = None,
+    hold_out: int | None = None,
+    weights: Any = None,
+    name: str = "arrays",
+) -> Data:
+    """A dataset from (examples, labels), lists of pairs, torch Datasets or DataLoaders.
+
+    Examples: images [N, C, H, W] or [N, H, W], uint8 or float, or vectors [N, F]; items of a list or Dataset may be
+    Pillow images. Labels: integers [N], or names. Without `test` (and without `validation`) the test split is empty,
+    or with the seed `hold_out` a tenth of the training examples, of each class its share. Without `classes` they are
+    the sorted names of the training labels, or numbered up to the largest label. `weights` [N] say how much each
+    training example counts. The other options are those of `load`.
+    """
+    given = {"train": as_source(train, f"{name}: train")}
+    if test is not None:
+        given["test"] = as_source(test, f"{name}: test")
+    sources, known = numbered(given, classes)
+    return assemble(
+        name,
+        with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
+        sources.get("test", sources["train"].part(slice(0))),
+        known,
+        normalize=normalize,
+        validation=validation,
+        scale=scale,
+        limit=limit,
+        hold_out=hold_out if test is None and not validation else None,
+        weights=weights,
+    )
+
+
+def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
+    """A split of whatever is given; labels that are names stay names."""
+    if isinstance(given, DataLoader):
+        return _of_loader(given, where)
+    if isinstance(given, TensorDataset) and len(given.tensors) == 2:
+        return as_split(given.tensors[0], given.tensors[1], where)
+    if isinstance(given, IterableDataset):
+        return as_split(*stack(_pairs(given, where), where), where=where)
+    if isinstance(given, tuple) and len(given) == 2:
+        return as_split(given[0], given[1], where)
+    if isinstance(given, (list, tuple)):
+        if len(given) == 2 and not any(isinstance(part, tuple) for part in given):
+            return as_split(given[0], given[1], where)  # [examples, labels]
+        return as_split(*stack(_pairs(given, where), where), where=where)
+    if isinstance(given, Dataset) or (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
+        if isinstance(given, (np.ndarray, torch.Tensor, dict, str)):
+            raise UserError(f"{where} is a {type(given).__name__}; give {FORMS}")
+        return read_dataset(given, where)
+    if isinstance(given, Iterable):
+        return as_split(*stack(_pairs(given, where), where), where=where)
+    raise UserError(f"{where} is a {type(given).__name__}; give {FORMS}")
+
+
+def numbered(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The splits with class numbers for labels, and the names of the classes.
+
+    Names are numbered by `classes`, or in sorted order of those in training.
+    """
+    by_name = {key: split.labels.dtype.kind == "U" for key, split in splits.items() if len(split)}
+    if not any(by_name.values()):
+        largest = max((int(split.labels.max()) for split in splits.values() if len(split)), default=-1)
+        return splits, tuple(map(str, range(largest + 1) if classes is None else classes))
+    if not all(by_name.values()):
+        kinds = ", ".join(f"{key} labels are {'names' if named else 'numbers'}" for key, named in by_name.items())
+        raise UserError(f"{kinds}; give both in the same way")
+    known = tuple(sorted(set(splits["train"].labels.tolist())) if classes is None else map(str, classes))
+    number = {name: i for i, name in enumerate(known)}
+    found = {}
+    for key, split in splits.items():
+        names = split.labels.tolist()
+        unknown = [row for row, name in enumerate(names) if name not in number]
+        if unknown:
+            raise UserError(
+                f"{key} example {unknown[0]} has the label {names[unknown[0]]!r}, which is none of the classes"
+                f" {', '.join(known[:10])}{', ...' if len(known) > 10 else ''} ({len(unknown)} such labels)"
+            )
+        found[key] = replace(split, labels=np.array([number[name] for name in names], np.int64))
+    return found, known
+
+
+def _pairs(items: Iterable[Any], where: str) -> list[tuple[Any, Any]]:
+    kept = list(items)
+    if not kept:
+        raise UserError(f"{where}: there are no examples; give at least one")
+    return [item_of(kept, row, where) for row in range(len(kept))]
+
+
+def _of_loader(loader: DataLoader, where: str) -> ArraySplit | DatasetSplit:
+    """The loader's dataset where it gives each of its items once; else what it gives in one go through it."""
+    dataset, sampler = loader.dataset, loader.sampler
+    if loader.batch_sampler is not None:  # batches, put together by collate_fn
+        sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+    by_row = loader.batch_sampler is None or loader.collate_fn is default_collate
+    if not isinstance(dataset, IterableDataset) and by_row:
+        once = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)  # type: ignore[arg-type]
+        if type(sampler) is SequentialSampler or once:
+            return as_source(dataset, where)
+        if type(sampler) is SubsetRandomSampler:
+            return as_source(Subset(dataset, sorted(sampler.indices)), where)
+        raise UserError(
+            f"{where}: the loader draws by a {type(sampler).__name__}, but fit draws its examples itself, by the seed;"
+            " give the dataset alone, and weights=[N] if some examples should count more"
+        )
+    if loader.batch_sampler is None:
+        return as_source(_pairs(loader, where), where)
+    examples, labels = [], []
+    for row, batch in enumerate(loader):
+        x, y = item_of([batch], 0, f"{where} batch {row}")
+        examples.append(x.numpy() if isinstance(x, torch.Tensor) else np.asarray(x))
+        labels.append(y.numpy() if isinstance(y, torch.Tensor) else np.asarray(y))
+    if not examples:
+        raise UserError(f"{where}: there are no examples; give at least one")
+    return as_split(np.concatenate(examples), np.concatenate(labels), where=where)

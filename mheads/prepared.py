@@ -1,0 +1,65 @@
+"""Networks that bring the preprocessing of their run: raw examples in, outputs out."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mheads.data.arrays import stacked
+from mheads.data.seen import survey
+from mheads.errors import UserError
+from mheads.runs import DataFacts
+
+
+class Prepared(nn.Module):
+    """A network after the preprocessing of its run. It takes raw examples: images [B, C, H, W], or vectors [B, F]."""
+
+    def __init__(self, network: nn.Module, data: DataFacts) -> None:
+        super().__init__()
+        self.network = network
+        self.data = data
+
+    def forward(self, x: Any) -> Tensor:
+        raw = raw_examples(x, self.data)
+        check(raw, self.data)
+        return self.run(raw)
+
+    def run(self, raw: Tensor) -> Tensor:
+        """The outputs of raw examples that were checked, as `raw_examples` gives them."""
+        parameter = next(self.network.parameters(), torch.empty(0))
+        raw = raw.to(parameter.device)
+        if self.data.seen is not None:
+            raw = self.data.seen.convert(raw)
+        return self.network(self.data.preprocess(raw, parameter.dtype))
+
+
+def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
+    """Examples of the run's shape as `Split.read` gives them: uint8 images NHWC, float images NCHW, vectors [B, F]."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of arrays that cannot be written: nobody writes
+            raw = x if isinstance(x, Tensor) else torch.as_tensor(stacked(x, what))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{what} are no array ({error}); give arrays of shape {('N', *data.shape)}") from error
+    if not raw.numel() and raw.shape[:1] in ((), (0,)):
+        raise UserError(f"{what} are empty: give at least one, as an array of shape {('N', *data.shape)}")
+    if raw.dim() == 3 and data.shape[0] == 1 and len(data.shape) == 3:
+        raw = raw[:, None]
+    if tuple(raw.shape[1:]) != data.shape:
+        hint = f"; one example is x[None], of shape {(1, *data.shape)}" if tuple(raw.shape) == data.shape else ""
+        raise UserError(f"{what} have shape {tuple(raw.shape[1:])}, but the run was trained on {data.shape}{hint}")
+    if raw.dtype != torch.uint8 and not raw.is_floating_point():
+        kind = str(raw.dtype).removeprefix("torch.")
+        raise UserError(f"{what} have dtype {kind}; convert them to uint8 or float32, as training saw them")
+    return raw.permute(0, 2, 3, 1) if raw.dim() == 4 and not raw.is_floating_point() else raw
+
+
+def check(raw: Tensor, data: DataFacts, what: str = "the examples") -> None:
+    """Refuses NaN and infinity, and what cannot be brought to the range that training saw."""
+    plain = raw.detach().float() if raw.dtype == torch.bfloat16 else raw.detach()  # numpy does not know it
+    given = survey(plain.cpu().numpy(), what)
+    if data.seen is not None:
+        data.seen.check(given, what)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mheads import config as configs
 from mheads import data as datasets
 from mheads import experiment as experiments
+from mheads import weights as weights_of
 from mheads.config import Config
 from mheads.data import ArraySplit, Preprocess, Split
 from mheads.data.assemble import check_labels
@@ -138,13 +139,14 @@ class Interrupted(KeyboardInterrupt):
 
 def fit(
     net: TreeNet | nn.Module,
-    loss: Loss | str | None = None,
+    loss: Loss | str | Callable[..., Any] | None = None,
     *,
     train: Examples,
     test: Examples | None = None,
     iterations: int | None = None,
     epochs: float | None = None,
     run: str | Path | None = None,
+    init: str | Path | Mapping[str, Tensor] | TreeNet | Run | None = None,
     show: bool | None = None,
     optimizer: str = "sgd",
     lr: float = 0.01,
@@ -179,11 +181,13 @@ def fit(
     `validation` the last so many examples are. `weights` [N] say how much each training example counts. `scale`
     multiplies the inputs; auto brings uint8 to 0..1 and leaves floats alone.
 
-    `loss` is a loss, its name, a function of outputs and labels, or None for independent cross-entropy. `iterations`
-    counts steps (1,000 by default); `epochs` is another way to say it: passes over the training set. `run` is a folder,
-    and the same call on the same folder resumes; without it nothing is kept longer than the run that is returned.
-    `show` decides about progress in the terminal or the notebook; by default it is shown where somebody looks. The
-    other keywords are keys of the config, under the same names (docs/configuration.md): `optimizer` is `optim.name`,
+    `loss` is a loss, its name, a function of outputs and labels, or None for independent cross-entropy.
+    `iterations` counts steps (1,000 by default); `epochs` is another way to say it: passes over the training set.
+    `run` is a folder, and the same call on the same folder resumes; without it nothing is kept longer than the run
+    that is returned. `init` is where the weights come from, if not from the net as it is: a file of weights, a
+    state dict of one network or of the whole tree, the folder of a run, a run, or another tree. `show` decides
+    about progress in the terminal or the notebook; by default it is shown where somebody looks. The other keywords
+    are keys of the config, under the same names (docs/configuration.md): `optimizer` is `optim.name`,
     `schedule="cosine"` or `{"name": "step", "every": 500}`, `log={"evaluate_every": 100}`.
 
     Ctrl-C ends the step, saves, and raises KeyboardInterrupt whose attribute `run` is the run so far.
@@ -199,6 +203,7 @@ def fit(
         )
     if iterations is not None and epochs is not None:
         raise UserError(f"iterations={iterations} and epochs={epochs} say the same thing twice: give one of them")
+    watch = watcher(show)
     with _speaking_python():
         loss = _as_loss(loss)
         known = loss.name in configs.LOSS_NAMES  # one of the user's own is remembered, not imported again
@@ -215,6 +220,7 @@ def fit(
                 "model": net.network_path,
                 "members": net.num_members,
                 "split": net.spec,
+                "init": _start(net, init, watch),
                 "sampling": sampling,
                 "loss": {**({"name": loss.name, **loss.options} if known else own), "scale_rate": scale_rate},
                 "pretrain": pretrain,
@@ -241,7 +247,7 @@ def fit(
         experiment = experiments.assemble(config, net, loss, data)
         temporary = _Temporary() if run is None else None
         folder = RunFolder(Path(run) if run is not None else temporary.path / "run")  # type: ignore[union-attr]
-        return _train(experiment, folder, watcher(show), temporary)
+        return _train(experiment, folder, watch, temporary)
 
 
 def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher, temporary: _Temporary | None) -> Run:
@@ -271,6 +277,33 @@ def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher
     return made(summary)
 
 
+def _start(net: TreeNet, init: Any, watch: Watcher) -> str:
+    """Gives the net its first weights, and says where they come from as a config does."""
+    if init is None:
+        return net.init
+    if isinstance(init, Run):
+        init = init.net
+    if isinstance(init, TreeNet):
+        net.copy_weights(init)
+        return f"{configs.GIVEN}{weights_of.digest(init.state_dict())}"
+    if isinstance(init, Mapping):
+        found, name = weights_of.by_name(init, "init"), f"{configs.GIVEN}{weights_of.digest(init)}"
+    elif isinstance(init, str | Path) and Path(init).suffix in weights_of.SUFFIXES:
+        found, name = weights_of.read(Path(init)), str(Path(init).absolute())
+    elif isinstance(init, str | Path) and init not in ("random", "same"):
+        net.copy_weights(load(init).net)
+        return str(Path(init).absolute())
+    else:
+        raise UserError(
+            f"init={init!r}: give a file of weights, a state dict, the folder of a run, a run or a TreeNet; "
+            "TreeNet(..., init='same') draws one network for all members"
+        )
+    left = weights_of.load_into(net, found, name)
+    if left:
+        watch.say(f"{name}: no place for {len(left)} of {len(found)} tensors: {', '.join(left[:4])}")
+    return name
+
+
 def _as_loss(loss: Any) -> Loss:
     if loss is None:
         return independent()
@@ -283,10 +316,12 @@ def _as_loss(loss: Any) -> Loss:
         return LOSSES[loss]()
     if loss in LOSSES.values():
         raise UserError(f"loss is the function {loss.__name__} itself: call it, mheads.losses.{loss.__name__}()")
-    what = type(loss).__name__
+    if callable(loss) and not type(loss).__module__.startswith("torch."):
+        return Loss(getattr(loss, "__name__", type(loss).__name__), loss)
     raise UserError(
-        f"fit needs a loss over all members, not {what}: {known}. The cross-entropy of each member by itself, "
-        "torch's CrossEntropyLoss, is mheads.losses.independent()"
+        f"fit needs a loss over all members, not {type(loss).__name__}: {known}, or a function of outputs [M, B, C] "
+        "and labels [B] that gives losses [M, B]. The cross-entropy of each member by itself, torch's "
+        "CrossEntropyLoss, is mheads.losses.independent()"
     )
 
 

@@ -52,6 +52,7 @@ def _named_stages(value: Any) -> Any:
     return {str(key): rank for key, rank in value.items()} if isinstance(value, dict) else value
 
 
+GIVEN = "weights "  # an `init` that begins so was given to fit as tensors; their digest follows
 LOSS_NAMES = ("independent", "score_averaged", "prob_averaged", "mcl")
 
 
@@ -272,7 +273,8 @@ def _absolute(config: Config) -> Config:
     data = config.data.model_copy(
         update={key: path.absolute() for key in ("root", "path") if (path := getattr(config.data, key)) is not None}
     )
-    init = config.init if config.init in ("random", "same") else str(Path(config.init).absolute())
+    in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
+    init = config.init if in_memory else str(Path(config.init).absolute())
     return config.model_copy(update={"data": data, "init": init})
 
 

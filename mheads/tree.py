@@ -10,6 +10,8 @@ so that `1` is a single model, and an int or a list at the top is a forest. `spl
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -205,7 +207,8 @@ def canonical(x: Tensor) -> Tensor:
 class TreeNet(nn.Module):
     """An ensemble whose members share their first layers as a tree says.
 
-    `network_factory` makes one network: any module whose children, run one after the other, are the network.
+    `network_factory` makes one network: any module whose children, run one after the other, are the network. A module
+    that is built already is taken as the start of every member: its weights are copied.
     `split` is the name of the last shared layer or a tree, `tree` a tree; neither means independent members.
     Weights follow from `seed`: a stage takes those of the network drawn for its first member, and `init="same"`
     draws one network for all. `only` names the stages to build, if others are in other processes.
@@ -213,7 +216,7 @@ class TreeNet(nn.Module):
 
     def __init__(
         self,
-        network_factory: Callable[[], nn.Module],
+        network_factory: Callable[[], nn.Module] | nn.Module,
         members: int | None = None,
         split: Spec | str | None = None,
         tree: Spec | None = None,
@@ -231,11 +234,11 @@ class TreeNet(nn.Module):
         self.trained = 0  # iterations that have changed its weights
 
         self.seed = seed
-        self._factory = network_factory
+        self._factory = _Factory(network_factory)
         first = self._draw(0)
         self.network_name = getattr(network_factory, "__name__", type(first).__name__)
-        # A lambda or a local function can only be named, not imported again: mheads.load then asks for it.
-        qualified = getattr(network_factory, "__qualname__", self.network_name)
+        # A lambda, a local function or a built network can only be named, not imported again: mheads.load asks for it.
+        qualified = getattr(network_factory, "__qualname__", f"<{self.network_name}>")
         module = getattr(network_factory, "__module__", "__main__") if "<" not in qualified else "__main__"
         self.network_path = f"{module}:{qualified}"
         self.tree = parse(spec, describe(first), members, self.network_name)
@@ -370,6 +373,30 @@ class TreeNet(nn.Module):
     def _drawn_stage(self, node: Node) -> Stage:
         network = dict(children(self._draw(node.members[0])))
         return Stage(OrderedDict((name, network[name]) for name in node.layers))
+
+
+class _Factory:
+    """The user's factory, or copies of a built network; a pickled tree goes without one that cannot be pickled."""
+
+    def __init__(self, function: Callable[[], nn.Module] | nn.Module) -> None:
+        self.function = function
+
+    def __call__(self) -> nn.Module:
+        return copy.deepcopy(self.function) if isinstance(self.function, nn.Module) else self.function()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Factory:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Factory], tuple[Any]]:
+        try:
+            pickle.dumps(self.function)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return _Factory, (_lost,)
+        return _Factory, (self.function,)
+
+
+def _lost() -> nn.Module:
+    raise UserError("this tree was pickled without its factory, which only its first process knows: build it anew")
 
 
 @dataclass(frozen=True)

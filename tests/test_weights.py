@@ -1,0 +1,162 @@
+"""Starting from weights of one's own, and copies of trees and runs."""
+
+import copy
+import gc
+import pickle
+
+import networks
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import mheads
+from mheads import UserError, weights
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(120, 1, 8, 8)).astype(np.float32), np.arange(120) % 10
+QUICK = {"train": (X, Y), "test": (X, Y), "iterations": 2, "batch_size": 40}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.manual_seed(5)
+    return networks.Plain()
+
+
+def assert_all_members_are(net, model, inputs=X):
+    with torch.no_grad():
+        expected = model(torch.from_numpy(inputs))
+        for outputs in net(torch.from_numpy(inputs)):
+            torch.testing.assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize("split", [None, "first"])
+def test_a_built_network_is_forked_into_members(trained, split):
+    net = mheads.TreeNet(trained, members=3, split=split)
+    assert_all_members_are(net, trained)
+    run = mheads.fit(net, "mcl", lr=0.1, **QUICK)
+    assert not torch.equal(*run.predict(X)[:2])  # MCL parts them
+    assert_all_members_are(mheads.TreeNet(trained, members=2), trained)  # the original did not move
+
+
+def test_a_forked_network_whose_members_would_stay_equal_is_refused(trained):
+    with pytest.raises(UserError, match="identical for ever"):
+        mheads.fit(mheads.TreeNet(trained, members=3), **QUICK)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch.save", "wrapped", "DataParallel", "state dict"])
+def test_weights_of_one_network_start_all_members(trained, kind, tmp_path):
+    state = trained.state_dict()
+    if kind == "DataParallel":
+        state = {f"module.{name}": tensor for name, tensor in state.items()}
+    init = state if kind == "state dict" else tmp_path / ("w.safetensors" if kind == "safetensors" else "w.pt")
+    if kind == "safetensors":
+        save_file(state, init)
+    elif kind != "state dict":
+        torch.save({"state_dict": state, "epoch": 3} if kind == "wrapped" else state, init)
+    net = mheads.TreeNet(networks.Plain, members=3, split="first")
+    started = []
+    loss = mheads.losses.mcl(k=1)
+    run = mheads.fit(net, loss, init=init, lr=1e-12, momentum=0.0, **QUICK)
+    started.append(run)
+    assert_all_members_are(net, trained)
+    assert run.config.init not in ("random", "same")
+
+
+def test_weights_of_a_tree_of_a_run_or_of_its_folder_go_member_by_member(tmp_path):
+    run = mheads.fit(mheads.TreeNet(networks.Plain, members=3, seed=4), run=tmp_path / "run", **QUICK)
+    expected = run.predict(X)
+    still = {"lr": 1e-12, "momentum": 0.0}
+    for init in (run, run.net, run.net.state_dict(), tmp_path / "run" / "model.safetensors"):
+        net = mheads.TreeNet(networks.Plain, members=3)
+        assert not torch.allclose(net(torch.from_numpy(X)), expected)
+        mheads.fit(net, init=init, **still, **QUICK)
+        torch.testing.assert_close(net(torch.from_numpy(X)), expected)
+
+
+def test_other_weights_are_another_run(trained, tmp_path):
+    def fit(init):
+        net = mheads.TreeNet(networks.Plain, members=2)
+        return mheads.fit(net, "mcl", init=init, run=tmp_path / "run", **QUICK)
+
+    fit(trained.state_dict())
+    fit(trained.state_dict())  # finished: the same
+    other = {name: tensor + 1 for name, tensor in trained.state_dict().items()}
+    with pytest.raises(UserError, match="init"):
+        fit(other)
+
+
+def test_weights_that_find_no_place_are_told(trained, capsys):
+    state = {**trained.state_dict(), "fc.weight": torch.zeros(2)}
+    mheads.fit(mheads.TreeNet(networks.Plain, members=2), "mcl", init=state, show=True, **QUICK)
+    assert "no place for 1 of 5 tensors: fc.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda s: {k: v for k, v in s.items() if "second" not in k}, r"2 of 4 tensors are missing \(second.bias, sec"),
+        (lambda s: {**s, "first.weight": torch.zeros(3, 64)}, r"first.weight is \(3, 64\) there, \(16, 64\) here"),
+        (lambda s: {**s, "first.weight": 3}, "'first.weight' is a int, not a tensor"),
+        (lambda s: {}, "not tensors by name"),
+        (lambda s: "nowhere.pt", "there is no file nowhere.pt"),
+        (lambda s: 7, "init=7: give a file"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(trained, make, message):
+    before = mheads.TreeNet(networks.Plain, members=2)
+    net = mheads.TreeNet(networks.Plain, members=2)
+    with pytest.raises(UserError, match=message):
+        mheads.fit(net, "mcl", init=make(trained.state_dict()), **QUICK)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
+
+
+def test_a_file_that_holds_code_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "opened"), "w"))
+
+    torch.save({"a": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(UserError, match="cannot be read as weights"):
+        weights.read(tmp_path / "evil.pt")
+    assert not (tmp_path / "opened").exists()
+
+
+# Copies.
+
+
+def local_factory():
+    return lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+@pytest.mark.parametrize(
+    "factory", [networks.Plain, local_factory(), networks.Plain()], ids=["named", "local", "built"]
+)
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copied", "pickled"])
+def test_a_tree_can_be_copied_and_pickled_and_trained_further(factory, way):
+    net = mheads.TreeNet(factory, members=2)
+    other = way(net)
+    x = torch.from_numpy(X)
+    assert torch.equal(net(x), other(x))
+    mheads.fit(other, "mcl", lr=0.1, **QUICK)
+    assert not torch.equal(net(x), other(x))  # they are two
+
+
+def test_a_run_can_be_copied_and_pickled_and_outlives_the_first(tmp_path):
+    run = mheads.fit(mheads.TreeNet(networks.Plain, members=2), **QUICK)
+    expected, folder = run.predict(X), run.folder
+    copied, pickled = copy.deepcopy(run), pickle.dumps(run)
+    del run
+    gc.collect()
+    assert folder.exists()  # the copy lives in it too
+    assert torch.equal(copied.predict(X), expected)
+    del copied
+    gc.collect()
+    assert not folder.exists()  # temporary runs do not fill the disk
+    loaded = pickle.loads(pickled)
+    assert torch.equal(loaded.predict(X), expected)
+    assert len(loaded.history.evaluations) == 2
+    assert loaded.plot_history().axes
+    assert "2 members" in repr(loaded)

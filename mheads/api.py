@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from mheads import config as configs
 from mheads import data as datasets
 from mheads import experiment as experiments
+from mheads import identity
 from mheads.config import Config
 from mheads.data.batch import evaluation_batches
 from mheads.distributed.launch import detect
@@ -141,10 +143,30 @@ def fit(
 
 
 def _train(experiment: experiments.Experiment, folder: RunFolder, watcher: Watcher) -> dict[str, Any]:
-    summary = train(experiment, folder, watcher)
-    folder.load_weights(experiment.net)  # a finished run is not trained again, and its weights are in the folder
+    start = _start(experiment.net, folder)
+    try:
+        summary = train(replace(experiment, start=start), folder, watcher)
+        folder.load_weights(experiment.net, watcher.warn)  # a finished run is not trained again: they are in the folder
+    finally:
+        _leave(experiment.net, folder, start)
     experiment.net.eval()
     return summary
+
+
+# With which weights each net was left by fit or load, and with which ones training in its folders started.
+_left: WeakKeyDictionary[TreeNet, tuple[str, dict[Path, str | None]]] = WeakKeyDictionary()
+
+
+def _start(net: TreeNet, folder: RunFolder) -> str | None:
+    """A digest of the weights that training in this folder starts from: those of the net, unless it did already."""
+    now = identity.weights(net.state_dict())
+    left, starts = _left.get(net, ("", {}))
+    return starts.get(folder.path.resolve(), now) if now == left and folder.exists() else now
+
+
+def _leave(net: TreeNet, folder: RunFolder, start: str | None) -> None:
+    _, starts = _left.get(net, ("", {}))
+    _left[net] = identity.weights(net.state_dict()), {**starts, folder.path.resolve(): start}
 
 
 def _watcher(show: bool | None) -> Watcher:
@@ -190,20 +212,36 @@ def evaluate(
     return metrics.result()
 
 
-def load(run: str | Path, network_factory: Callable[[], nn.Module] | None = None) -> Run:
-    """A finished run. `network_factory` is needed for runs of `fit` whose network only Python knows."""
+def load(
+    run: str | Path,
+    network_factory: Callable[[], nn.Module] | None = None,
+    *,
+    trust: bool = False,
+    warn: Callable[[str], None] | None = None,
+) -> Run:
+    """A run with its newest weights; one that is not finished is said to be so.
+
+    A network that is not built in is made by `network_factory`, or, with `trust`, by the factory that the folder names:
+    that runs its code. The result of an unfinished run is its newest evaluation. `warn` hears of all this; without it,
+    Python warns.
+    """
     folder = RunFolder(Path(run))
     config = folder.read_config()
-    if network_factory is not None:
-        net = TreeNet(network_factory, config.members, config.split)
-    elif config.model.startswith("__main__:"):
-        raise UserError(
-            f"{folder.path} was trained on {config.model}, which only that script knows: "
-            "give its factory, mheads.load(run, factory)"
-        )
-    else:
-        net = experiments.build_net(config, weights=False)
-    folder.load_weights(net)
+    net = experiments.net_of_run(folder, config, network_factory, trust)
+    warn = warn or Silent().warn
+    weights = folder.load_weights(net, warn)
+    _leave(net, folder, folder.read_identity().get("start"))  # fit may go on with it in this folder
     net.eval()
-    summary = folder.read_result()
-    return Run(folder.path, config, net, folder.read_data(), Result.from_dict(summary), summary)
+    data = folder.read_data()
+    if weights.final:
+        summary = folder.read_result()
+    else:
+        summary = {"iterations": weights.iteration, "seconds": weights.seconds}
+        lines = [line for line in folder.read_metrics(weights.log) if "result" in line]
+        if lines:
+            warn(f"run.result is the evaluation at iteration {lines[-1]['iteration']}, on the {lines[-1]['split']} set")
+            summary |= {**lines[-1]["result"], "split": lines[-1]["split"]}
+        else:
+            warn("run.result is NaN throughout: there was no evaluation yet; evaluate the run to have one")
+            summary |= Result.unknown(net.num_members, len(data.classes)).to_dict()
+    return Run(folder.path, config, net, data, Result.from_dict(summary), summary)

@@ -14,12 +14,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mheads.checkpoint import write_text_atomically
 from mheads.config import Config
 from mheads.distributed.job import Cluster, Job, job_of
 from mheads.distributed.placement import Placement
 from mheads.distributed.plan import Prediction
 from mheads.errors import UserError
+from mheads.files import write_atomically
 from mheads.tree import Tree
 
 
@@ -82,7 +82,7 @@ def make_plan(config: Config, cluster: Cluster, flops: float | None, how: str | 
 
 
 def write_json(plan: Plan, path: Path) -> None:
-    write_text_atomically(path, json.dumps(plan.to_json(), indent=1) + "\n")
+    write_atomically(path, json.dumps(plan.to_json(), indent=1) + "\n")
 
 
 def show(plan: Plan) -> Group:

@@ -8,12 +8,12 @@ import re
 import shutil
 import tempfile
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
+from weakref import WeakKeyDictionary, finalize
 
 import numpy as np
 import torch
@@ -22,18 +22,21 @@ from torch import Tensor, nn
 from mheads import config as configs
 from mheads import data as datasets
 from mheads import experiment as experiments
+from mheads import identity
 from mheads import weights as weights_of
+from mheads.checkpoint import Checkpoints
 from mheads.config import Config
 from mheads.data import ArraySplit, Preprocess, Split
 from mheads.data.assemble import check_labels
 from mheads.data.dataset import DatasetSplit
 from mheads.distributed.launch import detect
 from mheads.errors import UserError
+from mheads.log import Log
 from mheads.losses import LOSSES, Loss, independent
 from mheads.metrics import Metrics, Result
 from mheads.prepared import Prepared, check, raw_examples
-from mheads.progress import Watcher, watcher
-from mheads.runs import DataFacts, Log, RunFolder
+from mheads.progress import Silent, Watcher, watcher
+from mheads.runs import DataFacts, RunFolder
 from mheads.train import EVALUATION_ROWS, Stopped, train
 from mheads.tree import TreeNet
 
@@ -48,7 +51,7 @@ class _Temporary:
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="mheads-"))
-        weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Temporary:
         return self
@@ -220,7 +223,7 @@ def fit(
                 "model": net.network_path,
                 "members": net.num_members,
                 "split": net.spec,
-                "init": _start(net, init, watch),
+                "init": _initialise(net, init, watch),
                 "sampling": sampling,
                 "loss": {**({"name": loss.name, **loss.options} if known else own), "scale_rate": scale_rate},
                 "pretrain": pretrain,
@@ -251,33 +254,26 @@ def fit(
 
 
 def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher, temporary: _Temporary | None) -> Run:
-    net, facts = experiment.net, DataFacts.of(experiment.data)
-
-    def made(summary: dict[str, Any]) -> Run:
-        net.eval()
-        result = Result.from_dict(summary)
-        return Run(folder.path, experiment.config, net, facts, result, summary, folder.read_log(), temporary)
-
+    net, config = experiment.net, experiment.config
     if experiment.data.held_out is not None:
         watch.say(f"holding out {experiment.data.held_out}")
     before = 0 if folder.exists() else net.trained
     if before:
         watch.say(f"going on from the weights that {before:,} iterations of an earlier fit left in this net")
+    start = _start_of(net, folder)
     try:
-        summary = train(experiment, folder, watch)
+        summary = train(replace(experiment, start=start), folder, watch)
+        net.trained = before + summary["iterations"]
+        return _opened(folder, config, net, watch.warn, temporary)
     except Stopped as stop:
         net.trained = before + stop.iteration
-        found = folder.read_log().evaluations
-        so_far = made({"seconds": stop.seconds, **found[-1], "iterations": stop.iteration}) if found else None
+        so_far = _opened(folder, config, net, lambda message: None, temporary)
         raise Interrupted(f"{stop} after iteration {stop.iteration}", so_far) from None
     finally:
-        folder.release()
-    folder.load_weights(net)  # a finished run is not trained again, and its weights are in the folder
-    net.trained = before + summary["iterations"]
-    return made(summary)
+        _leave(net, folder, start)
 
 
-def _start(net: TreeNet, init: Any, watch: Watcher) -> str:
+def _initialise(net: TreeNet, init: Any, watch: Watcher) -> str:
     """Gives the net its first weights, and says where they come from as a config does."""
     if init is None:
         return net.init
@@ -288,19 +284,17 @@ def _start(net: TreeNet, init: Any, watch: Watcher) -> str:
         return f"{configs.GIVEN}{weights_of.digest(init.state_dict())}"
     if isinstance(init, Mapping):
         found, name = weights_of.by_name(init, "init"), f"{configs.GIVEN}{weights_of.digest(init)}"
-    elif isinstance(init, str | Path) and Path(init).suffix in weights_of.SUFFIXES:
-        found, name = weights_of.read(Path(init)), str(Path(init).absolute())
+        left = weights_of.load_into(net, found, name)
     elif isinstance(init, str | Path) and init not in ("random", "same"):
-        net.copy_weights(load(init).net)
-        return str(Path(init).absolute())
+        name = str(Path(init).absolute())
+        left = experiments.start_from(net, name)
     else:
         raise UserError(
             f"init={init!r}: give a file of weights, a state dict, the folder of a run, a run or a TreeNet; "
             "TreeNet(..., init='same') draws one network for all members"
         )
-    left = weights_of.load_into(net, found, name)
     if left:
-        watch.say(f"{name}: no place for {len(left)} of {len(found)} tensors: {', '.join(left[:4])}")
+        watch.say(f"{name}: no place for {len(left)} tensors: {', '.join(left[:4])}")
     return name
 
 
@@ -323,6 +317,24 @@ def _as_loss(loss: Any) -> Loss:
         "and labels [B] that gives losses [M, B]. The cross-entropy of each member by itself, torch's "
         "CrossEntropyLoss, is mheads.losses.independent()"
     )
+
+
+# With which weights each net was left by fit or load, and with which ones training in its folders started.
+_left: WeakKeyDictionary[TreeNet, tuple[str, dict[Path, str | None]]] = WeakKeyDictionary()
+
+
+def _start_of(net: TreeNet, folder: RunFolder) -> str | None:
+    """A digest of the weights that training in this folder starts from: those of the net, unless it did already."""
+    now = identity.weights(net.state_dict())
+    left, starts = _left.get(net, ("", {}))
+    resumes = folder.exists() and Checkpoints(folder.checkpoints).steps()
+    # Without a checkpoint it would start from what the net holds now.
+    return starts.get(folder.path.resolve(), now) if now == left and resumes else now
+
+
+def _leave(net: TreeNet, folder: RunFolder, start: str | None) -> None:
+    _, starts = _left.get(net, ("", {}))
+    _left[net] = identity.weights(net.state_dict()), {**starts, folder.path.resolve(): start}
 
 
 # What people call it elsewhere, and what fit calls it.
@@ -465,21 +477,48 @@ def _measure(
     return metrics.result()
 
 
-def load(run: str | Path, network_factory: Callable[[], nn.Module] | None = None) -> Run:
-    """A finished run. `network_factory` is needed for runs of `fit` whose network only Python knows."""
+def load(
+    run: str | Path,
+    network_factory: Callable[[], nn.Module] | None = None,
+    *,
+    trust: bool = False,
+    warn: Callable[[str], None] | None = None,
+) -> Run:
+    """A run with its newest weights; one that is not finished is said to be so.
+
+    A network that is not built in is made by `network_factory`, or, with `trust`, by the factory that the folder names:
+    that runs its code. The result of an unfinished run is its newest evaluation. `warn` hears of all this; without it,
+    Python warns.
+    """
     folder = RunFolder(Path(run))
     config = folder.read_config()
-    if network_factory is not None:
-        net = TreeNet(network_factory, config.members, config.split)
-    elif config.model.startswith("__main__:"):
-        raise UserError(
-            f"{folder.path} was trained on {config.model}, which only that script knows: "
-            "give its factory, mheads.load(run, factory)"
-        )
-    else:
-        net = experiments.build_net(config, weights=False)
-    folder.load_weights(net)
+    net = experiments.net_of_run(folder, config, network_factory, trust)
+    loaded = _opened(folder, config, net, warn or Silent().warn)
+    _leave(net, folder, folder.read_identity().get("start"))  # fit may go on with it in this folder
+    return loaded
+
+
+def _opened(
+    folder: RunFolder,
+    config: Config,
+    net: TreeNet,
+    warn: Callable[[str], None],
+    temporary: _Temporary | None = None,
+) -> Run:
+    """The run in a folder, with its newest weights in the net; `warn` hears what is unfinished about it."""
+    weights = folder.load_weights(net, warn)
     net.eval()
-    summary = folder.read_result()
-    result = Result.from_dict(summary)
-    return Run(folder.path, config, net, folder.read_data(), result, summary, folder.read_log())
+    data = folder.read_data()
+    log = folder.read_log(weights.log)
+    if weights.final:
+        summary = folder.read_result()
+    else:
+        summary = {"iterations": weights.iteration, "seconds": weights.seconds}
+        if log.evaluations:
+            newest = log.evaluations[-1]
+            warn(f"run.result is the evaluation at iteration {newest['iteration']}, on the {newest['split']} set")
+            summary = {key: value for key, value in newest.items() if key != "iteration"} | summary
+        else:
+            warn("run.result is NaN throughout: there was no evaluation yet; evaluate the run to have one")
+            summary |= Result.unknown(net.num_members, len(data.classes)).to_dict()
+    return Run(folder.path, config, net, data, Result.from_dict(summary), summary, log, temporary)

@@ -4,28 +4,28 @@
                               state.json            the rest, and the checksum of both
 
 A checkpoint is written to a hidden folder, flushed to the disk, and renamed: whatever kills the process, a folder under
-its final name is complete. Damage that happens later is found by the checksum.
+its final name is complete. Damage that happens later is found by the checksum, and a checkpoint that was renamed or
+comes from elsewhere by the step and the run in its state.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialise
 from torch import Tensor
 
-from mheads.errors import UserError
+from mheads import files
+from mheads.files import saving
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,33 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run folder; written by a thread of their own, so that training goes on meanwhile."""
+    """The checkpoints of a run folder; written by a thread of their own, so that training goes on meanwhile.
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    Every one holds the `config` and the `identity` of its run. Those of another run are not read, if it is known.
+    """
+
+    def __init__(self, folder: Path, keep: int = 1, run: str | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.run = run
+        self.config = ""
+        self.identity: dict[str, Any] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="mheads-writer")
         self._pending: Future[None] | None = None
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """Begins to save; the tensors are copied first, so they may change at once. Raises what the last save met."""
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], again: bool = False) -> None:
+        """Begins to save; the tensors may change at once. Raises what the last save met.
+
+        A checkpoint that is there already is whole, since the run was resumed from it or stopped just here: it is
+        left alone, unless its state is to be written `again`.
+        """
         self.wait()
-        if step in self.steps():
-            return  # whole already: the run was stopped or resumed just here
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        self._pending = self._writer.submit(self._write, step, copies, state)
+        if step in self.steps() and not again:
+            return
+        # The bytes of the file are the copy: large models need no second one.
+        content = to_bytes(tensors)
+        state = {**state, "step": step, "config": self.config, "identity": self.identity}
+        self._pending = self._writer.submit(self._write, step, content, state)
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -70,116 +82,83 @@ class Checkpoints:
         if not self.folder.is_dir():
             return []
         names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*"))
-        return sorted((int(name) for name in names if name.isdigit()), reverse=True)
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest checkpoint that is whole; `warn` hears of those that are not."""
-        steps = self.steps()
+    def newest(self, warn: Callable[[str], None], limit: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that is whole, of those up to step `limit`; `warn` hears of those that are not."""
+        steps = [step for step in self.steps() if limit is None or step <= limit]
         for i, step in enumerate(steps):
             try:
                 return self._read(step)
-            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
                 older = steps[i + 1 : i + 2]
                 back = f"the one before, iteration {older[0]}" if older else "the start: no other is left"
                 warn(f"checkpoint {self.path(step)} is damaged ({error}); going back to {back}")
         return None
 
     def drop_after(self, step: int) -> None:
-        """Removes damaged checkpoints newer than the one in use, which would otherwise count as the newest."""
+        """Removes checkpoints newer than the one in use, which would otherwise count as the newest."""
         for other in self.steps():
             if other > step:
                 self._remove(other)
         for leftover in self.folder.glob(".*"):  # of a process that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
+            files.remove(leftover)
 
     def _remove(self, step: int) -> None:
         """Renamed first: half a checkpoint never bears a final name."""
         hidden = self.folder / f".old-{step:08d}"
-        shutil.rmtree(hidden, ignore_errors=True)
+        files.remove(hidden)
         self.path(step).rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+        files.remove(hidden)
 
     def _read(self, step: int) -> Checkpoint:
         path = self.path(step)
-        written = json.loads((path / "state.json").read_text())
+        if path.is_symlink():
+            raise ValueError("it is a link")
+        written = json.loads(files.read(path / "state.json"))
         state = written["state"]
-        if written["sha256"] != _sha256(path / "tensors.safetensors", state):
+        if written["sha256"] != _sha256(files.digest(path / "tensors.safetensors"), state):
             raise ValueError("its checksum does not match")
+        if state["step"] != step:
+            raise ValueError(f"it is that of iteration {state['step']}, renamed")
+        if self.run is not None and state["identity"]["run"] != self.run:
+            raise ValueError("it belongs to another run")
         return Checkpoint(step, load_file(path / "tensors.safetensors"), state)
 
-    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        hidden = self.folder / f".step-{step:08d}"
-        with saving(self.path(step), hidden):
-            shutil.rmtree(hidden, ignore_errors=True)
-            hidden.mkdir(parents=True)
-            save_file(tensors, hidden / "tensors.safetensors")
-            digest = _sha256(hidden / "tensors.safetensors", state)
-            (hidden / "state.json").write_text(json.dumps({"sha256": digest, "state": state}))
-            for file in hidden.iterdir():
-                flush(file)
-            flush(hidden)
-            final = self.path(step)
-            if final.exists():
+    def _write(self, step: int, tensors: bytes, state: dict[str, Any]) -> None:
+        final = self.path(step)
+        hidden = files.hidden_name(final)
+        with saving(final, hidden):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            files.remove(hidden)
+            hidden.mkdir()
+            files.write_new(hidden / "tensors.safetensors", tensors)
+            digest = _sha256(hashlib.sha256(tensors).hexdigest(), state)
+            files.write_new(hidden / "state.json", json.dumps({"sha256": digest, "state": state}))
+            files.flush(hidden)
+            if os.path.lexists(final):
                 self._remove(step)
             hidden.rename(final)
-            flush(self.folder)
+            files.flush(self.folder)
         for old in self.steps()[self.keep :]:
             self._remove(old)
 
 
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+def to_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """A file of safetensors; it shares no memory with the tensors."""
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().data_ptr() in seen:
+            tensor = tensor.clone()  # tied weights: the format knows none
+        seen.add(tensor.untyped_storage().data_ptr())
+        plain[name] = tensor
+    return serialise(plain, metadata)
 
 
-@contextlib.contextmanager
-def saving(path: Path, hidden: Path | None = None) -> Iterator[None]:
-    """Turns a full disk or a forbidden folder into a message and removes `hidden`, the half of a new `path`."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        if hidden is not None:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(hidden) if hidden.is_dir() else hidden.unlink(missing_ok=True)
-        # The writer of safetensors says the number in words only.
-        words = ("os error 28", "os error 122", "os error 27")
-        full = getattr(error, "errno", None) in FULL or any(word in str(error) for word in words)
-        cause = "no space left on the disk" if full else getattr(error, "strerror", None) or error
-        remedy = "free some space" if full else "make the folder writable"
-        raise UserError(
-            f"could not save {path}: {cause}. What was saved before is whole: {remedy} and give the same command again"
-        ) from error
-
-
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a file beside its final name, flushes it, and renames it: readers see the old one or the new one."""
-    hidden = path.with_name(f".{path.name}")
-    with saving(path, hidden):
-        write(hidden)
-        flush(hidden)
-        os.replace(hidden, path)
-        flush(path.parent)
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    def write(hidden: Path) -> None:
-        hidden.write_text(text)
-
-    write_atomically(path, write)
-
-
-def flush(path: Path) -> None:
-    """Down to the disk, a file or the entries of a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: Path, state: dict[str, Any]) -> str:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    digest.update(json.dumps(state, sort_keys=True).encode())
-    return digest.hexdigest()
+def _sha256(tensors: str, state: dict[str, Any]) -> str:
+    return hashlib.sha256(f"{tensors} {json.dumps(state, sort_keys=True)}".encode()).hexdigest()

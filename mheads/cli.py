@@ -32,6 +32,9 @@ Overrides = Annotated[
 # torchrun reads the whole command and takes --run for its own --run-path: hence another name, the old one beside it.
 FOLDER = ("--folder", "-f", "--run", "-r")
 RunPath = Annotated[Path, typer.Argument(help="A run folder.")]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the code that the run folder names, if its network is not built in.")
+]
 
 
 def _version(wanted: bool) -> None:
@@ -139,18 +142,25 @@ def show_config(
 @app.command(name="eval", rich_help_panel="Train and look")
 def evaluate(
     run: RunPath,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other data: data.path=other.npz.")
+    ] = None,
     outputs: Annotated[
         Path | None, typer.Option(help="Also save outputs [M, N, C] and labels [N] to this .npz file.")
     ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="train, validation or test; by default what training evaluated on.")
+    ] = None,
+    trust: Trust = False,
 ) -> None:
-    """The metrics of a finished run on its test set.
+    """The metrics of a run, computed anew: on its test set, on another split, on other data.
 
     Example: mheads eval runs/mcl --outputs outputs.npz
     """
     from mheads.evaluation import evaluate_run
     from mheads.progress import Terminal
 
-    show_result(evaluate_run(run, outputs, Terminal(console)))
+    show_result(evaluate_run(run, outputs, Terminal(console), overrides or [], split, trust))
 
 
 @app.command(rich_help_panel="Train and look")
@@ -158,14 +168,16 @@ def predict(
     run: RunPath,
     images: Annotated[list[Path], typer.Argument(help="Images, or .npz and .csv files of examples.")],
     resize: Annotated[bool, typer.Option(help="Scale images of another size to the one trained on.")] = False,
+    trust: Trust = False,
 ) -> None:
     """Every member's answer to an image, the ensemble's, and how far they agree.
 
     Example: mheads predict runs/mcl cat.png
     """
     from mheads.evaluation import predict_images
+    from mheads.progress import Terminal
 
-    for answers in predict_images(run, images, resize):
+    for answers in predict_images(run, images, resize, Terminal(console), trust):
         console.print(answers)
 
 

@@ -17,43 +17,46 @@ from rich.table import Table
 from rich.text import Text
 
 from mheads import api, experiment, values
-from mheads.checkpoint import write_atomically
+from mheads import config as configs
 from mheads.data.batch import evaluation_batches
 from mheads.data.catalog import DATASETS
 from mheads.data.images import read_crop, read_whole
+from mheads.data.split import Split
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
+from mheads.files import write_atomically
 from mheads.metrics import Metrics
 from mheads.progress import Watcher
-from mheads.runs import RunFolder
+from mheads.runs import DataFacts, RunFolder
 from mheads.train import EVALUATION_ROWS, summary
 
 
-def evaluate_run(path: Path, outputs_file: Path | None, watch: Watcher) -> dict[str, Any]:
-    """The metrics of a run computed anew; optionally the outputs [M, N, C] and labels [N] they follow from."""
+def evaluate_run(
+    path: Path,
+    outputs_file: Path | None,
+    watch: Watcher,
+    overrides: Sequence[str] = (),
+    split: str | None = None,
+    trust: bool = False,
+) -> dict[str, Any]:
+    """The metrics of a run computed anew; optionally the outputs [M, N, C] and labels [N] they follow from.
+
+    On the examples that it was evaluated on in training, on another `split`, or on other data: `overrides` of the
+    config's data keys. Inputs are preprocessed as in training.
+    """
     folder = RunFolder(path)
     config = folder.read_config()
     if outputs_file is not None and not outputs_file.parent.is_dir():
         raise UserError(f"cannot write {outputs_file}: there is no folder {outputs_file.parent}")
-    if config.data.name not in DATASETS:
-        raise UserError(
-            f"{path} was trained from Python on arrays: evaluate it there, mheads.load({str(path)!r}).evaluate(x, y)"
-        )
-    net = experiment.build_net(config, weights=False)
-    folder.load_weights(net)
-    data = experiment.load_data(config)
-    if data.fingerprint != folder.read_data().fingerprint:
-        raise UserError(
-            f"{path} was trained on other data than {data.name} is now: checksum "
-            f"{folder.read_data().fingerprint} there, {data.fingerprint} now; bring back the data it was trained on"
-        )
-    built = experiment.Experiment(config, net, experiment.build_loss(config), data, None)
-    engine = built.engine()
+    net = experiment.net_of_run(folder, config, trust=trust)
+    weights = folder.load_weights(net, watch.warn)
+    data, examples, split = _examples(folder, overrides, split)
+    engine = experiment.threads_engine(config, net)
     metrics = Metrics(net.num_members, len(data.classes))
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     try:
-        readers = evaluation_batches(data.test, data.preprocess, EVALUATION_ROWS)
-        with watch.evaluating(len(data.test)) as advance:
+        readers = evaluation_batches(examples, data.preprocess, EVALUATION_ROWS)
+        with watch.evaluating(len(examples)) as advance:
             for outputs, targets in engine.outputs(readers):
                 outputs = values.leaves(outputs)[0]  # scores come first
                 metrics.update(outputs, targets)
@@ -68,19 +71,69 @@ def evaluate_run(path: Path, outputs_file: Path | None, watch: Watcher) -> dict[
             "labels": np.concatenate([t for _, t in kept]),
             "classes": np.array(data.classes),
         }
-
-        def write(file: Path) -> None:
-            with file.open("wb") as stream:
-                np.savez(stream, **arrays)  # type: ignore[arg-type]
-
-        write_atomically(outputs_file, write)
-    before = folder.read_result()
-    return summary(metrics.result(), built, before["iterations"], before["seconds"])
+        write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+    return summary(metrics.result(), net, split, weights.iteration, weights.seconds)
 
 
-def predict_images(path: Path, files: Sequence[Path], resize: bool) -> Iterator[Group]:
+SPLITS = ("train", "validation", "test")
+DATA_KEYS = ("name", "root", "path", "validation", "resize", "crop", "limit")
+
+
+def _examples(folder: RunFolder, overrides: Sequence[str], split: str | None) -> tuple[DataFacts, Split, str]:
+    """What the run knows of its data, and the examples to evaluate on."""
+    trained, facts = folder.read_config(), folder.read_data()
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in [f"data.{name}" for name in DATA_KEYS]:
+            reason = "inputs are preprocessed as in training" if key.startswith("data.") else "the run is what it is"
+            raise UserError(
+                f"{override!r}: {reason}; other data to evaluate on is given by "
+                f"{', '.join(f'data.{name}' for name in DATA_KEYS)}"
+            )
+    config = configs.read(folder.config, overrides)
+    if config.data.name not in DATASETS:
+        raise UserError(
+            f"{folder.path} was trained from Python on arrays: evaluate it there, mheads.load(run).evaluate(x, y), "
+            "or give other data, data.name=npz data.path=..."
+        )
+    if split is None:
+        split = "validation" if config.data.validation else "test"
+    if split not in SPLITS:
+        raise UserError(f"--split {split}: there are {', '.join(SPLITS)}")
+    if split == "validation" and not config.data.validation:
+        raise UserError(
+            f"--split validation: {folder.path} held no examples out (data.validation is 0); "
+            "give --split train or test, or data.validation=N"
+        )
+    held_out = config
+    if split == "test":  # the real one, which training did not look at
+        held_out = config.model_copy(update={"data": config.data.model_copy(update={"validation": 0})})
+    data = experiment.load_data(held_out)
+    same = config.data == trained.data
+    before = experiment.load_data(config).fingerprint if same and held_out is not config else data.fingerprint
+    if same and before != facts.fingerprint:
+        raise UserError(
+            f"{folder.path} was trained on other data than {data.name} is now: checksum "
+            f"{facts.fingerprint} there, {before} now; bring back the data it was trained on"
+        )
+    examples = data.train if split == "train" else data.test
+    if not len(examples):
+        raise UserError(f"{data.name} has no {split} examples to evaluate on")
+    if tuple(examples.shape) != facts.shape:
+        raise UserError(f"examples of shape {tuple(examples.shape)}, but {folder.path} was trained on {facts.shape}")
+    if data.classes != facts.classes[: len(data.classes)]:
+        raise UserError(
+            f"the classes of {data.name} are {', '.join(data.classes)}; those that {folder.path} was trained on are "
+            f"{', '.join(facts.classes)}: give data with the same classes in the same order"
+        )
+    return facts, examples, split
+
+
+def predict_images(
+    path: Path, files: Sequence[Path], resize: bool, watch: Watcher, trust: bool = False
+) -> Iterator[Group]:
     """A table for each image: the best answers of every member and of the ensemble; one for each file of arrays."""
-    run = api.load(path)
+    run = api.load(path, trust=trust, warn=watch.warn)
     if not files:
         raise UserError("there is nothing to predict: give image, .npz or .csv files")
     images = [file for file in files if file.suffix.lower() not in ARRAYS]

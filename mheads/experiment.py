@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mheads import data as datasets
-from mheads import models, seeds, values
+from mheads import identity, models, seeds, values, weights
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream
@@ -20,8 +24,8 @@ from mheads.device import default_workers, resolve
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.errors import UserError
 from mheads.losses import LOSSES, Loss
-from mheads.runs import RunFolder
-from mheads.tree import TreeNet
+from mheads.runs import DataFacts, RunFolder
+from mheads.tree import TreeNet, parse, whole_spec
 from mheads.values import Value
 
 
@@ -34,13 +38,25 @@ class Experiment:
     loss: Loss
     data: Data
     prior: np.ndarray | None
+    start: str | None = field(default=None, kw_only=True)  # a digest of the first weights, if the config decides others
 
     def engine(self) -> ThreadsEngine:
-        device = resolve(self.config.device)
-        workers = self.config.engine.workers
-        if workers == "auto":
-            workers = default_workers(device, available_cores())
-        return ThreadsEngine(self.net, workers, micro_batches(self.config, self.net), self.config.seed, device)
+        return threads_engine(self.config, self.net)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the result beside the config, as plain data: see `identity.py`."""
+        return {
+            "data": self.data.fingerprint,
+            "network": self.net.identity,
+            "loss": {"name": self.loss.name, "code": identity.code(self.loss.function)},
+            "start": self.start,
+            "place": identity.place(self.config.model),  # where its code was: not compared, but looked in again
+        }
+
+    @property
+    def evaluated_on(self) -> str:
+        """Which split `data.test` is."""
+        return "validation" if self.config.data.validation else "test"
 
     def batches(self, engine: ThreadsEngine) -> Batches:
         """The stream that training reads from."""
@@ -50,6 +66,15 @@ class Experiment:
         optim = self.config.optim
         rows = optim.batch_size * optim.accumulate
         return BatchStream(self.data, self.config.seed, rows, self.net.num_members, self.prior, inputs)
+
+
+def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:
+    """The engine of one process."""
+    device = resolve(config.device)
+    workers = config.engine.workers
+    if workers == "auto":
+        workers = default_workers(device, available_cores())
+    return ThreadsEngine(net, workers, micro_batches(config, net), config.seed, device)
 
 
 def micro_batches(config: Config, net: TreeNet) -> int:
@@ -164,29 +189,104 @@ def factory(config: Config) -> Callable[[], nn.Module]:
         return network
 
     make.__name__ = config.model
+    make.__wrapped__ = function  # type: ignore[attr-defined]  # what the network is: see identity.py
     return make
 
 
-def build_net(config: Config, weights: bool = True, only: Collection[str] | None = None) -> TreeNet:
-    """The tree of a config with its first weights, or `only` some stages; `weights=False` leaves another run alone."""
-    if config.init in ("random", "same") or not weights:
-        init = config.init if config.init == "same" else "random"
-        return TreeNet(factory(config), config.members, config.split, seed=config.seed, init=init, only=only)
-    donor = RunFolder(Path(config.init))
+def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
+    """The tree of a config with its first weights, or `only` some stages."""
+    init = config.init if config.init == "same" else "random"
+    net = TreeNet(factory(config), config.members, config.split, seed=config.seed, init=init, only=only)
+    if config.init not in ("random", "same"):
+        start_from(net, config.init)
+    return net
+
+
+def start_from(net: TreeNet, init: str) -> list[str]:
+    """Gives a net the weights in a file, or those of a run; returns the names in a file that found no place."""
+    if Path(init).suffix in weights.SUFFIXES:
+        return weights.load_into(net, weights.read(Path(init)), init)
+    donor = RunFolder(Path(init))
     if not donor.exists():
-        raise UserError(f"init = {config.init!r}: give random, same, or the folder of a finished run")
-    source = build_net(donor.read_config(), weights=False)
-    if source.num_members not in (1, config.members):
         raise UserError(
-            f"init = {config.init!r} has {source.num_members} members, this run {config.members}: "
+            f"init = {init!r}: give random, same, the folder of a finished run, or a file of weights "
+            f"({', '.join(weights.SUFFIXES)})"
+        )
+    there = donor.read_config()
+    if there.members not in (1, net.num_members):
+        raise UserError(
+            f"init = {init!r} has {there.members} members, this run {net.num_members}: "
             "start from as many members, or from one to be copied to all"
         )
-    donor.load_weights(source)
-    net = TreeNet(factory(config), config.members, config.split, seed=config.seed, only=only)
-    net.copy_weights(source)
-    if source.num_members == 1:
+    try:
+        # The donor's tree over the layers of this network: nothing that the donor names is built.
+        tree = parse(whole_spec(there.members, there.split), net.layers, there.members, net.network_name)
+        net.take_weights(tree, donor.final_weights().tensors)
+    except UserError as error:
+        raise UserError(f"init = {init!r}: {error}") from error
+    if there.members == 1:
         net.init = "same"
-    return net
+    return []
+
+
+def donor_differences(config: Config, data: Data) -> list[str]:
+    """How the inputs and classes of the run that `init` names differ from those here."""
+    if not RunFolder(Path(config.init)).exists():  # random, same, or weights without a run
+        return []
+    there, here = RunFolder(Path(config.init)).read_data(), DataFacts.of(data)
+    pairs = {
+        "the shape of an example": (there.shape, here.shape),
+        "the number of classes": (len(there.classes), len(here.classes)),
+        **{f"class {c}": names for c, names in enumerate(zip(there.classes, here.classes, strict=False))},
+        "data.scale": (there.preprocess.scale, here.preprocess.scale),
+        "the mean that is subtracted": (_said(there.preprocess.mean), _said(here.preprocess.mean)),
+        "the deviation that is divided by": (_said(there.preprocess.std), _said(here.preprocess.std)),
+    }
+    lines = [f"{what}: {old} there, {new} here" for what, (old, new) in pairs.items() if old != new]
+    return lines if len(lines) <= 5 else [*lines[:5], f"and {len(lines) - 5} more"]
+
+
+def _said(tensor: torch.Tensor | None) -> str:
+    return "none" if tensor is None else f"{tensor.double().mean():.4g} on average ({identity.weights({'': tensor})})"
+
+
+def net_of_run(
+    folder: RunFolder, config: Config, network_factory: Callable[[], nn.Module] | None = None, trust: bool = False
+) -> TreeNet:
+    """The tree of a run, without its weights. Code that only the folder names is run if it is trusted."""
+    if network_factory is None:
+        if config.model.startswith("__main__:"):
+            raise UserError(
+                f"{folder.path} was trained on {config.model}, which only that script knows: "
+                "give its factory, mheads.load(run, factory)"
+            )
+        if config.model not in models.MODELS:
+            where = folder.read_identity().get("place")
+            if not trust:
+                raise UserError(
+                    f"{folder.path} names code of its own: {config.model} with model_args = {config.model_args!r}, "
+                    f"found in {where} when it was trained. None of it was run. If you trust it, give --trust "
+                    "(trust=True in Python), or the factory itself: mheads.load(run, factory)"
+                )
+            _look_in(where, config.model)
+        network_factory = factory(config)
+    return TreeNet(network_factory, config.members, config.split)
+
+
+def _look_in(place: str | None, name: str) -> None:
+    """Where the code of a run was when it was trained is on the path, unless its module is found without."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    package = name.partition(":")[0].partition(".")[0]
+    if package in sys.modules or importlib.util.find_spec(package) is not None or place is None:
+        return
+    if not Path(place).is_dir():
+        raise UserError(
+            f"model {name!r}: there is no module {package} here, and {place}, where it was found when the run was "
+            "trained, is gone: set PYTHONPATH to the folder that it is in now"
+        )
+    sys.path.append(place)
 
 
 def build_loss(config: Config) -> Loss:

@@ -55,6 +55,14 @@ class Result:
         """The inverse of `to_dict`, up to its rounding; other keys are ignored."""
         return cls(**{f.name: _map(lambda x: math.nan if x is None else x, values[f.name]) for f in fields(cls)})
 
+    @classmethod
+    def unknown(cls, members: int, classes: int) -> Result:
+        """Of what was not evaluated."""
+        nan, pair = math.nan, {"single": math.nan, "ensemble_mean": math.nan}
+        top = {name: [nan] * min(members, classes) for name in pair}
+        square, owned = [[nan] * members] * members, [[0] * classes] * members
+        return cls([nan] * members, nan, nan, nan, nan, nan, top, pair, pair, nan, square, owned, 0)
+
 
 class Metrics:
     """Counts and sums over a stream of outputs.

@@ -1,32 +1,42 @@
-"""Run folders: one training, one folder on disk. Nothing in it can run code when it is opened.
+"""Run folders: one training, one folder on disk. Opening one runs no code: `trust` is asked for where it names some.
 
 config.yaml        the resolved config                    metrics.jsonl      a line per log step and evaluation
 data.safetensors   preprocessing, class names             assignments.npz    who owns which class, over training
-checkpoints/       to resume from                         model.safetensors, result.json   at the end
+identity.json      what network and loss are              checkpoints/       to resume from
+manifest.json      digests of all these                   model.safetensors, result.json   at the end
 """
 
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
+import secrets
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mheads import config as configs
-from mheads.checkpoint import saving, write_atomically, write_text_atomically
+from mheads import files, identity
+from mheads.checkpoint import Checkpoint, Checkpoints, to_bytes
 from mheads.config import Config
 from mheads.data import Data, Preprocess, Seen
 from mheads.errors import UserError
+from mheads.log import Log, good_lines
+from mheads.manifest import AGAIN, DamageError, Manifest
 from mheads.metrics import Result
 from mheads.tree import TreeNet
+
+Warn = Callable[[str], None]
+ELSEWHERE = "give another run folder, or --force to start afresh beside it"
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,17 @@ class DataFacts:
         return DataFacts(data.name, shape, data.classes, data.preprocess, data.fingerprint, data.seen, data.held_out)
 
 
+@dataclass(frozen=True)
+class Weights:
+    """The newest weights of a run: the final ones, or those of a checkpoint on the way."""
+
+    tensors: dict[str, Tensor]
+    iteration: int
+    seconds: float
+    final: bool
+    log: list[list[Any]] | None  # the parts of metrics.jsonl that a checkpoint knows
+
+
 class RunFolder:
     """The files of a run."""
 
@@ -54,77 +75,144 @@ class RunFolder:
         self.path = path
         self.config = path / "config.yaml"
         self.data = path / "data.safetensors"
+        self.identity = path / "identity.json"
         self.metrics = path / "metrics.jsonl"
         self.assignments = path / "assignments.npz"
         self.model = path / "model.safetensors"
         self.result = path / "result.json"
         self.checkpoints = path / "checkpoints"
-        self._lock: IO[str] | None = None
+        self.manifest = Manifest(path)
+        self._lock: int | None = None
 
     # Opening it for training.
 
-    def prepare(self, config: Config, data: DataFacts) -> bool:
-        """Makes the folder, or makes sure that it holds this very experiment. True if there is one to resume."""
-        if not self.exists():
-            # A process that was killed here may have left some of what is written before the config.
-            begun = {".lock", self.data.name, f".{self.data.name}", f".{self.config.name}"}
-            if self.path.is_dir() and any(entry.name not in begun for entry in self.path.iterdir()):
-                raise UserError(f"{self.path} is not empty and not a run folder: give another --folder")
-            new = not self.path.exists()
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise self._unwritable(error) from error
+    def prepare(self, config: Config, data: DataFacts, what: dict[str, Any], warn: Warn) -> bool:
+        """Makes the folder, or makes sure that it holds this very experiment. True if there is one to resume.
+
+        `what` describes the network and the loss, see `identity.py`. Files that are damaged are mended.
+        """
+        self._refuse_links()
+        if self.exists():
             self._acquire()
-            try:
-                self._write_facts(data)
-                self.write_config(config)
-            except UserError:
-                if new:
-                    shutil.rmtree(self.path, ignore_errors=True)
-                raise
-            return False
+            self._mend(data, warn)
+            self._refuse_differences(config, data, what)
+            return True
+        # A process that was killed here may have left some of what is written before the config.
+        before = (self.manifest.path, self.data, self.identity, self.config)
+        begun = {".lock", *(name for path in before for name in (path.name, files.hidden_name(path).name))}
+        if self.path.is_dir() and any(entry.name not in begun for entry in self.path.iterdir()):
+            raise UserError(f"{self.path} is not empty and not a run folder: give another one")
+        new = not self.path.exists()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritable(error) from error
         self._acquire()
-        self._refuse_differences(config, data)
-        return True
+        self.manifest.renew()
+        try:
+            self._write_facts(data)
+            self._write(self.identity, _json({"run": secrets.token_hex(8), **what}))
+            self.write_config(config)
+        except UserError:
+            if new:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        return False
+
+    def _refuse_links(self) -> None:
+        """What lies in a run folder is its own; the folder itself may be a link."""
+        for path in (*vars(self).values(), self.manifest.path, self.path / ".lock"):
+            if isinstance(path, Path) and path != self.path and path.is_symlink():
+                raise UserError(
+                    f"{path} is a symbolic link, and inside a run folder none is followed: put the real file or folder "
+                    "there, or link the whole run folder"
+                )
 
     def _acquire(self) -> None:
         """Two processes must not train into one folder; the lock goes away with the process, however it ends."""
         try:
-            self._lock = (self.path / ".lock").open("a")
+            self._lock = files.open_in_place(self.path / ".lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another process is training in {self.path}: wait for it, or give another --folder"
+                f"another process is training in {self.path}: wait for it, or give another run folder"
             ) from None
         except OSError as error:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> UserError:
-        return UserError(f"cannot write the run folder {self.path}: {error.strerror}; give another --folder")
+        return UserError(f"cannot write the run folder {self.path}: {error.strerror}; give another one")
 
     def release(self) -> None:
         if self._lock is not None:
-            self._lock.close()
+            os.close(self._lock)
             self._lock = None
 
-    def _refuse_differences(self, config: Config, data: DataFacts) -> None:
-        old, new = configs.flatten(self.read_config()), configs.flatten(config)
-        keys = [k for k in new if old[k] != new[k] and not configs.is_free(k, config)]
-        if new["optim.iterations"] < old["optim.iterations"] and "optim.iterations" not in keys:
-            keys.append("optim.iterations")
-        if keys:
-            lines = "\n".join(f"  {k}: {old[k]!r} in the folder, {new[k]!r} now" for k in keys)
+    def _mend(self, data: DataFacts, warn: Warn) -> None:
+        """Writes anew what is damaged of config, identity and facts of the data: from a checkpoint, and from `data`.
+
+        What else is damaged is written anew when training comes to its end.
+        """
+        mended = (self.config, self.identity, self.data)
+        try:
+            problems = {path: problem for path in mended if (problem := self.manifest.problem(path))}
+        except DamageError as error:
+            if self.newest_checkpoint(lambda message: None) is None:
+                raise DamageError(f"{error}, but there is none; {ELSEWHERE}") from error
+            warn(str(error))
+            self.manifest.renew()
+            problems = dict.fromkeys(mended, "cannot be checked")
+        if not problems:
+            return
+        checkpoint = self.newest_checkpoint(lambda message: None)
+        for path, problem in problems.items():
+            if checkpoint is None and path != self.data:
+                raise DamageError(f"{path} {problem}, and there is no checkpoint to mend it from; {ELSEWHERE}")
+            warn(f"{path} {problem}; written anew")
+            if path == self.data:
+                self._write_facts(data)  # if it is the same data: identity.json knows
+            elif checkpoint is not None:
+                state = checkpoint.state
+                self._write(path, state["config"].encode() if path == self.config else _json(state["identity"]))
+
+    def _refuse_differences(self, config: Config, data: DataFacts, what: dict[str, Any]) -> None:
+        before = self.read_config()
+        old, new = configs.flatten(before), configs.flatten(config)
+        lines = [
+            f"{k}: {old[k]!r} in the folder, {new[k]!r} now"
+            for k in new
+            if old[k] != new[k] and not configs.is_free(k, config)
+        ]
+        if lines:
+            shown = "\n".join(f"  {line}" for line in lines)
+            raise UserError(f"{self.path} holds a run of another config:\n{shown}\n{ELSEWHERE}")
+        there = self.read_identity()
+        if there["data"] != data.fingerprint:
             raise UserError(
-                f"{self.path} holds a run of another config:\n{lines}\n"
-                "give another --folder, or --force to start afresh beside it"
+                f"{self.path} was trained on other data: checksum {there['data']} there, {data.fingerprint} now; "
+                f"{ELSEWHERE}"
             )
-        before = self.read_data().fingerprint
-        if before != data.fingerprint:
-            raise UserError(
-                f"{self.path} was trained on other data: checksum {before} there, {data.fingerprint} now; "
-                "give another --folder, or --force to start afresh beside it"
-            )
+        if lines := identity.differences(there, what):
+            shown = "\n".join(f"  {line}" for line in lines)
+            raise UserError(f"{self.path} holds a run of other code:\n{shown}\n{ELSEWHERE}")
+        self._refuse_shortening(before, config)
+
+    def _refuse_shortening(self, before: Config, config: Config) -> None:
+        """Fewer iterations are the end at a checkpoint, if there is one to end at; a finished run stays as it is."""
+        old, new = before.optim.iterations, config.optim.iterations
+        if new >= old:
+            return
+        total = config.pretrain + new
+        steps = Checkpoints(self.checkpoints).steps()
+        finished = self.finished(config.pretrain + old)
+        if not finished and (not steps or steps[0] <= total or total in steps):
+            return
+        there = "is finished" if finished else f"has checkpoints of iterations {', '.join(map(str, reversed(steps)))}"
+        remedy = "give no fewer" if finished else "end at one of these, or later"
+        raise UserError(
+            f"{self.path} holds a run of another config:\n  optim.iterations: {old} in the folder, {new} now\n"
+            f"and {there}: {remedy}; or {ELSEWHERE}"
+        )
 
     def beside(self) -> RunFolder:
         """The first free name beside this one."""
@@ -133,26 +221,94 @@ class RunFolder:
             number += 1
         return RunFolder(path)
 
-    # Reading and writing its files.
+    # Its state.
 
     def exists(self) -> bool:
         return self.config.is_file()
 
-    def finished(self, iterations: int) -> bool:
-        """Whether it was trained so far; a run that is given more iterations keeps its old result until the end."""
-        return self.result.is_file() and self.model.is_file() and self.read_result()["iterations"] == iterations
-
-    def read_config(self) -> Config:
-        self.require()
-        return configs.read(self.config)
-
-    def write_config(self, config: Config) -> None:
-        text = config.to_yaml()
-        write_text_atomically(self.config, text)
-
     def require(self) -> None:
         if not self.exists():
             raise UserError(f"{self.path} is not a run folder: it has no {self.config.name}")
+        self._refuse_links()
+
+    def finished(self, total: int) -> bool:
+        """Whether it was trained so far; a run that is given more iterations keeps its old result until the end."""
+        sound = not any(self.manifest.problem(path) for path in (self.result, self.model))
+        return sound and self.read_result()["iterations"] == total
+
+    def problems(self) -> dict[Path, str]:
+        """Files that are not what was written, or gone, and what is wrong with them."""
+        paths = (self.path / name for name in self.manifest.digests)
+        return {path: problem for path in paths if (problem := self.manifest.problem(path))}
+
+    def newest_checkpoint(self, warn: Warn, run: str | None = None) -> Checkpoint | None:
+        return Checkpoints(self.checkpoints, run=run).newest(warn)
+
+    def final_weights(self) -> Weights:
+        """Those of a finished run."""
+        self.require()
+        if not self.model.is_file() or not self.result.is_file():
+            raise UserError(
+                f"{self.path} has no {self.model.name}: the run is not finished; "
+                "give the command that trained it again, and it goes on to the end"
+            )
+        result = self.read_result()
+        self.manifest.check(self.model)
+        try:
+            return Weights(load_file(self.model), result["iterations"], result["seconds"], True, None)
+        except (OSError, SafetensorError) as error:
+            raise DamageError(f"{self.model} cannot be read ({error}); {AGAIN}") from error
+
+    def newest_weights(self, warn: Warn) -> Weights:
+        """The final weights, or those of the newest checkpoint, of which `warn` is told."""
+        self.require()
+        steps = Checkpoints(self.checkpoints).steps()
+        ended = self.result.is_file() and self.model.is_file()
+        if ended and not (steps and steps[0] > self.read_result()["iterations"]):
+            return self.final_weights()
+        found = self.newest_checkpoint(warn, self.read_identity()["run"])
+        if found is None:
+            raise UserError(
+                f"{self.path} has no {self.model.name} and no checkpoint yet: give the command that trained it again, "
+                "and it goes on"
+            )
+        config = self.read_config()
+        warn(f"{self.path} is not finished: iteration {found.step} of {config.pretrain + config.optim.iterations}")
+        weights = {n.removeprefix("model/"): t for n, t in found.tensors.items() if n.startswith("model/")}
+        return Weights(weights, found.step, float(found.state["seconds"]), False, found.state["log"])
+
+    def load_weights(self, net: TreeNet, warn: Warn) -> Weights:
+        """The newest weights, put into a net of the run's tree."""
+        found = self.newest_weights(warn)
+        try:
+            net.load_state_dict(found.tensors)  # copied in place: the strides of the net's own tensors decide bits
+        except RuntimeError as error:
+            raise UserError(f"what {self.path} holds does not fit the network: {error}") from error
+        return found
+
+    # Reading and writing its files.
+
+    def _write(self, path: Path, content: bytes) -> None:
+        self.manifest.expect(path, content)
+        files.write_atomically(path, content)
+
+    def read_config(self) -> Config:
+        self.require()
+        self.manifest.check(self.config)
+        return configs.read(self.config)
+
+    def write_config(self, config: Config) -> None:
+        content = config.to_yaml().encode()
+        if not self.exists() or files.read(self.config) != content:
+            self._write(self.config, content)
+
+    def read_identity(self) -> dict[str, Any]:
+        self.manifest.check(self.identity)
+        try:
+            found = json.loads(files.read(self.identity))
+            return {**found, **{key: found[key] for key in ("run", "data", "network", "loss")}}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise DamageError(f"{self.identity} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
 
     def _write_facts(self, data: DataFacts) -> None:
         facts = {
@@ -164,127 +320,66 @@ class RunFolder:
             "seen": None if data.seen is None else [data.seen.kind, data.seen.low, data.seen.high],
             "held_out": data.held_out,
         }
-        tensors = data.preprocess.tensors()
-        write_atomically(self.data, lambda path: save_file(tensors, path, metadata={"facts": json.dumps(facts)}))
+        self._write(self.data, to_bytes(data.preprocess.tensors(), {"facts": json.dumps(facts)}))
 
     def read_data(self) -> DataFacts:
+        self.manifest.check(self.data)
         try:
             with safe_open(self.data, "pt") as file:
                 facts = json.loads(file.metadata()["facts"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            preprocess = Preprocess.from_tensors(tensors, facts["scale"])
+            shape, classes = tuple(facts["shape"]), tuple(map(str, facts["classes"]))
+            seen = None if facts["seen"] is None else Seen(*facts["seen"])
+            return DataFacts(facts["name"], shape, classes, preprocess, facts["fingerprint"], seen, facts["held_out"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{self.data} cannot be read ({error}): the run folder is damaged; train afresh with --folder"
-            ) from error
-        preprocess = Preprocess.from_tensors(tensors, facts["scale"])
-        seen = None if facts.get("seen") is None else Seen(*facts["seen"])  # older folders do not say
-        shape, classes = tuple(facts["shape"]), tuple(facts["classes"])
-        return DataFacts(facts["name"], shape, classes, preprocess, facts["fingerprint"], seen, facts.get("held_out"))
+            raise DamageError(f"{self.data} cannot be read ({error}): the run folder is damaged; {AGAIN}") from error
 
     def write_result(self, result: dict[str, Any]) -> None:
-        write_text_atomically(self.result, json.dumps(result, indent=1) + "\n")
+        self._write(self.result, _json(result))
 
     def read_result(self) -> dict[str, Any]:
+        self.manifest.check(self.result)
         try:
-            result = json.loads(self.result.read_text())
+            result = json.loads(files.read(self.result))
             Result.from_dict(result)
             return {**result, "iterations": int(result["iterations"]), "seconds": float(result["seconds"])}
-        except FileNotFoundError:
-            raise UserError(f"{self.path} has no {self.result.name}: train the run to its end first") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"{self.result} is damaged ({type(error).__name__}: {error}): "
-                "remove it, and the command that trained the run writes it anew"
-            ) from error
+            raise DamageError(f"{self.result} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
 
     def write_model(self, weights: dict[str, Tensor]) -> None:
-        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
-        write_atomically(self.model, lambda path: save_file(tensors, path))
+        self._write(self.model, to_bytes(weights))
 
-    def load_weights(self, net: TreeNet) -> None:
-        """The final weights into a net of the run's tree."""
-        if not self.model.is_file():
-            raise UserError(
-                f"{self.path} has no {self.model.name}: the run is not finished; "
-                "give the command that trained it again, and it goes on to the end"
-            )
-        try:
-            # Copied in place: the strides of the net's own tensors decide bits.
-            net.load_state_dict(load_file(self.model))
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise UserError(f"{self.model} does not fit the network, or is damaged: {error}") from error
+    def read_metrics(self, known: list[list[Any]] | None = None) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: of a finished run all, else those in the parts that a checkpoint knows."""
+        if known is None:
+            self.manifest.check(self.metrics)
+            content = files.read(self.metrics)
+        else:
+            content, bad = good_lines(self.metrics, known)
+            if bad:
+                raise DamageError(f"{self.metrics} is damaged; {AGAIN}")
+        return [json.loads(line) for line in content.splitlines()]
 
-    def read_log(self) -> Log:
-        """All whole lines so far."""
-        steps, evaluations = [], []
-        lines = self.metrics.read_text().splitlines() if self.metrics.is_file() else []
-        for line in lines:
-            found = json.loads(line)
-            if "test" in found:
-                evaluations.append({"iteration": found["iteration"], **found["test"]})
-            else:
-                steps.append(found)
-        return Log(steps, evaluations)
+    def read_log(self, known: list[list[Any]] | None = None) -> Log:
+        """What metrics.jsonl tells: see `read_metrics`."""
+        return Log.of(self.read_metrics(known))
 
-    def write_assignments(self, history: History) -> None:
-        def write(path: Path) -> None:
-            with path.open("wb") as file:
-                np.savez_compressed(file, **history.arrays())  # type: ignore[arg-type]
+    def seal_metrics(self) -> None:
+        """Training is at its end: no line will follow."""
+        self.manifest.expect(self.metrics, files.read(self.metrics))
 
-        write_atomically(self.assignments, write)
+    def write_assignments(self, arrays: dict[str, np.ndarray]) -> None:
+        content = io.BytesIO()
+        np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
+        self._write(self.assignments, content.getvalue())
+
+    def read_assignments(self) -> dict[str, np.ndarray]:
+        """iterations [T], test and train [T, M, C]: see History."""
+        self.manifest.check(self.assignments)
+        with np.load(self.assignments, allow_pickle=False) as file:
+            return {name: file[name] for name in file}
 
 
-class Log(NamedTuple):
-    """What metrics.jsonl holds: a dict for each logged step, and one for each evaluation."""
-
-    steps: list[dict[str, Any]] = []  # noqa: RUF012
-    evaluations: list[dict[str, Any]] = []  # noqa: RUF012
-
-
-class MetricsLog:
-    """metrics.jsonl: appended line by line, and cut back to the checkpoint on resuming."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        self._path = path
-        with saving(path):
-            self._file = path.open("a+b", buffering=0)  # what does not fit on the disk is an error here, not at close
-            self._file.truncate(min(size, self._file.seek(0, os.SEEK_END)))
-
-    def write(self, line: dict[str, Any]) -> None:
-        rest = json.dumps(line).encode() + b"\n"
-        with saving(self._path):
-            while rest:  # half a line on a full disk is cut off on resuming
-                rest = rest[self._file.write(rest) or 0 :]
-
-    @property
-    def size(self) -> int:
-        """Bytes so far, safely on the disk."""
-        with saving(self._path):
-            os.fsync(self._file.fileno())
-            return self._file.seek(0, os.SEEK_END)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class History:
-    """Who owned which class at each evaluation.
-
-    `test` [T, M, C]: owned examples of the test set; `train` [T, M, C]: assignment since the evaluation before.
-    """
-
-    def __init__(self, members: int, classes: int) -> None:
-        self.iterations = np.zeros(0, np.int64)
-        self.test = np.zeros((0, members, classes))
-        self.train = np.zeros((0, members, classes))
-
-    def append(self, iteration: int, test: np.ndarray, train: np.ndarray) -> None:
-        self.iterations = np.append(self.iterations, iteration)
-        self.test = np.concatenate([self.test, test[None]])
-        self.train = np.concatenate([self.train, train[None]])
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {"iterations": self.iterations, "test": self.test, "train": self.train}
-
-    def load(self, arrays: dict[str, np.ndarray]) -> None:
-        self.iterations, self.test, self.train = (arrays[key] for key in ("iterations", "test", "train"))
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()

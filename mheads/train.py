@@ -23,12 +23,13 @@ from mheads.data.batch import Batch, Batches, evaluation_batches
 from mheads.engine.tasks import StepReport
 from mheads.engine.threads import ThreadsEngine
 from mheads.errors import UserError
-from mheads.experiment import Experiment
+from mheads.experiment import Experiment, donor_differences
+from mheads.log import History, MetricsLog
 from mheads.losses import independent
 from mheads.metrics import Metrics, Result
 from mheads.optim import Optimizer, Schedule
 from mheads.progress import Silent, Watcher
-from mheads.runs import DataFacts, History, MetricsLog, RunFolder
+from mheads.runs import DataFacts, RunFolder
 from mheads.tree import TreeNet
 
 EVALUATION_ROWS = 100  # fixed: the number of rows decides the bits of a matrix product
@@ -71,13 +72,16 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
         if found["state"] is not None:
             state.restore(found, engine.scatter(tensors or {}), engine, optimizer, schedule)
         if lead:
+            checkpoints.config, checkpoints.identity = config.to_yaml(), folder.read_identity()
             if found["resuming"]:
                 checkpoints.drop_after(state.step)
-                if folder.assignments.exists():
-                    folder.write_assignments(state.history)
+                folder.write_assignments(state.history.arrays())
                 folder.write_config(config)  # more iterations, say
                 watch.resumed(state.step, total)
-            log = MetricsLog(folder.metrics, state.log_bytes)
+            folder.manifest.forget(folder.metrics)  # until its last line is written
+            log = MetricsLog(folder.metrics, state.log, watch.warn)
+            if log.mended:
+                checkpoints.save(state.step, tensors or {}, {**found["state"], "log": log.parts}, again=True)
         with _signals() as received, watch.training(total, state.step):
             while state.step < total:
                 began = time.perf_counter()
@@ -106,7 +110,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 if due and state.step % due == 0 and state.step < total:
                     result = evaluate(engine, data, watch)
                     if log is not None and result is not None:
-                        state.own(result, folder, log, watch)
+                        state.own(result, experiment, folder, log, watch)
                 due = config.log.checkpoint_every
                 if (due and state.step % due == 0 and state.step < total) or report.stop:
                     tensors = engine.gather(state.tensors(net, optimizer))
@@ -123,11 +127,12 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 return {}
             _refuse_nonfinite_weights(net, tensors, state.step, checkpoints)
             if state.step not in state.history.iterations:
-                state.own(result, folder, log, watch)
+                state.own(result, experiment, folder, log, watch)
             checkpoints.save(state.step, *state.capture(tensors, optimizer, schedule, log))
             checkpoints.wait()
+            folder.seal_metrics()
             folder.write_model(part(tensors, "model/"))
-            folder.write_result(summary(result, experiment, state.step, state.seconds))
+            folder.write_result(summary(result, net, experiment.evaluated_on, state.step, state.seconds))
         return folder.read_result()  # whoever asked to stop meanwhile: it is finished
     finally:
         checkpoints.close()
@@ -143,15 +148,32 @@ def _open(
     folder: RunFolder, experiment: Experiment, checkpoints: Checkpoints, total: int, watch: Watcher
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What the run folder holds, as plain data, and the tensors of its newest checkpoint."""
-    resuming = folder.prepare(experiment.config, DataFacts.of(experiment.data))
-    finished = resuming and folder.finished(total)
-    checkpoint = checkpoints.newest(watch.warn) if resuming and not finished else None
-    if finished:
+    config, data = experiment.config, experiment.data
+    resuming = folder.prepare(config, DataFacts.of(data), experiment.identity(), watch.warn)
+    found: dict[str, Any] = {"resuming": resuming, "finished": False, "step": 0, "state": None}
+    if not resuming:
+        if differing := donor_differences(config, data):
+            watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
+        return found, {}
+    steps = checkpoints.steps()
+    found["finished"] = folder.finished(total)
+    for path, problem in folder.problems().items():
+        if found["finished"] and not steps:
+            watch.warn(f"{path} {problem}, and there is no checkpoint to make it anew from")
+        elif found["finished"] or path.exists():  # a file that a killed process did not come to write is no damage
+            watch.warn(f"{path} {problem}; made anew")
+            found["finished"] = False
+    if found["finished"]:
         watch.finished(folder.path)
-    found: dict[str, Any] = {"resuming": resuming, "finished": finished, "step": 0, "state": None}
+        return found, {}
+    if steps and steps[0] > total:
+        watch.warn(f"iteration {total} is to be the last: checkpoints after it are removed")
+    checkpoints.run = folder.read_identity()["run"]
+    checkpoint = checkpoints.newest(watch.warn, total)
     if checkpoint is None:
         return found, {}
-    return {**found, "step": checkpoint.step, "state": checkpoint.state}, checkpoint.tensors
+    state = {key: value for key, value in checkpoint.state.items() if key not in ("config", "identity")}
+    return {**found, "step": checkpoint.step, "state": state}, checkpoint.tensors
 
 
 def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) -> Result | None:
@@ -165,12 +187,13 @@ def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) ->
     return metrics.result() if engine.lead else None
 
 
-def summary(result: Result, experiment: Experiment, iterations: int, seconds: float) -> dict[str, Any]:
+def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: float) -> dict[str, Any]:
     """What result.json holds."""
     return {
         **result.to_dict(),
+        "split": split,
         "iterations": iterations,
-        "parameters": experiment.net.num_parameters(),
+        "parameters": net.num_parameters(),
         "seconds": round(seconds, 2),
         "versions": {
             "mheads": mheads.__version__,
@@ -187,7 +210,7 @@ class _Progress:
     def __init__(self, members: int, classes: int) -> None:
         self.step = 0
         self.seconds = 0.0
-        self.log_bytes = 0
+        self.log: list[list[Any]] = []  # the parts of metrics.jsonl
         self.history = History(members, classes)
         self.owned = np.zeros((members, classes))  # assignment since the last evaluation
         self._start_window()
@@ -228,12 +251,12 @@ class _Progress:
         self._start_window()
         return line
 
-    def own(self, result: Result, folder: RunFolder, log: MetricsLog, watch: Watcher) -> None:
+    def own(self, result: Result, experiment: Experiment, folder: RunFolder, log: MetricsLog, watch: Watcher) -> None:
         """Records an evaluation."""
         self.history.append(self.step, np.asarray(result.ownership, float), self.owned)
         self.owned = np.zeros_like(self.owned)
-        folder.write_assignments(self.history)
-        log.write({"iteration": self.step, "test": result.to_dict()})
+        folder.write_assignments(self.history.arrays())
+        log.write({"iteration": self.step, "split": experiment.evaluated_on, "result": result.to_dict()})
         watch.evaluated(self.step, result)
 
     def tensors(self, net: TreeNet, optimizer: Optimizer) -> dict[str, torch.Tensor]:
@@ -249,7 +272,7 @@ class _Progress:
         state = {
             "rate": optimizer.rate,
             "schedule": schedule.state(),
-            "log_bytes": log.size,
+            "log": log.mark(),
             "seconds": self.seconds,
             "window": [self.loss, self.count, self.window_seconds],
         }
@@ -269,7 +292,7 @@ class _Progress:
         schedule.load_state(state["schedule"])
         self.step = found["step"]
         self.seconds = state["seconds"]
-        self.log_bytes = state["log_bytes"]
+        self.log = state["log"]
         self.loss, self.count, self.window_seconds = state["window"]
         if engine.lead:
             arrays = {name: tensor.numpy() for name, tensor in part(tensors, "progress/").items()}

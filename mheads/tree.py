@@ -13,15 +13,15 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mheads import identity, seeds, values
 from mheads import probe as probing
-from mheads import seeds, values
 from mheads.errors import UserError
 from mheads.models.layers import (
     CHANNELWISE,
@@ -241,7 +241,15 @@ class TreeNet(nn.Module):
         qualified = getattr(network_factory, "__qualname__", f"<{self.network_name}>")
         module = getattr(network_factory, "__module__", "__main__") if "<" not in qualified else "__main__"
         self.network_path = f"{module}:{qualified}"
-        self.tree = parse(spec, describe(first), members, self.network_name)
+        self.layers = describe(first)
+        self.tree = parse(spec, self.layers, members, self.network_name)
+        # What the whole network is, wherever its stages are: a run is not resumed with another one.
+        self.identity = {
+            "seed": str(seed),
+            "init": init,
+            "layers": identity.structure(first),
+            "code": identity.code(network_factory, first),
+        }
         self._facts = _LayerFacts.of(first)
         own = [name for name in self.tree.nodes if only is None or name in only]
         stages: dict[str, Stage] = {}
@@ -300,18 +308,35 @@ class TreeNet(nn.Module):
         """Parameters of the same members with nothing shared."""
         return sum(self._facts.size(node) * len(node.members) for node in self.tree.nodes.values())
 
-    @torch.no_grad()
     def copy_weights(self, source: TreeNet) -> None:
         """Takes over the weights of another tree of the same layers, member by member; one member serves all."""
+        self.take_weights(source.tree, source.state_dict())
+
+    @torch.no_grad()
+    def take_weights(self, tree: Tree, weights: Mapping[str, Tensor]) -> None:
+        """Those of a tree of the same layers, by the names of its state; see `copy_weights`.
+
+        What members share here they must share there: layers trained apart from those below them do not go together.
+        """
+        owner = {(m, layer): n.name for n in tree.nodes.values() for m in n.members for layer in n.layers}
+        one = tree.num_members == 1
+        for node in self.tree.nodes.values():
+            for layer in node.layers:
+                if not one and len({owner.get((m, layer)) for m in node.members}) > 1:
+                    raise UserError(
+                        f"cannot start from those weights: members {', '.join(map(str, node.members))} share {layer} "
+                        "here, but each has its own there, trained together with its own later layers. What fits is "
+                        "the same tree, one that splits earlier, or the weights of one member, which serve all"
+                    )
         for name in self.stages:
-            node = self.tree.nodes[name]
-            donor = source.member(node.members[0] if source.num_members > 1 else 0).state_dict()
+            member = 0 if one else self.tree.nodes[name].members[0]
             for key, tensor in self.stage(name).state_dict().items():
-                if key not in donor or donor[key].shape != tensor.shape:
-                    got = tuple(donor[key].shape) if key in donor else "nothing"
+                donor = weights.get(f"stages.{owner.get((member, key.split('.')[0]))}.{key}")
+                if donor is None or donor.shape != tensor.shape:
+                    got = "nothing" if donor is None else tuple(donor.shape)
                     here = tuple(tensor.shape)
                     raise UserError(f"cannot start from those weights: {key} is {here} here, {got} there")
-                tensor.copy_(donor[key])
+                tensor.copy_(donor)
 
     def identical_members(self) -> Iterator[tuple[int, int]]:
         """Pairs of members that are one network: all weights, buffers and layers equal, and shared by as many.

@@ -70,7 +70,7 @@ def test_another_call_on_the_same_folder_is_refused(trained):
 
 
 def test_a_run_is_loaded_by_the_factory_it_names(trained):
-    loaded = mheads.load(trained.folder)
+    loaded = mheads.load(trained.folder, trust=True)
     assert loaded.config.model == "networks:Plain"
     assert torch.equal(loaded.predict(TEST[0]), trained.predict(TEST[0]))
     assert loaded.result.oracle == trained.result.oracle

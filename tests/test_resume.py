@@ -18,7 +18,7 @@ from commands import (
 )
 from safetensors.torch import load_file
 
-from mheads import checkpoint, config, experiment, runs
+from mheads import checkpoint, config, experiment, files, runs
 from mheads.errors import UserError
 from mheads.progress import Silent
 from mheads.train import train
@@ -26,7 +26,7 @@ from mheads.train import train
 # Just before these file operations, in the order in which a run meets them.
 KILL_POINTS = {
     "before the folder has a config": ("open", ".config.yaml"),
-    "while the first checkpoint is written": ("open", ".step-00000006/state.json"),
+    "while the first checkpoint is written": ("open", ".step-00000006.new/state.json"),
     "at an evaluation between checkpoints": ("open", ".assignments.npz"),
     "before a whole checkpoint gets its name": ("os.rename", ".step-00000012"),
     "while an old checkpoint is removed": ("os.rename", ".old-00000006"),
@@ -65,7 +65,7 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_bits(tmp_path, 
     run = tmp_path / "run"
     command = ["train", "digits", *TINY, "--run", run]
     # The next checkpoint waits for this one, so the signal comes before step 12.
-    done = process(*command, stop=(signum, "open", ".step-00000006/state.json"))
+    done = process(*command, stop=(signum, "open", ".step-00000006.new/state.json"))
     assert done.code == code, done.err
     assert signum.name in done.err
     assert "same command" in done.err
@@ -225,11 +225,15 @@ def test_a_full_disk_is_a_message_and_the_checkpoint_before_stays(copied, undist
     unfinish(copied)
     shutil.rmtree(copied / "checkpoints/step-00000024")
 
-    def full(*args, **kwargs):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    write_new = files.write_new
+
+    def full(path, content):
+        if path.name == "tensors.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_new(path, content)
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save_file", full)
+        patched.setattr(files, "write_new", full)
         done = mheads("train", "digits", *TINY, "--run", copied)
     assert done.code == 2
     assert "no space left" in done.err

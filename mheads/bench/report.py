@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from mheads.bench.suites import SUITES, run
-from mheads.checkpoint import write_text_atomically
 from mheads.errors import UserError
+from mheads.files import write_atomically
 
 
 def run_suites(
@@ -44,7 +44,7 @@ def run_suites(
         save(communication_figure(by_network(results["comm"])), figure_file)
     if json_file is not None:
         text = json.dumps(results if name == "all" else results[name], indent=1) + "\n"
-        write_text_atomically(json_file, text)
+        write_atomically(json_file, text)
 
 
 def by_network(result: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -14,10 +14,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mheads.checkpoint import write_text_atomically
 from mheads.config import Config
 from mheads.distributed.placement import Placement
 from mheads.errors import UserError
+from mheads.files import write_atomically
 from mheads.planning.job import Cluster, Job
 from mheads.planning.recipe import job_of, place
 from mheads.planning.search import Prediction, predict
@@ -83,7 +83,7 @@ def make_plan(config: Config, cluster: Cluster, flops: float | None, how: str | 
 
 
 def write_json(plan: Plan, path: Path) -> None:
-    write_text_atomically(path, json.dumps(plan.to_json(), indent=1) + "\n")
+    write_atomically(path, json.dumps(plan.to_json(), indent=1) + "\n")
 
 
 def show(plan: Plan) -> Group:

@@ -193,8 +193,8 @@ def slow_checkpoints():
 
     newest = Checkpoints.newest
 
-    def slowly(self, warn):
+    def slowly(self, *args):
         time.sleep(4)  # what a large file on a slow disk takes
-        return newest(self, warn)
+        return newest(self, *args)
 
     Checkpoints.newest = slowly

@@ -1,0 +1,93 @@
+"""Files that are whole or absent, and that no link leads elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from mheads.errors import UserError
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextlib.contextmanager
+def saving(path: Path, hidden: Path | None = None) -> Iterator[None]:
+    """Turns a full disk or a forbidden folder into a message and removes `hidden`, the half of a new `path`."""
+    try:
+        yield
+    except OSError as error:
+        if hidden is not None:
+            with contextlib.suppress(OSError):
+                remove(hidden)
+        full = error.errno in FULL
+        cause = "no space left on the disk" if full else error.strerror or error
+        remedy = "free some space" if full else "make the folder writable"
+        raise UserError(
+            f"could not save {path}: {cause}. What was saved before is whole: {remedy} and give the same command again"
+        ) from error
+
+
+def write_atomically(path: Path, content: bytes | str | Callable[[IO[bytes]], None]) -> None:
+    """Writes a file beside its final name, flushes it, and renames it: readers see the old one or the new one."""
+    hidden = hidden_name(path)
+    with saving(path, hidden):
+        remove(hidden)
+        write_new(hidden, content)
+        os.replace(hidden, path)  # a link of that name is replaced, not followed
+        flush(path.parent)
+
+
+def hidden_name(path: Path) -> Path:
+    """What a file or folder is called until it is whole."""
+    return path.with_name(f".{path.name}.new")
+
+
+def write_new(path: Path, content: bytes | str | Callable[[IO[bytes]], None]) -> None:
+    """A file that must not exist yet, nor as a link, down to the disk."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb") as file:
+        if callable(content):
+            content(file)
+        else:
+            file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def open_in_place(path: Path) -> int:
+    """A descriptor of a file that is read and written where it is, made if it is not there; never of a link."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+def read(path: Path) -> bytes:
+    """The content of a file that is no link."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        return file.read()
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file that is no link; its content need not fit in memory."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove(path: Path) -> None:
+    """A leftover, whatever it is: of a link the link, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def flush(folder: Path) -> None:
+    """The entries of a folder, down to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,286 @@
+"""What a network and a loss are: their structure and their code, so that a run is not taken for another's.
+
+A description is plain data, kept readable in the run folder:
+
+    structure(network)   {"conv2": "Conv2d(16, 32, kernel_size=(3, 3), stride=(1, 1)); weight float32[32, 16, 3, 3]"}
+    code(factory)        {"my_nets:small": {"code": "3.11 9f86d081884c7d65", "source": [...], "values": {"K": "16"}}}
+
+`code` follows what the user's own functions and classes use: other functions and classes of theirs, constants in
+capitals, what closures and partials hold. It is the digest of the instructions, which comments and docstrings do not
+change, and which says what runs even if the file was edited since. They depend on Python's version: between two of
+them the source, without comments and docstrings, is compared instead. Torch, mheads and installed packages are not
+followed.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import dis
+import functools
+import hashlib
+import inspect
+import re
+import sys
+import sysconfig
+import textwrap
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+Code = dict[str, dict[str, Any]]
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def structure(network: nn.Module) -> dict[str, str]:
+    """A line for each module of a network: its type, what it says of itself, its parameters and buffers."""
+    return {name or "itself": _module(module) for name, module in network.named_modules(remove_duplicate=False)}
+
+
+def _module(module: nn.Module) -> str:
+    said = re.sub(r"0x[0-9a-f]+", "0x", module.extra_repr())  # addresses differ from process to process
+    parts = [f"{type(module).__name__}({said})"]
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            shape = "" if is_lazy(tensor) else list(tensor.shape)
+            fixed = " fixed" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+            parts.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}{shape}{fixed}")
+    if _own(type(module).__module__):
+        found = {name: _value(value) for name, value in vars(module).items() if name[0] != "_" and name != "training"}
+        parts += [f"{name}={value}" for name, value in found.items() if value is not None]
+    return "; ".join(parts)
+
+
+def code(*roots: Any) -> Code:
+    """What there is to know of functions, classes, modules and partials, and of what they use."""
+    found: Code = {}
+    seen: list[Any] = []  # keeps them alive, so that no identity is used twice
+
+    def add(name: str, entry: dict[str, Any]) -> None:
+        numbered = (name if n == 1 else f"{name} ({n})" for n in range(1, len(found) + 2))
+        found[next(key for key in numbered if key not in found)] = {k: v for k, v in entry.items() if v}
+
+    def walk(thing: Any) -> None:
+        if any(thing is other for other in seen):
+            return
+        seen.append(thing)
+        if isinstance(thing, functools.partial):
+            held = {str(i): value for i, value in enumerate(thing.args)} | thing.keywords
+            add(f"arguments of {_name(thing.func)}", {"values": _values(held)})
+            for inner in (thing.func, *held.values()):
+                walk(inner)
+        elif isinstance(thing, types.MethodType):
+            walk(thing.__func__)
+            walk(thing.__self__)
+        elif isinstance(thing, types.FunctionType | functools._lru_cache_wrapper):
+            wrapped = inspect.unwrap(thing)
+            if wrapped is not thing:
+                walk(wrapped)
+            if isinstance(thing, types.FunctionType) and _own(thing.__module__):
+                values, inner = _surroundings(thing)
+                add(_name(thing), {"code": _digest([thing]), "source": _source(thing), "values": values})
+                for other in inner:
+                    walk(other)
+        elif isinstance(thing, type):
+            if _own(thing.__module__):
+                methods = _methods(thing)
+                constants = {k: v for k, v in vars(thing).items() if not k.startswith("__")}
+                surroundings = [_surroundings(method) for method in methods]
+                values = _values(constants)
+                for found_there, _ in surroundings:
+                    values |= found_there
+                add(_name(thing), {"code": _digest(methods), "source": _source(thing), "values": values})
+                for other in (*thing.__bases__, *(other for _, inner in surroundings for other in inner)):
+                    walk(other)
+        elif isinstance(thing, nn.Module):
+            for kind in dict.fromkeys(type(module) for module in thing.modules()):
+                walk(kind)
+        elif _own(type(thing).__module__) and callable(thing):
+            add(f"a {_name(type(thing))}", {"values": _values(vars(thing) if hasattr(thing, "__dict__") else {})})
+            walk(type(thing))
+
+    for root in roots:
+        walk(root)
+    return found
+
+
+def weights(tensors: Mapping[str, Tensor]) -> str:
+    """A digest of tensors by name."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()[:16]
+
+
+def place(name: str) -> str | None:
+    """The folder on the path that the imported `package.module:factory` was found in."""
+    module_name = name.partition(":")[0]
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    if file is None or not _own(module_name):
+        return None
+    depth = module_name.count(".") + (Path(file).name == "__init__.py")
+    return str(Path(file).absolute().parents[depth])
+
+
+# What is the user's own, and what it holds.
+
+
+def _own(module_name: str | None) -> bool:
+    """Whether a module is neither torch, mheads, Python's own, nor installed."""
+    name = module_name or ""
+    if name.partition(".")[0] in ("torch", "mheads", "builtins"):
+        return False
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return name == "__main__" or module is None  # typed in, or made by exec
+    return not str(Path(file).absolute()).startswith(_INSTALLED)
+
+
+def _name(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}:{getattr(thing, '__qualname__', type(thing).__name__)}"
+
+
+def _methods(kind: type) -> list[types.FunctionType]:
+    """The functions in the body of a class, as written."""
+    inner = (f for v in vars(kind).values() for f in ((v.fget, v.fset) if isinstance(v, property) else (v,)))
+    plain = (getattr(f, "__func__", f) for f in inner)
+    return [f for f in plain if isinstance(f, types.FunctionType) and f.__module__ == kind.__module__]
+
+
+def _surroundings(function: types.FunctionType) -> tuple[dict[str, str], list[Any]]:
+    """Constants that a function holds or uses, and the functions, classes and objects that it may call."""
+    instructions = list(_instructions(function.__code__))
+    by_name = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD")
+    names = {i.argval for i in instructions if i.opname in by_name}
+    changed = {i.argval for i in instructions if i.opname in ("STORE_DEREF", "STORE_GLOBAL")}  # a counter, say
+    held: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            held[name] = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+    defaults = inspect.signature(function, follow_wrapped=False).parameters.values()
+    held |= {p.name: p.default for p in defaults if p.default is not p.empty}
+    used = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+    for module in [m for m in used.values() if isinstance(m, types.ModuleType) and _own(m.__name__)]:
+        used |= {f"{module.__name__}.{n}": vars(module)[n] for n in sorted(names) if n in vars(module)}
+    constants = {name: value for name, value in used.items() if name.rpartition(".")[2].isupper()}
+    values = _values({name: value for name, value in (held | constants).items() if name not in changed})
+    return values, [value for value in (held | used).values() if not isinstance(value, types.ModuleType)]
+
+
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Those of a function and of the functions inside it."""
+    for instruction in dis.get_instructions(code):
+        yield instruction
+        if isinstance(instruction.argval, types.CodeType):
+            yield from _instructions(instruction.argval)
+
+
+def _digest(functions: list[types.FunctionType]) -> str:
+    lines = []
+    for function in sorted(functions, key=lambda f: f.__qualname__):
+        lines.append(function.__qualname__)
+        for i in _instructions(function.__code__):
+            value = i.argval
+            if isinstance(value, types.CodeType):
+                value = value.co_name
+            elif isinstance(value, frozenset):
+                value = sorted(map(repr, value))  # whose order differs from process to process
+            lines.append(f"{i.opname} {value!r}")
+    return f"{_PYTHON} {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+
+
+def _source(thing: Any) -> list[str]:
+    """Without comments and docstrings; nothing where there is none."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return []
+    if getattr(thing, "__name__", "") == "<lambda>":
+        lambdas = [node for node in ast.walk(tree) if isinstance(node, ast.Lambda)]
+        return ast.unparse(lambdas[0]).splitlines() if len(lambdas) == 1 else []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree).splitlines()
+
+
+def _values(held: Mapping[str, Any]) -> dict[str, str]:
+    return {name: value for name, v in held.items() if (value := _value(v)) is not None}
+
+
+def _value(value: Any) -> str | None:
+    """A value that cannot change while it is held, or the digest of an array; None for anything else."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
+        return repr(value)
+    if isinstance(value, tuple):
+        parts = [_value(part) for part in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return f"{value.dtype}{list(value.shape)} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
+    if isinstance(value, Tensor) and not is_lazy(value):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {weights({'': value})}"
+    return None
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+# What differs between two descriptions.
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """A line or a short diff for each part that differs between {"network", "loss", "start", ...} there and now."""
+    lines = []
+    for what in ("network", "loss"):
+        there, now = old[what], new[what]
+        for key in ("seed", "init", "name"):
+            if there.get(key) != now.get(key):
+                lines.append(f"{key} of the {what}: {there.get(key)} there, {now.get(key)} now")
+        layers, layers_now = there.get("layers", {}), now.get("layers", {})
+        for name in dict.fromkeys([*layers, *layers_now]):
+            before, after = layers.get(name, "nothing"), layers_now.get(name, "nothing")
+            if before != after:
+                lines.append(f"layer {name}: {before} there, {after} now")
+        lines += _code_differences(there["code"], now["code"])
+    if old.get("start") != new.get("start"):
+        lines.append("the weights that training starts from are others: build the network anew")
+    return lines
+
+
+def _code_differences(old: Code, new: Code) -> list[str]:
+    lines = []
+    for name in dict.fromkeys([*old, *new]):
+        before, after = old.get(name), new.get(name)
+        if before is None or after is None:
+            lines.append(f"{name} is {'used now, and was not' if before is None else 'used there, and not now'}")
+            continue
+        values, values_now = before.get("values", {}), after.get("values", {})
+        for key in dict.fromkeys([*values, *values_now]):
+            if values.get(key) != values_now.get(key):
+                lines.append(f"{key} in {name}: {values.get(key)} there, {values_now.get(key)} now")
+        if not _same_code(before, after):
+            diff = difflib.unified_diff(before.get("source", []), after.get("source", []), lineterm="", n=0)
+            shown = [line for line in diff if not line.startswith(("---", "+++", "@@"))]
+            more = [f"... {len(shown) - 8} more lines"] if len(shown) > 8 else []
+            lines.append("\n    ".join([f"source of {name} changed" + (":" if shown else ""), *shown[:8], *more]))
+    return lines
+
+
+def _same_code(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    one, other = before.get("code", ""), after.get("code", "")
+    if one.split()[:1] == other.split()[:1]:
+        return one == other
+    return before.get("source") == after.get("source")  # of another version of Python

@@ -1,0 +1,118 @@
+"""What grows while a run is trained: metrics.jsonl, and who owned which class."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mheads import files
+from mheads.files import saving
+
+
+class MetricsLog:
+    """metrics.jsonl: appended line by line, and cut back to the checkpoint on resuming.
+
+    `parts` are the lines that checkpoints know, as [bytes, SHA-256] from one checkpoint to the next: lines of a part
+    that is damaged are left out, and `mended` says so.
+    """
+
+    def __init__(self, path: Path, parts: list[list[Any]], warn: Callable[[str], None]) -> None:
+        self._path = path
+        content, bad = good_lines(path, parts)
+        self.parts = [part for i, part in enumerate(parts) if i not in bad]
+        self.mended = bool(bad)
+        if bad:
+            lost = sum(parts[i][0] for i in bad)
+            warn(f"{path} is damaged: {lost:,} bytes of its lines are left out, the {len(content):,} others kept")
+            files.write_atomically(path, content)
+        with saving(path):
+            # No buffer: what does not fit on the disk is an error here, not at close.
+            self._file = os.fdopen(files.open_in_place(path), "r+b", buffering=0)
+            self._file.truncate(len(content))
+            self._file.seek(0, os.SEEK_END)
+        self._begin_part()
+
+    def _begin_part(self) -> None:
+        self._bytes, self._sha256 = 0, hashlib.sha256()
+
+    def write(self, line: dict[str, Any]) -> None:
+        content = json.dumps(line).encode() + b"\n"
+        self._bytes += len(content)
+        self._sha256.update(content)
+        with saving(self._path):
+            while content:  # half a line on a full disk is cut off on resuming
+                content = content[self._file.write(content) or 0 :]
+
+    def mark(self) -> list[list[Any]]:
+        """The parts so far, safely on the disk; another one begins."""
+        with saving(self._path):
+            os.fsync(self._file.fileno())
+        if self._bytes:
+            self.parts = [*self.parts, [self._bytes, self._sha256.hexdigest()]]
+            self._begin_part()
+        return self.parts
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def good_lines(path: Path, parts: list[list[Any]]) -> tuple[bytes, set[int]]:
+    """The content of those parts that are as they were written, and which are not."""
+    try:
+        content = files.read(path)
+    except FileNotFoundError:
+        content = b""
+    good, bad, at = [], set(), 0
+    for i, (size, digest) in enumerate(parts):
+        part, at = content[at : at + size], at + size
+        if hashlib.sha256(part).hexdigest() == digest:
+            good.append(part)
+        else:
+            bad.add(i)
+    return b"".join(good), bad
+
+
+class Log(NamedTuple):
+    """What metrics.jsonl holds: a dict for each logged step, and one for each evaluation."""
+
+    steps: list[dict[str, Any]] = []  # noqa: RUF012
+    evaluations: list[dict[str, Any]] = []  # noqa: RUF012
+
+    @staticmethod
+    def of(lines: list[dict[str, Any]]) -> Log:
+        steps = [line for line in lines if "result" not in line]
+        evaluations = [
+            {"iteration": line["iteration"], "split": line["split"], **line["result"]}
+            for line in lines
+            if "result" in line
+        ]
+        return Log(steps, evaluations)
+
+
+class History:
+    """Who owned which class at each evaluation.
+
+    `test` [T, M, C]: owned examples of the test set; `train` [T, M, C]: assignment since the evaluation before.
+    """
+
+    def __init__(self, members: int, classes: int) -> None:
+        self.iterations = np.zeros(0, np.int64)
+        self.test = np.zeros((0, members, classes))
+        self.train = np.zeros((0, members, classes))
+
+    def append(self, iteration: int, test: np.ndarray, train: np.ndarray) -> None:
+        self.iterations = np.append(self.iterations, iteration)
+        self.test = np.concatenate([self.test, test[None]])
+        self.train = np.concatenate([self.train, train[None]])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {"iterations": self.iterations, "test": self.test, "train": self.train}
+
+    def load(self, arrays: dict[str, np.ndarray]) -> None:
+        self.iterations, self.test, self.train = (arrays[key] for key in ("iterations", "test", "train"))

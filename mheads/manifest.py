@@ -1,0 +1,83 @@
+"""manifest.json: the digests of the files of a run, so that damage to one of them is noticed.
+
+    {"files": {"config.yaml": ["9f86..."], ...}, "sha256": "of the rest"}
+
+A file and the manifest cannot be replaced at once. So the manifest is told first, and knows the old and the new digest
+until the next time: whatever kills the process between the two, the file that is there is known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+
+from mheads import files
+from mheads.errors import UserError
+
+AGAIN = "the command that trained the run, given again, makes it anew from the newest checkpoint"
+
+
+class DamageError(UserError):
+    """A file of a run is not what was written."""
+
+
+class Manifest:
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "manifest.json"
+
+    @cached_property
+    def digests(self) -> dict[str, list[str]]:
+        """Of each file: what it may be."""
+        try:
+            content = json.loads(files.read(self.path))
+            digests = {str(name): [str(digest) for digest in known] for name, known in content["files"].items()}
+            sha256 = content["sha256"]
+        except FileNotFoundError:
+            raise DamageError(f"{self.path} is missing, so no file of the run can be checked; {AGAIN}") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamageError(f"{self.path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
+        if sha256 != _sha256(digests):
+            raise DamageError(f"{self.path} is damaged: its checksum does not match; {AGAIN}")
+        return digests
+
+    def renew(self) -> None:
+        """Knows of no file."""
+        self.digests = {}
+
+    def expect(self, path: Path, content: bytes) -> None:
+        """The file is about to be replaced by one of this content."""
+        known = self.digests.get(path.name, [])
+        now = files.digest(path) if known and path.is_file() else None
+        old = [digest for digest in known if digest == now]
+        self._write({**self.digests, path.name: [*old, hashlib.sha256(content).hexdigest()]})
+
+    def forget(self, path: Path) -> None:
+        """The file is about to be changed in place."""
+        if path.name in self.digests:
+            self._write({name: known for name, known in self.digests.items() if name != path.name})
+
+    def _write(self, digests: dict[str, list[str]]) -> None:
+        files.write_atomically(self.path, json.dumps({"files": digests, "sha256": _sha256(digests)}, indent=1) + "\n")
+        self.digests = digests
+
+    def problem(self, path: Path) -> str | None:
+        """What is wrong with a file, if anything."""
+        try:
+            found = files.digest(path)
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"cannot be read ({error.strerror})"
+        if path.name not in self.digests:
+            return f"is not listed in {self.path.name}"
+        return None if found in self.digests[path.name] else f"is damaged: {self.path.name} has another checksum for it"
+
+    def check(self, path: Path) -> None:
+        if problem := self.problem(path):
+            raise DamageError(f"{path} {problem}; {AGAIN}")
+
+
+def _sha256(digests: dict[str, list[str]]) -> str:
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()

@@ -239,7 +239,7 @@ def test_image_files_and_arrays_get_the_same_answers_from_a_run_of_floats(traine
     from_file = trained.predict(read_image(tmp_path / "three.png", trained, False)[None])
     assert torch.equal(from_file, trained.predict(PIXELS[3:4].astype(np.float32) / 255))
     assert torch.equal(from_file, trained.predict(PIXELS[3:4]))
-    assert torch.equal(from_file, mheads.load(trained.folder).predict(torch.from_numpy(PIXELS[3:4])))
+    assert torch.equal(from_file, mheads.load(trained.folder, networks.Plain).predict(torch.from_numpy(PIXELS[3:4])))
     torch.testing.assert_close(from_file, trained.predict(X[3:4]), atol=0.05, rtol=0.05)
 
 
@@ -260,25 +260,6 @@ def test_a_run_of_other_floats_refuses_pixels_and_warns_of_values_far_off():
         run.predict(PIXELS[:5])
     with pytest.warns(UserWarning, match="floats from 0 to 255, but the run was trained on floats from -3 to 3"):
         run.predict(PIXELS[:5].astype(np.float32))
-
-
-def test_a_folder_from_before_ranges_were_kept_still_predicts(on_pixels, tmp_path):
-    import json
-    import shutil
-
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    shutil.copytree(on_pixels.folder, tmp_path / "old")
-    with safe_open(tmp_path / "old/data.safetensors", "pt") as file:
-        facts = json.loads(file.metadata()["facts"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert facts.pop("seen") == ["uint8", 0.0, 255.0]
-    del facts["held_out"]
-    save_file(tensors, tmp_path / "old/data.safetensors", metadata={"facts": json.dumps(facts)})
-    old = mheads.load(tmp_path / "old")
-    assert old.data.seen is None
-    assert torch.equal(old.predict(PIXELS[:5]), on_pixels.predict(PIXELS[:5]))
 
 
 def test_a_run_and_its_members_bring_their_preprocessing_and_the_net_alone_is_warned_of(on_pixels):
@@ -321,7 +302,7 @@ def test_without_a_test_set_every_class_of_sorted_data_is_held_out(tmp_path):
     run = mheads.fit(net, train=(X[order], Y[order]), iterations=1, seed=5, run=tmp_path / "run")
     assert np.sum(run.result.ownership, axis=0).tolist() == [4] * 10
     assert run.data.held_out == "40 of 400 examples, stratified, seed 5"
-    assert mheads.load(tmp_path / "run").data.held_out == run.data.held_out
+    assert mheads.load(tmp_path / "run", networks.Plain).data.held_out == run.data.held_out
 
 
 def test_what_is_held_out_is_shown(capsys):

@@ -35,7 +35,7 @@ def test_predict_takes_npz_and_csv_and_answers_each_row(mheads, vectors, tmp_pat
     header = ";".join(f"pixel{i}" for i in range(64))
     np.savetxt(tmp_path / "header.csv", x, delimiter=";", fmt="%.17g", header=header, comments="")
     for name in ("x.npz", "test.npz", "one.npz", "plain.csv", "header.csv"):
-        done = mheads("predict", vectors.folder, tmp_path / name)
+        done = mheads("predict", "--trust", vectors.folder, tmp_path / name)
         assert done.code == 0, done.err
         assert rows_of(done.out) == expected, name
     assert "agree" in done.out
@@ -67,14 +67,14 @@ def test_files_that_are_no_examples_are_refused(mheads, vectors, tmp_path, name,
         np.savez(tmp_path / name, **content)
     elif content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    done = mheads("predict", vectors.folder, tmp_path / name)
+    done = mheads("predict", "--trust", vectors.folder, tmp_path / name)
     assert done.code == 2
     assert re.search(words, done.err), done.err
 
 
 def test_values_far_from_training_are_warned_of_on_the_command_line(mheads, vectors, tmp_path):
     np.savez(tmp_path / "x.npz", x=X[:2])
-    done = mheads("predict", vectors.folder, tmp_path / "x.npz")
+    done = mheads("predict", "--trust", vectors.folder, tmp_path / "x.npz")
     assert done.code == 0
     assert "the run was trained on floats from 1e+08 to 1e+08: answers so far from it mean little" in done.out
 

@@ -96,7 +96,7 @@ def fit(
 
     `train` and `test` are (inputs, labels); without a test set the last tenth of the training set is held out.
     `run` is a folder, and the same call on the same folder resumes; without it nothing is kept. `scale_rate`
-    multiplies the rate by the number of members for averaged losses. Further keywords are those of the config's
+    multiplies the rate of sgd by the number of members for averaged losses. Further keywords are those of the config's
     `optim` section: lr, momentum, batch_size, schedule, ...
     """
     if not isinstance(net, TreeNet):

@@ -44,7 +44,7 @@ def check_layers(
                 f"layer {name!r} of {network} is rewritten before each call (the old weight_norm, "
                 "spectral_norm or prune), which threads must not do at once; use torch.nn.utils.parametrizations"
             )
-    with _as_it_was(chain), seeds.seeded("probe"):
+    with _as_it_was(chain), _apart():
         chain.train(False)
         _check_in_a_row(network, chain, x, side, splits)
         remembering = _remembering_layer(chain, x, side)
@@ -208,7 +208,7 @@ def compare_with_forward(network: str, module: nn.Module, x: Value) -> None:
     In both modes, and with other weights too, since zeros hide whatever follows them.
     """
     chain = nn.Sequential(OrderedDict(children(module)))
-    with seeds.seeded("probe"):
+    with _apart():
         for training in (True, False):
             module.train(training)
             for weights in (nullcontext(), _shaken(module, 0), _shaken(module, 1)):
@@ -265,6 +265,19 @@ def _call(layer: nn.Module, h: Value, side: Side) -> Value:
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Inside, global generators are not those of the process, and one thread computes: enough for a few rows, and
+    several processes that start at once do not wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with seeds.seeded("probe"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -208,7 +208,7 @@ def compare_with_forward(network: str, module: nn.Module, x: Value) -> None:
     In both modes, and with other weights too, since zeros hide whatever follows them.
     """
     chain = nn.Sequential(OrderedDict(children(module)))
-    with _apart():
+    with _as_it_was(module), _apart():
         for training in (True, False):
             module.train(training)
             for weights in (nullcontext(), _shaken(module, 0), _shaken(module, 1)):

@@ -69,8 +69,8 @@ class LossOptions(_Section):
     args: dict[str, Any] = _option({}, "arguments of the factory of your own loss")
     k: int = _option(1, "mcl: how many members learn from each example", ge=1)
     ce_weight: float = _option(0.0, "mcl: weight of the cross-entropy of all members mixed in", ge=0)
-    stable: bool = _option(True, "prob_averaged: in log space; false is the direct, unstable form")
-    scale_rate: bool = _option(True, "averaged losses: multiply the rate by the number of members")
+    stable: bool = _option(True, "prob_averaged: in log space; false is the direct, unstable form of Caffe's layers")
+    scale_rate: bool = _option(True, "averaged losses with sgd: multiply the rate by the number of members")
 
 
 class DataOptions(_Section):

@@ -44,12 +44,19 @@ def check_layers(
                 f"layer {name!r} of {network} is rewritten before each call (the old weight_norm, "
                 "spectral_norm or prune), which threads must not do at once; use torch.nn.utils.parametrizations"
             )
-    with _as_it_was(chain), seeds.seeded("probe"):
+    with _as_it_was(chain), _apart():
         chain.train(False)
         _check_in_a_row(network, chain, x, side, splits)
+        remembering = _remembering_layer(chain, x, side)
         chain.train(True)
         output = _check_in_a_row(network, chain, x, side, splits)
         mixing = _mixing_layer(chain, x, side)
+    if remembering is not None:
+        raise UserError(
+            f"layer {remembering!r} of {network} gives something else when another batch runs in between: it keeps "
+            "something from call to call, or another layer leaves it there, and threads would mix that up; hand it on "
+            "in what layers give (a tuple or dict)"
+        )
     if mixing is not None:
         raise UserError(
             f"layer {mixing!r} of {network} mixes examples: what it gives for one depends on the others in the batch, "
@@ -63,6 +70,7 @@ def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, sp
     rows, h = values.num_rows(x), x
     for name, layer in children(chain):
         states, buffers = seeds.global_states(), _buffers(layer)
+        weights = [p._version for p in layer.parameters()]
         given = h
         copies, versions = [t.clone() for t in values.leaves(h)], [t._version for t in values.leaves(h)]
         try:
@@ -93,6 +101,11 @@ def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, sp
                 f"layer {name!r} of {network} changes its buffer '{name}.{changed[0]}' as it runs, so micro-batches "
                 "must not overlap; set batch_statistics = True on that module to have them run one by one"
             )
+        if [p._version for p in layer.parameters()] != weights:
+            raise UserError(
+                f"layer {name!r} of {network} changes its own weights as it runs (nn.Embedding with max_norm?), which "
+                "threads must not do at once; use torch.nn.utils.parametrizations"
+            )
         if name in splits and not side and not all(_is_rowwise(t, rows) for t in values.leaves(h)):
             raise UserError(
                 f"the members of {network} part after layer {name!r}, but what it gives for {rows} examples is of "
@@ -100,6 +113,25 @@ def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, sp
                 "may learn from some only; split elsewhere, or let it give the batch first"
             )
     return h
+
+
+def _remembering_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None:
+    """The first layer whose output depends on what ran since the layer before it."""
+    rows = values.num_rows(x)
+    alone, h = [], x
+    for _, layer in children(chain):
+        h = _call(layer, h, side)
+        alone.append(values.leaves(h))
+    h, other = x, values.map_leaves(lambda t: _with_others(t, rows, 0), x)
+    for (name, layer), expected in zip(children(chain), alone, strict=True):
+        h = _call(layer, h, side)
+        if not _close(values.leaves(h), expected):
+            return name
+        try:
+            other = _call(layer, other, side)
+        except Exception:  # it does not run on just any example
+            return None
+    return None
 
 
 def _mixing_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None:
@@ -176,7 +208,7 @@ def compare_with_forward(network: str, module: nn.Module, x: Value) -> None:
     In both modes, and with other weights too, since zeros hide whatever follows them.
     """
     chain = nn.Sequential(OrderedDict(children(module)))
-    with seeds.seeded("probe"):
+    with _as_it_was(module), _apart():
         for training in (True, False):
             module.train(training)
             for weights in (nullcontext(), _shaken(module, 0), _shaken(module, 1)):
@@ -233,6 +265,19 @@ def _call(layer: nn.Module, h: Value, side: Side) -> Value:
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Inside, global generators are not those of the process, and one thread computes: enough for a few rows, and
+    several processes that start at once do not wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with seeds.seeded("probe"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -55,8 +55,8 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     checkpoints = Checkpoints(folder.checkpoints, config.log.keep)
     optimizer = Optimizer(net, config.optim)
     lr = config.optim.lr
-    if experiment.loss.averaged and config.loss.scale_rate:
-        lr *= net.num_members  # averaging divides every member's gradient by M
+    if experiment.loss.averaged and config.loss.scale_rate and config.optim.name == "sgd":
+        lr *= net.num_members  # averaging divides every member's gradient by M, which Adam's step does not feel
     schedule = Schedule(config.optim.schedule, lr, config.optim.iterations)
     state = _Progress(net.num_members, len(data.classes))
     total = config.pretrain + config.optim.iterations

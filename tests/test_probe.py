@@ -365,7 +365,8 @@ ODD = {
 def test_odd_networks_that_a_tree_gets_right_pass_and_are_left_as_they_were(name):
     factory, x = ODD[name]
     made = factory()
-    for net in (TreeNet(factory, members=2), TreeNet(lambda: made, members=1).eval()):
+    always = TreeNet(lambda: made, members=1)  # one network, which a probe draws again
+    for net in (TreeNet(factory, members=2), always):
         weights = {k: v.clone() for k, v in net.state_dict().items()}
         tensors = [id(v) for v in (*net.parameters(), *net.buffers())]
         modes = [m.training for m in net.modules()]
@@ -440,6 +441,54 @@ def test_a_change_in_place_that_leaves_no_version_is_found():
 
     with pytest.raises(UserError, match=r"'sly'.*in place"):
         TreeNet(lambda: nn.Sequential(OrderedDict(a=nn.Linear(4, 3), sly=Sly())), members=2).probe(torch.ones(2, 4))
+
+
+class Keeps(nn.Module):
+    def forward(self, x):
+        self.kept = x
+        return x
+
+
+class Adds(nn.Module):
+    """A skip connection behind the back of the network."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = [source]
+
+    def forward(self, x):
+        return x + self.source[0].kept
+
+
+class Alternates(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + self.calls % 2)
+
+
+def skipping():
+    keeps = Keeps()
+    return nn.Sequential(OrderedDict(a=nn.Linear(4, 4), keeps=keeps, b=nn.Linear(4, 4), odd=Adds(keeps)))
+
+
+def alternating():
+    return nn.Sequential(OrderedDict(a=nn.Linear(4, 4), odd=Alternates()))
+
+
+@pytest.mark.parametrize("factory", [skipping, alternating])
+def test_layers_that_remember_are_refused(factory):
+    with pytest.raises(UserError, match=r"'odd'.*another batch runs in between"):
+        TreeNet(factory, members=2).probe(torch.randn(2, 4))
+
+
+def test_a_layer_that_changes_its_weights_as_it_runs_is_refused():
+    def factory():
+        return nn.Sequential(OrderedDict(words=nn.Embedding(9, 4, max_norm=0.1), b=nn.Linear(4, 3)))
+
+    with pytest.raises(UserError, match=r"'words'.*changes its own weights"):
+        TreeNet(factory, members=2).probe(torch.randint(9, (2, 5)))
 
 
 def test_members_part_where_examples_come_first():

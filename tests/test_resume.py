@@ -280,8 +280,10 @@ def test_averaged_losses_multiply_the_rate_by_the_members_unless_told_not_to(tmp
     common = ["data.limit=150", "members=3", "optim.iterations=2", "log.every=1", "optim.lr=0.005", f"loss.name={loss}"]
     assert mheads("train", "digits", *common, "--run", tmp_path / "a").code == 0
     assert mheads("train", "digits", *common, "loss.scale_rate=false", "--run", tmp_path / "b").code == 0
+    assert mheads("train", "digits", *common, "optim.name=adamw", "--run", tmp_path / "c").code == 0
     assert log_lines(tmp_path / "a")[0]["rate"] == pytest.approx(0.015)
     assert log_lines(tmp_path / "b")[0]["rate"] == pytest.approx(0.005)
+    assert log_lines(tmp_path / "c")[0]["rate"] == pytest.approx(0.005)  # the size of a gradient is nothing to it
 
 
 def test_two_accumulated_batches_of_50_are_one_batch_of_100(tmp_path, mheads):

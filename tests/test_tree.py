@@ -1,6 +1,7 @@
 """Trees: parsing, building, taking members out, and refusing networks that would silently go wrong."""
 
 import copy
+import pickle
 from collections import OrderedDict
 
 import pytest
@@ -137,6 +138,15 @@ def test_member_is_an_ordinary_network_that_shares_the_weights():
     parted = copy.deepcopy(member)
     parted.conv1.weight.data.zero_()
     assert net.member(1).conv1.weight.abs().sum() > 0
+
+
+def test_a_tree_can_be_copied_and_pickled():
+    net = TreeNet(small_net, members=2, split="conv1", seed=4)
+    x = torch.randn(2, 2, 6, 6)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(other(x), net(x))
+        assert other.member(0).fc.weight is not net.member(0).fc.weight
+        assert other.probe(x).shape == (2, 5)  # draws networks again where it needs them
 
 
 def test_state_dict_names_stages():

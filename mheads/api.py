@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,10 +195,13 @@ def evaluate(
     """
     if isinstance(models, Run):
         return models.evaluate(test)
-    alone = callable(models) and not isinstance(models, nn.ModuleList)  # a Sequential is one model, not its layers
-    members: list[Callable[[Tensor], Tensor]] = [models] if alone else list(models)  # type: ignore[list-item,arg-type]
+    # A Sequential is one model, not its layers; a ModuleList cannot be called.
+    several = isinstance(models, nn.ModuleList) or (isinstance(models, Iterable) and not callable(models))
+    members: list[Callable[[Tensor], Tensor]] = list(models) if several else [models]  # type: ignore[list-item,arg-type]
     if not members:
         raise UserError("evaluate needs at least one model")
+    if wrong := [model for model in members if not callable(model)]:
+        raise UserError(f"evaluate takes a TreeNet, a model or a list of models that give logits, not {wrong[0]!r}")
     for model in members:
         if done := getattr(model, "preprocessing", ""):
             warnings.warn(
@@ -230,8 +233,7 @@ def _labelled(given: Any, classes: Sequence[str] | None, where: str) -> ArraySpl
         raise UserError(f"{where}: labels are names; say which number each class has, classes=[...] in that order")
     split.survey(where)
     split = datasets.numbered({where: split}, classes)[0][where]
-    if classes is not None:
-        check_labels(split, len(classes), where)
+    check_labels(split, int(split.labels.max()) + 1 if classes is None else len(classes), where)
     return split
 
 

@@ -87,11 +87,11 @@ def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
         return as_split(*stack(_pairs(given, where), where), where=where)
     if isinstance(given, Dataset) or (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
         if isinstance(given, (np.ndarray, torch.Tensor, dict, str)):
-            raise UserError(f"{where} is a {type(given).__name__}; give {FORMS}")
+            raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
         return read_dataset(given, where)
     if isinstance(given, Iterable):
         return as_split(*stack(_pairs(given, where), where), where=where)
-    raise UserError(f"{where} is a {type(given).__name__}; give {FORMS}")
+    raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
 
 
 def numbered(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -71,8 +71,7 @@ class Run:
         split = _labelled(x if y is None else (x, y), self.data.classes, "the examples")
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
-        if self.data.seen is not None:
-            self.data.seen.check(split.survey("the examples"), "the examples")
+        self.data.check(split.survey("the examples"), "the examples")
         return _measure([self.net], Prepared(self.net, self.data).run, split, EVALUATION_ROWS)
 
     def member(self, m: int) -> Prepared:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import nn
 
 from mheads import data as datasets
@@ -164,7 +163,3 @@ def build_loss(config: Config) -> Loss:
 def load_data(config: Config) -> Data:
     options = config.data.model_dump(exclude={"reader"})
     return datasets.load(options.pop("name"), **options)
-
-
-def input_dtype(net: TreeNet) -> torch.dtype:
-    return net.dtype

@@ -157,6 +157,16 @@ def test_what_is_no_data_is_refused_with_what_is(given, words):
         data.from_arrays(given, None)
 
 
+def test_a_loader_that_shuffles_and_joins_by_itself_gives_the_same_order_again():
+    def load():
+        return data.from_arrays(DataLoader(Rows(lambda i: (X[i], Y[i])), 5, shuffle=True, collate_fn=joined), None)
+
+    first = load()
+    torch.rand(3)
+    assert load().fingerprint == first.fingerprint
+    assert sorted(first.train.labels) == sorted(Y)
+
+
 def test_a_batch_sampler_with_a_plain_sampler_inside_is_looked_into():
     inside = BatchSampler(SubsetRandomSampler([3, 1]), 2, drop_last=False)
     loaded = data.from_arrays(DataLoader(Rows(lambda i: (X[i], Y[i])), batch_sampler=inside), None)

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,8 +111,7 @@ class Run:
         split = _labelled(x if y is None else (x, y), self.data.classes, "the examples")
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
-        if self.data.seen is not None:
-            self.data.seen.check(split.survey("the examples"), "the examples")
+        self.data.check(split.survey("the examples"), "the examples")
         return _measure([self.net], Prepared(self.net, self.data).run, split, EVALUATION_ROWS)
 
     def member(self, m: int) -> Prepared:
@@ -411,10 +410,13 @@ def evaluate(
     """
     if isinstance(models, Run):
         return models.evaluate(test)
-    alone = callable(models) and not isinstance(models, nn.ModuleList)  # a Sequential is one model, not its layers
-    members: list[Callable[[Tensor], Tensor]] = [models] if alone else list(models)  # type: ignore[list-item,arg-type]
+    # A Sequential is one model, not its layers; a ModuleList cannot be called.
+    several = isinstance(models, nn.ModuleList) or (isinstance(models, Iterable) and not callable(models))
+    members: list[Callable[[Tensor], Tensor]] = list(models) if several else [models]  # type: ignore[list-item,arg-type]
     if not members:
         raise UserError("evaluate needs at least one model")
+    if wrong := [model for model in members if not callable(model)]:
+        raise UserError(f"evaluate takes a TreeNet, a model or a list of models that give logits, not {wrong[0]!r}")
     for model in members:
         if done := getattr(model, "preprocessing", ""):
             warnings.warn(
@@ -446,8 +448,7 @@ def _labelled(given: Any, classes: Sequence[str] | None, where: str) -> ArraySpl
         raise UserError(f"{where}: labels are names; say which number each class has, classes=[...] in that order")
     split.survey(where)
     split = datasets.numbered({where: split}, classes)[0][where]
-    if classes is not None:
-        check_labels(split, len(classes), where)
+    check_labels(split, int(split.labels.max()) + 1 if classes is None else len(classes), where)
     return split
 
 

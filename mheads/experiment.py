@@ -309,7 +309,3 @@ def build_loss(config: Config) -> Loss:
 def load_data(config: Config) -> Data:
     options = config.data.model_dump(exclude={"reader"})
     return datasets.load(options.pop("name"), **options)
-
-
-def input_dtype(net: TreeNet) -> torch.dtype:
-    return net.dtype

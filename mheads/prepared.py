@@ -30,10 +30,7 @@ class Prepared(nn.Module):
     def run(self, raw: Tensor) -> Tensor:
         """The outputs of raw examples that were checked, as `raw_examples` gives them."""
         parameter = next(self.network.parameters(), torch.empty(0))
-        raw = raw.to(parameter.device)
-        if self.data.seen is not None:
-            raw = self.data.seen.convert(raw)
-        return self.network(self.data.preprocess(raw, parameter.dtype))
+        return self.network(self.data.inputs(raw.to(parameter.device), parameter.dtype))
 
 
 def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
@@ -60,6 +57,4 @@ def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
 def check(raw: Tensor, data: DataFacts, what: str = "the examples") -> None:
     """Refuses NaN and infinity, and what cannot be brought to the range that training saw."""
     plain = raw.detach().float() if raw.dtype == torch.bfloat16 else raw.detach()  # numpy does not know it
-    given = survey(plain.cpu().numpy(), what)
-    if data.seen is not None:
-        data.seen.check(given, what)
+    data.check(survey(plain.cpu().numpy(), what), what)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,6 +35,7 @@ from mheads.log import Log, good_lines
 from mheads.manifest import AGAIN, DamageError, Manifest
 from mheads.metrics import Result
 from mheads.tree import TreeNet
+from mheads.values import Value
 
 Warn = Callable[[str], None]
 ELSEWHERE = "give another run folder, or --force to start afresh beside it"
@@ -55,6 +57,15 @@ class DataFacts:
     def of(data: Data) -> DataFacts:
         shape = tuple(data.train.shape)
         return DataFacts(data.name, shape, data.classes, data.preprocess, data.fingerprint, data.seen, data.held_out)
+
+    def check(self, given: Seen | None, what: str) -> None:
+        """Refuses other examples that cannot be brought to the range that training saw."""
+        if self.seen is not None and given is not None:
+            self.seen.check(given, what)
+
+    def inputs(self, raw: Value, dtype: torch.dtype) -> Tensor:
+        """Other examples as the network takes them: raw values in the units of training, preprocessed as there."""
+        return self.preprocess(raw if self.seen is None else self.seen.convert(raw), dtype)
 
 
 @dataclass(frozen=True)

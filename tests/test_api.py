@@ -291,6 +291,7 @@ def test_a_sequence_of_layers_or_a_function_is_one_model():
     assert mheads.evaluate(model, TEST) == whole
     assert mheads.evaluate(lambda x: model(x), TEST) == whole
     assert len(mheads.evaluate(nn.ModuleList(plain_models(2)), TEST).members) == 2
+    assert len(mheads.evaluate(iter(plain_models(2)), TEST).members) == 2
 
 
 # What is held out, and what data may be.
@@ -368,6 +369,9 @@ def test_weights_count_examples_as_often():
         (lambda: quick(np.where(X > 0.99, np.nan, X)), "train examples hold NaN or infinity: 396 of 400 rows"),
         (lambda: mheads.evaluate(plain_models(1), (TEST[0] * np.inf, TEST[1])), "NaN"),
         (lambda: mheads.evaluate(plain_models(1), (TEST[0][:0], TEST[1][:0])), "no examples"),
+        (lambda: mheads.evaluate(plain_models(1), (TEST[0], TEST[1] - 1)), "label -1"),
+        (lambda: mheads.evaluate(None, TEST), "a list of models that give logits, not None"),
+        (lambda: mheads.evaluate(["a.pt"], TEST), "not 'a.pt'"),
     ],
 )
 def test_mistakes_in_the_data_are_named(call, message):

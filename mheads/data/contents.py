@@ -32,10 +32,9 @@ def digests(root: Path, names: Sequence[str], threads: int) -> list[str]:
             found[name] = _entry(root / name, known.get(name))
             shown.advance()
 
-    with ThreadPoolExecutor(
-        threads, thread_name_prefix="digest"
-    ) as pool:  # reading and hashing release the interpreter
-        list(pool.map(share, range(threads)))  # taking the results raises the first error
+    # Reading and hashing release the interpreter. Taking the results raises the first error.
+    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
+        list(pool.map(share, range(threads)))
     shown.close()
     if any(known.get(name) != entry for name, entry in found.items()):
         _remember(store, found)

@@ -50,7 +50,7 @@ class DatasetSplit:
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         seeds = seeds if self.augment else None
         keys = [keyed.derive("row", int(row)) for row in rows] if seeds is None else [int(seed) for seed in seeds]
-        with _repeatable() as seed:
+        with repeatable() as seed:
             items = [
                 _example(self.dataset, int(row), seed, key, self.where) for row, key in zip(rows, keys, strict=True)
             ]
@@ -91,7 +91,7 @@ def read_dataset(dataset: Any, where: str) -> DatasetSplit:
     labels, digest = [], hashlib.sha256()
     first: np.ndarray | None = None
     lows = highs = np.empty(0)
-    with _repeatable() as seed:
+    with repeatable() as seed:
         for row in range(count):
             key = keyed.derive("row", row)
             seed(key)
@@ -187,7 +187,7 @@ def _refuse_unrepeatable(dataset: Any, seed: Any, key: int, before: np.ndarray, 
 
 
 @contextmanager
-def _repeatable() -> Iterator[Any]:
+def repeatable() -> Iterator[Any]:
     """A function that seeds the generators of torch, numpy and random; they are put back afterwards."""
 
     def seed(key: int) -> None:

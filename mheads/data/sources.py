@@ -21,9 +21,10 @@ from torch.utils.data import (
     default_collate,
 )
 
+from mheads import seeds
 from mheads.data.arrays import ArraySplit, as_split, with_augmentation
 from mheads.data.assemble import assemble
-from mheads.data.dataset import DatasetSplit, item_of, read_dataset, stack
+from mheads.data.dataset import DatasetSplit, item_of, read_dataset, repeatable, stack
 from mheads.data.split import Data
 from mheads.errors import UserError
 
@@ -87,11 +88,11 @@ def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
         return as_split(*stack(_pairs(given, where), where), where=where)
     if isinstance(given, Dataset) or (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
         if isinstance(given, (np.ndarray, torch.Tensor, dict, str)):
-            raise UserError(f"{where} is a {type(given).__name__}; give {FORMS}")
+            raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
         return read_dataset(given, where)
     if isinstance(given, Iterable):
         return as_split(*stack(_pairs(given, where), where), where=where)
-    raise UserError(f"{where} is a {type(given).__name__}; give {FORMS}")
+    raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
 
 
 def numbered(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -122,7 +123,9 @@ def numbered(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dic
 
 
 def _pairs(items: Iterable[Any], where: str) -> list[tuple[Any, Any]]:
-    kept = list(items)
+    with repeatable() as seed:
+        seed(seeds.derive("stream"))
+        kept = list(items)
     if not kept:
         raise UserError(f"{where}: there are no examples; give at least one")
     return [item_of(kept, row, where) for row in range(len(kept))]
@@ -147,7 +150,10 @@ def _of_loader(loader: DataLoader, where: str) -> ArraySplit | DatasetSplit:
     if loader.batch_sampler is None:
         return as_source(_pairs(loader, where), where)
     examples, labels = [], []
-    for row, batch in enumerate(loader):
+    with repeatable() as seed:  # a loader that shuffles must do it alike when the run is resumed
+        seed(seeds.derive("stream"))
+        batches = list(loader)
+    for row, batch in enumerate(batches):
         x, y = item_of([batch], 0, f"{where} batch {row}")
         examples.append(x.numpy() if isinstance(x, torch.Tensor) else np.asarray(x))
         labels.append(y.numpy() if isinstance(y, torch.Tensor) else np.asarray(y))

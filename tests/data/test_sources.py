@@ -143,8 +143,8 @@ def test_a_dataset_with_a_generator_of_its_own_is_refused():
         (Rows(None, 0), "empty"),
         ([], "no examples"),
         ([(X[0], 0), (X[1, :, :4], 1), (X[2], 1)], "item 1"),
-        (X, "train is a ndarray; give"),
-        (7, "train is a int; give"),
+        (X, "train: not a ndarray; give"),
+        (7, "train: not a int; give"),
         (DataLoader(Rows(lambda i: (X[i], 0)), sampler=WeightedRandomSampler([1.0] * 12, 12)), "WeightedRandomSampler"),
         (DataLoader(Rows(lambda i: (X[i], 0)), batch_sampler=[[0, 1]]), "draws by a list"),
         ((X, np.eye(3)[Y]), r"y\.argmax\(1\)"),
@@ -155,6 +155,16 @@ def test_a_dataset_with_a_generator_of_its_own_is_refused():
 def test_what_is_no_data_is_refused_with_what_is(given, words):
     with pytest.raises(UserError, match=words):
         data.from_arrays(given, None)
+
+
+def test_a_loader_that_shuffles_and_joins_by_itself_gives_the_same_order_again():
+    def load():
+        return data.from_arrays(DataLoader(Rows(lambda i: (X[i], Y[i])), 5, shuffle=True, collate_fn=joined), None)
+
+    first = load()
+    torch.rand(3)
+    assert load().fingerprint == first.fingerprint
+    assert sorted(first.train.labels) == sorted(Y)
 
 
 def test_a_batch_sampler_with_a_plain_sampler_inside_is_looked_into():

@@ -4,6 +4,7 @@ import errno
 import json
 import signal
 
+import networks
 import numpy as np
 import pytest
 import torch
@@ -18,13 +19,15 @@ from commands import (
 )
 from safetensors.torch import load_file
 
-from mheads import checkpoint, config, experiment, files, runs
+from mheads import checkpoint, config, experiment, files, load, runs
 from mheads.errors import UserError
 from mheads.progress import Silent
 from mheads.train import train
 
 # Just before these file operations, in the order in which a run meets them.
 KILL_POINTS = {
+    "before there is a manifest": ("os.rename", ".manifest.json"),
+    "when the manifest knows of a file that is not there": ("open", ".identity.json"),
     "before the folder has a config": ("open", ".config.yaml"),
     "while the first checkpoint is written": ("open", ".step-00000006.new/state.json"),
     "at an evaluation between checkpoints": ("open", ".assignments.npz"),
@@ -48,13 +51,20 @@ def test_a_killed_run_and_the_same_command_give_the_same_bits(tmp_path, undistur
     assert_same_run(run, undisturbed)
 
 
-def test_a_run_killed_at_seven_points_and_resumed_each_time_gives_the_same_bits(tmp_path, undisturbed, mheads):
+def test_a_run_killed_at_each_point_in_turn_is_always_loadable_and_gives_the_same_bits(tmp_path, undisturbed, mheads):
     run = tmp_path / "run"
     command = ["train", "digits", *TINY, "--run", run]
     for name, (event, text) in KILL_POINTS.items():
         done = process(*command, stop=(signal.SIGKILL, event, text))
         assert done.code == -signal.SIGKILL, f"{name}: {done.out}{done.err}"
         assert not (run / "result.json").exists(), name
+        said = []
+        try:
+            load(run, networks.with_dropout, warn=said.append)
+        except UserError as error:
+            assert not list(run.glob("checkpoints/step-*")), name
+            assert "is not a run folder" in str(error) or "no checkpoint yet" in str(error)
+        assert not any("is damaged" in text for text in said)
     assert mheads(*command).code == 0
     assert_same_run(run, undisturbed)
     assert steps_of(run) == ["step-00000018", "step-00000024"]

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mheads.errors import UserError
+from mheads.plain import from_json
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Checkpoints:
 
     def _read(self, step: int) -> Checkpoint:
         path = self.path(step)
-        written = json.loads((path / "state.json").read_text())
+        written = from_json((path / "state.json").read_text())
         state = written["state"]
         if written["sha256"] != _sha256(path / "tensors.safetensors", state):
             raise ValueError("its checksum does not match")

@@ -26,6 +26,7 @@ from mheads.config import Config
 from mheads.data import Data, Preprocess
 from mheads.errors import UserError
 from mheads.metrics import Result
+from mheads.plain import from_json
 from mheads.tree import TreeNet
 
 
@@ -165,7 +166,7 @@ class RunFolder:
     def read_data(self) -> DataFacts:
         try:
             with safe_open(self.data, "pt") as file:
-                facts = json.loads(file.metadata()["facts"])
+                facts = from_json(file.metadata()["facts"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise UserError(
@@ -181,7 +182,7 @@ class RunFolder:
 
     def read_result(self) -> dict[str, Any]:
         try:
-            result = json.loads(self.result.read_text())
+            result = from_json(self.result.read_text())
             Result.from_dict(result)
             return {**result, "iterations": int(result["iterations"]), "seconds": float(result["seconds"])}
         except FileNotFoundError:

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from mheads import plain
 from mheads.errors import UserError
+from mheads.hints import meaning
 
 
 def _option(default: Any, description: str, **limits: Any) -> Any:
@@ -331,9 +332,12 @@ def _explain(problem: Any) -> tuple[str, str]:
         where.pop()
     key = ".".join(where)
     if problem["type"] == "extra_forbidden":
+        # The same name elsewhere (`lr`) comes first, then another name for the same thing, then what is spelt alike.
+        by_last = [k for k in known if k.rsplit(".", 1)[-1] == where[-1]]
+        if not by_last and (meant := meaning(where[-1])):
+            return f"unknown key {key!r}", f"; here it is {meant}"
         sections = sorted({k.rsplit(".", 1)[0] for k in known if "." in k})
         near = difflib.get_close_matches(key, [*known, *sections], 1, 0.4)
-        by_last = [k for k in known if k.rsplit(".", 1)[-1] == where[-1]]
         best = by_last[:1] or near
         return f"unknown key {key!r}", f"; did you mean {best[0]!r}?" if best else f"; there are {', '.join(known)}"
     message = problem["msg"].removeprefix("Value error, ")

@@ -148,7 +148,7 @@ def _train(experiment: experiments.Experiment, folder: RunFolder, watcher: Watch
 
 
 def _watcher(show: bool | None) -> Watcher:
-    from rich.console import Console
+    from mheads.console import Console
 
     wanted = sys.stderr.isatty() if show is None else show
     return Terminal(Console(stderr=True)) if wanted else Silent()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
@@ -31,6 +28,7 @@ from mheads.data.assemble import check_labels
 from mheads.data.dataset import DatasetSplit
 from mheads.distributed.launch import detect
 from mheads.errors import UserError
+from mheads.keywords import refuse_unknown, speaking_python
 from mheads.log import Log
 from mheads.losses import LOSSES, Loss, independent
 from mheads.metrics import Metrics, Result
@@ -194,7 +192,7 @@ def fit(
 
     Ctrl-C ends the step, saves, and raises KeyboardInterrupt whose attribute `run` is the run so far.
     """
-    _refuse_unknown(unknown)
+    refuse_unknown(unknown, fit)
     if not isinstance(net, TreeNet):
         raise UserError(f"fit trains a TreeNet, not a {type(net).__name__}: mheads.TreeNet(factory, members=...)")
     launch = detect()
@@ -206,7 +204,7 @@ def fit(
     if iterations is not None and epochs is not None:
         raise UserError(f"iterations={iterations} and epochs={epochs} say the same thing twice: give one of them")
     watch = watcher(show)
-    with _speaking_python():
+    with speaking_python():
         loss = _as_loss(loss)
         known = loss.name in configs.LOSS_NAMES  # one of the user's own is remembered, not imported again
         own = {"name": f"__main__:{loss.name}", "args": loss.options}
@@ -334,65 +332,6 @@ def _start_of(net: TreeNet, folder: RunFolder) -> str | None:
 def _leave(net: TreeNet, folder: RunFolder, start: str | None) -> None:
     _, starts = _left.get(net, ("", {}))
     _left[net] = identity.weights(net.state_dict()), {**starts, folder.path.resolve(): start}
-
-
-# What people call it elsewhere, and what fit calls it.
-_MEANT = {
-    "learning_rate": "lr",
-    "rate": "lr",
-    "lr_schedule": "schedule",
-    "scheduler": "schedule",
-    "lr_scheduler": "schedule",
-    "optim": "optimizer",
-    "name": "optimizer",
-    "steps": "iterations",
-    "max_iter": "iterations",
-    "max_epochs": "epochs",
-    "num_epochs": "epochs",
-    "n_epochs": "epochs",
-    "batch": "batch_size",
-    "bs": "batch_size",
-    "wd": "weight_decay",
-    "num_workers": "workers",
-    "val": "validation",
-    "validation_split": "validation",
-    "validation_data": "test",
-    "verbose": "show",
-    "folder": "run",
-    "criterion": "loss",
-    "members": "TreeNet(factory, members=...)",
-    "split": "TreeNet(factory, split=...)",
-}
-
-
-def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    for name in unknown:
-        keywords = [key for key in fit.__annotations__ if key not in ("unknown", "return")]
-        near = [_MEANT[name]] if name in _MEANT else difflib.get_close_matches(name, keywords, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(keywords)}"
-        raise UserError(f"fit has no keyword {name!r}: {hint}")
-
-
-_SECTIONS = re.compile(r"(?<![\w./])(optim|data|engine|log|sampling)\.(schedule\.)?(\w+)(?![\w/]|\.\w)")
-
-
-@contextmanager
-def _speaking_python() -> Iterator[None]:
-    """Messages about config keys name the keywords of fit instead."""
-
-    def keyword(found: re.Match[str]) -> str:
-        section, inner, name = found.groups()
-        if f"{section}.{inner or ''}{name}" not in configs.known_keys():
-            return found[0]
-        if inner or section in ("log", "sampling"):
-            return f"{'schedule' if inner else section}={{{name!r}: ...}}"
-        return "optimizer" if (section, name) == ("optim", "name") else name
-
-    try:
-        yield
-    except UserError as error:
-        error.args = (_SECTIONS.sub(keyword, str(error)),)
-        raise
 
 
 def evaluate(

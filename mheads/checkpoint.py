@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mheads import files
 from mheads.files import saving
+from mheads.plain import from_json
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Checkpoints:
         path = self.path(step)
         if path.is_symlink():
             raise ValueError("it is a link")
-        written = json.loads(files.read(path / "state.json"))
+        written = from_json(files.read(path / "state.json").decode())
         state = written["state"]
         if written["sha256"] != _sha256(files.digest(path / "tensors.safetensors"), state):
             raise ValueError("its checksum does not match")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from mheads.console import Console
 from mheads.errors import UserError
 
 app = typer.Typer(
@@ -22,8 +22,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Fetch, verify and list datasets.", no_args_is_help=True)
 app.add_typer(data_app, name="data", rich_help_panel="Start here")
-console = Console(highlight=False)
-errors = Console(stderr=True, highlight=False)
+console = Console()
+errors = Console(stderr=True)
 
 Recipe = Annotated[str, typer.Argument(help="A recipe's name (digits, cifar10_quick, ...) or the path of a YAML file.")]
 Overrides = Annotated[

@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +17,9 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from mheads import plain
 from mheads.errors import UserError
+from mheads.hints import meaning
 
 
 def _option(default: Any, description: str, **limits: Any) -> Any:
@@ -79,20 +82,20 @@ class DataOptions(_Section):
     path: Path | None = _option(None, "folder, npz: the folder or file")
     validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std"] = _option("none", "what is subtracted and divided by")
-    scale: Literal["auto"] | Annotated[float, Field(gt=0)] = _option(
+    scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = _option(
         "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"
     )
-    pad: int = _option(0, "training: pad by n pixels and crop back at random", ge=0)
+    pad: int = _option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
     mirror: bool = _option(False, "training: mirror at random")
-    resize: int = _option(256, "folder: length of the shorter side after resizing", ge=1)
-    crop: int | None = _option(None, "folder: side of the crop that the network sees", ge=1)
+    resize: int = _option(256, "folder: length of the shorter side after resizing", ge=1, le=10_000)
+    crop: int | None = _option(None, "folder: side of the crop that the network sees", ge=1, le=10_000)
     grey: bool = _option(False, "folder: read images in one channel")
     limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
     reader: Literal["every", "root"] = _option("every", "ranks: each reads what it needs, or rank 0 reads for all")
 
 
 class EngineOptions(_Section):
-    workers: Literal["auto"] | Annotated[int, Field(ge=1)] = _option("auto", "threads; never changes a result")
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = _option("auto", "threads; never changes a result")
     micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = _option("auto", "parts that a batch is cut into")
 
 
@@ -113,8 +116,8 @@ class OptimOptions(_Section):
     nesterov: bool = _option(False, "sgd: Nesterov's form")
     caffe_momentum: bool = _option(False, "sgd: the rate inside the momentum, as in Caffe")
     weight_decay: float = _option(0.0, "weight decay", ge=0)
-    batch_size: int = _option(100, "examples a batch", ge=1)
-    accumulate: int = _option(1, "batches a step: gradients are averaged over them", ge=1)
+    batch_size: int = _option(100, "examples a batch", ge=1, le=1_000_000)
+    accumulate: int = _option(1, "batches a step: gradients are averaged over them", ge=1, le=100_000)
     iterations: int = _option(500, "steps", ge=1)
     schedule: Annotated[ScheduleOptions, BeforeValidator(_named)] = _option(ScheduleOptions(), "how the rate falls")
 
@@ -124,6 +127,9 @@ class LogOptions(_Section):
     evaluate_every: int = _option(500, "iterations between evaluations on the test set; 0: only at the end", ge=0)
     checkpoint_every: int = _option(500, "iterations between checkpoints; 0: only at the end", ge=0)
     keep: int = _option(2, "how many of the newest checkpoints are kept", ge=1)
+
+
+MAX_ROWS = 10_000_000  # of a step
 
 
 class Config(_Section):
@@ -165,6 +171,11 @@ class Config(_Section):
             )
         if self.optim.name == "sgd" and self.optim.nesterov and not self.optim.momentum:
             raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
+        if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
+            raise ValueError(
+                f"optim.batch_size x optim.accumulate is {self.optim.batch_size * self.optim.accumulate:,} examples a "
+                f"step: at most {MAX_ROWS:,}"
+            )
         groups = self.sampling.groups
         if self.sampling.name == "specialists" and isinstance(groups, list) and len(groups) != self.members:
             raise ValueError(f"sampling.groups has {len(groups)} groups for {self.members} members: give one each")
@@ -203,6 +214,7 @@ def flatten(config: Config) -> dict[str, Any]:
     return walk("", config.model_dump(mode="json"), config)
 
 
+@cache
 def known_keys() -> list[str]:
     return list(flatten(Config()))
 
@@ -240,7 +252,8 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a file."""
     try:
-        text = path.read_text()
+        with path.open(encoding="utf-8") as file:
+            text = file.read(plain.MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a YAML file: {error}") from error
     return _parse(text, str(path), overrides)
@@ -248,11 +261,11 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
     try:
-        tree = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{source} is not valid YAML: {error}") from error
+        tree = plain.from_yaml(text) or {}
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{source} must hold a mapping of config keys, not {tree!r}")
+        raise UserError(f"{source} must hold a mapping of config keys, not {plain.short(tree)}")
     data = tree.get("data")
     for override in overrides:
         _override(tree, override)
@@ -281,11 +294,11 @@ def _absolute(config: Config) -> Config:
 def _override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"{override!r} is not key=value, for example loss.k=2")
+        raise UserError(f"{plain.short(override)} is not key=value, for example loss.k=2")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"the value of {override!r} is not valid YAML: {error}") from error
+        value = plain.from_yaml(text)
+    except ValueError as error:
+        raise UserError(f"the value of {plain.short(override)}: {error}") from error
     if isinstance(value, str):
         value = _number(value)
     *sections, last = key.split(".")
@@ -334,9 +347,12 @@ def _explain(problem: Any) -> tuple[str, str]:
         where.pop()
     key = ".".join(where)
     if problem["type"] == "extra_forbidden":
+        # The same name elsewhere (`lr`) comes first, then another name for the same thing, then what is spelt alike.
+        by_last = [k for k in known if k.rsplit(".", 1)[-1] == where[-1]]
+        if not by_last and (meant := meaning(where[-1])):
+            return f"unknown key {key!r}", f"; here it is {meant}"
         sections = sorted({k.rsplit(".", 1)[0] for k in known if "." in k})
         near = difflib.get_close_matches(key, [*known, *sections], 1, 0.4)
-        by_last = [k for k in known if k.rsplit(".", 1)[-1] == where[-1]]
         best = by_last[:1] or near
         return f"unknown key {key!r}", f"; did you mean {best[0]!r}?" if best else f"; there are {', '.join(known)}"
     message = problem["msg"].removeprefix("Value error, ")
@@ -345,4 +361,4 @@ def _explain(problem: Any) -> tuple[str, str]:
         message = f"it is a section with keys of its own: {', '.join(inside)}"
     if not key:
         return "", message
-    return f"{key} = {problem['input']!r}: ", f"{message[0].lower()}{message[1:]}"
+    return f"{key} = {plain.short(problem['input'])}: ", f"{message[0].lower()}{message[1:]}"

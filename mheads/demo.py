@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from mheads import config as configs
 from mheads import experiment
@@ -31,7 +32,9 @@ def run_demo(folder: Path, console: Console) -> None:
     for title, overrides in ENSEMBLES.items():
         config = configs.load("digits", overrides)
         run = RunFolder(folder / title.replace(",", "").replace("=", "").replace(" ", "-").lower())
-        console.print(f"[bold]{title}[/]  mheads train digits {' '.join(overrides)} -f {run.path}", soft_wrap=True)
+        console.print(
+            f"[bold]{title}[/]  mheads train digits {' '.join(overrides)} -f {escape(str(run.path))}", soft_wrap=True
+        )
         results[title] = train(experiment.build(config), run, Terminal(console))
     console.print(comparison_table(results))
     owners = {title: np.asarray(result["ownership"]) for title, result in results.items() if len(result["members"]) > 1}
@@ -40,5 +43,5 @@ def run_demo(folder: Path, console: Console) -> None:
     console.print(
         "Averaged, independent members beat one of them. Under MCL each digit teaches only the member that does best "
         "on it: members become specialists, poor alone, and one of the four answers is nearly always right (Oracle).\n"
-        f"Who owns which digit: {picture}"
+        f"Who owns which digit: {escape(str(picture))}"
     )

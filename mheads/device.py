@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from mheads.errors import UserError
@@ -29,3 +31,13 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
 def default_workers(device: torch.device, cores: int) -> int:
     """One thread a core; a GPU is fed by one."""
     return cores if device.type == "cpu" else 1
+
+
+def refuse_beyond_memory(num_bytes: int, what: str) -> None:
+    """Says so before memory is taken that is not there: the system would end the process without a word."""
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > there:
+        raise UserError(
+            f"{what} need {num_bytes / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f}: take fewer members, "
+            "a split that shares more, a smaller network, or more ranks"
+        )

@@ -20,9 +20,9 @@ from mheads import identity, models, seeds, values, weights
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream
-from mheads.device import default_workers, resolve
+from mheads.device import default_workers, refuse_beyond_memory, resolve
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
-from mheads.errors import UserError
+from mheads.errors import UserError, named
 from mheads.losses import LOSSES, Loss
 from mheads.runs import DataFacts, RunFolder
 from mheads.tree import TreeNet, parse, whole_spec
@@ -87,6 +87,7 @@ def build(config: Config) -> Experiment:
     """The experiment of a config. Raises UserError for whatever in it does not fit together; writes nothing."""
     resolve(config.device)
     net = build_net(config)
+    refuse_beyond_memory(3 * net.num_bytes(), f"weights, gradients and momentum of {net.num_members:,} members")
     loss = build_loss(config)
     data = load_data(config)
     return assemble(config, net, loss, data)
@@ -175,15 +176,19 @@ def factory(config: Config) -> Callable[[], nn.Module]:
     function = models.resolve(config.model)
     try:
         inspect.signature(function).bind(**config.model_args)
+    except ValueError:
+        pass  # written in C: it has no signature to look at
     except TypeError as error:
         raise UserError(f"model_args = {config.model_args!r} do not fit {config.model}: {error}") from error
 
     def make() -> nn.Module:
         try:
             network = function(**config.model_args)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
             called = f"model {config.model!r} with model_args = {config.model_args!r}"
-            raise UserError(f"{called} failed with {type(error).__name__}: {error}") from error
+            raise UserError(f"{called} failed with {named(error)}") from error
         if not isinstance(network, nn.Module):
             raise UserError(f"model {config.model!r} gives {network!r}, not a torch.nn.Module")
         return network
@@ -299,8 +304,11 @@ def build_loss(config: Config) -> Loss:
         return LOSSES[options.name]()
     try:
         loss = models.import_factory(options.name, "loss")(**options.args)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"loss {options.name!r} with loss.args = {options.args!r} failed: {error}") from error
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
+        called = f"loss {options.name!r} with loss.args = {options.args!r}"
+        raise UserError(f"{called} failed with {named(error)}") from error
     if not isinstance(loss, Loss):
         raise UserError(f"loss.name = {options.name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss")
     return loss

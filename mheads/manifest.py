@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mheads import files
 from mheads.errors import UserError
+from mheads.plain import from_json
 
 AGAIN = "the command that trained the run, given again, makes it anew from the newest checkpoint"
 
@@ -31,7 +32,7 @@ class Manifest:
     def digests(self) -> dict[str, list[str]]:
         """Of each file: what it may be."""
         try:
-            content = json.loads(files.read(self.path))
+            content = from_json(files.read(self.path))
             digests = {str(name): [str(digest) for digest in known] for name, known in content["files"].items()}
             sha256 = content["sha256"]
         except FileNotFoundError:

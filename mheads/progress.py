@@ -233,7 +233,7 @@ def watcher(show: bool | None) -> Watcher:
         return Silent()
     if in_notebook():
         return Notebook()
-    from rich.console import Console
+    from mheads.console import Console
 
     return Terminal(Console(stderr=True))
 

@@ -34,6 +34,7 @@ from mheads.errors import UserError
 from mheads.log import Log, good_lines
 from mheads.manifest import AGAIN, DamageError, Manifest
 from mheads.metrics import Result
+from mheads.plain import from_json
 from mheads.tree import TreeNet
 from mheads.values import Value
 
@@ -316,7 +317,7 @@ class RunFolder:
     def read_identity(self) -> dict[str, Any]:
         self.manifest.check(self.identity)
         try:
-            found = json.loads(files.read(self.identity))
+            found = from_json(files.read(self.identity))
             return {**found, **{key: found[key] for key in ("run", "data", "network", "loss")}}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DamageError(f"{self.identity} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
@@ -337,7 +338,7 @@ class RunFolder:
         self.manifest.check(self.data)
         try:
             with safe_open(self.data, "pt") as file:
-                facts = json.loads(file.metadata()["facts"])
+                facts = from_json(file.metadata()["facts"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             preprocess = Preprocess.from_tensors(tensors, facts["scale"])
             shape, classes = tuple(facts["shape"]), tuple(map(str, facts["classes"]))
@@ -352,7 +353,7 @@ class RunFolder:
     def read_result(self) -> dict[str, Any]:
         self.manifest.check(self.result)
         try:
-            result = json.loads(files.read(self.result))
+            result = from_json(files.read(self.result).decode())
             Result.from_dict(result)
             return {**result, "iterations": int(result["iterations"]), "seconds": float(result["seconds"])}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -370,7 +371,7 @@ class RunFolder:
             content, bad = good_lines(self.metrics, known)
             if bad:
                 raise DamageError(f"{self.metrics} is damaged; {AGAIN}")
-        return [json.loads(line) for line in content.splitlines()]
+        return [from_json(line) for line in content.splitlines()]
 
     def read_log(self, known: list[list[Any]] | None = None) -> Log:
         """What metrics.jsonl tells: see `read_metrics`."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mheads import identity, seeds, values
 from mheads import probe as probing
+from mheads.device import refuse_beyond_memory
 from mheads.errors import UserError
 from mheads.models.layers import (
     CHANNELWISE,
@@ -252,6 +253,7 @@ class TreeNet(nn.Module):
         }
         self._facts = _LayerFacts.of(first)
         own = [name for name in self.tree.nodes if only is None or name in only]
+        refuse_beyond_memory(self.num_bytes(own), f"the weights of {self.num_members:,} members")
         stages: dict[str, Stage] = {}
         for member in sorted({self.tree.nodes[name].members[0] for name in own}):
             network = dict(children(first if member == 0 else self._draw(member)))
@@ -303,6 +305,12 @@ class TreeNet(nn.Module):
     def num_parameters(self) -> int:
         """Of the whole tree, wherever its stages are."""
         return sum(self._facts.size(node) for node in self.tree.nodes.values())
+
+    def num_bytes(self, stages: Collection[str] | None = None) -> int:
+        """Of the weights of these stages, by default of those that are here."""
+        here = self.stages if stages is None else stages
+        size = torch.empty(0, dtype=self._facts.dtype).element_size()
+        return size * sum(self._facts.size(self.tree.nodes[name]) for name in here)
 
     def num_independent_parameters(self) -> int:
         """Parameters of the same members with nothing shared."""

@@ -1,7 +1,10 @@
+import re
+
 import pytest
 import yaml
 
 from mheads import config as configs
+from mheads import hints
 from mheads.config import Config
 from mheads.errors import UserError
 from mheads.report.recipes import annotated
@@ -64,6 +67,19 @@ def test_a_config_with_descriptions_reads_back_as_itself(name):
         ("loss.kk=1", ["'loss.kk'", "'loss.k'"]),
         ("optim.schedule.evry=3", ["'optim.schedule.evry'", "'optim.schedule.every'"]),
         ("lr=0.1", ["'lr'", "'optim.lr'"]),
+        ("epochs=3", ["'epochs'", "optim.iterations", "epochs x examples / optim.batch_size"]),
+        ("optim.epochs=3", ["'optim.epochs'", "epochs x examples / optim.batch_size"]),
+        ("optimizer=adam", ["'optimizer'", "optim.name: sgd or adamw"]),
+        ("optim.optimizer=adam", ["'optim.optimizer'", "optim.name: sgd or adamw"]),
+        ("learning_rate=3", ["optim.lr"]),
+        ("optim.learning-rate=3", ["optim.lr"]),
+        ("lr_schedule=cosine", ["optim.schedule.name", "cosine"]),
+        ("batch=3", ["optim.batch_size"]),
+        ("num_members=3", ["it is members"]),
+        ("heads=3", ["it is members"]),
+        ("dataset=cifar10", ["data.name"]),
+        ("weight_decay=1", ["'optim.weight_decay'"]),
+        ("dropout=0.5", ["model_args", "layer"]),
         ("optim.lr=fast", ["optim.lr", "'fast'", "number"]),
         ("optim.lr=-1", ["optim.lr", "-1", "greater than 0"]),
         ("optim.lr=.inf", ["optim.lr", "inf", "finite"]),
@@ -126,3 +142,11 @@ def test_mistakes_in_a_file_name_the_file(tmp_path, content, message):
 def test_an_unknown_recipe_names_the_nearest():
     with pytest.raises(UserError, match=r"'digts'.*did you mean digits"):
         configs.load("digts")
+
+
+def test_every_hint_by_meaning_names_what_there_is():
+    names = {part for key in configs.known_keys() for part in (key, key.split(".")[0])}
+    for name, meant in hints.MEANINGS.items():
+        assert not any(key.rsplit(".", 1)[-1] == name for key in configs.known_keys()), f"{name} is a key"
+        first = re.match(r"[a-z_.]+", meant)[0]
+        assert first in names or meant.startswith(("the option --folder", "model_args."))

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import mheads
+from mheads.console import clean
 from mheads.distributed.comm import Courier
 from mheads.distributed.launch import Launch, rendezvous, use_interface
 from mheads.distributed.wire import GONE
@@ -277,7 +278,7 @@ class World:
             if sys.stdout.isatty():
                 print("\x1b[?25h", end="")  # a progress bar has hidden the cursor
             name = "" if self.lead else f"rank {self.rank} "
-            print(f"{name}error: {self.failure}", file=sys.stderr)
+            print(clean(f"{name}error: {self.failure}"), file=sys.stderr)
         leave(EXIT_CODE)
 
     def _beat(self) -> None:

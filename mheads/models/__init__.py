@@ -58,7 +58,7 @@ def import_factory(name: str, what: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         cause = f"{type(error).__name__}: {error}"
         raise UserError(f"{what} {name!r}: importing {module_name} failed with {cause}") from error
     if not hasattr(module, attribute):

@@ -1,0 +1,32 @@
+"""The terminal, which shows text and obeys none: class names and paths come from files that others made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import rich.console
+from rich.segment import Segment
+
+# Control characters but for newlines and tabs, marks that turn the direction of text, and halves of surrogate pairs,
+# which is how Python shows the bytes of a path that is not UTF-8.
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_HALVES = re.compile("[\ud800-\udfff]")
+
+
+def clean(text: str) -> str:
+    """Text without what a terminal would obey, or could not show."""
+    return _HALVES.sub("?", _COMMANDS.sub("", text))
+
+
+class Console(rich.console.Console):
+    """Rich's console, whatever is printed on it cleaned: only rich's own styles and movements reach the terminal."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False)
+
+    def render(
+        self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(clean(segment.text), segment.style)

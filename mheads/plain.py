@@ -1,0 +1,133 @@
+"""Plain data from text that others wrote: YAML and JSON within limits, so that no file can exhaust whoever opens it.
+
+Whatever is wrong raises ValueError with a message that goes after the name of the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from typing import Any
+
+import yaml
+
+MAX_TEXT = 1_000_000  # characters
+MAX_DEPTH = 50
+MAX_VALUES = 100_000  # each alias counts as what it stands for
+MAX_DIGITS = 40
+_TAG = "tag:yaml.org,2002:"
+
+
+def from_yaml(text: str) -> Any:
+    """Mappings with text for keys, lists, text, numbers, true, false and null."""
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"it has {len(text):,} characters: at most {MAX_TEXT:,} are read")
+    try:
+        return yaml.load(text, _Loader)
+    except _Refused as error:
+        raise ValueError(str(error)) from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is not valid YAML: {error}") from error
+
+
+def from_json(text: str | bytes) -> Any:
+    """What JSON says; nested too deeply, it is not valid either."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+class _Refused(yaml.YAMLError):
+    """YAML that is right and still not taken."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader without dates, sets and the like, which would not read back as they were written."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012, its parent's name
+        first: [(tag, form) for tag, form in resolvers if tag != f"{_TAG}timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {  # noqa: RUF012
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise _Refused(f"it is nested more than {MAX_DEPTH} deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        _count(node, {})
+        return super().construct_document(node)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        text = super().construct_scalar(node)
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in text):
+            raise _Refused(f"{short(text)} holds a character that no text can have")
+        return text
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == f"{_TAG}merge":
+                continue
+            if key.tag == f"{_TAG}int":
+                key.tag = f"{_TAG}str"  # the roots of a forest are called 0, 1, ...
+            if key.tag != f"{_TAG}str":
+                said = short(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                raise _Refused(f"keys are text, not {said}: put it in quotes{key.start_mark}")
+            if key.value in seen:
+                raise _Refused(f"the key {short(key.value)} is there twice{key.start_mark}")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def _number(self, node: yaml.ScalarNode) -> Any:
+        if len(node.value) > MAX_DIGITS:
+            raise _Refused(f"{short(node.value)} is a number of more than {MAX_DIGITS} digits")
+        kind = node.tag.removeprefix(_TAG)
+        try:
+            return getattr(self, f"construct_yaml_{kind}")(node)
+        except (ValueError, IndexError) as error:
+            raise _Refused(f"{short(node.value)} is not a number ({kind})") from error
+
+
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"{_TAG}{_kind}", _Loader._number)
+
+
+def _count(node: yaml.Node, sizes: dict[int, int | None]) -> int:
+    """Values below a node, aliases written out."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) in sizes:
+        size = sizes[id(node)]
+        if size is None:
+            raise _Refused("an alias stands for something that holds itself")
+        return size
+    sizes[id(node)] = None
+    parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    size = 1 + sum(_count(part, sizes) for part in parts)
+    if size > MAX_VALUES:
+        raise _Refused(f"it holds more than {MAX_VALUES:,} values, with aliases written out")
+    sizes[id(node)] = size
+    return size
+
+
+def short(value: Any) -> str:
+    """A value as messages show it."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; lists in lists in lists
+        return f"a very long {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:80]}... ({len(text):,} characters)"

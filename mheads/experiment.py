@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mheads import data as datasets
-from mheads import identity, models, values
+from mheads import files, identity, models, values
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream
@@ -44,11 +44,12 @@ class Experiment:
 
     def identity(self) -> dict[str, Any]:
         """What decides the result beside the config, as plain data: see `identity.py`."""
+        given = self.config.init not in ("random", "same")
         return {
             "data": self.data.fingerprint,
             "network": self.net.identity,
             "loss": {"name": self.loss.name, "code": identity.code(self.loss.function)},
-            "start": self.start,
+            "start": files.digest(donor_of(self.config).model) if given else self.start,
             "place": identity.place(self.config.model),  # where its code was: not compared, but looked in again
         }
 
@@ -150,9 +151,7 @@ def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
     """The tree of a config with its first weights, or `only` some stages."""
     if config.init in ("random", "same"):
         return TreeNet(factory(config), config.members, config.split, seed=config.seed, init=config.init, only=only)
-    donor = RunFolder(Path(config.init))
-    if not donor.exists():
-        raise UserError(f"init = {config.init!r}: give random, same, or the folder of a finished run")
+    donor = donor_of(config)
     there = donor.read_config()
     if there.members not in (1, config.members):
         raise UserError(
@@ -172,11 +171,19 @@ def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
     return net
 
 
+def donor_of(config: Config) -> RunFolder:
+    """The run that `init` names."""
+    donor = RunFolder(Path(config.init))
+    if not donor.exists():
+        raise UserError(f"init = {config.init!r}: give random, same, or the folder of a finished run")
+    return donor
+
+
 def donor_differences(config: Config, data: Data) -> list[str]:
     """How the inputs and classes of the run that `init` names differ from those here."""
     if config.init in ("random", "same"):
         return []
-    there, here = RunFolder(Path(config.init)).read_data(), DataFacts.of(data)
+    there, here = donor_of(config).read_data(), DataFacts.of(data)
     pairs = {
         "the shape of an example": (there.shape, here.shape),
         "the number of classes": (len(there.classes), len(here.classes)),

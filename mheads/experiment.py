@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mheads import data as datasets
-from mheads import identity, models, seeds, values, weights
+from mheads import files, identity, models, seeds, values, weights
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream
@@ -49,7 +49,7 @@ class Experiment:
             "data": self.data.fingerprint,
             "network": self.net.identity,
             "loss": {"name": self.loss.name, "code": identity.code(self.loss.function)},
-            "start": self.start,
+            "start": self.start or donor_digest(self.config.init),
             "place": identity.place(self.config.model),  # where its code was: not compared, but looked in again
         }
 
@@ -232,6 +232,14 @@ def start_from(net: TreeNet, init: str) -> list[str]:
     if there.members == 1:
         net.init = "same"
     return []
+
+
+def donor_digest(init: str) -> str | None:
+    """Of the weights that `init` names: another run or file under the same name is another start."""
+    if init in ("random", "same"):
+        return None
+    path = Path(init)
+    return files.digest(path if path.suffix in weights.SUFFIXES else RunFolder(path).model)
 
 
 def donor_differences(config: Config, data: Data) -> list[str]:

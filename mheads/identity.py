@@ -5,8 +5,8 @@ A description is plain data, kept readable in the run folder:
     structure(network)   {"conv2": "Conv2d(16, 32, kernel_size=(3, 3), stride=(1, 1)); weight float32[32, 16, 3, 3]"}
     code(factory)        {"my_nets:small": {"code": "3.11 9f86d081884c7d65", "source": [...], "values": {"K": "16"}}}
 
-`code` follows what the user's own functions and classes use: other functions and classes of theirs, constants in
-capitals, what closures and partials hold. It is the digest of the instructions, which comments and docstrings do not
+`code` follows what the user's own functions and classes use: other functions and classes of theirs, global constants,
+what closures and partials hold. It is the digest of the instructions, which comments and docstrings do not
 change, and which says what runs even if the file was edited since. They depend on Python's version: between two of
 them the source, without comments and docstrings, is compared instead. Torch, mheads and installed packages are not
 followed.
@@ -45,7 +45,10 @@ def structure(network: nn.Module) -> dict[str, str]:
 
 
 def _module(module: nn.Module) -> str:
-    said = re.sub(r"0x[0-9a-f]+", "0x", module.extra_repr())  # addresses differ from process to process
+    try:
+        said = re.sub(r"0x[0-9a-f]+", "0x", module.extra_repr())  # addresses differ from process to process
+    except Exception as error:  # the user's module may raise anything, and need not be printed
+        said = type(error).__name__
     parts = [f"{type(module).__name__}({said})"]
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
@@ -73,7 +76,7 @@ def code(*roots: Any) -> Code:
         seen.append(thing)
         if isinstance(thing, functools.partial):
             held = {str(i): value for i, value in enumerate(thing.args)} | thing.keywords
-            add(f"arguments of {_name(thing.func)}", {"values": _values(held)})
+            add(f"arguments of {_name(thing.func)}", {"values": _values(held, mutable=True)})
             for inner in (thing.func, *held.values()):
                 walk(inner)
         elif isinstance(thing, types.MethodType):
@@ -159,8 +162,8 @@ def _methods(kind: type) -> list[types.FunctionType]:
 def _surroundings(function: types.FunctionType) -> tuple[dict[str, str], list[Any]]:
     """Constants that a function holds or uses, and the functions, classes and objects that it may call."""
     instructions = list(_instructions(function.__code__))
-    by_name = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_ATTR", "LOAD_METHOD")
-    names = {i.argval for i in instructions if i.opname in by_name}
+    names = sorted({i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")})
+    attributes = sorted({i.argval for i in instructions if i.opname in ("LOAD_ATTR", "LOAD_METHOD")})
     changed = {i.argval for i in instructions if i.opname in ("STORE_DEREF", "STORE_GLOBAL")}  # a counter, say
     held: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -170,12 +173,14 @@ def _surroundings(function: types.FunctionType) -> tuple[dict[str, str], list[An
             continue
     defaults = inspect.signature(function, follow_wrapped=False).parameters.values()
     held |= {p.name: p.default for p in defaults if p.default is not p.empty}
-    used = {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+    used = {name: function.__globals__[name] for name in names if name in function.__globals__ and name[:2] != "__"}
     for module in [m for m in used.values() if isinstance(m, types.ModuleType) and _own(m.__name__)]:
-        used |= {f"{module.__name__}.{n}": vars(module)[n] for n in sorted(names) if n in vars(module)}
+        used |= {f"{module.__name__}.{name}": vars(module)[name] for name in attributes if name in vars(module)}
+    # A list or dict may grow while it is used, unless its name says that it does not.
     constants = {name: value for name, value in used.items() if name.rpartition(".")[2].isupper()}
-    values = _values({name: value for name, value in (held | constants).items() if name not in changed})
-    return values, [value for value in (held | used).values() if not isinstance(value, types.ModuleType)]
+    values = _values(held) | _values(used) | _values(constants, mutable=True)
+    kept = {name: value for name, value in values.items() if name not in changed}
+    return kept, [value for value in (held | used).values() if not isinstance(value, types.ModuleType)]
 
 
 def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
@@ -215,17 +220,19 @@ def _source(thing: Any) -> list[str]:
     return ast.unparse(tree).splitlines()
 
 
-def _values(held: Mapping[str, Any]) -> dict[str, str]:
-    return {name: value for name, v in held.items() if (value := _value(v)) is not None}
+def _values(held: Mapping[str, Any], mutable: bool = False) -> dict[str, str]:
+    return {name: value for name, v in held.items() if (value := _value(v, mutable)) is not None}
 
 
-def _value(value: Any) -> str | None:
-    """A value that cannot change while it is held, or the digest of an array; None for anything else."""
+def _value(value: Any, mutable: bool = False) -> str | None:
+    """A plain value, if it cannot change while it is held (or may), or the digest of an array; None for others."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
         return repr(value)
-    if isinstance(value, tuple):
-        parts = [_value(part) for part in value]
+    if isinstance(value, tuple) or (mutable and isinstance(value, list)):
+        parts = [_value(part, mutable) for part in value]
         return None if None in parts else f"({', '.join(map(str, parts))})"
+    if mutable and isinstance(value, dict):
+        return _value(tuple(value.items()), mutable)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return f"{value.dtype}{list(value.shape)} {hashlib.sha256(value.tobytes()).hexdigest()[:16]}"
     if isinstance(value, Tensor) and not is_lazy(value):
@@ -256,7 +263,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
                 lines.append(f"layer {name}: {before} there, {after} now")
         lines += _code_differences(there["code"], now["code"])
     if old.get("start") != new.get("start"):
-        lines.append("the weights that training starts from are others: build the network anew")
+        lines.append("the weights that training starts from are others")
     return lines
 
 

@@ -76,6 +76,8 @@ class Manifest:
         return None if found in self.digests[path.name] else f"is damaged: {self.path.name} has another checksum for it"
 
     def check(self, path: Path) -> None:
+        if self.problem(path):
+            self.__dict__.pop("digests", None)  # a process that trains may have replaced both since it was read
         if problem := self.problem(path):
             raise DamageError(f"{path} {problem}; {AGAIN}")
 

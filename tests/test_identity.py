@@ -41,9 +41,11 @@ LOSS = """
     from mheads.losses import Loss, LossValue, cross_entropies
 
     SHARPNESS = 1.0
+    OPTIONS = {"power": [1, 1]}
+    shift = 0.0
 
     def weighted(losses):
-        return losses * SHARPNESS
+        return losses * SHARPNESS ** OPTIONS["power"][0] + shift
 
     def mine():
         factor = 1.0
@@ -84,6 +86,8 @@ def edited(mheads, tmp_path, monkeypatch):
         ("2 * x", "3 * x", ["source of edited_nets:Scale changed", "- ", "return 2 * x", "return 3 * x"]),
         ("nn.Tanh()", "nn.ReLU()", ["layer 2: Tanh() there, ReLU() now", "source of edited_nets:activation"]),
         ("SHARPNESS = 1.0", "SHARPNESS = 2.0", ["SHARPNESS in edited_losses:weighted: 1.0 there, 2.0 now"]),
+        ("[1, 1]", "[1, 2]", ["OPTIONS in edited_losses:weighted"]),
+        ("shift = 0.0", "shift = 0.5", ["shift in edited_losses:weighted: 0.0 there, 0.5 now"]),
         ("losses * SHARP", "losses**2 * SHARP", ["source of edited_losses:weighted changed"]),
         ("factor = 1.0", "factor = 3.0", ["factor in edited_losses:mine.<locals>.function: 1.0 there, 3.0 now"]),
         ("factor * weighted", "weighted", ["source of edited_losses:mine.<locals>.function changed"]),

@@ -139,6 +139,7 @@ def test_of_a_hundred_flipped_bits_each_is_noticed_or_harmless(copied, state, mo
     if state == "unfinished":
         unfinish(copied)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(yaml, "safe_load", partial(yaml.load, Loader=yaml.CSafeLoader))  # the same, sooner
     built = experiment.build(config.load("digits", TINY))
     paths = listed(copied)
     before = {path: path.read_bytes() for path in paths}
@@ -191,8 +192,13 @@ def trained_again(mheads, run, undisturbed):
     return done.out
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "identity.json", "data.safetensors", "manifest.json"])
-@pytest.mark.parametrize("state", ["finished", "unfinished"])
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        *(("unfinished", name) for name in ("config.yaml", "identity.json", "data.safetensors", "manifest.json")),
+        *(("finished", name) for name in ("config.yaml", "manifest.json")),
+    ],
+)
 def test_what_a_run_begins_with_is_mended_from_a_checkpoint(mheads, copied, undisturbed, state, name):
     if state == "unfinished":
         unfinish(copied)
@@ -242,18 +248,17 @@ def test_damaged_lines_of_the_log_are_left_out_and_the_others_kept(mheads, copie
     assert log_lines(copied)[: len(kept)] == kept
 
 
-@pytest.mark.parametrize("other", ["renamed", "of another seed"])
-def test_a_checkpoint_that_is_not_its_own_is_not_resumed(mheads, copied, undisturbed, tmp_path, other):
+@pytest.mark.parametrize("other", ["renamed", "of another run"])
+def test_a_checkpoint_that_is_not_its_own_is_not_resumed(mheads, copied, undisturbed, plain, other):
     unfinish(copied)
     newest = copied / "checkpoints/step-00000018"
     if other == "renamed":
         shutil.copytree(newest, copied / "checkpoints/step-00000020")
         said = "step-00000020 is damaged (it is that of iteration 18, renamed); going back to the one before"
     else:
-        assert mheads("train", "digits", *TINY, "seed=7", "log.keep=9", "--run", tmp_path / "seven").code == 0
         shutil.rmtree(newest)
-        shutil.copytree(tmp_path / "seven/checkpoints/step-00000018", newest)
-        said = "step-00000018 is damaged (it belongs to another run); going back to the start"
+        shutil.copytree(plain / "checkpoints/step-00000008", copied / "checkpoints/step-00000008")
+        said = "step-00000008 is damaged (it belongs to another run); going back to the start"
     assert said in trained_again(mheads, copied, undisturbed)
     assert_same_run(copied, undisturbed)
 
@@ -418,6 +423,14 @@ def test_a_donor_of_other_inputs_is_said(mheads, plain, tmp_path):
     for part in ("other inputs", "data.scale: 1.0 there, 0.5 here", "the mean that is subtracted: "):
         assert part in done.out
     assert "other inputs" not in train_from(mheads, plain, tmp_path / "same", "seed=3").out
+
+
+def test_a_donor_that_was_trained_on_is_another_start(mheads, plain, tmp_path):
+    donor = shutil.copytree(plain, tmp_path / "donor")
+    assert train_from(mheads, donor, tmp_path).code == 0
+    assert "nothing to do" in train_from(mheads, donor, tmp_path).out
+    assert mheads("train", "digits", *SMALL, "optim.iterations=9", "--run", donor).code == 0
+    assert "weights that training starts from are others" in train_from(mheads, donor, tmp_path).err
 
 
 # Evaluating on something else.

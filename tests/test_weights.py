@@ -8,7 +8,7 @@ import networks
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import mheads
@@ -74,6 +74,21 @@ def test_weights_of_a_tree_of_a_run_or_of_its_folder_go_member_by_member(tmp_pat
         assert not torch.allclose(net(torch.from_numpy(X)), expected)
         mheads.fit(net, init=init, **still, **QUICK)
         torch.testing.assert_close(net(torch.from_numpy(X)), expected)
+
+
+def test_the_command_starts_from_a_file_of_weights_too(trained, tmp_path, mheads):
+    save_file(trained.state_dict(), tmp_path / "w.safetensors")
+    args = ["train", "digits", "model=networks:Plain", "data.limit=60", "members=2", "loss=mcl", "optim.iterations=1"]
+    args += [f"init={tmp_path}/w.safetensors", "optim.lr=1e-12", "--folder", tmp_path / "run"]
+    assert mheads(*args).code == 0
+    found = load_file(tmp_path / "run" / "model.safetensors")
+    for member in range(2):
+        assert torch.allclose(found[f"stages.{member}.first.weight"], trained.first.weight)
+    assert "is finished" in mheads(*args).out
+    save_file({name: tensor + 1 for name, tensor in trained.state_dict().items()}, tmp_path / "w.safetensors")
+    refused = mheads(*args)  # another file under the same name
+    assert refused.code == 2
+    assert "start" in refused.err
 
 
 def test_other_weights_are_another_run(trained, tmp_path):

@@ -55,7 +55,7 @@ def evaluate_run(
     metrics = Metrics(net.num_members, len(data.classes))
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     try:
-        readers = evaluation_batches(examples, data.preprocess, EVALUATION_ROWS)
+        readers = evaluation_batches(examples, data.inputs, EVALUATION_ROWS)
         with watch.evaluating(len(examples)) as advance:
             for outputs, targets in engine.outputs(readers):
                 outputs = values.leaves(outputs)[0]  # scores come first
@@ -116,6 +116,8 @@ def _examples(folder: RunFolder, overrides: Sequence[str], split: str | None) ->
             f"{folder.path} was trained on other data than {data.name} is now: checksum "
             f"{facts.fingerprint} there, {before} now; bring back the data it was trained on"
         )
+    if data.seen is not None:
+        facts.check(data.seen, data.name)
     examples = data.train if split == "train" else data.test
     if not len(examples):
         raise UserError(f"{data.name} has no {split} examples to evaluate on")

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -310,16 +311,37 @@ def build_loss(config: Config) -> Loss:
         return LOSSES["prob_averaged"](stable=options.stable)
     if options.name in LOSSES:
         return LOSSES[options.name]()
+    function = models.import_factory(options.name, "loss")
+    if _is_plain_loss(function, options.args):
+        return Loss(options.name, partial(function, **options.args), options=options.args)
     try:
-        loss = models.import_factory(options.name, "loss")(**options.args)
+        loss = function(**options.args)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the user's function may raise anything
         called = f"loss {options.name!r} with loss.args = {options.args!r}"
         raise UserError(f"{called} failed with {named(error)}") from error
     if not isinstance(loss, Loss):
-        raise UserError(f"loss.name = {options.name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss")
+        raise UserError(
+            f"loss.name = {options.name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss; name a function "
+            "that makes one, or one of (outputs, y) that returns the losses [M, B]"
+        )
     return loss
+
+
+def _is_plain_loss(function: Callable[..., Any], args: dict[str, Any]) -> bool:
+    """Whether this is a loss itself, a function of (outputs, y), and not one that makes it."""
+    try:
+        inspect.signature(function).bind(**args)
+    except TypeError:
+        try:
+            inspect.signature(function).bind(None, None, **args)
+        except TypeError:
+            return False
+        return True
+    except ValueError:  # not written in Python
+        return False
+    return False
 
 
 def load_data(config: Config) -> Data:

@@ -8,21 +8,21 @@ must be all that the network does.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from mheads import seeds, values
+from mheads import seeds, trial, values
 from mheads.errors import UserError
-from mheads.models.layers import children, has_batch_statistics, keyed_masks
+from mheads.models.layers import children, has_batch_statistics
+from mheads.trial import Side
 from mheads.values import Value
 
 ONE_LAYER = "or give the whole network as one layer, nn.Sequential(net), which works without a split"
 GLOBAL_HOOKS = [f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")]
 KEPT = (0, -1)  # both ends: what a row gives may depend on those before it or on those after it
-Side = dict[str, Value] | None
 
 
 @torch.no_grad()
@@ -44,7 +44,7 @@ def check_layers(
                 f"layer {name!r} of {network} is rewritten before each call (the old weight_norm, "
                 "spectral_norm or prune), which threads must not do at once; use torch.nn.utils.parametrizations"
             )
-    with _as_it_was(chain), _apart():
+    with trial.as_it_was(chain), trial.apart():
         chain.train(False)
         _check_in_a_row(network, chain, x, side, splits)
         remembering = _remembering_layer(chain, x, side)
@@ -69,12 +69,12 @@ def check_layers(
 def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, splits: Collection[str]) -> Value:
     rows, h = values.num_rows(x), x
     for name, layer in children(chain):
-        states, buffers = seeds.global_states(), _buffers(layer)
+        states, buffers = seeds.global_states(), trial.buffers(layer)
         weights = [p._version for p in layer.parameters()]
         given = h
         copies, versions = [t.clone() for t in values.leaves(h)], [t._version for t in values.leaves(h)]
         try:
-            h = _call(layer, h, side)
+            h = trial.call(layer, h, side)
             values.leaves(h)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             shapes = [tuple(t.shape) for t in copies]
@@ -83,7 +83,7 @@ def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, sp
                 f"{shapes[0] if len(shapes) == 1 else shapes}: {error}"
             ) from error
         found = values.leaves(given)
-        if [t._version for t in found] != versions or not all(map(_equal, found, copies)):
+        if [t._version for t in found] != versions or not all(map(trial.equal, found, copies)):
             raise UserError(
                 f"layer {name!r} of {network} changes its input in place, which other members may "
                 "still need: let it work on a copy"
@@ -94,8 +94,8 @@ def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, sp
                 "random, so results would depend on the order of threads; use mheads.Dropout, or "
                 "mheads.models.layers.draw_mask for noise of your own"
             )
-        now = _buffers(layer)
-        changed = [key for key in now if key not in buffers or not _equal(now[key], buffers[key])]
+        now = trial.buffers(layer)
+        changed = [key for key in now if key not in buffers or not trial.equal(now[key], buffers[key])]
         if changed and not has_batch_statistics(layer):
             raise UserError(
                 f"layer {name!r} of {network} changes its buffer '{name}.{changed[0]}' as it runs, so micro-batches "
@@ -120,15 +120,15 @@ def _remembering_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None
     rows = values.num_rows(x)
     alone, h = [], x
     for _, layer in children(chain):
-        h = _call(layer, h, side)
+        h = trial.call(layer, h, side)
         alone.append(values.leaves(h))
     h, other = x, values.map_leaves(lambda t: _with_others(t, rows, 0), x)
     for (name, layer), expected in zip(children(chain), alone, strict=True):
-        h = _call(layer, h, side)
-        if not _close(values.leaves(h), expected):
+        h = trial.call(layer, h, side)
+        if not trial.close(values.leaves(h), expected):
             return name
         try:
-            other = _call(layer, other, side)
+            other = trial.call(layer, other, side)
         except Exception:  # it does not run on just any example
             return None
     return None
@@ -139,7 +139,7 @@ def _mixing_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None:
     if values.num_rows(x) < 2 or side or any(hasattr(m, "takes") for m in chain.modules()):
         return None  # which rows belong together only the batch knows
     try:  # other weights, since zeros hide what a layer does
-        return _find_mixing(chain, x, _shaken)
+        return _find_mixing(chain, x, trial.shaken)
     except Exception:  # which not every layer can run on: they must be positive, say
         try:
             return _find_mixing(chain, x, lambda layer: nullcontext())
@@ -155,7 +155,7 @@ def _find_mixing(
     suspect: str | None = None
     for name, layer in children(chain):
         with weights(layer):
-            plain, *others = [_call(layer, h, None) for h in given]
+            plain, *others = [trial.call(layer, h, None) for h in given]
         if has_batch_statistics(layer):  # as it said: from here on the example in question is the same again
             others = [
                 values.map_leaves(lambda a, b, r=r: _with_row_of(a, b, rows, r), plain, h)
@@ -163,7 +163,7 @@ def _find_mixing(
             ]
         given = [plain, *others]
         differs = any(
-            _is_rowwise(a, rows) and not _close([a[r]], [b[r]])
+            _is_rowwise(a, rows) and not trial.close([a[r]], [b[r]])
             for r, h in zip(KEPT, others, strict=True)
             for a, b in zip(values.leaves(plain), values.leaves(h), strict=True)
         )
@@ -188,7 +188,7 @@ def _with_others(t: Tensor, rows: int, row: int) -> Tensor:
     if not _is_rowwise(t, rows):
         return t
     if t.is_floating_point():
-        others = t + (1 + t.abs().max()) * _noise(t, torch.Generator().manual_seed(0))
+        others = t + (1 + t.abs().max()) * trial.noise(t, torch.Generator().manual_seed(0))
     else:
         others = t[row].flip(tuple(range(t.dim() - 1))).expand_as(t)
     return _with_row_of(t, others, rows, row)
@@ -208,10 +208,10 @@ def compare_with_forward(network: str, module: nn.Module, x: Value) -> None:
     In both modes, and with other weights too, since zeros hide whatever follows them.
     """
     chain = nn.Sequential(OrderedDict(children(module)))
-    with _as_it_was(module), _apart():
+    with trial.as_it_was(module), trial.apart():
         for training in (True, False):
             module.train(training)
-            for weights in (nullcontext(), _shaken(module, 0), _shaken(module, 1)):
+            for weights in (nullcontext(), trial.shaken(module, 0), trial.shaken(module, 1)):
                 with weights:
                     same = _same_results(network, module, chain, x, must_run=isinstance(weights, nullcontext))
                 if not same:
@@ -240,100 +240,18 @@ def _same_results(network: str, module: nn.Module, chain: nn.Module, x: Value, m
         got = _results(chain, module, x)
     except Exception:  # whatever a layer says to an input that is not its own
         return False
-    return all(len(a) == len(b) and _close(a, b) for a, b in zip(got, expected, strict=True))
+    return all(map(trial.close, got, expected))
 
 
 def _results(run: nn.Module, module: nn.Module, x: Value) -> tuple[list[Tensor], ...]:
     """Outputs, gradients of the module's weights for a fixed gradient of these, and its buffers afterwards."""
     weights = [p for p in module.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(0)
-    with _as_it_was(module):
+    with trial.as_it_was(module):
         with torch.enable_grad():
-            outputs = values.leaves(_call(run, values.map_leaves(Tensor.clone, x), None))
+            outputs = values.leaves(trial.call(run, values.map_leaves(Tensor.clone, x), None))
             ys = [y for y in outputs if y.requires_grad]
-            ds = [_noise(y, generator) for y in ys]
+            ds = [trial.noise(y, generator) for y in ys]
             found = torch.autograd.grad(ys, weights, ds, allow_unused=True) if ys and weights else [None] * len(weights)
         gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
-        return [y.detach() for y in outputs], gradients, list(_buffers(module).values())
-
-
-def _call(layer: nn.Module, h: Value, side: Side) -> Value:
-    takes = getattr(layer, "takes", None)
-    with keyed_masks(("probe",), values.num_rows(h)):
-        return layer(h) if takes is None else layer(h, (side or {})[takes])
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Inside, global generators are not those of the process, and one thread computes: enough for a few rows, and
-    several processes that start at once do not wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with seeds.seeded("probe"):
-            yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextmanager
-def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, buffers and modes are afterwards what they were."""
-    stores = [m._buffers for m in module.modules()]
-    buffers = [(s, key, b, b.clone()) for s in stores for key, b in s.items() if b is not None]
-    modes = [(m, m.training) for m in module.modules()]
-    try:
-        yield
-    finally:
-        for store, key, buffer, before in buffers:
-            store[key] = buffer.copy_(before)
-        for m, mode in modes:
-            m.training = mode
-
-
-@contextmanager
-def _shaken(module: nn.Module, seed: int = 0) -> Iterator[None]:
-    """Inside, the module has other weights, none of them zero, and other running statistics."""
-    generator = torch.Generator().manual_seed(seed)
-    weights: list[Tensor] = [p for p in module.parameters() if p.is_floating_point()]
-    before = [p.detach().clone() for p in weights]
-    with _as_it_was(module):
-        try:
-            for p in weights:  # as much as keeps what goes through layers of weights at its size
-                p.add_(_noise(p, generator), alpha=0.5 / (p[0].numel() ** 0.5 if p.dim() > 1 else 1))
-            for m in module.modules():
-                if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None:
-                    assert m.running_var is not None
-                    m.running_mean += 0.5 * _noise(m.running_mean, generator)
-                    m.running_var *= 0.5 + _noise(m.running_var, generator).abs()
-            yield
-        finally:
-            for p, was in zip(weights, before, strict=True):
-                p.copy_(was)
-
-
-def _noise(t: Tensor, generator: torch.Generator) -> Tensor:
-    """Normal numbers in the shape of t; they repeat after a while, which is enough here and costs less."""
-    drawn = torch.randn(min(t.numel(), 65537), generator=generator, dtype=t.dtype)
-    return drawn.repeat(-(-t.numel() // max(1, len(drawn))))[: t.numel()].view(t.shape).to(t.device)
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a, b) or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
-
-
-def _close(got: list[Tensor], expected: list[Tensor]) -> bool:
-    """Equal but for rounding, which is measured by the largest value among them."""
-    if all(map(torch.equal, got, expected)):
-        return True
-    floats = [b for b in expected if b.is_floating_point() and b.numel()]
-    scale = max((b.nan_to_num(0, 0, 0).abs().max().item() for b in floats), default=0.0)
-    return all(
-        a.shape == b.shape
-        and (torch.allclose(a, b, 1e-4, 1e-5 * scale, equal_nan=True) if b.is_floating_point() else _equal(a, b))
-        for a, b in zip(got, expected, strict=True)
-    )
+        return [y.detach() for y in outputs], gradients, list(trial.buffers(module).values())

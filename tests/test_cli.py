@@ -112,6 +112,8 @@ def test_longer_training_has_a_folder_of_its_own_unless_one_is_named(mheads, tmp
         (["model=networks:normalised", "engine.micro_batches=2"], ["micro_batches is 2", "norm", "micro_batches=1"]),
         (["loss.name=nowhere:f"], ["loss 'nowhere:f'", "importing"]),
         (["loss.name=networks:half"], ["'networks:half'", "float", "Loss"]),
+        (["loss.name=networks:squared", "loss.args.pow=1"], ["'networks:squared'", "pow"]),
+        (["loss={name: mcl, k: 5}", "init=same"], ["loss.k is 5", "4 members"]),
         (["data=digts"], ["'digts'", "digits, cifar10"]),
         (["data.name=npz"], ["'npz'", "data.path"]),
         (["data={name: npz, path: no.npz}"], ["no.npz", "does not exist"]),

@@ -637,6 +637,19 @@ def test_gradients_that_share_memory_are_summed_apart(name, micro_batches):
         assert_same_gradients(got, expected, rtol=1e-12)
 
 
+def test_sparse_gradients_are_summed_as_others():
+    def factory(sparse=True):
+        return nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Flatten(), nn.Linear(20, 5))
+
+    net, dense = (TreeNet(lambda s=s: factory(s), members=2, split="0").double() for s in (True, False))
+    batch = Batch(torch.randint(9, (30, 5)), torch.randint(5, (30,)), lambda raw, dtype: raw)
+    net.probe(batch.inputs[:2])
+    _, got = engine_gradients(net, losses.independent(), batch)
+    value = losses.independent()(dense(batch.inputs), batch.targets)
+    (value.total / 30).backward()
+    assert_same_gradients(got, {n: [p.grad for p in s.parameters()] for n, s in dense.stages.items()})
+
+
 def test_layers_that_work_in_place_do_not_reach_their_siblings():
     def factory():
         return nn.Sequential(

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mheads import TreeNet, UserError, losses
+from mheads import TreeNet, UserError, experiment, losses
+from mheads import config as configs
 from mheads.losses import assign
 
 M, B, C = 4, 6, 5
@@ -210,6 +211,16 @@ def test_a_plain_function_of_outputs_and_labels_is_a_loss():
         assert not got.losses.requires_grad
         gradients = [torch.autograd.grad(value.total, outputs)[0] for value in (got, want)]
         torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_config_may_name_a_plain_function(power):
+    config = configs.load("digits", ["loss.name=networks:squared", f"loss.args.power={power}"])
+    loss = experiment.build_loss(config)
+    outputs, y = problem(14)
+    expected = np.abs(softmax(outputs.numpy()) - np.eye(C)[y]) ** power
+    assert loss(outputs, y).total.item() == pytest.approx(expected.sum())
+    assert loss.options == {"power": power}
 
 
 def test_a_function_gets_what_it_asks_for():

@@ -95,6 +95,17 @@ class SmallScores(Plain):
         return 2 * super().forward(x)
 
 
+class OtherPrecision(Plain):
+    def forward(self, x):
+        return super().forward(x).double()
+
+
+class TwoOutputs(Plain):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y
+
+
 class Called(Plain):
     def __call__(self, x):
         return super().__call__(x) + 1
@@ -117,6 +128,8 @@ HIDDEN = [
     Counts,
     WeightOfItsOwn,
     SmallScores,
+    OtherPrecision,
+    TwoOutputs,
     Called,
     forward_on_the_instance,
 ]
@@ -128,7 +141,8 @@ def test_a_network_that_does_more_than_its_children_is_refused_and_works_as_one_
     with pytest.raises(UserError, match=r"do not give what its forward gives.*nn\.Sequential\(net\)"):
         TreeNet(factory, members=2).probe(x)
     if factory not in (ChangesItsInput, Counts):  # these would do harm as a layer, too
-        assert TreeNet(lambda: nn.Sequential(factory()), members=2).probe(x).shape == (2, 3)
+        output = TreeNet(lambda: nn.Sequential(factory()), members=2).probe(x)
+        assert (output[0] if factory is TwoOutputs else output).shape == (2, 3)
     assert TreeNet(Plain, members=2, split="a").probe(x).shape == (2, 3)
 
 

@@ -92,7 +92,8 @@ class AutogradTape:
         gradients: Gradients = [None] * len(sources)
         if pairs and sources:
             ys, ds = zip(*pairs, strict=True)
-            gradients = list(torch.autograd.grad(ys, sources, ds, allow_unused=True))
+            found = torch.autograd.grad(ys, sources, ds, allow_unused=True)
+            gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in found]  # of embeddings
         d_input = None
         if self.wanted:
             queue = iter(gradients)

@@ -105,9 +105,11 @@ def code(*roots: Any) -> Code:
         elif isinstance(thing, nn.Module):
             for kind in dict.fromkeys(type(module) for module in thing.modules()):
                 walk(kind)
-        elif _own(type(thing).__module__) and callable(thing):
-            add(f"a {_name(type(thing))}", {"values": _values(vars(thing) if hasattr(thing, "__dict__") else {})})
-            walk(type(thing))
+        elif _own(type(thing).__module__) and not isinstance(thing, types.ModuleType):
+            fixed = {k: v for k, v in getattr(thing, "__dict__", {}).items() if k not in _assigned(type(thing))}
+            add(f"a {_name(type(thing))}", {"values": _values(fixed)})
+            for inner in (type(thing), *fixed.values()):
+                walk(inner)
 
     for root in roots:
         walk(root)
@@ -157,6 +159,12 @@ def _methods(kind: type) -> list[types.FunctionType]:
     inner = (f for v in vars(kind).values() for f in ((v.fget, v.fset) if isinstance(v, property) else (v,)))
     plain = (getattr(f, "__func__", f) for f in inner)
     return [f for f in plain if isinstance(f, types.FunctionType) and f.__module__ == kind.__module__]
+
+
+def _assigned(kind: type) -> set[str]:
+    """Attributes that change while an object is used: those assigned in methods other than those that make it."""
+    methods = [m for k in kind.__mro__ if _own(k.__module__) for m in _methods(k) if m.__name__ != "__init__"]
+    return {i.argval for m in methods for i in _instructions(m.__code__) if i.opname == "STORE_ATTR"}
 
 
 def _surroundings(function: types.FunctionType) -> tuple[dict[str, str], list[Any]]:

@@ -120,6 +120,9 @@ class RunFolder:
         except OSError as error:
             raise self._unwritable(error) from error
         self._acquire()
+        if self.exists():  # another process made it meanwhile
+            self.release()
+            return self.prepare(config, data, what, warn)
         self.manifest.renew()
         try:
             self._write_facts(data)
@@ -176,7 +179,8 @@ class RunFolder:
             problems = dict.fromkeys(mended, "cannot be checked")
         if not problems:
             return
-        checkpoint = self.newest_checkpoint(lambda message: None)
+        run = None if self.identity in problems else self.read_identity()["run"]
+        checkpoint = self.newest_checkpoint(lambda message: None, run)
         for path, problem in problems.items():
             if checkpoint is None and path != self.data:
                 raise DamageError(f"{path} {problem}, and there is no checkpoint to mend it from; {ELSEWHERE}")

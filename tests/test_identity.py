@@ -204,6 +204,29 @@ def test_what_a_loss_holds_and_counts():
     assert "nonlocal calls" in "\n".join(entry["source"])
 
 
+class Options:
+    def __init__(self, power):
+        self.power = power
+        self.calls = 0
+
+    def loss(self, outputs, y, prior, ties):
+        self.calls += 1
+        return self.power
+
+
+def test_what_an_object_is_made_with_counts_and_what_it_counts_does_not():
+    def closure(options):
+        return lambda *args: options.loss(*args)
+
+    for of in (lambda options: options.loss, closure):
+        one, other = Options(1), Options(2)
+        before = identity.code(of(one))
+        one.loss(None, None, None, None)
+        assert identity.code(of(one)) == before
+        lines = identity._code_differences(before, identity.code(of(other)))
+        assert lines == ["power in a test_identity:Options: 1 there, 2 now"]
+
+
 def test_code_without_a_source_is_told_apart_by_what_it_does():
     def of(text):
         names = {"__name__": "typed_in"}

@@ -179,8 +179,13 @@ def test_building_leaves_the_global_generator_alone():
 
 def test_copy_weights_between_trees_and_from_one_model():
     ensemble, tree = TreeNet(small_net, members=3, seed=1), TreeNet(small_net, members=3, split="conv1", seed=2)
-    tree.copy_weights(ensemble)
-    assert torch.equal(tree.member(2).fc.weight, ensemble.member(2).fc.weight)
+    before = [p.clone() for p in tree.parameters()]
+    with pytest.raises(UserError, match="members 0, 1, 2 share conv1 here"):
+        tree.copy_weights(ensemble)  # member 0's trunk under the others' branches
+    assert all(torch.equal(a, b) for a, b in zip(tree.parameters(), before, strict=True))
+    ensemble.copy_weights(tree)
+    assert all(torch.equal(ensemble.member(m).conv1.weight, tree.member(0).conv1.weight) for m in range(3))
+    assert torch.equal(ensemble.member(2).fc.weight, tree.member(2).fc.weight)
     single = TreeNet(small_net, members=1, seed=3)
     tree.copy_weights(single)
     assert all(torch.equal(tree.member(m).fc.weight, single.member(0).fc.weight) for m in range(3))

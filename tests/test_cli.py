@@ -437,3 +437,67 @@ def test_the_demo_ends_with_a_table_and_a_picture(mheads, tmp_path, monkeypatch)
 
 def test_the_package_names_are_all_there():
     assert all(hasattr(package, name) for name in package.__all__)
+
+
+# Odd places.
+
+
+def test_a_current_folder_that_is_gone_is_a_message(mheads, tmp_path):
+    (tmp_path / "gone").mkdir()
+    before = os.getcwd()
+    os.chdir(tmp_path / "gone")
+    try:
+        (tmp_path / "gone").rmdir()
+        done = mheads("train", "digits", *QUICK)
+    finally:
+        os.chdir(before)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "error: the current folder is gone (No such file or directory): change to one that is there\n"
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", LONG],
+        ["train", "digits", *QUICK, "--folder", LONG],
+        ["train", "digits", "data.name=npz", f"data.path={LONG}"],
+        ["train", "digits", "data.name=folder", f"data.path={LONG}"],
+        ["train", "cifar10_quick", f"data.root={LONG}"],
+        ["train", "digits", f"init={LONG}"],
+        ["eval", LONG],
+        ["predict", LONG, LONG],
+        ["demo", "--folder", LONG],
+        ["config", f"{LONG}.yaml"],
+    ],
+)
+def test_a_path_that_is_too_long_is_a_message(refused, command):
+    refused(*command)
+
+
+def test_a_name_that_is_not_utf8_is_refused_or_read_and_shown_with_a_question_mark(refused, mheads, tmp_path):
+    odd = os.fsdecode(b"odd\xff")
+    for command in (["train", "digits", *QUICK, "--folder", odd], ["eval", odd], ["demo", "--folder", odd]):
+        assert "odd?" in refused(*command)
+    (tmp_path / odd).write_text("members: 2\nloss.kk: 3\n")
+    assert "odd?: unknown key 'loss.kk'" in refused("config", odd)
+    (tmp_path / odd).write_text("members: 2\n")
+    assert "members: 2 " in mheads("config", odd).out
+
+
+def test_data_whose_path_no_config_can_hold_is_refused(refused, tmp_path, monkeypatch):
+    odd = tmp_path / os.fsdecode(b"\xff")
+    odd.mkdir()
+    assert "YAML" in refused("train", "digits", "data.name=npz", f"data.path={odd}/x.npz")
+    monkeypatch.chdir(odd)
+    assert "its name is not UTF-8" in refused("train", "digits", "data.name=npz", "data.path=x.npz")
+
+
+def test_no_home_folder_is_a_message(refused, mheads, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "MHEADS_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987654)
+    assert "set MHEADS_DATA" in refused("train", "cifar10_quick")
+    assert "mheads data get cifar10" in mheads("data", "list").out

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
 from mheads.distributed.launch import detect, hint
 from mheads.errors import UserError, of_the_system
 
@@ -35,7 +37,12 @@ def session(console: Console, timeout: float | None = None) -> Iterator[World | 
         os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
     from mheads.distributed.world import EXIT_CODE, TIMEOUT, RankFailure, World, leave
 
-    world = World(launch, TIMEOUT if timeout is None else timeout)
+    try:
+        world = World(launch, TIMEOUT if timeout is None else timeout)
+    except UserError as error:
+        # Threads of torch that still wait for an answer would abort a process that ends in the ordinary way.
+        console.print(f"[bold]rank {launch.rank}[/] [red]error:[/] {escape(str(error))}", soft_wrap=True)
+        leave(2)
     stopped = None
     try:
         try:
@@ -75,8 +82,6 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _say(console: Console, world: World, error: BaseException, aloud: bool) -> None:
-    from rich.markup import escape
-
     name = "" if world.lead else f"[bold]rank {world.rank}[/] "
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return  # whoever asked for it knows

@@ -261,6 +261,11 @@ def data_list() -> None:
     from mheads.evaluation import dataset_table
 
     console.print(dataset_table())
+    from mheads.data.catalog import DATASETS
+
+    for name, place in ((entry.name, entry.cached_at) for entry in DATASETS.values() if entry.available):
+        if place is not None:
+            console.print(f"{name} is in {place}", markup=False, soft_wrap=True)  # a path is not broken into lines
 
 
 def show_result(result: dict[str, Any]) -> None:

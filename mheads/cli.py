@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mheads.console import Console
-from mheads.errors import UserError
+from mheads.errors import UserError, of_the_system
 
 app = typer.Typer(
     name="mheads",
@@ -85,7 +85,7 @@ def train(
     from mheads import config as configs
     from mheads.distributed.session import session
 
-    with session(errors) as world:
+    with session(errors, configs.timeout(recipe, overrides or [])) as world:
         config = configs.load(recipe, overrides or [])
         from mheads import runs
         from mheads.progress import Silent, Terminal
@@ -273,6 +273,11 @@ def data_list() -> None:
     from mheads.evaluation import dataset_table
 
     console.print(dataset_table())
+    from mheads.data.catalog import DATASETS
+
+    for name, place in ((entry.name, entry.cached_at) for entry in DATASETS.values() if entry.available):
+        if place is not None:
+            console.print(f"{name} is in {place}", markup=False, soft_wrap=True)  # a path is not broken into lines
 
 
 def show_result(result: dict[str, Any]) -> None:
@@ -281,12 +286,10 @@ def show_result(result: dict[str, Any]) -> None:
     console.print(result_table(result))
 
 
-_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
-
-
 def main() -> None:
     """The console script: a user's mistake is a message and exit code 2, a signal its own code."""
     try:
+        _require_current_folder()
         from mheads.distributed.launch import detect
 
         launch = detect()
@@ -299,10 +302,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        if error.errno not in _OF_THE_DISK:
+        told = of_the_system(error)
+        if told is error:
             raise
-        where = f" ({error.filename})" if error.filename else ""
-        errors.print(f"[red]error:[/] {_escape(f'{error.strerror}{where}')}", soft_wrap=True)
+        errors.print(f"[red]error:[/] {_escape(str(told))}", soft_wrap=True)
         sys.exit(2)
     except Exception as error:
         code = getattr(error, "exit_code", None)  # train.Stopped: saved and stopped by a signal
@@ -310,6 +313,13 @@ def main() -> None:
             raise
         errors.print(f"stopped by {error}; saved. The same command goes on from here.")
         sys.exit(code)
+
+
+def _require_current_folder() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(f"the current folder is gone ({error.strerror}): change to one that is there") from error
 
 
 def _escape(text: str) -> str:

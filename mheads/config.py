@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
@@ -224,6 +225,14 @@ def recipes() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
+def timeout(recipe: str, overrides: Sequence[str] = ()) -> float | None:
+    """How long ranks wait for each other, as far as it is known before all have agreed on the recipe."""
+    try:
+        return load(recipe, overrides).timeout
+    except (UserError, OSError):  # said later, by one of them for all
+        return None
+
+
 def summary(recipe: str) -> str:
     """What a recipe says of itself: its first line."""
     return _recipe_text(recipe).partition("\n")[0].removeprefix("# ")
@@ -237,16 +246,23 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
     if recipe in recipes():
         text = _recipe_text(recipe)
-    elif Path(recipe).is_file():
+    elif _is_file(recipe):
         return read(Path(recipe), overrides)
     else:
         near = difflib.get_close_matches(recipe, recipes(), 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
-            f"there is no recipe and no file {recipe!r}{hint}: "
+            f"there is no recipe and no file {plain.short(recipe)}{hint}: "
             f"give one of {', '.join(recipes())}, or the path of a YAML file"
         )
     return _parse(text, recipe, overrides)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # too long, say
+        return False
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -288,6 +304,9 @@ def _absolute(config: Config) -> Config:
     )
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
     init = config.init if in_memory else str(Path(config.init).absolute())
+    for key, path in (("data.root", data.root), ("data.path", data.path), ("init", init)):
+        if path is not None and str(path).encode("utf-8", "replace") != os.fsencode(path):
+            raise UserError(f"{key} = {path}: its name is not UTF-8, and no config can hold it; rename the folder")
     return config.model_copy(update={"data": data, "init": init})
 
 

@@ -1,5 +1,14 @@
 """Errors that are the user's to mend."""
 
+from __future__ import annotations
+
+import errno
+
+_OF_THE_SYSTEM = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
+    errno.ELOOP, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOENT,
+}  # fmt: skip
+
 
 class UserError(Exception):
     """A mistake in what the user gave: its message says what, where, and what to do next.
@@ -11,3 +20,12 @@ class UserError(Exception):
 def named(error: BaseException) -> str:
     """An error of somebody else's code, with its kind."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def of_the_system(error: OSError) -> Exception:
+    """What disks, rights and paths refuse is the user's to mend; any other error stays what it is."""
+    if error.errno not in _OF_THE_SYSTEM:
+        return error
+    name = str(error.filename or "")
+    name = name if len(name) <= 300 else f"{name[:300]}... ({len(name):,} characters)"
+    return UserError(f"{error.strerror} ({name})" if name else f"{error.strerror}")

@@ -168,7 +168,7 @@ def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -
     table = Table(box=box.SIMPLE_HEAD)
     best = min(3, len(classes))
     for name in ("", *(["answer", "second", "third"][:best])):
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, no_wrap=not name)
     rows = [(f"member {m}", p) for m, p in enumerate(probabilities)]
     for name, p in [*rows, ("[bold]Ensemble-Mean[/]", mean)]:
         top = p.topk(best)
@@ -232,12 +232,12 @@ def dataset_table() -> Table:
     """`mheads data list`."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("name", "what", "here"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=name != "what")
     for entry in DATASETS.values():
         if entry.needs_path:
             here = "data.path=..."
         elif entry.available:
-            here = str(entry.cached_at or "yes")
+            here = "yes"
         else:
             here = f"mheads data get {entry.name}"
         table.add_row(entry.name, entry.description, here)

@@ -84,6 +84,8 @@ class RunFolder:
     """The files of a run."""
 
     def __init__(self, path: Path) -> None:
+        if str(path).encode("utf-8", "replace") != os.fsencode(path):  # safetensors opens no such file
+            raise UserError(f"the run folder {path}: its name is not UTF-8; give another --folder")
         self.path = path
         self.config = path / "config.yaml"
         self.data = path / "data.safetensors"

@@ -112,3 +112,33 @@ def test_the_peak_of_a_case_is_not_that_of_the_process_which_started_it():
     code = "from mheads.bench.memory import peak_mb; print(peak_mb())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < ballast.nbytes / 2**20 / 2
+
+
+def test_a_result_is_told_in_words_and_ratios_that_people_can_read():
+    from io import StringIO
+
+    from rich.console import Console
+
+    from mheads.bench.report import compared, table
+
+    result = {
+        "suite": "step",
+        "machine": {"cpu": "A CPU with a long name that goes on and on", "cores": 2, "torch": "2.13.0"},
+        "rounds": 3,
+        "ours": {"best_ms": 412.4, "median_ms": 420.0},
+        "loop_channels_last": {"best_ms": 530.2, "median_ms": 550.2},
+        "ratio_loop_channels_last": 1.286,
+        "ratio_loop_channels_last_median": 1.31,
+        "matmul_gflops": 315.2,
+        "not_timed": {"compile": "conv1.weight of member 0 is 1e-2 off"},
+    }
+    out = StringIO()
+    Console(file=out, width=80).print(table(result))
+    text = " ".join(out.getvalue().split())
+    assert "mheads 412 ms 420 ms" in text
+    assert "channels-last loop 530 ms 550 ms mheads is 1.29 times as fast (medians: 1.31)" in text
+    assert "matmul gflops: 315.2" in text
+    assert "not timed: compile conv1.weight of member 0 is 1e-2 off" in text
+    assert all(len(line) <= 80 for line in out.getvalue().splitlines())
+    mcl = {"suite": "mcl", "ratio_k1": 0.5, "ratio_k1_median": 0.625}
+    assert compared(mcl, "k1") == "2.00 times as fast as where all learn (medians: 1.60)"

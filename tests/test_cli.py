@@ -432,3 +432,137 @@ def test_the_demo_ends_with_a_table_and_a_picture(mheads, tmp_path, monkeypatch)
 
 def test_the_package_names_are_all_there():
     assert all(hasattr(package, name) for name in package.__all__)
+
+
+# Odd places.
+
+
+def test_a_current_folder_that_is_gone_is_a_message(mheads, tmp_path):
+    (tmp_path / "gone").mkdir()
+    before = os.getcwd()
+    os.chdir(tmp_path / "gone")
+    try:
+        (tmp_path / "gone").rmdir()
+        done = mheads("train", "digits", *QUICK)
+    finally:
+        os.chdir(before)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "error: the current folder is gone (No such file or directory): change to one that is there\n"
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", LONG],
+        ["train", "digits", *QUICK, "--folder", LONG],
+        ["train", "digits", "data.name=npz", f"data.path={LONG}"],
+        ["train", "digits", "data.name=folder", f"data.path={LONG}"],
+        ["train", "cifar10_quick", f"data.root={LONG}"],
+        ["train", "digits", f"init={LONG}"],
+        ["eval", LONG],
+        ["predict", LONG, LONG],
+        ["demo", "--folder", LONG],
+        ["config", f"{LONG}.yaml"],
+    ],
+)
+def test_a_path_that_is_too_long_is_a_message(refused, command):
+    refused(*command)
+
+
+def test_a_name_that_is_not_utf8_is_refused_or_read_and_shown_with_a_question_mark(refused, mheads, tmp_path):
+    odd = os.fsdecode(b"odd\xff")
+    for command in (["train", "digits", *QUICK, "--folder", odd], ["eval", odd], ["demo", "--folder", odd]):
+        assert "odd?" in refused(*command)
+    (tmp_path / odd).write_text("members: 2\nloss.kk: 3\n")
+    assert "odd?: unknown key 'loss.kk'" in refused("config", odd)
+    (tmp_path / odd).write_text("members: 2\n")
+    assert "members: 2 " in mheads("config", odd).out
+
+
+def test_data_whose_path_no_config_can_hold_is_refused(refused, tmp_path, monkeypatch):
+    odd = tmp_path / os.fsdecode(b"\xff")
+    odd.mkdir()
+    assert "YAML" in refused("train", "digits", "data.name=npz", f"data.path={odd}/x.npz")
+    monkeypatch.chdir(odd)
+    assert "its name is not UTF-8" in refused("train", "digits", "data.name=npz", "data.path=x.npz")
+
+
+def test_no_home_folder_is_a_message(refused, mheads, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME", "MHEADS_DATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 987654)
+    assert "set MHEADS_DATA" in refused("train", "cifar10_quick")
+    assert "mheads data get cifar10" in mheads("data", "list").out
+
+
+# Looks.
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["recipes"],
+        ["data", "list"],
+        ["tree", "nin_cifar100", "split={conv1: [{cccp1: 2}, 2]}", "--ranks", "5"],
+        ["tree", "caffenet", "split=conv5", "--ranks", "64"],
+        ["plan", "cifar10_quick", "split=conv2", "--ranks", "100", "--flops", "2"],
+        [
+            "plan",
+            "digits",
+            "members=200",
+            "split={conv1: [{conv2: 100}, {conv2: 100}]}",
+            "--ranks",
+            "64",
+            "--flops",
+            "2",
+        ],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_no_table_breaks_a_word_or_leaves_one_out_at_80_columns(mheads, monkeypatch, command, tmp_path):
+    from mheads.cli import console
+
+    cached = tmp_path / "a-cache-folder-with-quite-a-long-name-so-that-no-table-of-80-columns-can-hold-it"
+    monkeypatch.setenv("MHEADS_DATA", str(cached))
+    monkeypatch.setattr("mheads.data.catalog.find_cifar", lambda layout, root: cached / layout.name)
+
+    def words(columns):
+        monkeypatch.setattr(console, "_width", columns)
+        done = mheads(*command)
+        assert done.code == 0, done.err
+        paths = [line for line in done.out.splitlines() if str(cached) in line]
+        assert all(len(line) <= columns for line in done.out.splitlines() if line not in paths)
+        return sorted(word for word in done.out.split() if set(word) - set("─│├└"))
+
+    assert words(80) == words(400)
+
+
+def test_predictions_and_comparisons_fit_80_columns():
+    import io
+
+    import torch
+    from rich.console import Console
+
+    from mheads.evaluation import _answers
+    from mheads.report.tables import comparison_table, result_table
+
+    members = [98.06, 97.5, 98.61, 98.33]
+    one = {"members": members, "single": 98.06, "ensemble_mean": 99.17, "oracle": 100.0, "parameters": 54824}
+    one |= {"seconds": 11.9, "iterations": 500, "disagreement": 1.2, "nll": {"ensemble_mean": 0.1}}
+    one |= {"calibration_error": {"ensemble_mean": 1.0}}
+    probabilities = torch.softmax(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), -1)
+    things = [
+        comparison_table({"independent": one, "TreeNet, conv1": one}),
+        result_table(one),
+        _answers(Path("cat.png"), probabilities, ("aquarium_fish", "pickup_truck", "maple_tree")),
+    ]
+
+    def words(width):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(*things)
+        return sorted(console.file.getvalue().replace("─", "").split())
+
+    assert words(80) == words(300)

@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 
 from mheads.bench.suites import SUITES, run
 from mheads.errors import UserError
@@ -57,17 +58,67 @@ def by_network(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
+# Sides by the names that JSON gives them; any other is called what it is called there.
+SIDES = {
+    "ours": "mheads",
+    "ours_score_averaged": "mheads, score-averaged",
+    "loop": "plain loop",
+    "loop_channels_last": "channels-last loop",
+    "vmap": "torch.func vmap",
+    "grouped": "grouped convolution",
+    "compile": "torch.compile",
+    "dense": "where all learn",
+    "k1": "MCL, k=1",
+    "k2": "MCL, k=2",
+    "k3": "MCL, k=3",
+    "single": "single model",
+    "single_one_core": "single model, one core",
+}
+BASES = {"mcl": "dense", "tree": "independent"}  # what the ratios of a suite are to; elsewhere it is ours
+
+
 def table(result: dict[str, Any]) -> RenderableType:
+    """A result in words: what each side takes, how they compare, and the rest line by line."""
     machine = result["machine"]
-    title = f"{result['suite']}: {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
-    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
+    text = f"{result['suite']}: {machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
+    parts: list[RenderableType] = [Text(text, style="bold")]
+    parts += [layers_table(name, layers) for name, layers in by_network(result).items()]
+    sides = {key: value for key, value in result.items() if isinstance(value, dict) and "best_ms" in value}
+    sides = {key: value for key, value in sides.items() if "network" not in value and "median_ms" in value}
+    told = {"suite", "machine", *sides}
+    if sides:
+        drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for title in ("", "best", "median"):
+            drawn.add_column(title, justify="right" if title else "left", no_wrap=True)
+        drawn.add_column("beside the others")
+        for key, value in sides.items():
+            drawn.add_row(_side(key), _ms(value["best_ms"]), _ms(value["median_ms"]), compared(result, key))
+            told |= {f"ratio_{key}", f"ratio_{key}_median"}
+        parts.append(drawn)
     for key, value in result.items():
-        if key in ("suite", "machine") or (isinstance(value, dict) and "network" in value):
-            continue
-        text = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-        drawn.add_row(key, text)
-    networks = by_network(result)
-    return Group(*(layers_table(name, layers) for name, layers in networks.items()), drawn) if networks else drawn
+        if key not in told and not (isinstance(value, dict) and "network" in value):
+            said = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else f"{value}"
+            parts.append(Text(f"{key.replace('_', ' ')}: {said}"))
+    return Group(*parts)
+
+
+def compared(result: dict[str, Any], side: str) -> str:
+    """A side beside the one that its ratio is to; best against best, and in brackets median against median."""
+    if f"ratio_{side}" not in result:
+        return ""
+    base = "ours_score_averaged" if side.endswith("fusion") else BASES.get(result["suite"], "ours")
+    best, median = (float(result[key]) for key in (f"ratio_{side}", f"ratio_{side}_median"))
+    if best >= 1:
+        return f"{_side(base)} is {best:.2f} times as fast (medians: {median:.2f})"
+    return f"{1 / best:.2f} times as fast as {_side(base)} (medians: {1 / median:.2f})"
+
+
+def _side(key: str) -> str:
+    return SIDES.get(key, key.replace("_", " "))
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
 
 
 def layers_table(name: str, layers: dict[str, Any]) -> Table:

@@ -22,7 +22,10 @@ def cache_dir() -> Path:
     """$MHEADS_DATA, else mheads in the user's cache folder ($XDG_CACHE_HOME or ~/.cache)."""
     if chosen := os.environ.get("MHEADS_DATA"):
         return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mheads"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mheads"
+    except RuntimeError as error:
+        raise UserError("this user has no home folder to keep datasets in: set MHEADS_DATA to a folder") from error
 
 
 @contextmanager

@@ -10,6 +10,7 @@ tasks. `hint` says so to whoever forgot it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -22,7 +23,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -314,16 +315,38 @@ def _agent_store(launch: Launch, deadline: _Deadline) -> Store:
 def _store_at_address(launch: Launch, deadline: _Deadline) -> Store:
     listener = None
     if launch.rank == 0:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
         try:
-            listener = socket.create_server(("", launch.port), family=family, dualstack_ipv6=dual)
+            listener = _listen(launch)
         except OSError as error:
             raise UserError(
                 f"rank 0 cannot open port {launch.port} ({error.strerror}): set MASTER_PORT to a port that is free"
             ) from error
     _await_listener(launch, deadline)
     return _connected(launch, deadline, lambda: _tcp_store(launch.address, launch.port, listener, deadline))
+
+
+def _listen(launch: Launch) -> socket.socket:
+    """A socket at the address by which the other ranks know this host; at all of them only if that cannot be told."""
+    assert launch.address is not None and launch.port is not None
+    with suppress(OSError):
+        found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
+        for family, _, _, _, place in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+            # The name of this host may be a loopback address here, and another one where the other hosts look it up.
+            if str(place[0]).startswith("127.") and not _stays_here(launch, launch.address):
+                continue
+            try:
+                return socket.create_server(place[:2], family=family)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    break  # said below, where it fails again
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", launch.port), family=family, dualstack_ipv6=dual)
+
+
+def _stays_here(launch: Launch, address: str | None) -> bool:
+    """Whether all ranks are on this host."""
+    return launch.one_host or address is None or address == "localhost" or address.startswith("127.")
 
 
 def _store_by_file(launch: Launch, deadline: _Deadline, afterwards: ExitStack) -> Store:
@@ -494,7 +517,7 @@ def use_interface(launch: Launch, address: str | None = None) -> str | None:
 
 
 def _interface(launch: Launch, address: str | None) -> str | None:
-    if launch.one_host or address is None or address == "localhost" or address.startswith("127."):
+    if address is None or _stays_here(launch, address):
         return _interface_with("127.0.0.1")
     # On its own host the name of rank 0 may be a loopback address, where the other hosts could not find it.
     towards = (_address_towards(target) for target in (address, ELSEWHERE))

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
+
 from mheads.distributed.launch import detect, hint
-from mheads.errors import UserError
+from mheads.errors import UserError, of_the_system
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def session(console: Console) -> Iterator[World | None]:
-    """The world that a launcher started, None for a process of its own.
+def session(console: Console, timeout: float | None = None) -> Iterator[World | None]:
+    """The world that a launcher started, None for a process of its own. Ranks have `timeout` seconds to come.
 
     Whatever ends this rank inside is told to the others. A mistake that all ranks find is printed once; what one rank
     alone meets is printed with its number.
@@ -33,14 +35,21 @@ def session(console: Console) -> Iterator[World | None]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not _seen_by_somebody():
         os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
-    from mheads.distributed.world import EXIT_CODE, RankFailure, World, leave
+    from mheads.distributed.world import EXIT_CODE, TIMEOUT, RankFailure, World, leave
 
-    world = World(launch)
+    try:
+        world = World(launch, TIMEOUT if timeout is None else timeout)
+    except UserError as error:
+        # Threads of torch that still wait for an answer would abort a process that ends in the ordinary way.
+        console.print(f"[bold]rank {launch.rank}[/] [red]error:[/] {escape(str(error))}", soft_wrap=True)
+        leave(2)
     stopped = None
     try:
         try:
             world.check()
             yield world
+        except OSError as error:
+            raise of_the_system(error) from error
         except Exception as error:
             if getattr(error, "exit_code", None) is None:
                 raise
@@ -73,8 +82,6 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _say(console: Console, world: World, error: BaseException, aloud: bool) -> None:
-    from rich.markup import escape
-
     name = "" if world.lead else f"[bold]rank {world.rank}[/] "
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return  # whoever asked for it knows

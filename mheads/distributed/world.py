@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,10 +58,12 @@ class World:
     """This process among the others. `lead` is rank 0."""
 
     def __init__(self, launch: Launch, timeout: float = TIMEOUT) -> None:
+        """Others have `timeout` seconds to come and to connect; who is there has no less than 60 until all are."""
+        to_start = max(timeout, TIMEOUT_TO_START)
         self.launch = launch
         self.rank, self.size = launch.rank, launch.size
         self.lead = self.rank == 0
-        self.timeout = timeout
+        self.timeout = max(timeout, TIMEOUT)  # from `build` on, what the recipe says
         self._lock = threading.Lock()
         self.failure: RankFailure | None = None
         self.courier: Courier | None = None
@@ -70,7 +72,7 @@ class World:
         self._ending = False  # whoever meets a failure says so
         self.cores = 1  # of this machine, those that are this rank's
         self._counts: dict[str, int] = {}
-        self.store = rendezvous(launch, max(timeout, TIMEOUT_TO_START))
+        self.store = rendezvous(launch, to_start)
         self._own_store = _clone(self.store)  # a client that hangs must not hang the others
         self._last_cycle = time.monotonic()
         self._threads = [
@@ -79,7 +81,7 @@ class World:
         ]
         for thread in self._threads:
             thread.start()
-        self._connect(max(timeout, TIMEOUT_TO_START))
+        self._connect(to_start)
 
     def _connect(self, seconds: float) -> None:
         """Connects each rank with each. What goes wrong is a failure, which `check` raises.
@@ -425,7 +427,7 @@ class _Seen:
         return None
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """Ends this process at once: threads that wait for a lost rank would keep it for ever."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -496,7 +496,7 @@ def test_torchrun_hands_every_option_of_train_on_to_us(mheads):
 
 
 def test_the_old_name_of_the_folder_is_still_taken(mheads, tmp_path):
-    for name in ("--folder", "-f", "--run", "-r"):
+    for name in ("-f", "--run"):
         done = mheads("train", "digits", "optim.iterations=1", "data.limit=100", name, tmp_path / f"run{name}")
         assert done.code == 0
         assert (tmp_path / f"run{name}" / "result.json").is_file()

@@ -4,9 +4,10 @@ import os
 import re
 import signal
 import time
+import uuid
 
 import pytest
-from commands import TINY, start_ranks
+from commands import TINY, Running, start_ranks
 from test_faults import when_logged
 
 from mheads.distributed.world import SILENT, _Seen, share_of_cores
@@ -49,8 +50,7 @@ def test_a_rank_is_lost_when_its_beat_stands_still_and_hangs_when_it_is_busy_wit
 def impatient():
     from mheads.distributed import world
 
-    world.World.__init__.__defaults__ = (2.0,)
-    world.TIMEOUT_TO_START = 2.0
+    world.TIMEOUT = world.TIMEOUT_TO_START = 2.0
 
 
 def dead_before_it_connects():
@@ -112,7 +112,7 @@ def end(size, *args, before, seconds=25):
 
 def test_a_rank_that_dies_before_it_connects_is_named(tmp_path):
     before = {0: impatient, 1: impatient, 2: dead_before_it_connects}
-    done = end(3, *TRAIN, "--run", tmp_path / "run", before=before)
+    done = end(3, *TRAIN, "timeout=2", "--run", tmp_path / "run", before=before)
     assert [one.code for one in done] == [3, 3, -signal.SIGKILL], done[0].err
     for one in done[:2]:
         assert re.search(r"not connected to all others after 2 s: .*rank 2 \(|rank 2 has given no sign of", one.err)
@@ -176,3 +176,29 @@ def test_ranks_that_are_all_stopped_for_longer_than_the_timeout_go_on(tmp_path):
     os.kill(running[1].pid, signal.SIGTERM)
     done = [one.finish(30) for one in running]
     assert [one.code for one in done] == [143] * 3, "\n".join(one.err for one in done)
+
+
+def soon():
+    from mheads.distributed import world
+
+    world.TIMEOUT_TO_START = 0.1
+
+
+def test_a_rank_that_never_starts_is_given_up_after_the_timeout_of_the_recipe(tmp_path):
+    environ = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "PMIX_NAMESPACE": uuid.uuid4().hex}
+    running = [
+        Running(
+            *TRAIN,
+            "timeout=4",
+            "--folder",
+            tmp_path / "run",
+            before=soon,
+            env={**environ, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank},
+        )
+        for rank in ("0", "2")
+    ]
+    first, second = (one.finish(40) for one in running)
+    assert (first.code, second.code) == (2, 2)
+    assert "rank 0 waited 4 s, but of 3 ranks these did not come: 1" in first.err
+    assert "Traceback" not in first.err + second.err
+    assert not (tmp_path / "run").exists()

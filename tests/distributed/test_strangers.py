@@ -1,0 +1,156 @@
+"""Bytes from nobody on the ports of the ranks while they start."""
+
+import os
+import random
+import socket
+import threading
+import uuid
+
+import pytest
+from commands import TINY, Running, assert_same_run
+
+from mheads.distributed import launch as launching
+from mheads.distributed.launch import Launch
+
+LOOPBACK, ANY = "0100007F", ("00000000", "0" * 32)
+STORE = (0x3C85F7CE).to_bytes(4, "little")  # how a client of torch's store begins, after the number of its question
+
+
+def listening(pids):
+    """(address, port) at which these processes listen, the address as Linux writes it."""
+    sockets = set()
+    for pid in pids:
+        try:
+            handles = os.listdir(f"/proc/{pid}/fd")
+        except OSError:
+            continue
+        for handle in handles:
+            try:
+                sockets.add(os.readlink(f"/proc/{pid}/fd/{handle}"))
+            except OSError:
+                continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/net/{table}") as file:
+            for line in file.read().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                    address, _, port = fields[1].partition(":")
+                    found.add((address, int(port, 16)))
+    return found
+
+
+class Stranger:
+    """Connects to every port of some processes, again and again, and sends rubbish."""
+
+    def __init__(self, pids, seed):
+        self.pids, self.rng, self.seen, self.sent = pids, random.Random(seed), set(), 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._annoy, daemon=True)
+        self._thread.start()
+
+    def _annoy(self):
+        kept = []
+        while not self._stop.wait(0.005):
+            for address, port in listening(self.pids):
+                self.seen.add(address)
+                try:
+                    kept.append(socket.create_connection(("127.0.0.1", port), timeout=0.2))
+                    kept[-1].sendall(self._rubbish())
+                    self.sent += 1
+                    if self.rng.random() < 0.5:
+                        kept.pop().close()
+                except OSError:
+                    continue
+        for connection in kept:
+            connection.close()
+
+    def _rubbish(self):
+        rng = self.rng
+        any_bytes = rng.randbytes(rng.choice([1, 4, 8, 16, 100, 5000]))
+        like_the_store = bytes([rng.randrange(20)]) + STORE + rng.randbytes(40)
+        return rng.choice(
+            [any_bytes, b"GET / HTTP/1.0\r\n\r\n", bytes(rng.choice([1, 8, 64])), b"\xff" * 64, like_the_store]
+        )
+
+    def end(self):
+        self._stop.set()
+        self._thread.join()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def by_hand(size):
+    there = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
+    return [{**there, "RANK": str(rank)} for rank in range(size)]
+
+
+def by_mpirun(size):
+    job = {"PMIX_NAMESPACE": uuid.uuid4().hex}
+    return [dict(zip(launching.OPEN_MPI, map(str, (r, size, r, size)), strict=True)) | job for r in range(size)]
+
+
+@pytest.mark.parametrize("launcher", [by_hand, by_mpirun])
+def test_ranks_that_strangers_disturb_train_on_or_end_with_a_message(launcher, undisturbed, tmp_path):
+    command = ["train", "digits", *TINY, "timeout=30", "--folder", tmp_path / "run"]
+    running = [Running(*command, env=env) for env in launcher(3)]
+    stranger = Stranger([one.pid for one in running], seed=1)
+    done = [one.finish(100) for one in running]
+    stranger.end()
+    assert stranger.sent > 50
+    assert stranger.seen == {LOOPBACK}, "no other host can reach them"
+    if any(one.code for one in done):
+        for one in done:
+            assert one.code in (2, 3), one.err
+            assert "error: " in one.err
+            assert "Traceback" not in one.err
+            assert "terminate" not in one.err
+    else:
+        assert_same_run(tmp_path / "run", undisturbed)
+
+
+def test_a_stranger_who_listens_in_the_place_of_rank_0_is_a_message_and_no_abort(tmp_path):
+    """It takes connections and hangs up when the rank gives up: threads of torch that wait must not end in an abort."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2", "RANK": "1"}
+        running = Running("train", "digits", *TINY, "timeout=1", "--folder", tmp_path / "run", env=env, before=hasty)
+        done = running.finish(60)
+    assert done.code == 2, done.err
+    assert "rank 1 error: rank 1 of 2 cannot reach rank 0" in done.err
+    assert "something listens there, but it is not rank 0" in done.err
+    assert "terminate" not in done.err
+
+
+def hasty():
+    from mheads.distributed import world
+
+    world.TIMEOUT_TO_START = 1.0
+
+
+@pytest.mark.parametrize(
+    ("address", "local_size", "expected"),
+    [
+        ("127.0.0.1", 1, "127.0.0.1"),
+        ("localhost", 1, "127.0.0.1"),
+        ("localhost", 3, "127.0.0.1"),
+        ("a name of this host", 3, "127.0.1.1"),
+        ("a name of this host", 1, None),  # where others look it up, it is another address
+        ("no such name", 1, None),
+        ("192.0.2.1", 1, None),  # of a router before this host
+    ],
+)
+def test_the_store_listens_where_the_others_look_for_it_and_nowhere_else(address, local_size, expected, monkeypatch):
+    look_up = socket.getaddrinfo
+
+    def names(host, *args, **options):
+        if host == "no such name":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up("127.0.1.1" if host == "a name of this host" else host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", names)
+    with launching._listen(Launch("env", 0, 3, 0, local_size, address, free_port())) as listener:
+        host = listener.getsockname()[0]
+    assert host == expected if expected else host in ("::", "0.0.0.0")

@@ -158,7 +158,7 @@ def test_a_placement_that_cannot_be_is_one_message(argument, message, tmp_path):
 
 
 def test_commands_other_than_train_answer_once(one_process):
-    done = ranks(2, "eval", one_process("tree"))
+    done = ranks(2, "eval", one_process("tree"), "--trust")
     assert [d.code for d in done] == [0, 0]
     assert "Ensemble-Mean" in done[0].out and done[1].out == ""
 

@@ -1,6 +1,7 @@
 """Configs that nobody would write: each is one, or is refused with a message; nothing else happens."""
 
 import re
+import shutil
 from functools import cache
 
 import pytest
@@ -119,3 +120,17 @@ def test_a_step_of_more_rows_than_fit_anywhere_is_refused():
     for override in (["optim.batch_size=10000000"], ["optim.batch_size=1000000", "optim.accumulate=100"]):
         with pytest.raises(UserError, match=r"optim\.batch_size"):
             configs.load("digits", override)
+
+
+def test_deep_json_in_a_run_folder_is_damage_and_no_traceback(mheads, undisturbed, tmp_path):
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    deep = "[" * 100_000
+    with pytest.raises(ValueError, match="nested too deeply"):
+        plain.from_json(deep)
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "state.json").write_text(deep)
+    (run / "result.json").write_text(deep)
+    done = mheads("eval", run)
+    assert done.code == 2
+    assert "nested too deeply" in done.err
+    assert "Traceback" not in done.err

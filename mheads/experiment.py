@@ -57,7 +57,7 @@ class Experiment:
     @property
     def evaluated_on(self) -> str:
         """Which split `data.test` is."""
-        return "validation" if self.config.data.validation else "test"
+        return "test" if self.data.held_out is None else "validation"
 
     def batches(self, engine: ThreadsEngine) -> Batches:
         """The stream that training reads from."""

@@ -80,10 +80,13 @@ class Run:
         split = "" if isinstance(config.split, int | None) else f", tree {config.split}"
         loss = ", ".join([config.loss.name, *([f"k={config.loss.k}"] if config.loss.name == "mcl" else [])])
         trained = f"{self.summary['iterations']:,} iterations in {self.summary['seconds']:.1f} s"
+        measured = (
+            f"Ensemble-Mean {result.ensemble_mean:.2f}, Oracle {result.oracle:.2f}, "
+            f"members {' '.join(f'{a:.1f}' for a in result.members)} (% of {result.examples:,} examples)"
+        )
         return (
             f"Run: {members} of {config.model}{split}; {loss}; {trained}\n"
-            f"  Ensemble-Mean {result.ensemble_mean:.2f}, Oracle {result.oracle:.2f}, "
-            f"members {' '.join(f'{a:.1f}' for a in result.members)} (% of {result.examples:,} examples)\n"
+            f"  {measured if result.examples else 'not evaluated yet'}\n"
             f"  {'in memory, gone with this object' if self._temporary else self.folder}"
         )
 

@@ -24,7 +24,7 @@ from mheads.data.batch import Batches, BatchStream
 from mheads.device import default_workers, refuse_beyond_memory, resolve
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.errors import UserError, named
-from mheads.losses import LOSSES, Loss
+from mheads.losses import LOSSES, Loss, independent
 from mheads.runs import DataFacts, RunFolder
 from mheads.tree import TreeNet, parse, whole_spec
 from mheads.values import Value
@@ -53,6 +53,10 @@ class Experiment:
             "start": self.start or donor_digest(self.config.init),
             "place": identity.place(self.config.model),  # where its code was: not compared, but looked in again
         }
+
+    def loss_at(self, step: int) -> Loss:
+        """The loss of a step. What changes over training is a function of it: resuming and ranks keep the bits."""
+        return independent() if step < self.config.pretrain else self.loss
 
     @property
     def evaluated_on(self) -> str:

@@ -82,13 +82,23 @@ class Terminal:
     @contextmanager
     def training(self, total: int, done: int) -> Iterator[None]:
         self._task = self._bar.add_task(self.label, total=total, completed=done, info="")
-        self._pace = Pace()
+        self._pace, self._total, self._first = Pace(), total, (done, time.monotonic())
         with self._bar:
             yield
         self._bar.remove_task(self._task)
 
     def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
+        if self._bar.disable:
+            self._foretell(step)
         self._bar.update(self._task, completed=step, info=step_line(loss, rate, self._pace.add(images), shares))
+
+    def _foretell(self, step: int) -> None:
+        """Where no bar is shown, one line says how long it will take, if it takes more than a minute."""
+        done, began = self._first
+        if step - done == 3:  # the first steps are the slowest
+            left = (time.monotonic() - began) / 3 * (self._total - step)
+            if left > 60:
+                self.say(f"{self._total - step:,} iterations to go, about {left / 60:.0f} minutes")
 
     @contextmanager
     def evaluating(self, examples: int) -> Iterator[Callable[[int], None]]:

@@ -97,6 +97,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.manifest = Manifest(path)
         self._lock: int | None = None
+        self._new = False  # made by this process
 
     # Opening it for training.
 
@@ -116,7 +117,7 @@ class RunFolder:
         begun = {".lock", *(name for path in before for name in (path.name, files.hidden_name(path).name))}
         if self.path.is_dir() and any(entry.name not in begun for entry in self.path.iterdir()):
             raise UserError(f"{self.path} is not empty and not a run folder: give another one")
-        new = not self.path.exists()
+        self._new = not self.path.exists()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -131,10 +132,14 @@ class RunFolder:
             self._write(self.identity, _json({"run": secrets.token_hex(8), **what}))
             self.write_config(config)
         except UserError:
-            if new:
-                shutil.rmtree(self.path, ignore_errors=True)
+            self.discard()
             raise
         return False
+
+    def discard(self) -> None:
+        """Removes the folder if this process made it: what did not come to its first checkpoint leaves nothing."""
+        if self._new:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _refuse_links(self) -> None:
         """What lies in a run folder is its own; the folder itself may be a link."""

@@ -25,7 +25,6 @@ from mheads.engine.threads import ThreadsEngine
 from mheads.errors import UserError
 from mheads.experiment import Experiment, donor_differences
 from mheads.log import History, MetricsLog
-from mheads.losses import independent
 from mheads.metrics import Metrics, Result
 from mheads.optim import Optimizer, Schedule
 from mheads.progress import Silent, Watcher
@@ -90,10 +89,11 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                     optimizer.forget()  # the loss starts with a fresh schedule and no momentum
                 iteration = state.step - config.pretrain
                 rate = config.optim.lr if pretraining else schedule.rate(iteration)
-                loss = independent() if pretraining else experiment.loss
 
                 batch = batches.batch(state.step)
-                report = engine.step(state.step, batch, loss, config.optim.accumulate, received)
+                report = engine.step(
+                    state.step, batch, experiment.loss_at(state.step), config.optim.accumulate, received
+                )
                 _refuse_nonfinite_loss(report, state.step + 1, checkpoints)
                 optimizer.set_rate(rate)
                 engine.update(optimizer.update)
@@ -134,6 +134,10 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             folder.write_model(part(tensors, "model/"))
             folder.write_result(summary(result, net, experiment.evaluated_on, state.step, state.seconds))
         return folder.read_result()  # whoever asked to stop meanwhile: it is finished
+    except UserError:
+        if lead and not checkpoints.steps():
+            folder.discard()
+        raise
     finally:
         checkpoints.close()
         if batches is not None:
@@ -331,10 +335,9 @@ def _members(members: Sequence[int]) -> str:
 def _diverged(what: str, checkpoints: Checkpoints) -> UserError:
     checkpoints.wait()
     steps = checkpoints.steps()
-    kept = f"the checkpoint of iteration {steps[0]} stays" if steps else "there is no checkpoint yet"
-    return UserError(
-        f"{what}; {kept}. Try a lower optim.lr, optim.schedule.warmup or data.normalize, in a new folder (--folder)"
-    )
+    kept = f"the checkpoint of iteration {steps[0]} stays" if steps else "there was no checkpoint yet: nothing is kept"
+    where = ", in a new run folder" if steps else ""
+    return UserError(f"{what}; {kept}. Try a lower optim.lr, optim.schedule.warmup or data.normalize{where}")
 
 
 @contextmanager

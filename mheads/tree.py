@@ -15,6 +15,7 @@ import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,11 +65,11 @@ class Tree:
 
     nodes: dict[str, Node]
 
-    @property
+    @cached_property
     def roots(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.parent is None]
 
-    @property
+    @cached_property
     def leaves(self) -> list[Node]:
         """The leaf of member 0, 1, ..."""
         return sorted((n for n in self.nodes.values() if not n.children), key=lambda n: n.members[0])
@@ -79,7 +80,12 @@ class Tree:
 
     def path(self, member: int) -> list[Node]:
         """The stages of a member, root first."""
-        return [node for node in self.nodes.values() if member in node.members]
+        node: Node | None = self.leaves[member]
+        found: list[Node] = []
+        while node is not None:
+            found.append(node)
+            node = None if node.parent is None else self.nodes[node.parent]
+        return found[::-1]
 
 
 def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, network: str = "the network") -> Tree:

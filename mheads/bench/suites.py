@@ -40,13 +40,24 @@ def network() -> torch.nn.Module:
     return MODELS["cifar10_quick"]()
 
 
+def tiny() -> torch.nn.Module:
+    """A network whose arithmetic takes no time: 3,072 numbers, 8 of which go on."""
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10))
+
+
 class Ours:
     """Our engine on the same task as the peers: raw pixels in, updated weights out."""
 
     def __init__(
-        self, tree: Any, loss: Loss, workers: int | None = None, rows: int = BATCH, micro_batches: int | None = None
+        self,
+        tree: Any,
+        loss: Loss,
+        workers: int | None = None,
+        rows: int = BATCH,
+        micro_batches: int | None = None,
+        factory: Callable[[], torch.nn.Module] = network,
     ) -> None:
-        self.net = TreeNet(network, tree=tree)
+        self.net = TreeNet(factory, tree=tree)
         self.loss = loss
         self.batch = pixels(rows, self.net.num_members)
         parts = micro_batches or auto_micro_batches(rows, self.net)
@@ -235,13 +246,16 @@ def evaluation_loops() -> dict[str, Callable[[], peers.Peer]]:
 
 
 def scale(progress: Progress, rounds: int) -> dict[str, Any]:
-    """The cost of a member as their number grows."""
+    """The cost of a member as their number grows; tiny ones up to a thousand, where all but the arithmetic shows."""
     sides = {f"m{m}": Ours(m, losses.independent()) for m in (1, 2, 4, 8, 16)}
-    with running(*sides.values()):
-        times = interleave({name: side.step for name, side in sides.items()}, rounds, progress)
+    small = {f"tiny_m{m}": Ours(m, losses.independent(), rows=32, factory=tiny) for m in (10, 100, 1000)}
+    with running(*sides.values(), *small.values()):
+        times = interleave({name: side.step for name, side in (sides | small).items()}, rounds, progress)
     per_member = {name: times[name].best / side.net.num_members for name, side in sides.items()}
     result: dict[str, Any] = {name: t.to_dict() for name, t in times.items()}
     result |= {f"per_member_{name}_ms": round(1e3 * seconds, 2) for name, seconds in per_member.items()}
+    for name, side in small.items():
+        result[f"per_member_{name}_ms"] = round(1e3 * times[name].best / side.net.num_members, 4)
     from_two = [seconds for name, seconds in per_member.items() if name != "m1"]
     result["spread_from_m2"] = round(max(from_two) / min(from_two) - 1, 3)
     return result

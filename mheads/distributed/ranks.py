@@ -213,17 +213,17 @@ class RankStep(TrainingStep):
 
     def __init__(self, engine: RanksEngine, step: int, batch: Batch, loss: Loss, parts: int, run: range) -> None:
         key, spawn = (engine.seed, step), engine.workers.spawn
-        super().__init__(engine.net, loss, batch, parts, key, spawn, engine.gradients, engine.device, run)
+        super().__init__(engine.stages, loss, batch, parts, key, spawn, engine.gradients, engine.device, run)
         self.channel = f"step {step}"
         self.placement, self.courier, self.workers = engine.placement, engine.courier, engine.workers
         self.me, self.replica = engine.world.rank, engine.replica
         self.loss_rank = self.placement.loss_rank(self.tree, self.replica)
         self.replicas = self.placement.replicas
         self._prefix: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
-        self._parts = {name: PairwiseSum(self.replicas) for name in self.stages}
+        self._parts = {name: PairwiseSum(self.replicas) for name in self.stages.facts}
         self._totals_here: dict[str, dict[int, Tensor]] = defaultdict(dict)
         losses = len(run) if self.me == self.loss_rank and not loss.separable else 0
-        self.workers.hold(len(self.stages) + losses)
+        self.workers.hold(len(self.stages.facts) + losses)
 
     def start(self) -> None:
         super().start()
@@ -351,14 +351,14 @@ class RankPass(ForwardPass):
     """One batch of an evaluation, on the ranks of one replica."""
 
     def __init__(self, engine: RanksEngine, channel: str, read: Callable[[], Batch], index: int) -> None:
-        super().__init__(engine.net, read, index, engine.workers.spawn, engine.device)
+        super().__init__(engine.stages, read, index, engine.workers.spawn, engine.device)
         self.engine, self.channel = engine, channel
         self.placement, self.me = engine.placement, engine.world.rank
         self.replica = index % self.placement.replicas
 
     def begin(self) -> None:
         """Said by the lead."""
-        roots = {self.placement.rank(root.name, self.replica) for root in self.net.tree.roots}
+        roots = {self.placement.rank(root.name, self.replica) for root in self.stages.tree.roots}
         for rank in sorted(roots - {self.me}):
             self._send(rank, ["start", self.index], self.read().inputs if self.engine.root_reads else None)
         if self.me in roots:
@@ -373,7 +373,7 @@ class RankPass(ForwardPass):
                 self.read = lambda: batch
             self.start()
         elif kind == "down":
-            super().hand_down(self.net.tree.nodes[rest[0]], value["x"], value["side"])
+            super().hand_down(self.stages.tree.nodes[rest[0]], value["x"], value["side"])
         else:
             self.spawn((self.index, 0), super().hand_over, rest[0], value)
 

@@ -19,11 +19,11 @@ from mheads import values
 from mheads.data.batch import Batch
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
+from mheads.engine.stages import Stages
 from mheads.engine.sums import Gradients, PairwiseSum
 from mheads.engine.tape import Context, Tape, record
 from mheads.losses import Loss
-from mheads.models.layers import has_batch_statistics
-from mheads.tree import Node, TreeNet, canonical
+from mheads.tree import Node, canonical
 from mheads.values import Value
 
 # Phases of a micro-batch, the most advanced first: what frees memory goes before what takes it.
@@ -63,7 +63,7 @@ class TrainingStep:
 
     def __init__(
         self,
-        net: TreeNet,
+        stages: Stages,
         loss: Loss,
         batch: Batch,
         micro_batches: int,
@@ -73,8 +73,7 @@ class TrainingStep:
         device: torch.device,
         run: range | None = None,
     ) -> None:
-        self.net = net
-        self.tree = net.tree
+        self.stages, self.tree = stages, stages.tree
         self.loss = loss
         self.batch_size = len(batch)
         self.run = range(micro_batches) if run is None else run
@@ -83,61 +82,48 @@ class TrainingStep:
         self.key = key
         self.spawn = spawn
         self.gradients = gradients
-        self.dtype, self.device = net.dtype, device
-        self.stages = list(net.stages)
-        self.roots = [root for root in self.tree.roots if root.name in net.stages]
-        self.sums = {name: PairwiseSum(len(self.run)) for name in self.stages}
-        # Members that have nothing in common are finished one after the other: only those running are in memory.
-        order = {root.name: i for i, root in enumerate(self.tree.roots)} if loss.separable else {}
-        self.group_order = {n: order.get(self._root(n), 0) for n in self.tree.nodes}
+        self.dtype, self.device = stages.net.dtype, device
+        self.sums = {name: PairwiseSum(len(self.run)) for name in stages.facts}
         # The part of the examples that a member learns from, where the loss tells.
-        self.share = min(1.0, (loss.winners or net.num_members) / net.num_members)
-        self.statistics = bool(net.batch_statistics_layers())
-        # No row can be left out of their backward: batch statistics, and side inputs, whose rows only the batch knows.
-        self.mixing = {name for name in self.stages if has_batch_statistics(net.stage(name))}
-        self.sided = {name for name in self.stages if any(hasattr(m, "takes") for m in net.stage(name).modules())}
-        self.known = {name: sliced.supports(net.stage(name)) for name in self.stages}
+        members = self.tree.num_members
+        self.share = min(1.0, (loss.winners or members) / members)
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
         self._outputs: dict[int, dict[int, Value]] = defaultdict(dict)
         self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
-        self._roots_left = dict.fromkeys(self.run, len(self.roots))
+        self._roots_left = dict.fromkeys(self.run, len(stages.roots))
         self.totals: dict[tuple[int, int], float] = {}
-        self.losses = torch.zeros(net.num_members, len(batch), dtype=self.dtype, device=self.device)
+        self.losses = torch.zeros(members, len(batch), dtype=self.dtype, device=self.device)
         self.assignment = torch.zeros_like(self.losses)
-
-    def _root(self, name: str) -> str:
-        node = self.tree.nodes[name]
-        return name if node.parent is None else self._root(node.parent)
 
     def start(self) -> None:
         # Running statistics are updated in the order of the micro-batches, so these follow one another.
-        for i in self.run[:1] if self.statistics else self.run:
-            if self.roots:
+        for i in self.run[:1] if self.stages.statistics else self.run:
+            if self.stages.roots:
                 self._spawn(PREPARE, i, None, self.prepare)
 
     def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
-        group = 0 if node is None else self.group_order[node.name]
+        # Members that have nothing in common are finished one after the other: only those running are in memory.
+        group = self.stages.groups[node.name] if node is not None and self.loss.separable else 0
         self.spawn((group, i, phase), function, i, *(() if node is None else (node,)), *args)
 
     # The tasks, in the order in which a micro-batch meets them.
 
     def prepare(self, i: int) -> None:
         x = self.batches[i].network_inputs(self.dtype)
-        for root in self.roots:
+        for root in self.stages.roots:
             self._spawn(FORWARD, i, root, self.forward, x)
 
     def forward(self, i: int, node: Node, x: Value) -> None:
-        batch = self.batches[i]
+        batch, facts = self.batches[i], self.stages[node.name]
         rows = None
-        if not node.children and batch.prior is not None and node.name not in self.sided:
-            rows = Rows.where(batch.prior[node.members[0]] > 0, exactly=node.name in self.mixing)
+        if not node.children and batch.prior is not None and not facts.sided:
+            rows = Rows.where(batch.prior[node.members[0]] > 0, exactly=facts.mixing)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
-        context = Context(
-            key, values.num_rows(x), batch.side, input_gradient=node.parent is not None, known=self.known[node.name]
-        )
-        share = 1.0 if node.children or node.name in self.mixing | self.sided else self.share
-        tape = record(self.net.stage(node.name), x, context, rows, share)
+        wanted = node.parent is not None
+        context = Context(key, values.num_rows(x), batch.side, input_gradient=wanted, known=facts.known)
+        share = 1.0 if node.children or facts.whole else self.share
+        tape = record(facts.module, x, context, rows, share)
         if node.children:
             self._tapes[node.name, i] = tape
             self.hand_down(i, node, tape.output)
@@ -175,16 +161,15 @@ class TrainingStep:
         with self._lock:
             self._roots_left[i] -= 1
             finished = self._roots_left[i] == 0
-        if finished and self.statistics and i + 1 in self.run:
+        if finished and self.stages.statistics and i + 1 in self.run:
             self._spawn(PREPARE, i + 1, None, self.prepare)
 
     # What goes from one stage to another.
 
     def hand_down(self, i: int, node: Node, output: Value) -> None:
         """The output of a stage to those of its children that are here."""
-        for child in node.children:
-            if child in self.net.stages:
-                self._spawn(FORWARD, i, self.tree.nodes[child], self.forward, output)
+        for child in self.stages.here(node.children):
+            self._spawn(FORWARD, i, child, self.forward, output)
 
     def hand_over(self, i: int, member: int, output: Value) -> None:
         """The output of a member to the loss."""
@@ -256,8 +241,10 @@ class TrainingStep:
 class ForwardPass:
     """Outputs of all members on one batch without graph, for evaluation; `outputs` [M, b, C] when all is done."""
 
-    def __init__(self, net: TreeNet, read: Callable[[], Batch], index: int, spawn: Spawn, device: torch.device) -> None:
-        self.net = net
+    def __init__(
+        self, stages: Stages, read: Callable[[], Batch], index: int, spawn: Spawn, device: torch.device
+    ) -> None:
+        self.stages = stages
         self.read = read
         self.index = index
         self.spawn = spawn
@@ -277,31 +264,30 @@ class ForwardPass:
     def prepare(self) -> None:
         batch = self.read().to(self.device)
         self.targets = batch.targets
-        x = batch.network_inputs(self.net.dtype)
-        for root in self.net.tree.roots:
-            if root.name in self.net.stages:
-                self.spawn((self.index, FORWARD), self.forward, root, x, batch.side)
+        x = batch.network_inputs(self.stages.net.dtype)
+        for root in self.stages.roots:
+            self.spawn((self.index, FORWARD), self.forward, root, x, batch.side)
 
     @torch.inference_mode()
     def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:
-        stage, x = self.net.stage(node.name), values.map_leaves(canonical, x)
-        y = sliced.outputs(stage, x) if sliced.takes(x) and sliced.supports(stage) else stage(x, side)
+        facts, x = self.stages[node.name], values.map_leaves(canonical, x)
+        known = facts.known and sliced.takes(x)
+        y = sliced.outputs(facts.module, x) if known else facts.module(x, side)
         if node.children:
             self.hand_down(node, y, side)
         else:
             self.hand_over(node.members[0], y)
 
     def hand_down(self, node: Node, output: Value, side: dict[str, Value]) -> None:
-        for child in node.children:
-            if child in self.net.stages:
-                self.spawn((self.index, FORWARD), self.forward, self.net.tree.nodes[child], output, side)
+        for child in self.stages.here(node.children):
+            self.spawn((self.index, FORWARD), self.forward, child, output, side)
 
     def hand_over(self, member: int, output: Value) -> None:
         with self._lock:
             self._outputs[member] = output
-            complete = len(self._outputs) == self.net.num_members
+            complete = len(self._outputs) == self.stages.tree.num_members
         if complete:
-            parts = [self._outputs[m] for m in range(self.net.num_members)]
+            parts = [self._outputs[m] for m in range(self.stages.tree.num_members)]
             self._outputs = {}
             self.outputs = values.map_leaves(lambda *ts: torch.stack(ts), *parts)
 

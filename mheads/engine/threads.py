@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mheads.data.batch import Batch
 from mheads.engine.memory import keep_freed_memory
-from mheads.engine.tape import trainable
+from mheads.engine.stages import Stages
 from mheads.engine.tasks import ForwardPass, StepReport, TrainingStep
 from mheads.errors import UserError
 from mheads.losses import Loss
@@ -156,7 +156,8 @@ class ThreadsEngine:
         self.seed = seed
         self.device = device
         self.workers = Workers(workers)
-        self.gradients = {name: [torch.zeros_like(p) for p in trainable(stage)] for name, stage in net.stages.items()}
+        self.stages = Stages(net)
+        self.gradients = self.stages.gradients()
 
     def step(self, step: int, batch: Batch, loss: Loss, accumulate: int = 1, signals: Sequence[int] = ()) -> StepReport:
         """Computes the gradients of one step on all its examples; `update` then uses them.
@@ -166,7 +167,7 @@ class ThreadsEngine:
         self.net.train()
         key, spawn = (self.seed, step), self.workers.spawn
         parts = self.parts(len(batch), accumulate)
-        task = TrainingStep(self.net, loss, batch, parts, key, spawn, self.gradients, self.device)
+        task = TrainingStep(self.stages, loss, batch, parts, key, spawn, self.gradients, self.device)
         task.start()
         self.workers.wait()
         return task.report(signals[0] if signals else 0)
@@ -184,7 +185,7 @@ class ThreadsEngine:
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Tensor, Value]]:
         """Outputs [M, b, C] and targets of each batch in order, without dropout."""
         self.net.eval()
-        passes = [ForwardPass(self.net, read, i, self.workers.spawn, self.device) for i, read in enumerate(readers)]
+        passes = [ForwardPass(self.stages, read, i, self.workers.spawn, self.device) for i, read in enumerate(readers)]
         ahead = 2 * self.workers.count  # enough to keep the workers busy, few enough to fit in memory
         for one in passes[:ahead]:
             one.start()

@@ -1,0 +1,64 @@
+"""What an engine knows of its stages, found once: at a thousand members, looking again at every step would cost more
+than the arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mheads.engine import sliced
+from mheads.models.layers import has_batch_statistics
+from mheads.tree import Node, Stage, TreeNet
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """`known`: all its layers are in `sliced.py`. `mixing`: it needs whole batches. `sided`: it takes side inputs."""
+
+    module: Stage
+    parameters: Sequence[Tensor]
+    known: bool
+    mixing: bool
+    sided: bool
+
+    @staticmethod
+    def of(stage: Stage) -> StageFacts:
+        sided = any(hasattr(module, "takes") for module in stage.modules())
+        parameters = [p for p in stage.parameters() if p.requires_grad]
+        return StageFacts(stage, parameters, sliced.supports(stage), has_batch_statistics(stage), sided)
+
+    @property
+    def whole(self) -> bool:
+        """Whether no row can be left out of its backward: side inputs' rows only the batch knows."""
+        return self.mixing or self.sided
+
+
+class Stages:
+    """The stages of a tree that are here, by name, and what is known of the tree."""
+
+    def __init__(self, net: TreeNet) -> None:
+        self.net, self.tree = net, net.tree
+        self.facts = {name: StageFacts.of(net.stage(name)) for name in net.stages}
+        self.roots = [root for root in net.tree.roots if root.name in self.facts]
+        self.statistics = bool(net.batch_statistics_layers())
+        self.groups: dict[str, int] = {}  # the number of the root above each stage
+        numbers = {root.name: i for i, root in enumerate(net.tree.roots)}
+        for name, node in net.tree.nodes.items():
+            self.groups[name] = numbers[name] if node.parent is None else self.groups[node.parent]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.facts
+
+    def __getitem__(self, name: str) -> StageFacts:
+        return self.facts[name]
+
+    def here(self, names: tuple[str, ...]) -> list[Node]:
+        """Those of these stages that are here."""
+        return [self.tree.nodes[name] for name in names if name in self.facts]
+
+    def gradients(self) -> dict[str, list[Tensor]]:
+        """A place for the gradients of each stage."""
+        return {name: [torch.zeros_like(p) for p in facts.parameters] for name, facts in self.facts.items()}

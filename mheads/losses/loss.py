@@ -113,7 +113,7 @@ class Loss:
 def cross_entropies(outputs: Tensor, y: Tensor) -> Tensor:
     """-log p_y of every member on every example: [M, B, C], [B] -> [M, B]."""
     m, b, c = outputs.shape
-    flat = F.cross_entropy(outputs.reshape(m * b, c), y.repeat(m), reduction="none")
+    flat = F.cross_entropy(outputs.reshape(m * b, c), y if m == 1 else y.repeat(m), reduction="none")
     return flat.view(m, b)
 
 

@@ -281,9 +281,10 @@ def _initialise(net: TreeNet, init: Any, watch: Watcher) -> str:
         init = init.net
     if isinstance(init, TreeNet):
         net.copy_weights(init)
-        return f"{configs.GIVEN}{weights_of.digest(init.state_dict())}"
+        return f"{configs.GIVEN}{identity.weights(init.state_dict())}"
     if isinstance(init, Mapping):
-        found, name = weights_of.by_name(init, "init"), f"{configs.GIVEN}{weights_of.digest(init)}"
+        found = weights_of.by_name(init, "init")
+        name = f"{configs.GIVEN}{identity.weights(found)}"
         left = weights_of.load_into(net, found, name)
     elif isinstance(init, str | Path) and init not in ("random", "same"):
         name = str(Path(init).absolute())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,16 +71,6 @@ def load_into(net: TreeNet, weights: Mapping[str, Tensor], where: str = "the wei
     for name, there in wanted.items():
         tensors[name].copy_(weights[there])
     return sorted(set(weights) - set(wanted.values()))
-
-
-def digest(weights: Mapping[str, Tensor]) -> str:
-    """A short name for these very tensors."""
-    found = hashlib.sha256()
-    for name in sorted(weights):
-        tensor = weights[name].detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
-    return found.hexdigest()[:12]
 
 
 def _in_network(net: TreeNet, name: str) -> str:

@@ -19,24 +19,24 @@ from torch import Tensor, nn
 from mheads import config as configs
 from mheads import data as datasets
 from mheads import experiment as experiments
-from mheads import identity
+from mheads import identity, values
 from mheads import weights as weights_of
 from mheads.checkpoint import Checkpoints
 from mheads.config import Config
 from mheads.data import ArraySplit, Preprocess, Split
-from mheads.data.assemble import check_labels
 from mheads.data.dataset import DatasetSplit
 from mheads.distributed.launch import detect
 from mheads.errors import UserError
 from mheads.keywords import refuse_unknown, speaking_python
 from mheads.log import Log
 from mheads.losses import LOSSES, Loss, independent
-from mheads.metrics import Metrics, Result
 from mheads.prepared import Prepared, check, raw_examples
+from mheads.problems import Classification, Problem
 from mheads.progress import Silent, Watcher, watcher
 from mheads.runs import DataFacts, RunFolder
 from mheads.train import EVALUATION_ROWS, Stopped, train
 from mheads.tree import TreeNet
+from mheads.values import Value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,7 +69,7 @@ class Run:
     config: Config
     net: TreeNet
     data: DataFacts
-    result: Result
+    result: Any  # metrics.Result, or what else the problem measures
     summary: dict[str, Any]
     history: Log = field(default_factory=Log)
     _temporary: _Temporary | None = field(default=None, compare=False)
@@ -80,10 +80,8 @@ class Run:
         split = "" if isinstance(config.split, int | None) else f", tree {config.split}"
         loss = ", ".join([config.loss.name, *([f"k={config.loss.k}"] if config.loss.name == "mcl" else [])])
         trained = f"{self.summary['iterations']:,} iterations in {self.summary['seconds']:.1f} s"
-        measured = (
-            f"Ensemble-Mean {result.ensemble_mean:.2f}, Oracle {result.oracle:.2f}, "
-            f"members {' '.join(f'{a:.1f}' for a in result.members)} (% of {result.examples:,} examples)"
-        )
+        measured = ", ".join(f"{name} {text}" for name, text in result.headline().items())
+        measured += f" ({self.data.problem.unit or 'RMSE'} of {result.examples:,} examples)"
         return (
             f"Run: {members} of {config.model}{split}; {loss}; {trained}\n"
             f"  {measured if result.examples else 'not evaluated yet'}\n"
@@ -103,17 +101,17 @@ class Run:
         prepared = Prepared(self.net, self.data)
         return torch.cat([prepared.run(part).cpu() for part in raw.split(EVALUATION_ROWS)], 1)
 
-    def evaluate(self, x: Any, y: Any = None) -> Result:
+    def evaluate(self, x: Any, y: Any = None) -> Any:
         """All metrics on raw examples and labels, preprocessed as in training.
 
         x and y are arrays as `fit` takes them; without y, x is a pair of them, a list of pairs, a Dataset or a
         DataLoader.
         """
-        split = _labelled(x if y is None else (x, y), self.data.classes, "the examples")
+        split, _ = _labelled(x if y is None else (x, y), self.data.problem, "the examples")
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")
-        return _measure([self.net], Prepared(self.net, self.data).run, split, EVALUATION_ROWS)
+        return _measure([self.net], Prepared(self.net, self.data).run, split, self.data.problem, EVALUATION_ROWS)
 
     def member(self, m: int) -> Prepared:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
@@ -123,13 +121,14 @@ class Run:
         """Who owns which class of the test set."""
         from mheads.report.figures import ownership_figure
 
-        return ownership_figure(np.asarray(self.result.ownership), self.data.classes)
+        return ownership_figure(np.asarray(self.result.ownership), self.data.problem.groups)
 
     def plot_history(self) -> Figure:
         """How the losses of training and the accuracies of the evaluations went."""
         from mheads.report.figures import history_figure
 
-        return history_figure(*self.history)
+        measure = "accuracy, %" if self.data.problem.name == "classification" else "root mean square error"
+        return history_figure(*self.history, measure)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -344,7 +343,7 @@ def evaluate(
     *,
     classes: Sequence[str] | None = None,
     batch_size: int = 100,
-) -> Result:
+) -> Any:
     """All metrics of an ensemble on labelled examples: a tree, one model, or a list of models that give logits [B, C].
 
     `test` is (inputs, labels), a list of pairs, a Dataset or a DataLoader; `classes` number labels that are names.
@@ -370,7 +369,7 @@ def evaluate(
     modules = [model for model in members if isinstance(model, nn.Module)]
     parameter = next((p for module in modules for p in module.parameters()), torch.empty(0))
 
-    def forward(raw: Tensor) -> Tensor:
+    def forward(raw: Tensor) -> Value:
         raw = raw.to(parameter.device)
         x = Preprocess()(raw, parameter.dtype)
         if isinstance(models, TreeNet):
@@ -379,40 +378,60 @@ def evaluate(
         first = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
         return torch.stack([model(first if isinstance(model, Prepared) else x) for model in members])
 
-    return _measure(modules, forward, _labelled(test, classes, "the test examples"), batch_size)
+    given = None if classes is None else Classification(tuple(map(str, classes)))
+    split, problem = _labelled(test, given, "the test examples")
+    return _measure(modules, forward, split, problem if given or problem.name == "regression" else None, batch_size)
 
 
-def _labelled(given: Any, classes: Sequence[str] | None, where: str) -> ArraySplit | DatasetSplit:
-    """Examples with class numbers; labels that are names need `classes`, since a test set may lack some."""
+def _labelled(given: Any, problem: Problem | None, where: str) -> tuple[ArraySplit | DatasetSplit, Problem]:
+    """Examples with targets of the problem, or of the one that they look like.
+
+    Labels that are names need a problem that knows them, since a test set may lack some.
+    """
     split = datasets.as_source(given, where)
     if not len(split):
         raise UserError(f"{where}: there are no examples; give at least one")
-    if split.labels.dtype.kind == "U" and classes is None:
+    if split.targets.dtype.kind == "U" and problem is None:
         raise UserError(f"{where}: labels are names; say which number each class has, classes=[...] in that order")
     split.survey(where)
-    split = datasets.numbered({where: split}, classes)[0][where]
-    check_labels(split, int(split.labels.max()) + 1 if classes is None else len(classes), where)
-    return split
+    classes = problem.classes if isinstance(problem, Classification) else None
+    splits, found = datasets.posed({where: split}, classes)
+    if problem is not None and type(found) is not type(problem):
+        raise UserError(f"{where}: targets for {found.name}, but this is {problem.name}")
+    found = problem or found
+    found.check_targets(splits[where].targets, where)
+    return splits[where], found
 
 
 def _measure(
-    modules: Sequence[nn.Module], forward: Callable[[Tensor], Tensor], split: Split, batch_size: int
-) -> Result:
-    """The metrics of `forward`, raw examples to outputs [M, b, C], with the modules in eval mode."""
+    modules: Sequence[nn.Module],
+    forward: Callable[[Tensor], Value],
+    split: Split,
+    problem: Problem | None,
+    batch_size: int,
+) -> Any:
+    """The metrics of `forward`, raw examples to outputs [M, b, ...], with the modules in eval mode.
+
+    Without a problem there are as many classes as the models give scores.
+    """
     modes = [(m, m.training) for module in modules for m in module.modules()]
     for module in modules:
         module.eval()
-    metrics: Metrics | None = None
+    metrics = None
     try:
         with torch.inference_mode():
             for start in range(0, len(split), batch_size):
                 rows = np.arange(start, min(start + batch_size, len(split)))
-                outputs, targets = forward(split.read(rows, None)), torch.from_numpy(split.labels[rows])
+                found, targets = forward(split.read(rows, None)), torch.from_numpy(split.targets[rows])
+                outputs = values.leaves(found)[0] if problem is None else problem.answer(found)
                 if outputs.dim() != 3:
                     raise UserError(f"each model must give logits [B, C], not {tuple(outputs.shape[1:])}")
-                if int(targets.max()) >= outputs.shape[2]:
-                    raise UserError(f"label {int(targets.max())}, but the models give {outputs.shape[2]} scores")
-                metrics = metrics or Metrics(outputs.shape[0], outputs.shape[2])
+                if problem is None:  # the first batch
+                    if int(targets.max()) >= outputs.shape[2]:
+                        raise UserError(f"label {int(targets.max())}, but the models give {outputs.shape[2]} scores")
+                    problem = Classification(tuple(map(str, range(outputs.shape[2]))))
+                problem.check_output(outputs[0], "a model", "the examples")
+                metrics = metrics or problem.metrics(outputs.shape[0])
                 metrics.update(outputs, targets)
     finally:
         for module, mode in modes:
@@ -457,12 +476,12 @@ def _opened(
     if weights.final:
         summary = folder.read_result()
     else:
-        summary = {"iterations": weights.iteration, "seconds": weights.seconds}
+        summary = {"problem": data.problem.name, "iterations": weights.iteration, "seconds": weights.seconds}
         if log.evaluations:
             newest = log.evaluations[-1]
             warn(f"run.result is the evaluation at iteration {newest['iteration']}, on the {newest['split']} set")
             summary = {key: value for key, value in newest.items() if key != "iteration"} | summary
         else:
             warn("run.result is NaN throughout: there was no evaluation yet; evaluate the run to have one")
-            summary |= Result.unknown(net.num_members, len(data.classes)).to_dict()
-    return Run(folder.path, config, net, data, Result.from_dict(summary), summary, log, temporary)
+            summary |= data.problem.unknown(net.num_members).to_dict()
+    return Run(folder.path, config, net, data, data.problem.read_result(summary), summary, log, temporary)

@@ -39,7 +39,7 @@ def run_demo(folder: Path, console: Console) -> None:
     console.print(comparison_table(results))
     owners = {title: np.asarray(result["ownership"]) for title, result in results.items() if len(result["members"]) > 1}
     picture = folder / "ownership.png"
-    save(ownership_figure(owners, load("digits").classes), picture)
+    save(ownership_figure(owners, load("digits").problem.groups), picture)
     console.print(
         "Averaged, independent members beat one of them. Under MCL each digit teaches only the member that does best "
         "on it: members become specialists, poor alone, and one of the four answers is nearly always right (Oracle).\n"

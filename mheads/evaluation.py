@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from mheads import api, experiment, values
+from mheads import api, experiment
 from mheads import config as configs
 from mheads.data.batch import evaluation_batches
 from mheads.data.catalog import DATASETS
@@ -25,7 +25,7 @@ from mheads.data.split import Split
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
 from mheads.files import write_atomically
-from mheads.metrics import Metrics
+from mheads.problems import Classification
 from mheads.progress import Watcher
 from mheads.runs import DataFacts, RunFolder
 from mheads.train import EVALUATION_ROWS, summary
@@ -52,13 +52,13 @@ def evaluate_run(
     weights = folder.load_weights(net, watch.warn)
     data, examples, split = _examples(folder, overrides, split)
     engine = experiment.threads_engine(config, net)
-    metrics = Metrics(net.num_members, len(data.classes))
+    metrics = data.problem.metrics(net.num_members)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     try:
         readers = evaluation_batches(examples, data.inputs, EVALUATION_ROWS)
         with watch.evaluating(len(examples)) as advance:
             for outputs, targets in engine.outputs(readers):
-                outputs = values.leaves(outputs)[0]  # scores come first
+                outputs = data.problem.answer(outputs)
                 metrics.update(outputs, targets)
                 if outputs_file is not None:
                     kept.append((outputs.cpu().numpy(), targets.cpu().numpy()))
@@ -69,7 +69,7 @@ def evaluate_run(
         arrays = {
             "outputs": np.concatenate([o for o, _ in kept], 1),
             "labels": np.concatenate([t for _, t in kept]),
-            "classes": np.array(data.classes),
+            "classes": np.array(data.problem.groups),
         }
         write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
     return summary(metrics.result(), net, split, weights.iteration, weights.seconds)
@@ -123,10 +123,13 @@ def _examples(folder: RunFolder, overrides: Sequence[str], split: str | None) ->
         raise UserError(f"{data.name} has no {split} examples to evaluate on")
     if tuple(examples.shape) != facts.shape:
         raise UserError(f"examples of shape {tuple(examples.shape)}, but {folder.path} was trained on {facts.shape}")
-    if data.classes != facts.classes[: len(data.classes)]:
+    here, there = data.problem, facts.problem
+    if here.name != there.name:
+        raise UserError(f"{data.name} is {here.name}, but {folder.path} was trained for {there.name}")
+    if here.groups != there.groups[: len(here.groups)]:
         raise UserError(
-            f"the classes of {data.name} are {', '.join(data.classes)}; those that {folder.path} was trained on are "
-            f"{', '.join(facts.classes)}: give data with the same classes in the same order"
+            f"the classes of {data.name} are {', '.join(here.groups)}; those that {folder.path} was trained on are "
+            f"{', '.join(there.groups)}: give data with the same classes in the same order"
         )
     return facts, examples, split
 
@@ -142,19 +145,29 @@ def predict_images(
     pixels = [read_image(image, run, resize) for image in images]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        answers = dict(zip(images, _probabilities(run, np.stack(pixels)).unbind(1), strict=True)) if images else {}
-        rows = {file: _probabilities(run, read_examples(file, run)) for file in files if file not in answers}
+        answers = dict(zip(images, run.predict(np.stack(pixels)).double().unbind(1), strict=True)) if images else {}
+        rows = {file: run.predict(read_examples(file, run)).double() for file in files if file not in answers}
     for warning in said:
         yield Group(Text(str(warning.message), style="yellow"))
+    problem = run.data.problem
     for file in files:
-        if file in answers:
-            yield _answers(file, answers[file], run.data.classes)
+        if not isinstance(problem, Classification):
+            yield _numbers(file, rows[file] if file in rows else answers[file][:, None])
+        elif file in answers:
+            yield _answers(file, answers[file].softmax(-1), problem.classes)
         else:
-            yield _answers_to_rows(file, rows[file], run.data.classes)
+            yield _answers_to_rows(file, rows[file].softmax(-1), problem.classes)
 
 
-def _probabilities(run: api.Run, x: np.ndarray) -> torch.Tensor:
-    return run.predict(x).double().softmax(-1)
+def _numbers(file: Path, outputs: torch.Tensor) -> Group:
+    """Outputs [M, N, D] of the examples of a file: a line each."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("row", "Ensemble-Mean", *(f"member {m}" for m in range(len(outputs)))):
+        table.add_column(name, no_wrap=True)
+    for row in range(outputs.shape[1]):
+        shown = (" ".join(f"{x:.4g}" for x in given[row]) for given in (outputs.mean(0), *outputs))
+        table.add_row(str(row), *shown)
+    return Group(escape(str(file)), table)
 
 
 def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:

@@ -56,7 +56,7 @@ class Experiment:
 
     def loss_at(self, step: int) -> Loss:
         """The loss of a step. What changes over training is a function of it: resuming and ranks keep the bits."""
-        return independent() if step < self.config.pretrain else self.loss
+        return independent().on(self.data.problem) if step < self.config.pretrain else self.loss
 
     @property
     def evaluated_on(self) -> str:
@@ -104,24 +104,20 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
     few = np.arange(min(2, len(data.train)))
     outputs = net.probe(data.preprocess(data.train.read(few, None), net.dtype))
-    output = values.leaves(outputs)[0]
     if loss.name in LOSSES and not isinstance(outputs, Tensor):
         raise UserError(
             f"{net.network_name} gives a {type(outputs).__name__}, but loss {loss.name} takes scores [B, C] alone: "
             "let the network return these, or give a loss of your own"
         )
-    if output.dim() != 2 or output.shape[1] != len(data.classes):
-        raise UserError(
-            f"{net.network_name} gives outputs of shape {tuple(output.shape[1:])}, but {data.name} has "
-            f"{len(data.classes)} classes; a network gives one score a class (model_args.classes={len(data.classes)}?)"
-        )
+    data.problem.check_output(outputs, net.network_name, data.name)
+    loss = loss.on(data.problem)
     sampling = config.sampling
     prior = datasets.priors(
         sampling.name,
         seed=config.seed,
         members=net.num_members,
-        labels=data.train.labels,
-        num_classes=len(data.classes),
+        labels=data.problem.group(torch.as_tensor(data.train.targets)).numpy(),
+        num_classes=len(data.problem.groups),
         fraction=sampling.fraction,
         groups=sampling.groups if sampling.name == "specialists" else None,
     )
@@ -129,7 +125,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
     if loss.averaged and prior is not None:
         raise UserError(f"sampling is {sampling.name}, but {loss.name} averages the members: use sampling=full")
-    targets = torch.as_tensor(data.train.labels[few])
+    targets = torch.as_tensor(data.train.targets[few])
     gradients = _teach(loss, outputs, targets, net.num_members)
     if all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):  # the loss does not tell members apart
         for a, b in net.identical_members():
@@ -252,10 +248,12 @@ def donor_differences(config: Config, data: Data) -> list[str]:
     if not RunFolder(Path(config.init)).exists():  # random, same, or weights without a run
         return []
     there, here = RunFolder(Path(config.init)).read_data(), DataFacts.of(data)
+    what = "classes" if here.problem.name == "classification" else "groups"
     pairs = {
         "the shape of an example": (there.shape, here.shape),
-        "the number of classes": (len(there.classes), len(here.classes)),
-        **{f"class {c}": names for c, names in enumerate(zip(there.classes, here.classes, strict=False))},
+        "the problem": (there.problem.name, here.problem.name),
+        f"the number of {what}": (len(there.problem.groups), len(here.problem.groups)),
+        **{f"class {c}": names for c, names in enumerate(zip(there.problem.groups, here.problem.groups, strict=False))},
         "data.scale": (there.preprocess.scale, here.preprocess.scale),
         "the mean that is subtracted": (_said(there.preprocess.mean), _said(here.preprocess.mean)),
         "the deviation that is divided by": (_said(there.preprocess.std), _said(here.preprocess.std)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,13 +19,38 @@ BINS = 15  # of the expected calibration error
 CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
 
 
+class PlainResult:
+    """A dataclass of numbers in lists and dicts that goes to JSON and back."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Ready for JSON; what is not finite is null."""
+
+        def plain(name: str) -> Any:
+            # + 0 turns -0.0 to 0.0
+            return _map(lambda x: self.rounded(name, x) + 0 if math.isfinite(x) else None, getattr(self, name))
+
+        return {f.name: plain(f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`, up to its rounding; other keys are ignored."""
+        found = fields(cls)  # type: ignore[arg-type]
+        return cls(**{f.name: _map(lambda x: math.nan if x is None else x, values[f.name]) for f in found})
+
+    def rounded(self, name: str, x: float) -> float:
+        """A number of a field as JSON has it: six digits."""
+        return x if isinstance(x, int) else float(f"{x:.6g}")
+
+
 @dataclass(frozen=True)
-class Result:
+class Result(PlainResult):
     """The metrics of one ensemble on one set of examples; accuracies and errors are in percent.
 
     `single` is always the mean over the members, `ensemble_mean` the mean of their probabilities taken as one
     predictor. What is not finite (the loss of a member that gives NaN) is NaN here and null in JSON.
     """
+
+    problem: ClassVar[str] = "classification"
 
     members: list[float]  # accuracy of each
     single: float
@@ -41,19 +66,15 @@ class Result:
     ownership: list[list[int]]  # [M][C] examples of each class that each member owns
     examples: int
 
-    def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON: rounded to 4 decimals, likelihoods to 6."""
+    def rounded(self, name: str, x: float) -> float:
+        return round(x, 6 if name == "nll" else 4)
 
-        def rounded(name: str) -> Any:
-            digits = 6 if name == "nll" else 4  # and + 0, which turns -0.0 to 0.0
-            return _map(lambda x: round(x, digits) + 0 if math.isfinite(x) else None, getattr(self, name))
-
-        return {f.name: rounded(f.name) for f in fields(self)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Result:
-        """The inverse of `to_dict`, up to its rounding; other keys are ignored."""
-        return cls(**{f.name: _map(lambda x: math.nan if x is None else x, values[f.name]) for f in fields(cls)})
+    def headline(self) -> dict[str, str]:
+        return {
+            "Ensemble-Mean": f"{self.ensemble_mean:.2f}",
+            "Oracle": f"{self.oracle:.2f}",
+            "members": " ".join(f"{a:.1f}" for a in self.members),
+        }
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> Result:

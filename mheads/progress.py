@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mheads.metrics import Result
+    from mheads.problems import Result
 
 
 class Watcher(Protocol):
@@ -145,13 +145,10 @@ class Notebook:
 
     def _repr_html_(self) -> str:
         """What the cell shows: the bar, a table of the evaluations, and whatever was said."""
-        rows = "".join(
-            f"<tr><td>{step:,}</td><td>{result.ensemble_mean:.2f}</td><td>{result.oracle:.2f}</td>"
-            f"<td>{' '.join(f'{a:.1f}' for a in result.members)}</td></tr>"
-            for step, result in self._evaluations
-        )
-        head = "<tr><th>iteration</th><th>Ensemble-Mean</th><th>Oracle</th><th>members</th></tr>"
-        table = f"<table>{head}{rows}</table>" if rows else ""
+        found = [{"iteration": f"{step:,}", **result.headline()} for step, result in self._evaluations]
+        rows = "".join(f"<tr>{''.join(f'<td>{text}</td>' for text in row.values())}</tr>" for row in found)
+        head = "".join(f"<th>{name}</th>" for name in found[0]) if found else ""
+        table = f"<table><tr>{head}</tr>{rows}</table>" if rows else ""
         return "".join(f"<div>{escape(line)}</div>" for line in self._lines) + self._bar + table
 
     def __repr__(self) -> str:
@@ -220,9 +217,7 @@ def step_line(loss: float, rate: float, pace: float, shares: list[float]) -> str
 
 
 def evaluation_line(step: int, result: Result) -> str:
-    members = " ".join(f"{a:.1f}" for a in result.members)
-    measures = f"Ensemble-Mean {result.ensemble_mean:.2f}  Oracle {result.oracle:.2f}"
-    return f"iteration {step:>6}  {measures}  members {members}"
+    return "  ".join([f"iteration {step:>6}", *(f"{name} {text}" for name, text in result.headline().items())])
 
 
 def in_notebook() -> bool:

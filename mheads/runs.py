@@ -26,15 +26,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mheads import config as configs
-from mheads import files, identity
+from mheads import files, identity, problems
 from mheads.checkpoint import Checkpoint, Checkpoints, to_bytes
 from mheads.config import Config
 from mheads.data import Data, Preprocess, Seen
 from mheads.errors import UserError
 from mheads.log import Log, good_lines
 from mheads.manifest import AGAIN, DamageError, Manifest
-from mheads.metrics import Result
 from mheads.plain import from_json
+from mheads.problems import Problem
 from mheads.tree import TreeNet
 from mheads.values import Value
 
@@ -48,7 +48,7 @@ class DataFacts:
 
     name: str
     shape: tuple[int, ...]
-    classes: tuple[str, ...]
+    problem: Problem
     preprocess: Preprocess
     fingerprint: str
     seen: Seen | None = None
@@ -57,7 +57,7 @@ class DataFacts:
     @staticmethod
     def of(data: Data) -> DataFacts:
         shape = tuple(data.train.shape)
-        return DataFacts(data.name, shape, data.classes, data.preprocess, data.fingerprint, data.seen, data.held_out)
+        return DataFacts(data.name, shape, data.problem, data.preprocess, data.fingerprint, data.seen, data.held_out)
 
     def check(self, given: Seen | None, what: str) -> None:
         """Refuses other examples that cannot be brought to the range that training saw."""
@@ -337,7 +337,7 @@ class RunFolder:
         facts = {
             "name": data.name,
             "shape": list(data.shape),
-            "classes": list(data.classes),
+            "problem": data.problem.to_dict(),
             "scale": data.preprocess.scale,
             "fingerprint": data.fingerprint,
             "seen": None if data.seen is None else [data.seen.kind, data.seen.low, data.seen.high],
@@ -352,9 +352,9 @@ class RunFolder:
                 facts = from_json(file.metadata()["facts"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             preprocess = Preprocess.from_tensors(tensors, facts["scale"])
-            shape, classes = tuple(facts["shape"]), tuple(map(str, facts["classes"]))
+            shape, problem = tuple(facts["shape"]), problems.from_dict(facts["problem"])
             seen = None if facts["seen"] is None else Seen(*facts["seen"])
-            return DataFacts(facts["name"], shape, classes, preprocess, facts["fingerprint"], seen, facts["held_out"])
+            return DataFacts(facts["name"], shape, problem, preprocess, facts["fingerprint"], seen, facts["held_out"])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise DamageError(f"{self.data} cannot be read ({error}): the run folder is damaged; {AGAIN}") from error
 
@@ -365,7 +365,7 @@ class RunFolder:
         self.manifest.check(self.result)
         try:
             result = from_json(files.read(self.result).decode())
-            Result.from_dict(result)
+            problems.PROBLEMS[result["problem"]]  # says how to read the rest
             return {**result, "iterations": int(result["iterations"]), "seconds": float(result["seconds"])}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamageError(f"{self.result} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 import mheads
-from mheads import values
 from mheads.checkpoint import Checkpoints
 from mheads.data import Data
 from mheads.data.batch import Batch, Batches, evaluation_batches
@@ -25,8 +24,8 @@ from mheads.engine.threads import ThreadsEngine
 from mheads.errors import UserError
 from mheads.experiment import Experiment, donor_differences
 from mheads.log import History, MetricsLog
-from mheads.metrics import Metrics, Result
 from mheads.optim import Optimizer, Schedule
+from mheads.problems import Problem, Result
 from mheads.progress import Silent, Watcher
 from mheads.runs import DataFacts, RunFolder
 from mheads.tree import TreeNet
@@ -57,7 +56,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     if experiment.loss.averaged and config.loss.scale_rate and config.optim.name == "sgd":
         lr *= net.num_members  # averaging divides every member's gradient by M, which Adam's step does not feel
     schedule = Schedule(config.optim.schedule, lr, config.optim.iterations)
-    state = _Progress(net.num_members, len(data.classes))
+    state = _Progress(net.num_members, data.problem)
     total = config.pretrain + config.optim.iterations
     log: MetricsLog | None = None
     batches: Batches | None = None
@@ -182,11 +181,11 @@ def _open(
 
 def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) -> Result | None:
     """All metrics on the test set, which the lead gets."""
-    metrics = Metrics(engine.net.num_members, len(data.classes))
+    metrics = data.problem.metrics(engine.net.num_members)
     readers = evaluation_batches(data.test, data.preprocess, EVALUATION_ROWS)
     with (watch or Silent()).evaluating(len(data.test)) as advance:
         for outputs, targets in engine.outputs(readers):
-            metrics.update(values.leaves(outputs)[0], targets)  # scores come first
+            metrics.update(data.problem.answer(outputs), targets)
             advance(len(targets))
     return metrics.result() if engine.lead else None
 
@@ -194,6 +193,7 @@ def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) ->
 def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: float) -> dict[str, Any]:
     """What result.json holds."""
     return {
+        "problem": result.problem,
         **result.to_dict(),
         "split": split,
         "iterations": iterations,
@@ -211,12 +211,14 @@ def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: 
 class _Progress:
     """Where training stands, beside the weights: all of it is in the checkpoint."""
 
-    def __init__(self, members: int, classes: int) -> None:
+    def __init__(self, members: int, problem: Problem) -> None:
+        self.problem = problem
+        groups = len(problem.groups)
         self.step = 0
         self.seconds = 0.0
         self.log: list[list[Any]] = []  # the parts of metrics.jsonl
-        self.history = History(members, classes)
-        self.owned = np.zeros((members, classes))  # assignment since the last evaluation
+        self.history = History(members, groups)
+        self.owned = np.zeros((members, groups))  # assignment since the last evaluation
         self._start_window()
 
     def _start_window(self) -> None:
@@ -228,7 +230,7 @@ class _Progress:
     def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
         assignment = report.assignment.double().cpu()
         owned = torch.zeros(self.owned.shape, dtype=torch.float64)
-        owned.index_add_(1, batch.targets, assignment)
+        owned.index_add_(1, self.problem.group(batch.targets).cpu(), assignment)
         self.owned += owned.numpy()
         self.wins += assignment.sum(1).numpy()
         # Of the examples that a member may learn from: the others were not computed for it.

@@ -89,3 +89,10 @@ def hangs() -> nn.Sequential:
             flatten=nn.Flatten(), hidden=nn.Linear(64, 8), middle=nn.Linear(8, 8), hang=Hangs(), out=nn.Linear(8, 10)
         )
     )
+
+
+def numbers() -> nn.Sequential:
+    """Three numbers -> two."""
+    return nn.Sequential(
+        OrderedDict(first=nn.Linear(3, 8), tanh=nn.Tanh(), drop=mheads.Dropout(0.1), out=nn.Linear(8, 2))
+    )

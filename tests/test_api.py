@@ -326,11 +326,11 @@ def test_a_dataset_with_names_trains_to_the_same_bits_as_arrays():
     arrays = mheads.fit(mheads.TreeNet(networks.Plain, 2), train=TRAIN, **options)
     for mine, theirs in zip(run.net.parameters(), arrays.net.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert run.data.classes == tuple(f"digit {i}" for i in range(10))
+    assert run.data.problem.classes == tuple(f"digit {i}" for i in range(10))
     names = [f"digit {y}" for y in TEST[1]]
     loader = DataLoader(TensorDataset(*map(torch.from_numpy, TEST)), batch_size=7)
     found = run.evaluate(TEST[0], names)
-    assert found == run.evaluate(loader) == mheads.evaluate(run.net, (TEST[0], names), classes=run.data.classes)
+    assert found == run.evaluate(loader) == mheads.evaluate(run.net, (TEST[0], names), classes=run.data.problem.classes)
     with pytest.raises(mheads.UserError, match="'digit ten'"):
         run.evaluate(TEST[0][:1], ["digit ten"])
     with pytest.raises(mheads.UserError, match=r"labels are names.*classes="):

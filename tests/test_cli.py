@@ -147,7 +147,7 @@ def arrays(**changed):
             {"x_train": np.zeros((40, 1, 12, 12), np.uint8), "x_test": np.zeros((20, 1, 12, 12), np.uint8)},
             ["ip1", "(2, 288)"],
         ),
-        ({"y_train": np.linspace(0, 9, 40)}, ["float64", "integers"]),
+        ({"y_train": np.linspace(0, 9, 40)}, ["train labels are floats", "same way"]),
         ({"x_test": np.zeros((0, 1, 8, 8), np.uint8), "y_test": np.zeros(0, int)}, ["no test examples", "validation"]),
     ],
 )
@@ -331,7 +331,7 @@ def test_every_metric_follows_from_the_saved_outputs_to_the_last_digit(mheads, u
     shown = result(undisturbed)
     for name, value in expected.items():
         assert shown[name] == rounded(value, 6 if name == "nll" else 4), name
-    assert set(shown) - set(expected) == {"iterations", "parameters", "split", "versions"}
+    assert set(shown) - set(expected) == {"iterations", "parameters", "problem", "split", "versions"}
     assert f"{shown['oracle']:.2f} %" in done.out
 
 
@@ -550,7 +550,14 @@ def test_predictions_and_comparisons_fit_80_columns():
     from mheads.report.tables import comparison_table, result_table
 
     members = [98.06, 97.5, 98.61, 98.33]
-    one = {"members": members, "single": 98.06, "ensemble_mean": 99.17, "oracle": 100.0, "parameters": 54824}
+    one = {
+        "problem": "classification",
+        "members": members,
+        "single": 98.06,
+        "ensemble_mean": 99.17,
+        "oracle": 100.0,
+        "parameters": 54824,
+    }
     one |= {"seconds": 11.9, "iterations": 500, "disagreement": 1.2, "nll": {"ensemble_mean": 0.1}}
     one |= {"calibration_error": {"ensemble_mean": 1.0}}
     probabilities = torch.softmax(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), -1)

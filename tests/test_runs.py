@@ -463,7 +463,7 @@ def test_a_run_is_evaluated_on_every_split_with_its_own_preprocessing(mheads, tm
         data = whole.test if split == "test" else whole.train
         start = len(data) - 50 if split == "validation" else 0
         wanted = np.arange(start, start + rows)
-        assert labels.tolist() == data.labels[wanted].tolist()
+        assert labels.tolist() == data.targets[wanted].tolist()
         raw = data.read(wanted, None).numpy().transpose(0, 3, 1, 2)
         np.testing.assert_allclose(found, loaded.predict(raw).numpy(), rtol=1e-4, atol=1e-5)
 
@@ -471,7 +471,7 @@ def test_a_run_is_evaluated_on_every_split_with_its_own_preprocessing(mheads, tm
 def test_a_run_is_evaluated_on_other_data(mheads, plain, tmp_path):
     data = package.data.load("digits")
     x = data.test.read(np.arange(200, 260), None).numpy().transpose(0, 3, 1, 2)
-    labels = data.test.labels[200:260]
+    labels = data.test.targets[200:260]
     np.savez(tmp_path / "other.npz", x_train=x[:10], y_train=np.arange(10), x_test=x, y_test=labels)
     found, given = outputs(mheads, tmp_path, plain, "data.name=npz", f"data.path={tmp_path / 'other.npz'}")
     assert given.tolist() == labels.tolist()

@@ -7,7 +7,7 @@ from mheads.data.fetch import get
 from mheads.data.preprocess import Preprocess
 from mheads.data.sampling import order, priors, stream, weighted
 from mheads.data.seen import Seen
-from mheads.data.sources import as_source, from_arrays, numbered
+from mheads.data.sources import as_source, from_arrays, posed
 from mheads.data.split import Data, Split
 
 __all__ = [
@@ -22,8 +22,8 @@ __all__ = [
     "from_arrays",
     "get",
     "load",
-    "numbered",
     "order",
+    "posed",
     "priors",
     "stream",
     "weighted",

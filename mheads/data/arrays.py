@@ -18,14 +18,14 @@ from mheads.errors import UserError
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
 class ArraySplit:
-    """Examples in one array: images [N, H, W, C] or vectors [N, F], and labels int64 [N].
+    """Examples in one array: images [N, H, W, C] or vectors [N, F], and their targets.
 
     `pad` and `mirror` say how images are augmented when they are read with seeds: zeros around the raw image,
     a random crop of the original size, mirrored half of the time.
     """
 
     examples: np.ndarray
-    labels: np.ndarray
+    targets: np.ndarray
     pad: int = 0
     mirror: bool = False
 
@@ -35,7 +35,7 @@ class ArraySplit:
         return (channels, *space)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         """Raw examples [b, ...]: uint8 NHWC, float NCHW (a view of NHWC memory), or vectors [b, F]."""
@@ -49,7 +49,7 @@ class ArraySplit:
         return self.pad
 
     def part(self, rows: slice) -> Self:
-        return replace(self, examples=self.examples[rows], labels=self.labels[rows])
+        return replace(self, examples=self.examples[rows], targets=self.targets[rows])
 
     def fixed(self) -> Self:
         return replace(self, pad=0, mirror=False)
@@ -62,7 +62,7 @@ class ArraySplit:
 
     def checksum(self) -> bytes:
         digest = hashlib.sha256(repr((self.examples.dtype.str, self.examples.shape)).encode())
-        digest.update(np.ascontiguousarray(self.labels).data)
+        digest.update(np.ascontiguousarray(self.targets).data)
         digest.update(np.ascontiguousarray(self.examples).data)
         return digest.digest()
 
@@ -99,8 +99,8 @@ def as_split(examples: Any, labels: Any, where: str) -> ArraySplit:
 
     Labels that are names stay names: `sources.numbered` gives them numbers.
     """
-    x, y = as_examples(examples, where), as_labels(labels, where)
-    if y.shape != x.shape[:1]:
+    x, y = as_examples(examples, where), as_targets(labels, where)
+    if y.shape[:1] != x.shape[:1] or (y.ndim > 1 and y.dtype.kind != "f"):
         raise UserError(
             f"{where}: {len(x)} examples but labels of shape {list(y.shape)}; give one label per example, [N]"
         )
@@ -128,17 +128,24 @@ def as_examples(examples: Any, where: str) -> np.ndarray:
     return np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("="))
 
 
-def as_labels(labels: Any, where: str) -> np.ndarray:
-    """Class numbers, int64, or names, str."""
+def as_targets(labels: Any, where: str) -> np.ndarray:
+    """Class numbers, int64 [N], or names, str [N]; or numbers to be learned, float32 [N, D]."""
     y = stacked(labels, f"{where} labels")
     if y.dtype.kind in "iu":
         return y.astype(np.int64, copy=False)
     if y.dtype.kind in "US":
         return y.astype(str, copy=False)
-    advice = "give class numbers as integers, such as int64, or names"
-    if y.ndim == 2 and y.shape[1] > 1:
-        advice = "scores or one-hot rows become class numbers by y.argmax(1)"
-    raise UserError(f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; {advice}")
+    if y.dtype.kind == "f" and y.ndim in (1, 2) and 0 not in y.shape[1:]:
+        y = y[:, None] if y.ndim == 1 else y
+        if y.shape[1] > 1 and len(y) and np.isin(y, (0, 1)).all() and (y.sum(1) == 1).all():
+            raise UserError(
+                f"{where} labels are one-hot rows of shape {list(y.shape)}: they become class numbers by y.argmax(1)"
+            )
+        return np.ascontiguousarray(y, np.float32)
+    raise UserError(
+        f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; give class numbers as integers, such as "
+        "int64, or names; or numbers to be learned as floats, [N] or [N, D]"
+    )
 
 
 def stacked(values: Any, what: str) -> np.ndarray:

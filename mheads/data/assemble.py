@@ -7,19 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 
 from mheads import seeds
 from mheads.data.preprocess import fit_preprocess
 from mheads.data.seen import Seen
 from mheads.data.split import Chosen, Data, Source, Split
 from mheads.errors import UserError
+from mheads.problems import Problem
 
 
 def assemble(
     name: str,
     train: Source,
     test: Source,
-    classes: tuple[str, ...],
+    problem: Problem,
     *,
     normalize: str = "none",
     validation: int = 0,
@@ -44,19 +46,20 @@ def assemble(
     count, held_out = len(train), None
     rows = np.arange(count)
     if hold_out is not None:
-        out = stratified(train.labels, max(1, count // 10), hold_out)
+        out = stratified(_groups(train, problem), max(1, count // 10), hold_out)
         if len(out) == count:
             raise UserError(f"{name}: {count} example is too few to hold some out; give a test set")
         rows = np.setdiff1d(rows, out)
         train, test = Chosen(train, rows), Chosen(train, out)
-        held_out = f"{len(out)} of {count} examples, stratified, seed {hold_out}"
+        how = "stratified" if len(problem.groups) > 1 else "at random"
+        held_out = f"{len(out)} of {count} examples, {how}, seed {hold_out}"
     if validation:
         if not 0 < validation < count:
             raise UserError(
                 f"{name}: data.validation is {validation}; it must leave some of the {count} training"
                 f" examples, so give 0 to {count - 1}"
             )
-        _refuse_sorted(train.labels, validation, name)
+        _refuse_sorted(_groups(train, problem), validation, name)
         rows = rows[: count - validation]
         train, test = train.part(slice(count - validation)), train.part(slice(count - validation, None))
         held_out = f"{validation} of {count} examples, the last"
@@ -71,8 +74,8 @@ def assemble(
             f"{name}: training examples have shape {train.shape} but test examples {test.shape};"
             " make them the same size"
         )
-    check_labels(train, len(classes), f"{name}: train")
-    check_labels(test, len(classes), f"{name}: test")
+    problem.check_targets(train.targets, f"{name}: train")
+    problem.check_targets(test.targets, f"{name}: test")
     if importance is not None:
         importance = importance[rows]
         if not importance.any():
@@ -81,7 +84,11 @@ def assemble(
     factor = _scale(scale, seen, auto, name)
     preprocess = fit_preprocess(train, normalize, factor, statistics)
     fingerprint = _fingerprint(train, test, importance)
-    return Data(name, train, test, classes, preprocess, fingerprint, seen, importance, held_out)
+    return Data(name, train, test, problem, preprocess, fingerprint, seen, importance, held_out)
+
+
+def _groups(split: Split, problem: Problem) -> np.ndarray:
+    return problem.group(torch.as_tensor(split.targets)).numpy()
 
 
 def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
@@ -136,16 +143,6 @@ def _checked(weights: Any, count: int, name: str) -> np.ndarray:
     if len(bad):
         raise UserError(f"{name}: weight {bad[0]} is {found[bad[0]]}; give finite numbers, 0 or more")
     return found
-
-
-def check_labels(split: Split, num_classes: int, where: str) -> None:
-    """Refuse labels that are not the number of a class."""
-    bad = np.flatnonzero((split.labels < 0) | (split.labels >= num_classes))
-    if len(bad):
-        raise UserError(
-            f"{where}: example {bad[0]} has label {split.labels[bad[0]]}, but the {num_classes} classes are"
-            f" numbered 0 to {num_classes - 1} ({len(bad)} such labels); correct the labels or name all classes"
-        )
 
 
 def _fingerprint(train: Source, test: Source, weights: np.ndarray | None) -> str:

@@ -115,7 +115,7 @@ class BatchStream:
         wanted = slice(self.inputs.start, self.inputs.stop)
         return Batch(
             self._inputs(rows[wanted], augmentation[wanted]) if self.inputs else None,
-            torch.from_numpy(self.data.train.labels[rows]),
+            torch.from_numpy(self.data.train.targets[rows]),
             self.data.preprocess,
             prior=None if self.prior is None else self.prior[:, torch.from_numpy(rows)],
             ties=torch.rand(self.members, len(rows), generator=seeds.generator(self.seed, "ties", step)),
@@ -141,7 +141,7 @@ class Reader:
 
     @property
     def targets(self) -> Tensor:
-        return torch.from_numpy(self.split.labels[self.rows])
+        return torch.from_numpy(self.split.targets[self.rows])
 
     def __call__(self) -> Batch:
         return Batch(self.split.read(self.rows, None), self.targets, self.preprocess)

@@ -14,6 +14,7 @@ from mheads.data.folder import STATISTICS, read_folder
 from mheads.data.npz import read_npz
 from mheads.data.split import Data
 from mheads.errors import UserError
+from mheads.problems import Classification, Problem
 
 _CIFAR = {layout.name: layout for layout in (CIFAR10, CIFAR100)}
 
@@ -105,7 +106,7 @@ def load(
             name,
             images,
             held_out,
-            classes,
+            Classification(classes),
             normalize=normalize,
             validation=validation,
             scale=scale,
@@ -120,14 +121,15 @@ def load(
     if name == "digits":
         auto = 1 / 16  # they have 17 levels of grey
         train, test = read_digits()
-        classes = tuple(map(str, range(10)))
+        problem: Problem = Classification(tuple(map(str, range(10))))
     elif name == "npz":
         assert path is not None  # needs_path
-        train, test, classes = read_npz(Path(path).expanduser())
+        train, test, problem = read_npz(Path(path).expanduser())
     else:
         layout = _CIFAR[name]
         train, test, classes = read_cifar(layout, find_cifar(layout, None if root is None else Path(root)))
+        problem = Classification(classes)
     train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
     return assemble(
-        name, train, test, classes, normalize=normalize, validation=validation, scale=scale, auto=auto, limit=limit
+        name, train, test, problem, normalize=normalize, validation=validation, scale=scale, auto=auto, limit=limit
     )

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from mheads import seeds as keyed
-from mheads.data.arrays import as_examples, as_labels, augmented, augmented_places
+from mheads.data.arrays import as_examples, as_targets, augmented, augmented_places
 from mheads.data.images import UNREADABLE, pixels_of
 from mheads.data.seen import Seen, of_rows
 from mheads.data.split import Chosen
@@ -34,7 +34,7 @@ class DatasetSplit:
 
     dataset: Any
     where: str
-    labels: np.ndarray
+    targets: np.ndarray
     shape: tuple[int, ...]
     dtype: np.dtype
     lows: np.ndarray
@@ -45,7 +45,7 @@ class DatasetSplit:
     augment: bool = True
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         seeds = seeds if self.augment else None
@@ -80,7 +80,7 @@ class DatasetSplit:
         return of_rows(self.lows, self.highs, where)
 
     def checksum(self) -> bytes:
-        return hashlib.sha256(self.digest + np.ascontiguousarray(self.labels).tobytes()).digest()
+        return hashlib.sha256(self.digest + np.ascontiguousarray(self.targets).tobytes()).digest()
 
 
 def read_dataset(dataset: Any, where: str) -> DatasetSplit:
@@ -108,7 +108,7 @@ def read_dataset(dataset: Any, where: str) -> DatasetSplit:
     assert first is not None
     as_examples(first[None], where)  # refuses what is no example
     digest.update(repr((first.shape, first.dtype.str)).encode())
-    known = as_labels(labels, where)
+    known = as_targets(labels, where)
     return DatasetSplit(dataset, where, known, _seen_shape(first), first.dtype, lows, highs, digest.digest())
 
 
@@ -118,7 +118,7 @@ def stack(pairs: Sequence[tuple[Any, Any]], where: str) -> tuple[np.ndarray, np.
     for row, example in enumerate(examples):
         _refuse_other(example, _seen_shape(examples[0]), examples[0].dtype, f"{where} item {row}")
     labels = [as_label(y, f"{where} item {row}") for row, (_, y) in enumerate(pairs)]
-    return np.stack(examples), as_labels(labels, where)
+    return np.stack(examples), as_targets(labels, where)
 
 
 def item_of(dataset: Any, row: int, where: str) -> tuple[Any, Any]:
@@ -145,12 +145,14 @@ def as_array(x: Any, where: str) -> np.ndarray:
     return array
 
 
-def as_label(y: Any, where: str) -> int | str:
+def as_label(y: Any, where: str) -> int | str | np.ndarray:
     if isinstance(y, str):
         return y
     array = y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y)
+    if array.dtype.kind == "f" and array.ndim < 2:
+        return array.reshape(-1)
     if array.size != 1 or array.dtype.kind not in "iu":
-        raise UserError(f"{where} has the label {y!r}; give a class number or a name")
+        raise UserError(f"{where} has the label {y!r}; give a class number or a name, or numbers to be learned")
     return int(array.reshape(()))
 
 

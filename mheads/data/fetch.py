@@ -184,7 +184,7 @@ def _decode_sheets(layout: Layout, sheets: Path, folder: Path, progress: Progres
 def _verify(remote: Remote, folder: Path, origin: str) -> None:
     """Every class must be there in full, and the arrays must be those that are known."""
     train, test, classes = read_cifar(remote.layout, folder)
-    counts = [np.bincount(split.labels, minlength=len(classes)) for split in (train, test)]
+    counts = [np.bincount(split.targets, minlength=len(classes)) for split in (train, test)]
     digest = hashlib.sha256(train.checksum() + test.checksum()).hexdigest()
     whole = all((found == expected).all() for found, expected in zip(counts, remote.per_class, strict=True))
     if not whole or digest != (remote.sha256 or digest):

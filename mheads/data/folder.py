@@ -36,7 +36,7 @@ class FolderSplit:
 
     root: Path
     files: np.ndarray  # str [N], relative to root
-    labels: np.ndarray
+    targets: np.ndarray
     resize: int
     crop: int
     mirror: bool = False
@@ -49,7 +49,7 @@ class FolderSplit:
         return (1 if self.grey else 3, self.crop, self.crop)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         """Raw images, uint8 [b, crop, crop, C], decoded by as many threads as there are cores."""
@@ -83,7 +83,7 @@ class FolderSplit:
         return torch.from_numpy(np.stack(found, axis=1))
 
     def part(self, rows: slice) -> Self:
-        return replace(self, files=self.files[rows], labels=self.labels[rows])
+        return replace(self, files=self.files[rows], targets=self.targets[rows])
 
     def fixed(self) -> Self:
         return replace(self, augment=False)
@@ -97,7 +97,7 @@ class FolderSplit:
     def checksum(self) -> bytes:
         """Of names, labels and contents."""
         found = digests(self.root, self.files.tolist(), cores())
-        listing = zip(self.files.tolist(), self.labels.tolist(), found, strict=True)
+        listing = zip(self.files.tolist(), self.targets.tolist(), found, strict=True)
         return hashlib.sha256("\n".join(map(repr, listing)).encode()).digest()
 
 
@@ -121,7 +121,7 @@ def read_folder(
         raise UserError(f"data.crop is {crop} but images are resized to data.resize={resize}; give 1 to {resize}")
     classes = _class_folders(path / "train")
     train = _list_split(path / "train", classes, resize, crop, mirror, grey)
-    lacking = sorted(set(range(len(classes))) - set(train.labels.tolist()))
+    lacking = sorted(set(range(len(classes))) - set(train.targets.tolist()))
     if lacking:
         raise UserError(
             f"{path / 'train' / classes[lacking[0]]} holds no image ({', '.join(SUFFIXES)});"

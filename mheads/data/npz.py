@@ -9,14 +9,15 @@ from zipfile import BadZipFile
 import numpy as np
 
 from mheads.data.arrays import ArraySplit, as_split
-from mheads.data.sources import numbered
+from mheads.data.sources import posed
 from mheads.errors import UserError
+from mheads.problems import Problem
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
 
 
-def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, tuple[str, ...]]:
-    """Train and test splits and class names of a file with x_train, y_train, x_test, y_test.
+def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, Problem]:
+    """Train and test splits and the problem of a file with x_train, y_train, x_test, y_test.
 
     Arrays as `from_arrays` takes them. Optional: `classes`, an array of names.
     """
@@ -39,5 +40,5 @@ def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, tuple[str, ...]]:
     train = as_split(arrays["x_train"], arrays["y_train"], where=f"{path}: train")
     test = as_split(arrays["x_test"], arrays["y_test"], where=f"{path}: test")
     names = arrays["classes"].ravel().tolist() if "classes" in arrays else None
-    splits, classes = numbered({"train": train, "test": test}, names)
-    return splits["train"], splits["test"], classes
+    splits, problem = posed({"train": train, "test": test}, names)
+    return splits["train"], splits["test"], problem

@@ -27,6 +27,7 @@ from mheads.data.assemble import assemble
 from mheads.data.dataset import DatasetSplit, item_of, read_dataset, repeatable, stack
 from mheads.data.split import Data
 from mheads.errors import UserError
+from mheads.problems import Classification, Problem, Regression
 
 FORMS = "(examples, labels), a list of pairs, a torch Dataset or a DataLoader"
 
@@ -57,12 +58,12 @@ def from_arrays(
     given = {"train": as_source(train, f"{name}: train")}
     if test is not None:
         given["test"] = as_source(test, f"{name}: test")
-    sources, known = numbered(given, classes)
+    sources, problem = posed(given, classes)
     return assemble(
         name,
         with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
         sources.get("test", sources["train"].part(slice(0))),
-        known,
+        problem,
         normalize=normalize,
         validation=validation,
         scale=scale,
@@ -95,30 +96,48 @@ def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
     raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
 
 
-def numbered(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The splits with class numbers for labels, and the names of the classes.
+def posed(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], Problem]:
+    """The splits with targets as the problem has them, and that problem: numbers are regression, all else classes.
 
-    Names are numbered by `classes`, or in sorted order of those in training.
+    Names of classes are numbered by `classes`, or in sorted order of those in training.
     """
-    by_name = {key: split.labels.dtype.kind == "U" for key, split in splits.items() if len(split)}
+    kinds = {key: split.targets.dtype.kind for key, split in splits.items() if len(split)}
+    if "f" in kinds.values():
+        if set(kinds.values()) != {"f"} or classes is not None:
+            found = ", ".join(
+                f"{key} labels are {'floats' if kind == 'f' else 'classes'}" for key, kind in kinds.items()
+            )
+            raise UserError(
+                f"{found}{' and classes are named' if classes is not None else ''}: give all in the same way"
+            )
+        sizes = {key: split.targets.shape[1] for key, split in splits.items() if len(split)}
+        if len(set(sizes.values())) > 1:
+            raise UserError(f"targets have {' and '.join(f'{n} numbers in {key}' for key, n in sizes.items())}")
+        return splits, Regression(next(iter(sizes.values())))
+    splits, known = _numbered(splits, classes)
+    return splits, Classification(known)
+
+
+def _numbered(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    by_name = {key: split.targets.dtype.kind == "U" for key, split in splits.items() if len(split)}
     if not any(by_name.values()):
-        largest = max((int(split.labels.max()) for split in splits.values() if len(split)), default=-1)
+        largest = max((int(split.targets.max()) for split in splits.values() if len(split)), default=-1)
         return splits, tuple(map(str, range(largest + 1) if classes is None else classes))
     if not all(by_name.values()):
         kinds = ", ".join(f"{key} labels are {'names' if named else 'numbers'}" for key, named in by_name.items())
         raise UserError(f"{kinds}; give both in the same way")
-    known = tuple(sorted(set(splits["train"].labels.tolist())) if classes is None else map(str, classes))
+    known = tuple(sorted(set(splits["train"].targets.tolist())) if classes is None else map(str, classes))
     number = {name: i for i, name in enumerate(known)}
     found = {}
     for key, split in splits.items():
-        names = split.labels.tolist()
+        names = split.targets.tolist()
         unknown = [row for row, name in enumerate(names) if name not in number]
         if unknown:
             raise UserError(
                 f"{key} example {unknown[0]} has the label {names[unknown[0]]!r}, which is none of the classes"
                 f" {', '.join(known[:10])}{', ...' if len(known) > 10 else ''} ({len(unknown)} such labels)"
             )
-        found[key] = replace(split, labels=np.array([number[name] for name in names], np.int64))
+        found[key] = replace(split, targets=np.array([number[name] for name in names], np.int64))
     return found, known
 
 

@@ -11,14 +11,15 @@ import torch
 
 from mheads.data.preprocess import Preprocess
 from mheads.data.seen import Seen
+from mheads.problems import Problem
 
 
 class Split(Protocol):
     """N labelled examples that can be read by row, in any order, from several threads at once."""
 
     @property
-    def labels(self) -> np.ndarray:
-        """Class of each example, int64 [N]."""
+    def targets(self) -> np.ndarray:
+        """What is to be learned of each example: class numbers int64 [N], or numbers float32 [N, D]."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,10 +70,10 @@ class Chosen:
 
     source: Source
     rows: np.ndarray
-    labels: np.ndarray = field(init=False)
+    targets: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", self.source.labels[self.rows])
+        object.__setattr__(self, "targets", self.source.targets[self.rows])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,7 +119,7 @@ class Data:
     name: str
     train: Split
     test: Split
-    classes: tuple[str, ...]
+    problem: Problem
     preprocess: Preprocess
     fingerprint: str
     seen: Seen | None = None

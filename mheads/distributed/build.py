@@ -12,6 +12,7 @@ from safetensors.torch import save as save_tensors
 
 from mheads import config as configs
 from mheads import experiment as experiments
+from mheads import problems
 from mheads.config import Config
 from mheads.data import Data, Preprocess
 from mheads.data.batch import Batches
@@ -70,14 +71,15 @@ def build(config: Config, world: World) -> RanksExperiment:
     loss = experiments.build_loss(config)
     net = experiments.build_net(config, only=placement.owned(world.rank))
     if config.data.reader == "root" and not world.lead:
-        return RanksExperiment(config, net, loss, _absent_data(world), None, world, placement)
+        absent = _absent_data(world)
+        return RanksExperiment(config, net, loss.on(absent.problem), absent, None, world, placement)
     data = experiments.load_data(config)
     if config.data.reader == "root":
         world.share("data", lambda: _facts(data))
     else:
         world.compare("data", {"data checksum": data.fingerprint})
     checked = experiments.assemble(config, net, loss, data)
-    return RanksExperiment(config, net, loss, data, checked.prior, world, placement)
+    return RanksExperiment(config, net, checked.loss, data, checked.prior, world, placement)
 
 
 def _shared(key: str) -> bool:
@@ -101,7 +103,7 @@ def place(config: Config, world: World) -> Placement:
 def _facts(data: Data) -> dict:
     return {
         "name": data.name,
-        "classes": list(data.classes),
+        "problem": data.problem.to_dict(),
         "scale": data.preprocess.scale,
         "tensors": base64.b64encode(save_tensors(data.preprocess.tensors())).decode(),
         "shape": list(data.train.shape),
@@ -117,18 +119,19 @@ def _absent_data(world: World) -> Data:
     preprocess = Preprocess.from_tensors(load_tensors(base64.b64decode(facts["tensors"])), facts["scale"])
     shape = tuple(facts["shape"])
     train, test = (AbsentSplit(facts[name], shape) for name in ("train", "test"))
-    return Data(facts["name"], train, test, tuple(facts["classes"]), preprocess, facts["fingerprint"])
+    problem = problems.from_dict(facts["problem"])
+    return Data(facts["name"], train, test, problem, preprocess, facts["fingerprint"])
 
 
 class AbsentSplit:
     """Examples that are on another rank."""
 
     def __init__(self, length: int, shape: tuple[int, ...]) -> None:
-        self.labels = np.zeros(length, np.int64)
+        self.targets = np.zeros(length, np.int64)
         self.shape = shape
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         raise AssertionError("data.reader is root: only rank 0 reads")

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from mheads.losses.averaged import prob_averaged, score_averaged
 from mheads.losses.independent import independent
-from mheads.losses.loss import Loss, LossValue, cross_entropies
+from mheads.losses.loss import Loss, LossValue
 from mheads.losses.mcl import assign, mcl
+from mheads.problems import cross_entropies, squared_errors
 
 LOSSES: dict[str, Callable[..., Loss]] = {
     "independent": independent,
@@ -31,4 +32,5 @@ __all__ = [
     "mcl",
     "prob_averaged",
     "score_averaged",
+    "squared_errors",
 ]

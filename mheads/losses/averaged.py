@@ -6,18 +6,17 @@ import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mheads.errors import UserError
-from mheads.losses.loss import Loss, LossValue, cross_entropies
+from mheads.losses.loss import Loss, LossValue, MemberLoss
 
 CAFFE_LOG_THRESHOLD = 1e-20
 
 
-def score_averaged() -> Loss:
-    """Cross-entropy of the softmax of the mean scores: -log softmax(mean_m outputs_m)_y."""
-    return Loss("score_averaged", _score_averaged, averaged=True)
+def score_averaged(of: MemberLoss | None = None) -> Loss:
+    """The loss of the mean output; for classes the cross-entropy of its softmax: -log softmax(mean_m outputs_m)_y."""
+    return Loss("score_averaged", _score_averaged, averaged=True, of=of)
 
 
 def prob_averaged(stable: bool = True) -> Loss:
@@ -31,26 +30,30 @@ def prob_averaged(stable: bool = True) -> Loss:
     return Loss("prob_averaged", partial(_prob_averaged, stable=stable), averaged=True, options={"stable": stable})
 
 
-def _score_averaged(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None) -> LossValue:
+def _score_averaged(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:
     _refuse(prior)
-    return _value(F.cross_entropy(outputs.mean(0), y, reduction="sum"), outputs, y)
+    return _value(of(outputs.mean(0, keepdim=True), y).sum(), outputs, y, of)
 
 
-def _prob_averaged(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, stable: bool) -> LossValue:
+def _prob_averaged(
+    outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, stable: bool
+) -> LossValue:
     _refuse(prior)
+    if y.is_floating_point():
+        raise UserError("prob_averaged averages probabilities of classes, and the targets are numbers: score_averaged")
     if stable:
-        total = (torch.logsumexp(-cross_entropies(outputs, y), 0) - math.log(len(outputs))).neg().sum()
+        total = (torch.logsumexp(-of(outputs, y), 0) - math.log(len(outputs))).neg().sum()
     else:
         p_y = outputs.softmax(-1).mean(0).gather(1, y[:, None])
         clamped = p_y.detach().clamp_min(CAFFE_LOG_THRESHOLD)
         # Caffe's gradient goes through the clamp: -1 / clamped, also where it is the threshold.
         total = (-clamped.log() - (p_y - p_y.detach()) / clamped).sum()
-    return _value(total, outputs, y)
+    return _value(total, outputs, y, of)
 
 
-def _value(total: Tensor, outputs: Tensor, y: Tensor) -> LossValue:
+def _value(total: Tensor, outputs: Tensor, y: Tensor, of: MemberLoss) -> LossValue:
     with torch.no_grad():
-        losses = cross_entropies(outputs, y)
+        losses = of(outputs, y)
     return LossValue(total, torch.ones_like(losses), losses)
 
 

@@ -1,19 +1,22 @@
-"""Independent cross-entropy: the classical ensemble."""
+"""Each member by itself: the classical ensemble."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from mheads.losses.loss import Loss, LossValue, cross_entropies, ones_or
+from mheads.losses.loss import Loss, LossValue, MemberLoss, ones_or
 
 
-def independent() -> Loss:
-    """Each member by itself: sum over m and i of w_mi * -log p_y(m, i), with w the prior."""
-    return Loss("independent", _independent, separable=True)
+def independent(of: MemberLoss | None = None) -> Loss:
+    """Each member by itself: sum over m and i of w_mi * l_mi, with w the prior.
+
+    l_mi is the problem's own loss, -log p_y(m, i) for classes, or `of`.
+    """
+    return Loss("independent", _independent, separable=True, of=of)
 
 
-def _independent(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None) -> LossValue:
-    losses = cross_entropies(outputs, y)
+def _independent(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:
+    losses = of(outputs, y)
     weights = ones_or(prior, losses.detach())
     total = losses.sum() if prior is None else (weights * losses).sum()
     return LossValue(total, weights, losses.detach())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mheads import values
 from mheads.errors import UserError
+from mheads.problems import Problem, cross_entropies
 from mheads.values import Value
 
 
@@ -35,6 +35,9 @@ class LossValue:
         return self.total / self.losses.shape[1]
 
 
+MemberLoss = Callable[[Any, Any], Tensor]  # of one member on one example: [M, B, ...], targets -> [M, B]
+
+
 @dataclass(frozen=True)
 class Loss:
     """A loss function with what an engine must know of it.
@@ -46,6 +49,9 @@ class Loss:
     backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
     divides their gradients by M and gives priors on examples no meaning. `options`: those that it was made with.
+
+    `of`, for functions that take such an argument, is the loss of one member on one example, [M, B, ...] and targets
+    to [M, B]: that of the problem where none is given, cross-entropy without a problem.
     """
 
     name: str
@@ -54,6 +60,11 @@ class Loss:
     winners: int | None = None
     averaged: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    of: MemberLoss | None = None
+
+    def on(self, problem: Problem) -> Loss:
+        """This loss for a problem."""
+        return self if self.of is not None else replace(self, of=problem.losses)
 
     def __post_init__(self) -> None:
         if not 2 <= self._num_arguments <= 4:
@@ -64,7 +75,8 @@ class Loss:
 
     def __call__(self, outputs: Value, y: Value, prior: Tensor | None = None, ties: Tensor | None = None) -> LossValue:
         """The loss of outputs [M, B, C] on labels [B], given priors [M, B] and tie-breaking keys [M, B]."""
-        found = self.function(*(outputs, y, prior, ties)[: self._num_arguments])
+        named = {"of": self.of or cross_entropies} if self._takes_of else {}
+        found = self.function(*(outputs, y, prior, ties)[: self._num_arguments], **named)
         shape = values.leaves(outputs)[0].shape[:2]
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in values.leaves(outputs))
         if isinstance(found, Tensor):
@@ -81,16 +93,27 @@ class Loss:
     @cached_property
     def _num_arguments(self) -> int:
         """How many of (outputs, y, prior, ties) the function wants: options of its own that have defaults are not."""
-        function = self.function.forward if isinstance(self.function, nn.Module) else self.function
-        try:
-            parameters = list(inspect.signature(function).parameters.values())
-        except (TypeError, ValueError):  # not written in Python
+        parameters = self._parameters
+        if parameters is None:
             return 2
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             return 4
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         wanted = [p for p in positional if p.default is p.empty or p.name in ("prior", "ties")]
-        return len(wanted)
+        return len([p for p in wanted if p.name != "of"])
+
+    @cached_property
+    def _takes_of(self) -> bool:
+        return any(p.name == "of" and p.default is p.empty for p in self._parameters or ())
+
+    @cached_property
+    def _parameters(self) -> list[inspect.Parameter] | None:
+        """What the function takes; None where it is not written in Python."""
+        function = self.function.forward if isinstance(self.function, nn.Module) else self.function
+        try:
+            return list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):
+            return None
 
     def _check(self, found: Any, what: str, shape: torch.Size, learns: bool = False) -> None:
         if not isinstance(found, Tensor) or found.shape != shape or not found.is_floating_point():
@@ -108,13 +131,6 @@ class Loss:
             f"loss {self.name!r} returns {what}; return the losses of all members on all examples, a float tensor "
             f"[M, B] (here {list(shape)}: reduction='none'?), or a LossValue(total, assignment [M, B], losses [M, B])"
         )
-
-
-def cross_entropies(outputs: Tensor, y: Tensor) -> Tensor:
-    """-log p_y of every member on every example: [M, B, C], [B] -> [M, B]."""
-    m, b, c = outputs.shape
-    flat = F.cross_entropy(outputs.reshape(m * b, c), y if m == 1 else y.repeat(m), reduction="none")
-    return flat.view(m, b)
 
 
 def ones_or(prior: Tensor | None, losses: Tensor) -> Tensor:

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from mheads.errors import UserError
-from mheads.losses.loss import Loss, LossValue, cross_entropies, ones_or
+from mheads.losses.loss import Loss, LossValue, MemberLoss, ones_or
 
 
-def mcl(k: int = 1, ce_weight: float = 0.0) -> Loss:
-    """The oracle set-loss: sum over i and m of (a_mi + ce_weight) * w_mi * -log p_y(m, i).
+def mcl(k: int = 1, ce_weight: float = 0.0, of: MemberLoss | None = None) -> Loss:
+    """The oracle set-loss: sum over i and m of (a_mi + ce_weight) * w_mi * l_mi.
 
-    a_mi is 1 for the k members with the lowest loss on example i and 0 for the others, w the prior; there is no
-    division by k, so an example's gradient to a winner is the same for every k. `ce_weight` mixes in the independent
-    cross-entropy of all members.
+    l_mi is the problem's own loss, -log p_y(m, i) for classes, or `of`. a_mi is 1 for the k members with the lowest
+    loss on example i and 0 for the others, w the prior; there is no division by k, so an example's gradient to a winner
+    is the same for every k. `ce_weight` mixes in the independent loss of all members.
     """
     if k < 1:
         raise UserError(f"loss.k must be at least 1, not {k}")
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
     function = partial(_mcl, k=k, ce_weight=ce_weight)
-    return Loss("mcl", function, winners=None if ce_weight else k, options={"k": k, "ce_weight": ce_weight})
+    return Loss("mcl", function, winners=None if ce_weight else k, options={"k": k, "ce_weight": ce_weight}, of=of)
 
 
 def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | None = None) -> Tensor:
@@ -45,8 +45,10 @@ def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | N
     return chosen if prior is None else chosen * (prior > 0)
 
 
-def _mcl(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, k: int, ce_weight: float) -> LossValue:
-    losses = cross_entropies(outputs, y)
+def _mcl(
+    outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, k: int, ce_weight: float
+) -> LossValue:
+    losses = of(outputs, y)
     fixed = losses.detach()
     assignment = (assign(fixed, k, prior, ties) + ce_weight) * ones_or(prior, fixed)
     return LossValue((assignment * losses).sum(), assignment, fixed)

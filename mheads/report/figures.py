@@ -69,8 +69,10 @@ def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: 
     return figure
 
 
-def history_figure(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> Figure:
-    """How training went: each member's loss on the training batches, and the accuracies of the evaluations.
+def history_figure(
+    steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], measure: str = "accuracy, %"
+) -> Figure:
+    """How training went: each member's loss on the training batches, and the `measure` of the evaluations.
 
     steps: `iteration` and `member_losses` of each logged step; evaluations: `iteration`, `members`, `ensemble_mean`
     and `oracle` of each evaluation.
@@ -87,7 +89,7 @@ def history_figure(steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Map
         values = [line[key] for line in evaluations]
         right.plot(at, values, style, color="black", linewidth=2, marker=marker, markersize=4, label=name)
     left.set_ylabel("loss on the training batches", fontsize=8)
-    right.set_ylabel("accuracy, %", fontsize=8)
+    right.set_ylabel(measure, fontsize=8)
     for panel in (left, right):
         panel.set_xlabel("iteration", fontsize=8)
         panel.tick_params(labelsize=8)

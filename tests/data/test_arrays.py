@@ -34,8 +34,8 @@ def test_shape_is_that_of_one_example_as_the_network_sees_it(given_shape, seen):
     loaded = data.from_arrays((torch.from_numpy(x), torch.from_numpy(y)), (x, y))
     assert loaded.train.shape == loaded.test.shape == seen
     assert loaded.preprocess(loaded.train.read(np.arange(4), None)).shape == (4, *seen)
-    assert loaded.classes == ("0", "1", "2")
-    assert loaded.train.labels.dtype == np.int64
+    assert loaded.problem.classes == ("0", "1", "2")
+    assert loaded.train.targets.dtype == np.int64
 
 
 @given(
@@ -98,8 +98,8 @@ def test_validation_is_the_end_of_the_training_set_and_leaves_the_test_set_alone
 def test_limit_keeps_the_first_of_both_splits():
     x, y = numbered(10)
     loaded = data.from_arrays((x, y), (x[::-1], y[::-1]), limit=4)
-    np.testing.assert_array_equal(loaded.train.labels, y[:4])
-    np.testing.assert_array_equal(loaded.test.labels, y[::-1][:4])
+    np.testing.assert_array_equal(loaded.train.targets, y[:4])
+    np.testing.assert_array_equal(loaded.test.targets, y[::-1][:4])
 
 
 def test_without_a_test_set_the_test_split_is_empty():
@@ -128,7 +128,7 @@ X, Y = numbered(6)
     ("x", "y", "words"),
     [
         (X, Y[:4], ["6 examples", "[4]"]),
-        (X, Y + 0.5, ["float64", "integers"]),
+        (X, Y.astype(bool), ["bool", "class numbers", "floats"]),
         (X.astype(np.int64), Y, ["int64", "uint8 or float32"]),
         (X[..., None], Y, ["[6, 3, 6, 6, 1]", "[N, C, H, W]"]),
         (X.transpose(0, 2, 3, 1), Y, ["[N, H, W, C]", "transpose"]),

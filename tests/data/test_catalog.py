@@ -11,8 +11,8 @@ def test_digits_are_split_once_for_all_with_every_class_in_both():
     digits = data.load("digits")
     assert (len(digits.train), len(digits.test)) == (1437, 360)
     assert digits.train.shape == (1, 8, 8)
-    assert digits.classes == tuple("0123456789")
-    assert np.bincount(digits.test.labels).min() >= 35
+    assert digits.problem.classes == tuple("0123456789")
+    assert np.bincount(digits.test.targets).min() >= 35
     images = digits.train.read(np.arange(1437), None)
     assert images.shape == (1437, 8, 8, 1)
     assert images.max() == 16
@@ -45,9 +45,9 @@ def test_npz_arrays_are_read_as_they_are(tmp_path):
     saved = arrays(classes=np.array(["no", "yes"]))
     np.savez(tmp_path / "mine.npz", **saved)
     loaded = data.load("npz", path=tmp_path / "mine.npz")
-    assert loaded.classes == ("no", "yes")
+    assert loaded.problem.classes == ("no", "yes")
     np.testing.assert_array_equal(loaded.test.read(np.arange(3), None).numpy(), saved["x_test"])
-    np.testing.assert_array_equal(loaded.train.labels, saved["y_train"])
+    np.testing.assert_array_equal(loaded.train.targets, saved["y_train"])
 
 
 def test_npz_of_the_other_byte_order_is_read(tmp_path):

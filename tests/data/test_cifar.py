@@ -60,31 +60,31 @@ def test_official_files_put_there_by_hand_are_read_in_order(cache):
     loaded = data.load("cifar10")
     np.testing.assert_array_equal(loaded.train.read(np.arange(100), None).numpy(), images[:100])
     np.testing.assert_array_equal(loaded.test.read(np.arange(20), None).numpy(), images[100:])
-    np.testing.assert_array_equal(loaded.train.labels, labels[:100])
+    np.testing.assert_array_equal(loaded.train.targets, labels[:100])
     assert loaded.train.shape == (3, 32, 32)
-    assert loaded.classes[3] == "cat"
+    assert loaded.problem.classes[3] == "cat"
 
 
 @pytest.mark.parametrize("below", [".", "cifar100", "cifar-100-binary"])
 def test_cifar100_takes_fine_labels_from_any_of_the_usual_folders(tmp_path, below):
     images = write_cifar100(tmp_path / "r" / below)
     loaded = data.load("cifar100", root=tmp_path / "r")
-    assert loaded.train.labels.tolist() == [99, 98, 97, 96, 95, 94, 93]
+    assert loaded.train.targets.tolist() == [99, 98, 97, 96, 95, 94, 93]
     np.testing.assert_array_equal(loaded.train.read(np.arange(7), None).numpy(), images)
-    assert len(loaded.classes) == 100
+    assert len(loaded.problem.classes) == 100
 
 
 def test_fine_label_names_are_used_when_present(tmp_path):
     write_cifar100(tmp_path / "c")
     (tmp_path / "c" / "fine_label_names.txt").write_text("\n".join(f"name{i}" for i in range(100)) + "\n\n")
-    assert data.load("cifar100", root=tmp_path / "c").classes[99] == "name99"
+    assert data.load("cifar100", root=tmp_path / "c").problem.classes[99] == "name99"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs real CIFAR-100 records in ../shared/data")
 def test_real_cifar100_records_are_read():
     loaded = data.load("cifar100", root=SHARED, normalize="mean_std", scale=1 / 255)
     assert (len(loaded.train), len(loaded.test)) == (1117, 916)
-    assert loaded.classes[:2] == ("apple", "aquarium_fish")
+    assert loaded.problem.classes[:2] == ("apple", "aquarium_fish")
     np.testing.assert_allclose(loaded.preprocess.mean.flatten(), [0.507, 0.487, 0.441], atol=0.02)
 
 

@@ -46,11 +46,11 @@ def load(path, **options):
 
 def test_images_come_with_the_label_of_their_folder_at_one_size(path):
     loaded = load(path)
-    assert loaded.classes == ("cat", "dog")
+    assert loaded.problem.classes == ("cat", "dog")
     assert (len(loaded.train), len(loaded.test)) == (12, 8)
     assert loaded.train.shape == (3, 16, 16)
     for split in (loaded.train, loaded.test):
-        assert [loaded.classes[label] for label in split.labels] == [f.split("/")[0] for f in split.files]
+        assert [loaded.problem.classes[label] for label in split.targets] == [f.split("/")[0] for f in split.files]
     raw = loaded.train.read(np.arange(12), None)
     assert raw.shape == (12, 16, 16, 3)
     assert raw.dtype == torch.uint8
@@ -112,7 +112,7 @@ def test_validation_images_are_a_mix_of_classes_and_need_no_val_folder(path):
     loaded = load(path, validation=5)
     assert (len(loaded.train), len(loaded.test)) == (7, 5)
     assert not set(loaded.train.files) & set(loaded.test.files)
-    assert set(loaded.test.labels) == {0, 1}
+    assert set(loaded.test.targets) == {0, 1}
 
 
 def test_a_test_folder_serves_where_there_is_no_val(path):
@@ -237,7 +237,7 @@ def test_other_kinds_of_images_and_grey_folders_are_read(tmp_path):
     assert loaded.train.shape == (1, 9, 9)
     raw = loaded.train.read(np.arange(14), np.arange(14))
     assert raw.shape == (14, 9, 9, 1)
-    assert np.abs(raw[:, 4, 4, 0].numpy() - (40.0 + 100 * loaded.train.labels)).max() <= 2
+    assert np.abs(raw[:, 4, 4, 0].numpy() - (40.0 + 100 * loaded.train.targets)).max() <= 2
     assert load(tmp_path).train.read(np.arange(2), None).shape == (2, 16, 16, 3)
     with pytest.raises(UserError, match=r"data\.grey"):
         data.load("digits", grey=True)
@@ -291,7 +291,7 @@ def test_a_cache_that_cannot_be_written_only_costs_time(path, monkeypatch, tmp_p
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs real photos in ../shared/data")
 def test_real_photos_are_read():
     loaded = load(SHARED, resize=64, crop=56, limit=50, normalize="mean_std", scale=1 / 255)
-    assert len(loaded.classes) == 10
+    assert len(loaded.problem.classes) == 10
     out = loaded.preprocess(loaded.train.read(np.arange(50), np.arange(50)))
     assert out.shape == (50, 3, 56, 56)
     assert abs(float(out.mean())) < 0.1

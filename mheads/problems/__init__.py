@@ -1,0 +1,34 @@
+"""Problems: what is learned. Each says what a target is, how an output must look, the loss of one member on one
+example, the metrics, and the groups that ownership counts.
+
+    problem = Classification(("cat", "dog"))
+    problem.losses(outputs, targets)          # [M, B]
+    metrics = problem.metrics(members=4)
+
+`PROBLEMS` turns the name in a file into the class that reads the rest of it.
+"""
+
+from typing import Any
+
+from mheads.problems.classification import Classification, cross_entropies
+from mheads.problems.problem import Metrics, Problem, Result
+from mheads.problems.regression import Regression, squared_errors
+
+PROBLEMS: dict[str, Any] = {"classification": Classification, "regression": Regression}
+
+__all__ = [
+    "PROBLEMS",
+    "Classification",
+    "Metrics",
+    "Problem",
+    "Regression",
+    "Result",
+    "cross_entropies",
+    "from_dict",
+    "squared_errors",
+]
+
+
+def from_dict(facts: dict[str, Any]) -> Problem:
+    """The problem that a run folder describes."""
+    return PROBLEMS[facts["name"]].from_dict(facts)

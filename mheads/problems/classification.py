@@ -1,0 +1,98 @@
+"""One class for each example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from mheads import values
+from mheads.errors import UserError
+from mheads.metrics import Metrics, Result
+from mheads.values import Value
+
+
+def cross_entropies(outputs: Tensor, y: Tensor) -> Tensor:
+    """-log p_y of every member on every example: [M, B, C], [B] -> [M, B]."""
+    m, b, c = outputs.shape
+    flat = F.cross_entropy(outputs.reshape(m * b, c), y if m == 1 else y.repeat(m), reduction="none")
+    return flat.view(m, b)
+
+
+@dataclass(frozen=True)
+class Classification:
+    """Targets are class numbers [B], answers are scores [M, B, C]."""
+
+    classes: tuple[str, ...]
+    name: ClassVar[str] = "classification"
+    unit: ClassVar[str] = "%"
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return self.classes
+
+    def group(self, targets: Tensor) -> Tensor:
+        return targets
+
+    def answer(self, outputs: Value) -> Tensor:
+        return values.leaves(outputs)[0]  # scores come first
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropies(outputs, targets)
+
+    def check_output(self, output: Value, network: str, data: str) -> None:
+        scores = values.leaves(output)[0]
+        count = len(self.classes)
+        if scores.dim() != 2 or scores.shape[1] != count:
+            raise UserError(
+                f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {count} classes; "
+                f"a network gives one score per class (model_args.classes={count}?)"
+            )
+
+    def check_targets(self, targets: np.ndarray, where: str) -> None:
+        count = len(self.classes)
+        bad = np.flatnonzero((targets < 0) | (targets >= count))
+        if len(bad):
+            raise UserError(
+                f"{where}: example {bad[0]} has label {targets[bad[0]]}, but the {count} classes are numbered 0 to "
+                f"{count - 1} ({len(bad)} such labels); correct the labels or name all classes"
+            )
+
+    def metrics(self, members: int) -> Metrics:
+        return Metrics(members, len(self.classes))
+
+    def read_result(self, values: dict[str, Any]) -> Result:
+        return Result.from_dict(values)
+
+    def unknown(self, members: int) -> Result:
+        return Result.unknown(members, len(self.classes))
+
+    @staticmethod
+    def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+        several = len(summary["members"]) > 1
+        found = [("members", "  ".join(f"{a:.2f}" for a in summary["members"]) + (" %" if not several else ""))]
+        if several:
+            found += [
+                ("mean member", f"{summary['single']:.2f} %"),
+                ("Ensemble-Mean", f"[bold]{summary['ensemble_mean']:.2f} %[/]"),
+                ("Oracle", f"[bold]{summary['oracle']:.2f} %[/]"),
+                ("disagreement", f"{summary['disagreement']:.2f} %"),
+            ]
+        likelihood, calibration = (summary[key]["ensemble_mean"] for key in ("nll", "calibration_error"))
+        found.append(("negative log-likelihood", _number(likelihood, ".4f")))
+        found.append(("calibration error", _number(calibration, ".2f") + " %"))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "classes": list(self.classes)}
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> Classification:
+        return cls(tuple(map(str, facts["classes"])))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)

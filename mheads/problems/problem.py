@@ -1,0 +1,68 @@
+"""What every problem gives."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mheads.values import Value
+
+
+class Result(Protocol):
+    """What was measured of an ensemble: plain data, by names that JSON has too."""
+
+    problem: ClassVar[str]  # its name
+
+    @property
+    def members(self) -> list[float]: ...
+    @property
+    def ownership(self) -> list[list[int]]: ...
+    @property
+    def examples(self) -> int: ...
+    def to_dict(self) -> dict[str, Any]: ...
+    def headline(self) -> dict[str, str]:
+        """The few measures that a line of progress shows, by name."""
+
+
+class Metrics(Protocol):
+    """Measures a stream of outputs; exact however the stream is cut."""
+
+    def update(self, outputs: Tensor, y: Tensor) -> None: ...
+    def result(self) -> Result: ...
+
+
+class Problem(Protocol):
+    """What is learned. M members, B examples."""
+
+    name: ClassVar[str]
+    unit: ClassVar[str]  # of the measures in the headline: "%", or nothing
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the groups that ownership counts: classes, where there are some."""
+
+    def group(self, targets: Tensor) -> Tensor:
+        """The group of each target, int64 [B]."""
+
+    def answer(self, outputs: Value) -> Tensor:
+        """The leaf of all members' outputs that is the answer, [M, B, ...]; others serve the loss."""
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each member on each example, [M, B]."""
+
+    def check_output(self, output: Value, network: str, data: str) -> None:
+        """Refuses a network whose output [B, ...] is no answer to these data."""
+
+    def check_targets(self, targets: np.ndarray, where: str) -> None: ...
+    def metrics(self, members: int) -> Metrics: ...
+    def read_result(self, values: dict[str, Any]) -> Any: ...
+    def unknown(self, members: int) -> Any:
+        """The result of nothing: not a number throughout."""
+
+    @staticmethod
+    def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+        """What a table shows of a result, as (name, text)."""
+
+    def to_dict(self) -> dict[str, Any]: ...

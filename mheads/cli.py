@@ -85,7 +85,7 @@ def train(
     from mheads import config as configs
     from mheads.distributed.session import session
 
-    with session(errors, configs.timeout(recipe, overrides or [])) as world:
+    with session(errors, configs.timeout(recipe, overrides or [])) as place:
         config = configs.load(recipe, overrides or [])
         from mheads import runs
         from mheads.progress import Silent, Terminal
@@ -94,19 +94,11 @@ def train(
         folder = runs.RunFolder(run or Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
         if force and folder.path.exists():
             folder = folder.beside()
-        if world is None:
-            from mheads.experiment import build
-
-            built = build(config)
-        else:
-            from mheads.distributed.build import build as build_ranks
-
-            built = build_ranks(config, world)
-        lead = world is None or world.lead
-        if lead:
+        built = place.build(config)
+        if place.lead:
             console.print(f"run folder {folder.path}", markup=False, soft_wrap=True)
-        result = train_run(built, folder, Terminal(console, bar=not quiet) if lead else Silent())
-        if lead:
+        result = train_run(built, folder, Terminal(console, bar=not quiet) if place.lead else Silent())
+        if place.lead:
             show_result(result)
 
 

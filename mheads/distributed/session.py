@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -15,12 +17,28 @@ from mheads.errors import UserError, of_the_system
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from mheads.config import Config
     from mheads.distributed.world import World
+    from mheads.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a command runs: whether it leads, and how it builds the experiment of a config."""
+
+    lead: bool
+    build: Callable[[Config], Experiment]
+
+
+def _build_alone(config: Config) -> Experiment:
+    from mheads.experiment import build
+
+    return build(config)
 
 
 @contextmanager
-def session(console: Console, timeout: float | None = None) -> Iterator[World | None]:
-    """The world that a launcher started, None for a process of its own. Ranks have `timeout` seconds to come.
+def session(console: Console, timeout: float | None = None) -> Iterator[Place]:
+    """One process, or a rank of the world that a launcher started. Ranks have `timeout` seconds to come.
 
     Whatever ends this rank inside is told to the others. A mistake that all ranks find is printed once; what one rank
     alone meets is printed with its number.
@@ -29,7 +47,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[World | 
     if launch is None and (advice := hint()):
         console.print(advice, style="yellow", soft_wrap=True)
     if launch is None or launch.size == 1:
-        yield None
+        yield Place(True, _build_alone)
         return
     # When a rank is lost, torch's own warnings are pages of addresses in its libraries.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -47,7 +65,9 @@ def session(console: Console, timeout: float | None = None) -> Iterator[World | 
     try:
         try:
             world.check()
-            yield world
+            from mheads.distributed.build import build
+
+            yield Place(world.lead, partial(build, world=world))
         except OSError as error:
             raise of_the_system(error) from error
         except Exception as error:

@@ -38,9 +38,7 @@ T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # rank, size, rank on this host, size on this host
 OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-MVAPICH = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
 MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")  # and Intel MPI
-CRAY = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 DEFAULT_PORT = 29500
 # Slurm numbers the steps that no srun of the user's started (a batch script, the shell of salloc) from the top.
 RESERVED_STEPS = 0xFFFFFFF0
@@ -128,7 +126,7 @@ def _torchrun(given: Mapping[str, str]) -> Launch:
 
 
 def _mpirun(given: Mapping[str, str]) -> Launch | None:
-    families: list[tuple[str, ...]] = [OPEN_MPI, MVAPICH, MPICH, CRAY]
+    families: list[tuple[str, ...]] = [OPEN_MPI, MPICH]
     names = next((names for names in families if all(name in given for name in names)), None)
     if names is None:
         # PMIx has no variable for the number of ranks.
@@ -391,7 +389,7 @@ def _launching_process() -> str:
             stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             started = stat[19]
             environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if not any(entry.partition(b"=")[0] in (b"PMI_RANK", b"MV2_COMM_WORLD_RANK") for entry in environ):
+            if not any(entry.partition(b"=")[0] == b"PMI_RANK" for entry in environ):
                 break
             pid = int(stat[1])
     except OSError:  # no /proc, or a process of another user: as far as can be seen

@@ -27,7 +27,6 @@ TORCHRUN = {**BY_HAND, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "2",
             "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "PMIX_NAMESPACE": "1208614913", "PMIX_RANK": "2"}  # fmt: skip
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "8"}
-CRAY = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 # What a batch script has; srun adds the step.
 SBATCH = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "5", "SLURM_NPROCS": "5", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
           "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "n[08-10]", "SLURM_TASKS_PER_NODE": "2(x2),1"}  # fmt: skip
@@ -83,7 +82,6 @@ FOUND = {
     ),
     "MPICH, Intel MPI": (MPICH, Launch("mpirun", 1, 2, 1, 2)),
     "MPICH, its helpers started by srun": ({**SRUN, **MPICH}, Launch("mpirun", 1, 2, 1, 2)),
-    "Cray": (CRAY, Launch("mpirun", 1, 2, 1, 2)),
     "srun on one host": (SRUN_HERE, Launch("srun", 3, 5, 1, 5, job="77.0.0")),
     "srun, a job that was put back": (
         {**SRUN_HERE, "SLURM_RESTART_COUNT": "2"},

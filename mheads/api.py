@@ -99,7 +99,8 @@ class Run:
         check(raw, self.data)
         self.net.eval()
         prepared = Prepared(self.net, self.data)
-        return torch.cat([prepared.run(part).cpu() for part in raw.split(EVALUATION_ROWS)], 1)
+        answer = self.data.problem.answer
+        return torch.cat([answer(prepared.run(part)).cpu() for part in raw.split(EVALUATION_ROWS)], 1)
 
     def evaluate(self, x: Any, y: Any = None) -> Any:
         """All metrics on raw examples and labels, preprocessed as in training.
@@ -222,7 +223,7 @@ def fit(
                 "model": net.network_path,
                 "members": net.num_members,
                 "split": net.spec,
-                "init": _initialise(net, init, watch),
+                "init": _initialise(net, init, run, watch),
                 "sampling": sampling,
                 "loss": {**({"name": loss.name, **loss.options} if known else own), "scale_rate": scale_rate},
                 "pretrain": pretrain,
@@ -268,14 +269,20 @@ def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher
         net.trained = before + stop.iteration
         so_far = _opened(folder, config, net, lambda message: None, temporary)
         raise Interrupted(f"{stop} after iteration {stop.iteration}", so_far) from None
+    except UserError:
+        net.failed = start != identity.weights(net.state_dict())
+        raise
     finally:
-        _leave(net, folder, start)
+        _leave(net, folder, start, config.init)
 
 
-def _initialise(net: TreeNet, init: Any, watch: Watcher) -> str:
+def _initialise(net: TreeNet, init: Any, run: str | Path | None, watch: Watcher) -> str:
     """Gives the net its first weights, and says where they come from as a config does."""
     if init is None:
-        return net.init
+        _, starts = _left.get(net, ("", {}))
+        _, known = starts.get(Path(run).resolve(), (None, net.init)) if run is not None else (None, net.init)
+        return known
+    net.trained, net.failed = 0, False
     if isinstance(init, Run):
         init = init.net
     if isinstance(init, TreeNet):
@@ -319,22 +326,27 @@ def _as_loss(loss: Any) -> Loss:
     )
 
 
-# With which weights each net was left by fit or load, and with which ones training in its folders started.
-_left: WeakKeyDictionary[TreeNet, tuple[str, dict[Path, str | None]]] = WeakKeyDictionary()
+# With which weights each net was left by fit or load; and for its folders with which ones training there started, as a
+# digest and as the config's init.
+_left: WeakKeyDictionary[TreeNet, tuple[str, dict[Path, tuple[str | None, str]]]] = WeakKeyDictionary()
 
 
 def _start_of(net: TreeNet, folder: RunFolder) -> str | None:
     """A digest of the weights that training in this folder starts from: those of the net, unless it did already."""
     now = identity.weights(net.state_dict())
     left, starts = _left.get(net, ("", {}))
-    resumes = folder.exists() and Checkpoints(folder.checkpoints).steps()
     # Without a checkpoint it would start from what the net holds now.
-    return starts.get(folder.path.resolve(), now) if now == left and resumes else now
+    resumes = folder.exists() and Checkpoints(folder.checkpoints).steps()
+    if net.failed and not resumes:
+        raise UserError(
+            "an earlier fit of this net failed after it had changed the weights: build it anew, or give init="
+        )
+    return starts.get(folder.path.resolve(), (now, ""))[0] if now == left and resumes else now
 
 
-def _leave(net: TreeNet, folder: RunFolder, start: str | None) -> None:
+def _leave(net: TreeNet, folder: RunFolder, start: str | None, init: str) -> None:
     _, starts = _left.get(net, ("", {}))
-    _left[net] = identity.weights(net.state_dict()), {**starts, folder.path.resolve(): start}
+    _left[net] = identity.weights(net.state_dict()), {**starts, folder.path.resolve(): (start, init)}
 
 
 def evaluate(
@@ -457,7 +469,7 @@ def load(
     config = folder.read_config()
     net = experiments.net_of_run(folder, config, network_factory, trust)
     loaded = _opened(folder, config, net, warn or Silent().warn)
-    _leave(net, folder, folder.read_identity().get("start"))  # fit may go on with it in this folder
+    _leave(net, folder, folder.read_identity().get("start"), config.init)  # fit may go on with it in this folder
     return loaded
 
 

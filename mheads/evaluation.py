@@ -131,6 +131,7 @@ def _examples(folder: RunFolder, overrides: Sequence[str], split: str | None) ->
             f"the classes of {data.name} are {', '.join(here.groups)}; those that {folder.path} was trained on are "
             f"{', '.join(there.groups)}: give data with the same classes in the same order"
         )
+    there.check_targets(examples.targets, f"{data.name}: {split}")
     return facts, examples, split
 
 

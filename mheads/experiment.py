@@ -49,14 +49,14 @@ class Experiment:
         return {
             "data": self.data.fingerprint,
             "network": self.net.identity,
-            "loss": {"name": self.loss.name, "code": identity.code(self.loss.function)},
+            "loss": {"name": self.loss.name, "code": identity.code(self.loss.function, self.loss.of)},
             "start": self.start or donor_digest(self.config.init),
             "place": identity.place(self.config.model),  # where its code was: not compared, but looked in again
         }
 
     def loss_at(self, step: int) -> Loss:
         """The loss of a step. What changes over training is a function of it: resuming and ranks keep the bits."""
-        return independent().on(self.data.problem) if step < self.config.pretrain else self.loss
+        return independent(self.loss.of) if step < self.config.pretrain else self.loss
 
     @property
     def evaluated_on(self) -> str:
@@ -108,6 +108,11 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         raise UserError(
             f"{net.network_name} gives a {type(outputs).__name__}, but loss {loss.name} takes scores [B, C] alone: "
             "let the network return these, or give a loss of your own"
+        )
+    if config.pretrain and not isinstance(outputs, Tensor):
+        raise UserError(
+            f"pretrain is {config.pretrain}, but {net.network_name} gives a {type(outputs).__name__}, and pretraining "
+            "takes scores alone: leave it out, and let a loss of your own begin with it"
         )
     data.problem.check_output(outputs, net.network_name, data.name)
     loss = loss.on(data.problem)
@@ -286,7 +291,8 @@ def net_of_run(
                 )
             _look_in(where, config.model)
         network_factory = factory(config)
-    return TreeNet(network_factory, config.members, config.split)
+    drawn = folder.read_identity()["network"]
+    return TreeNet(network_factory, config.members, config.split, seed=int(drawn["seed"]), init=drawn["init"])
 
 
 def _look_in(place: str | None, name: str) -> None:

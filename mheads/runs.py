@@ -97,7 +97,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.manifest = Manifest(path)
         self._lock: int | None = None
-        self._new = False  # made by this process
+        self._begun = self._made = False  # by this process: what is in the folder, and the folder itself
 
     # Opening it for training.
 
@@ -117,15 +117,19 @@ class RunFolder:
         begun = {".lock", *(name for path in before for name in (path.name, files.hidden_name(path).name))}
         if self.path.is_dir() and any(entry.name not in begun for entry in self.path.iterdir()):
             raise UserError(f"{self.path} is not empty and not a run folder: give another one")
-        self._new = not self.path.exists()
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True)
+            self._made = True
+        except FileExistsError:
+            pass
         except OSError as error:
             raise self._unwritable(error) from error
         self._acquire()
         if self.exists():  # another process made it meanwhile
             self.release()
+            self._made = False
             return self.prepare(config, data, what, warn)
+        self._begun = True
         self.manifest.renew()
         try:
             self._write_facts(data)
@@ -137,8 +141,13 @@ class RunFolder:
         return False
 
     def discard(self) -> None:
-        """Removes the folder if this process made it: what did not come to its first checkpoint leaves nothing."""
-        if self._new:
+        """Removes what this process began here: what did not come to its first checkpoint leaves nothing."""
+        if not self._begun or self._lock is None:
+            return
+        for path in (*vars(self).values(), self.manifest.path, self.path / ".lock"):
+            if isinstance(path, Path) and path != self.path:
+                files.remove(path)
+        if self._made:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _refuse_links(self) -> None:

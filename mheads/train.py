@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import mheads
+from mheads import identity
 from mheads.checkpoint import Checkpoints
 from mheads.data import Data
 from mheads.data.batch import Batch, Batches, evaluation_batches
@@ -134,6 +135,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             folder.write_result(summary(result, net, experiment.evaluated_on, state.step, state.seconds))
         return folder.read_result()  # whoever asked to stop meanwhile: it is finished
     except UserError:
+        checkpoints.close()  # one may be under way
         if lead and not checkpoints.steps():
             folder.discard()
         raise
@@ -174,6 +176,11 @@ def _open(
     checkpoints.run = folder.read_identity()["run"]
     checkpoint = checkpoints.newest(watch.warn, total)
     if checkpoint is None:
+        if experiment.start not in (None, identity.weights(experiment.net.state_dict())):
+            raise UserError(
+                f"{folder.path} has no checkpoint to go on from, and this net is not what training started from: "
+                "build it anew"
+            )
         return found, {}
     state = {key: value for key, value in checkpoint.state.items() if key not in ("config", "identity")}
     return {**found, "step": checkpoint.step, "state": state}, checkpoint.tensors

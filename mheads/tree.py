@@ -239,6 +239,7 @@ class TreeNet(nn.Module):
         self.spec = spec = whole_spec(members, tree if tree is not None else split)
         self.init = init
         self.trained = 0  # iterations that have changed its weights
+        self.failed = False  # whether training ended by an error, somewhere on the way
 
         self.seed = seed
         self._factory = _Factory(network_factory)

@@ -55,7 +55,7 @@ def load_into(net: TreeNet, weights: Mapping[str, Tensor], where: str = "the wei
 
     They are the tree's own (`stages.trunk.conv1.weight`), or those of one network (`conv1.weight`), for every member.
     """
-    whole = any(name.startswith("stages.") for name in weights)
+    whole = any(name in weights for name in net.state_dict())
     wanted = {name: name if whole else _in_network(net, name) for name in net.state_dict()}
     missing = sorted({name for name in wanted.values() if name not in weights})
     if missing:

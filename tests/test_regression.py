@@ -125,6 +125,45 @@ def test_mistakes_are_named(options, message):
         fit(**options)
 
 
+def test_targets_of_another_number_are_refused_and_not_spread(tmp_path):
+    run = fit(run=tmp_path / "run", iterations=2)
+    for wrong in (Y[200:, :1], np.repeat(Y[200:], 2, 1)):
+        with pytest.raises(UserError, match="learns 2 per example"):
+            run.evaluate(X[200:], wrong)
+
+
+def test_another_loss_of_an_example_is_another_run(tmp_path):
+    def absolute(outputs, y):
+        return (outputs - y).abs().mean(-1)
+
+    def cubed(outputs, y):
+        return (outputs - y).abs().pow(3).mean(-1)
+
+    fit(mcl(k=1, of=absolute), run=tmp_path / "run", iterations=4)
+    fit(mcl(k=1, of=absolute), run=tmp_path / "run", iterations=6)
+    with pytest.raises(UserError, match="cubed is used now, and was not"):
+        fit(mcl(k=1, of=cubed), run=tmp_path / "run", iterations=8)
+
+
+def test_a_network_that_gives_more_than_an_answer_predicts_the_answer():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x[:, :2], x[:, 2:]
+
+    def network():
+        return nn.Sequential(nn.Linear(3, 4), Two())
+
+    def loss(outputs, y):
+        return squared_errors(outputs[0], y) + outputs[1].square().mean(-1)
+
+    data = {"train": (X[:200], Y[:200]), "test": (X[200:], Y[200:]), "iterations": 3}
+    run = mheads.fit(mheads.TreeNet(network, members=2), loss, **data)
+    assert run.predict(X[:5]).shape == (2, 5, 2)
+    assert run.evaluate(X[200:], Y[200:]).members == pytest.approx(run.result.members, rel=1e-4)
+    with pytest.raises(UserError, match=r"pretrain is 2.*gives a tuple"):
+        mheads.fit(mheads.TreeNet(network, members=2), loss, pretrain=2, **data)
+
+
 # From a recipe on an .npz file.
 
 RECIPE = """

@@ -175,3 +175,55 @@ def test_a_run_can_be_copied_and_pickled_and_outlives_the_first(tmp_path):
     assert len(loaded.history.evaluations) == 2
     assert loaded.plot_history().axes
     assert "2 members" in repr(loaded)
+
+
+# A net, its folder, and what became of it.
+
+
+def test_what_fails_before_its_first_checkpoint_leaves_neither_folder_nor_a_net_to_go_on_with(tmp_path):
+    net = mheads.TreeNet(networks.Plain, members=2)
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "new", tmp_path / "empty"):
+        with pytest.raises(UserError, match="nothing is kept"):
+            mheads.fit(mheads.TreeNet(networks.Plain, members=2), run=folder, **{**QUICK, "lr": 1e30, "iterations": 9})
+    assert not (tmp_path / "new").exists()
+    assert list((tmp_path / "empty").iterdir()) == []
+    mheads.fit(mheads.TreeNet(networks.Plain, members=2), run=tmp_path / "empty", **QUICK)
+    with pytest.raises(UserError, match="lower lr"):
+        mheads.fit(net, **{**QUICK, "lr": 1e30, "iterations": 9})
+    with pytest.raises(UserError, match="failed after it had changed the weights: build it anew"):
+        mheads.fit(net, **QUICK)
+    mheads.fit(net, "mcl", init=networks.Plain().state_dict(), **QUICK)
+
+
+def test_a_net_is_not_started_again_from_the_weights_that_a_lost_run_left_in_it(tmp_path):
+    net = mheads.TreeNet(networks.Plain, members=2)
+    run = mheads.fit(net, run=tmp_path / "run", **QUICK)
+    for file in (run.folder / "checkpoints").rglob("tensors.safetensors"):
+        file.write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(UserError, match="not what training started from"):
+        mheads.fit(net, run=tmp_path / "run", **{**QUICK, "iterations": 3})
+
+
+@pytest.mark.parametrize("init", [None, networks.Plain().state_dict()], ids=["drawn", "given"])
+def test_a_loaded_run_goes_on_in_its_folder(init, tmp_path):
+    net = mheads.TreeNet(networks.Plain, members=2, seed=5)
+    mheads.fit(net, "mcl", init=init, run=tmp_path / "run", **QUICK)
+    loaded = mheads.load(tmp_path / "run", networks.Plain)
+    longer = mheads.fit(loaded.net, "mcl", run=tmp_path / "run", **{**QUICK, "iterations": 4})
+    assert longer.summary["iterations"] == 4
+
+
+def test_a_network_with_a_child_called_stages_takes_its_own_weights():
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.flatten, self.stages = nn.Flatten(), nn.Linear(64, 10)
+
+        def forward(self, x):
+            return self.stages(self.flatten(x))
+
+    state = Network().state_dict()
+    net = mheads.TreeNet(Network, members=2)
+    assert weights.load_into(net, state) == []
+    assert torch.equal(net.member(1).stages.weight, state["stages.weight"])

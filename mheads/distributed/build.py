@@ -70,6 +70,7 @@ def build(config: Config, world: World) -> RanksExperiment:
     placement = place(config, world)
     loss = experiments.build_loss(config)
     net = experiments.build_net(config, only=placement.owned(world.rank))
+    world.compare("start", {"init": experiments.donor_digest(config.init) or config.init})
     if config.data.reader == "root" and not world.lead:
         absent = _absent_data(world)
         return RanksExperiment(config, net, loss.on(absent.problem), absent, None, world, placement)

@@ -24,6 +24,7 @@ use a layer. Values arrive on the CPU, in the layout they were sent in.
 from __future__ import annotations
 
 import multiprocessing.util
+import os
 import sys
 import weakref
 import zlib
@@ -50,7 +51,10 @@ _numbers: Counter[str] = Counter()  # how many layers of a kind, root and ranks 
 
 
 def finish() -> None:
-    """Waits until all that this process has sent has been taken. A process that ends does so by itself."""
+    """Waits until all that this process has sent has been taken.
+
+    A process that ends does so by itself, unless an exception ends it; `sys.exit(1)` is none.
+    """
     _outbox.settle()
 
 
@@ -87,7 +91,7 @@ class _Layer(nn.Module):
         self._calls = 0
         self._open: dict[int, weakref.ref[Any]] = {}  # calls whose backward has not run, and whether it still can
         self._gradients: dict[tuple[int, int], Tensor | None] = {}  # (rank, call): come before they were asked for
-        _finish_at_exit()
+        _finish_at_exit(os.getpid())
 
     def _check_world(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -225,8 +229,10 @@ class _Send(torch.autograd.Function):
     def forward(ctx: Any, layer: _Layer, call: int, ranks: Iterable[int], x: Tensor) -> Tensor:
         me = dist.get_rank()
         wanted = ctx.needs_input_grad[3]
-        layer._send_value(call, x, wanted, [rank for rank in ranks if rank != me])
-        if wanted:
+        others = [rank for rank in ranks if rank != me]
+        layer._send_value(call, x, wanted, others)
+        ctx.waited_for = wanted and bool(others)
+        if ctx.waited_for:
             layer._open[call] = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.call, ctx.ranks = layer, call, ranks
@@ -237,7 +243,8 @@ class _Send(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
         shape, dtype, device = ctx.like
-        ctx.layer._close(ctx.call)
+        if ctx.waited_for:
+            ctx.layer._close(ctx.call)
         me = dist.get_rank()
         parts = [gradient if rank == me else ctx.layer._take_gradient(ctx.call, rank) for rank in ctx.ranks]
         found = [part.to(device) for part in parts if part is not None]
@@ -256,7 +263,8 @@ class _Receive(torch.autograd.Function):
         ctx: Any, layer: _Layer, call: int, ranks: Iterable[int], found: list[tuple[Tensor, bool]], linked: Tensor
     ) -> tuple[Tensor, ...]:
         values, wanted = zip(*found, strict=True)
-        if ctx.needs_input_grad[4]:
+        ctx.waited_for = any(wanted)
+        if ctx.waited_for:
             layer._open[call] = weakref.ref(ctx)
         ctx.set_materialize_grads(False)
         ctx.layer, ctx.call, ctx.ranks, ctx.wanted = layer, call, ranks, wanted
@@ -267,7 +275,8 @@ class _Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         shape, dtype, device = ctx.like
-        ctx.layer._close(ctx.call)
+        if ctx.waited_for:
+            ctx.layer._close(ctx.call)
         own = None
         for rank, wanted, gradient in zip(ctx.ranks, ctx.wanted, gradients, strict=True):
             if rank == dist.get_rank():
@@ -284,8 +293,8 @@ def _anchor(wanted: bool) -> Tensor:
 
 
 @cache
-def _finish_at_exit() -> None:
-    # Not atexit, which processes of multiprocessing skip.
+def _finish_at_exit(process: int) -> None:
+    # Once for each process, those forked from it too. Not atexit, which processes of multiprocessing skip.
     multiprocessing.util.Finalize(None, _at_exit, exitpriority=1)
 
 

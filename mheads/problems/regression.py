@@ -60,6 +60,8 @@ class RegressionMetrics:
 
     def update(self, outputs: Tensor, y: Tensor) -> None:
         outputs, y = outputs.detach().cpu().double(), y.detach().cpu().double()
+        if outputs.shape[1:] != y.shape:
+            raise ValueError(f"outputs are {tuple(outputs.shape)}, targets {tuple(y.shape)}")
         errors = squared_errors(outputs, y)  # [M, b]
         mean = outputs.mean(0)
         self.examples += len(y)
@@ -110,6 +112,9 @@ class Regression:
             )
 
     def check_targets(self, targets: np.ndarray, where: str) -> None:
+        if targets.shape[1:] != (self.num_values,):
+            shape = list(targets.shape)
+            raise UserError(f"{where}: targets of shape {shape}, but the network learns {self.num_values} per example")
         bad = np.flatnonzero(~np.isfinite(targets).all(1))
         if len(bad):
             raise UserError(f"{where}: the target of example {bad[0]} is not finite ({len(bad)} such); take them out")
@@ -125,14 +130,15 @@ class Regression:
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-        shown = RegressionResult.from_dict(summary).headline()
+        result = RegressionResult.from_dict(summary)
+        shown = result.headline()
         found = [("RMSE of members", shown["members"])]
-        if len(summary["members"]) > 1:
+        if len(result.members) > 1:
             found += [
-                ("mean member", f"{summary['single']:.4g}"),
+                ("mean member", f"{result.single:.4g}"),
                 ("Ensemble-Mean", f"[bold]{shown['Ensemble-Mean']}[/]"),
                 ("Oracle", f"[bold]{shown['Oracle']}[/]"),
-                ("spread", f"{summary['spread']:.4g}"),
+                ("spread", f"{result.spread:.4g}"),
             ]
         return found
 

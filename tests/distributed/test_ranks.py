@@ -157,6 +157,19 @@ def test_a_placement_that_cannot_be_is_one_message(argument, message, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_ranks_that_would_start_from_other_weights_are_refused(tmp_path):
+    from networks import with_dropout
+    from safetensors.torch import save_file
+
+    for name in ("a", "b"):
+        save_file(with_dropout().state_dict(), tmp_path / f"{name}.safetensors")
+    each = {0: [f"init={tmp_path}/a.safetensors"], 1: [f"init={tmp_path}/b.safetensors"]}
+    done = ranks(2, "train", *COMMON, "loss=mcl", "--folder", tmp_path / "run", each=each)
+    assert [d.code for d in done] == [2, 2]
+    assert "init" in done[0].err + done[1].err
+    assert not (tmp_path / "run").exists()
+
+
 def test_commands_other_than_train_answer_once(one_process):
     done = ranks(2, "eval", one_process("tree"), "--trust")
     assert [d.code for d in done] == [0, 0]

@@ -85,7 +85,7 @@ class Run:
         return (
             f"Run: {members} of {config.model}{split}; {loss}; {trained}\n"
             f"  {measured if result.examples else 'not evaluated yet'}\n"
-            f"  {'in memory, gone with this object' if self._temporary else self.folder}"
+            f"  {self.folder if self.folder.exists() and not self._temporary else 'in memory, gone with this object'}"
         )
 
     def __post_init__(self) -> None:
@@ -206,6 +206,17 @@ def fit(
         )
     if iterations is not None and epochs is not None:
         raise UserError(f"iterations={iterations} and epochs={epochs} say the same thing twice: give one of them")
+    if epochs is not None and not (isinstance(epochs, int | float) and 0 < epochs < math.inf):
+        raise UserError(f"epochs={epochs!r}: give a number above 0")
+    if run is not None and not isinstance(run, str | Path):
+        raise UserError(f"run={run!r}: give the path of a folder")
+    if not isinstance(schedule, str | Mapping):
+        raise UserError(
+            f"schedule={schedule!r}: give a name such as 'cosine', or a dict such as {{'name': 'step', ...}}"
+        )
+    if log is not None and not isinstance(log, Mapping):
+        raise UserError(f"log={log!r}: give a dict such as {{'evaluate_every': 100}}")
+    _refuse_modes()
     watch = watcher(show)
     with speaking_python():
         loss = _as_loss(loss)
@@ -215,15 +226,16 @@ def fit(
         data = datasets.from_arrays(
             train, test, classes=classes, validation=validation, hold_out=seed, weights=weights, **arrays
         )
-        if epochs is not None:
+        sizes = all(isinstance(size, int) and size > 0 for size in (batch_size, accumulate))  # else refused below
+        if epochs is not None and sizes:
             iterations = max(1, math.ceil(epochs * len(data.train) / (batch_size * accumulate)))
         iterations = 1000 if iterations is None else iterations
+        evaluate_every = max(1, iterations // 10) if isinstance(iterations, int) else 100
         config = configs.validate(
             {
                 "model": net.network_path,
                 "members": net.num_members,
                 "split": net.spec,
-                "init": _initialise(net, init, run, watch),
                 "sampling": sampling,
                 "loss": {**({"name": loss.name, **loss.options} if known else own), "scale_rate": scale_rate},
                 "pretrain": pretrain,
@@ -241,12 +253,14 @@ def fit(
                     "iterations": iterations,
                     "schedule": schedule,
                 },
-                "log": {"evaluate_every": max(1, iterations // 10), **(log or {})},
+                "log": {"evaluate_every": evaluate_every, **(log or {})},
                 "device": device,
                 "seed": seed,
             },
             "fit",
         )
+        # Only now: a call that is refused for what it asks has changed nothing.
+        config = config.model_copy(update={"init": _initialise(net, init, run, watch)})
         experiment = experiments.assemble(config, net, loss, data)
         temporary = _Temporary() if run is None else None
         folder = RunFolder(Path(run) if run is not None else temporary.path / "run")  # type: ignore[union-attr]
@@ -265,6 +279,8 @@ def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher
         summary = train(replace(experiment, start=start), folder, watch)
         net.trained = before + summary["iterations"]
         return _opened(folder, config, net, watch.warn, temporary)
+    except KeyboardInterrupt:  # before the first step, or for the second time
+        raise Interrupted("interrupted outside of a step: nothing was saved by it", None) from None
     except Stopped as stop:
         net.trained = before + stop.iteration
         so_far = _opened(folder, config, net, lambda message: None, temporary)
@@ -274,6 +290,14 @@ def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher
         raise
     finally:
         _leave(net, folder, start, config.init)
+
+
+def _refuse_modes() -> None:
+    """Contexts that a caller may have forgotten, and that would not do what they say."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise UserError("fit is called under torch.no_grad() or inference_mode(), and it learns: call it outside")
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise UserError("fit is called under torch.autocast, which does not reach its threads: call it outside")
 
 
 def _initialise(net: TreeNet, init: Any, run: str | Path | None, watch: Watcher) -> str:
@@ -467,7 +491,7 @@ def load(
     """
     folder = RunFolder(Path(run))
     config = folder.read_config()
-    net = experiments.net_of_run(folder, config, network_factory, trust)
+    net = experiments.net_of_run(folder, config, warn or Silent().warn, network_factory, trust)
     loaded = _opened(folder, config, net, warn or Silent().warn)
     _leave(net, folder, folder.read_identity().get("start"), config.init)  # fit may go on with it in this folder
     return loaded

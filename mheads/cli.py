@@ -91,7 +91,7 @@ def train(
         from mheads.progress import Silent, Terminal
         from mheads.train import train as train_run
 
-        folder = runs.RunFolder(run or Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
+        folder = runs.RunFolder(run.expanduser() if run else Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
         if force and folder.path.exists():
             folder = folder.beside()
         built = place.build(config)

@@ -215,6 +215,9 @@ def flatten(config: Config) -> dict[str, Any]:
     return walk("", config.model_dump(mode="json"), config)
 
 
+SECTIONS = ("sampling", "loss", "data", "engine", "optim", "optim.schedule", "log")
+
+
 @cache
 def known_keys() -> list[str]:
     return list(flatten(Config()))
@@ -326,6 +329,11 @@ def _override(tree: dict[str, Any], override: str) -> None:
         if isinstance(child, str):
             child = _named(child)  # `loss: mcl` in the file, `loss.k=2` on the command line
         tree[section] = tree = dict(child) if isinstance(child, dict) else {}
+    before = _named(tree.get(last))
+    if isinstance(value, dict) and isinstance(before, dict) and key in SECTIONS:
+        value = before | value  # what is not named stays as it was, unless the section becomes another thing
+        if before.get("name") != value.get("name"):
+            value = {k: v for k, v in value.items() if k == "name" or k not in before or v is not before[k]}
     tree[last] = value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from rich import box
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from mheads import api, experiment
 from mheads import config as configs
@@ -48,9 +48,10 @@ def evaluate_run(
     config = folder.read_config()
     if outputs_file is not None and not outputs_file.parent.is_dir():
         raise UserError(f"cannot write {outputs_file}: there is no folder {outputs_file.parent}")
-    net = experiment.net_of_run(folder, config, trust=trust)
+    net = experiment.net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
-    data, examples, split = _examples(folder, overrides, split)
+    with telling(watch):
+        data, examples, split = _examples(folder, overrides, split)
     engine = experiment.threads_engine(config, net)
     metrics = data.problem.metrics(net.num_members)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
@@ -73,6 +74,16 @@ def evaluate_run(
         }
         write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
     return summary(metrics.result(), net, split, weights.iteration, weights.seconds)
+
+
+@contextmanager
+def telling(watch: Watcher) -> Iterator[None]:
+    """What Python would warn of goes to the watcher."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    for warning in said:
+        watch.warn(str(warning.message))
 
 
 SPLITS = ("train", "validation", "test")
@@ -144,12 +155,9 @@ def predict_images(
         raise UserError("there is nothing to predict: give image, .npz or .csv files")
     images = [file for file in files if file.suffix.lower() not in ARRAYS]
     pixels = [read_image(image, run, resize) for image in images]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with telling(watch):
         answers = dict(zip(images, run.predict(np.stack(pixels)).double().unbind(1), strict=True)) if images else {}
         rows = {file: run.predict(read_examples(file, run)).double() for file in files if file not in answers}
-    for warning in said:
-        yield Group(Text(str(warning.message), style="yellow"))
     problem = run.data.problem
     for file in files:
         if not isinstance(problem, Classification):

@@ -272,9 +272,16 @@ def _said(tensor: torch.Tensor | None) -> str:
 
 
 def net_of_run(
-    folder: RunFolder, config: Config, network_factory: Callable[[], nn.Module] | None = None, trust: bool = False
+    folder: RunFolder,
+    config: Config,
+    warn: Callable[[str], None],
+    network_factory: Callable[[], nn.Module] | None = None,
+    trust: bool = False,
 ) -> TreeNet:
-    """The tree of a run, without its weights. Code that only the folder names is run if it is trusted."""
+    """The tree of a run, without its weights. Code that only the folder names is run if it is trusted.
+
+    `warn` hears if the code is not what it was: a change may be harmless, so it is told and not refused.
+    """
     if network_factory is None:
         if config.model.startswith("__main__:"):
             raise UserError(
@@ -291,8 +298,12 @@ def net_of_run(
                 )
             _look_in(where, config.model)
         network_factory = factory(config)
-    drawn = folder.read_identity()["network"]
-    return TreeNet(network_factory, config.members, config.split, seed=int(drawn["seed"]), init=drawn["init"])
+    there = folder.read_identity()
+    drawn = there["network"]
+    net = TreeNet(network_factory, config.members, config.split, seed=int(drawn["seed"]), init=drawn["init"])
+    if lines := identity.differences(there, {**there, "network": net.identity}):
+        warn("\n  ".join([f"the network is not the one that {folder.path} was trained with:", *lines]))
+    return net
 
 
 def _look_in(place: str | None, name: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mheads.config import OptimOptions, ScheduleOptions
 from mheads.engine.tape import trainable
+from mheads.errors import UserError
 from mheads.tree import TreeNet
 
 
@@ -86,6 +87,11 @@ def _optimizer(stage: nn.Module, options: OptimOptions) -> torch.optim.Optimizer
     seen: set[int] = set()  # a weight that two layers share is one weight
     for module in stage.modules():
         multipliers = getattr(module, "multipliers", {})
+        known = [name for name, _ in module.named_parameters(recurse=False)]
+        if unknown := [name for name in multipliers if name not in known and getattr(module, name, ...) is ...]:
+            raise UserError(
+                f"multipliers of a {type(module).__name__} name {unknown[0]!r}; its parameters are {', '.join(known)}"
+            )
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))

@@ -38,6 +38,12 @@ def check_layers(
             "a hook on all modules is registered (torch.nn.modules.module.register_module_..._hook), but known layers "
             f"run without their modules and would not call it: remove it, and put hooks on layers of {network}"
         )
+    for name, parameter in chain.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UserError(
+                f"{name} of {network} has a hook for when its gradient is accumulated, which never happens here: "
+                "gradients are summed apart and given to the optimizer; use register_hook"
+            )
     for name, module in chain.named_modules():
         if any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values()):
             raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+
+GENERATORS = threading.RLock()  # those of torch, numpy and `random`, which belong to the whole process
 
 
 def derive(*key: int | str) -> int:
@@ -41,22 +45,23 @@ def numpy_generator(*key: int | str) -> np.random.Generator:
 def seeded(*key: int | str) -> Iterator[None]:
     """Inside, the global generators of torch, numpy and `random` start from this key; after it, from where they were.
 
-    For code that is not ours and draws from them: the factories of networks.
+    For code that is not ours and draws from them: the factories of networks. Other threads that want the same wait.
     """
     import numpy as np
     import torch
 
     seed = derive(*key)
-    ours, theirs = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
-            yield
-    finally:
-        random.setstate(ours)
-        np.random.set_state(theirs)
+    with GENERATORS:
+        ours, theirs = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                np.random.seed(seed % 2**32)
+                random.seed(seed)
+                yield
+        finally:
+            random.setstate(ours)
+            np.random.set_state(theirs)
 
 
 def global_states() -> tuple[Any, ...]:

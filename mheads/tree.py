@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mheads import identity, seeds, values
 from mheads import probe as probing
@@ -270,6 +271,11 @@ class TreeNet(nn.Module):
                     stages[name] = Stage(OrderedDict((n, replace_dropout(network[n])) for n in node.layers))
         self.stages = nn.ModuleDict({name: stages[name] for name in own})
         if sum(p.numel() for s in stages.values() for p in s.parameters()) != sum(p.numel() for p in self.parameters()):
+            if len(self.tree.roots) == self.num_members:
+                raise UserError(
+                    f"members of {self.network_name} share a parameter: the factory must build a network at each call, "
+                    "not hand out the same one again (TreeNet(network, ...) copies a built one)"
+                )
             raise UserError(f"layers of {self.network_name} on both sides of a split share a parameter")
         for module in self.modules():
             if getattr(module, "inplace", False) is True:
@@ -283,6 +289,11 @@ class TreeNet(nn.Module):
             network = self._factory()
         if not isinstance(network, nn.Module):
             raise UserError(f"the factory gives a {type(network).__name__}, not an nn.Module: return the network")
+        if isinstance(network, torch.jit.ScriptModule):
+            raise UserError("the factory gives a scripted network, whose layers are hidden: return the module itself")
+        lazy = [name for name, p in network.named_parameters() if is_lazy(p)]
+        if lazy:
+            raise UserError(f"{lazy[0]} has no size yet: give the layer its number of inputs instead of a lazy one")
         return network
 
     @property

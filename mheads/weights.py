@@ -27,7 +27,7 @@ def read(path: Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise UserError(f"there is no file {path} with weights") from None
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        cause = str(error).split("\n")[0]
+        cause = str(error).split("\n")[0].split("\x1b")[0].strip() or type(error).__name__
         raise UserError(
             f"{path} cannot be read as weights ({cause}); save them with safetensors.torch.save_file, "
             "or with torch.save(model.state_dict(), path)"

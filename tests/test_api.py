@@ -85,7 +85,10 @@ def test_a_run_of_a_local_factory_is_loaded_with_the_factory_given(tmp_path):
         mheads.load(tmp_path / "run")
     loaded = mheads.load(tmp_path / "run", factory)
     assert torch.equal(loaded.predict(TEST[0]), run.predict(TEST[0]))
-    with pytest.raises(mheads.UserError, match="does not fit the network"):
+    with (
+        pytest.warns(UserWarning, match="layer first"),
+        pytest.raises(mheads.UserError, match="does not fit the network"),
+    ):
         mheads.load(tmp_path / "run", networks.Plain)
 
 
@@ -133,6 +136,14 @@ def test_evaluating_leaves_models_in_the_mode_they_were_in():
     assert first == mheads.evaluate([model.eval()], TEST)  # no dropout in either
 
 
+SHARED = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def fit_plain(*args, **options):
+    return mheads.fit(mheads.TreeNet(networks.Plain, 2), *args, **{"train": TRAIN, "test": TEST, **options})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -146,6 +157,26 @@ def test_evaluating_leaves_models_in_the_mode_they_were_in():
         (lambda: mheads.fit(mheads.TreeNet(networks.Plain, 2), train=(X, Y[:-1])), "1797 examples.*1796"),
         (lambda: mheads.fit(mheads.TreeNet(networks.Plain, 2), train=(X[:, :, :7], Y)), "first.*shape"),
         (lambda: mheads.load("nowhere"), "nowhere is not a run folder"),
+        (lambda: fit_plain(epochs=0), "epochs=0: give a number above 0"),
+        (lambda: fit_plain(epochs="3"), "epochs='3'"),
+        (lambda: fit_plain(epochs=float("nan")), "epochs=nan"),
+        (lambda: fit_plain(epochs=1, iterations=1), "same thing twice"),
+        (lambda: fit_plain(epochs=1, batch_size=0), "batch_size = 0"),
+        (lambda: fit_plain(log=5), "log=5: give a dict"),
+        (lambda: fit_plain(run=5), "run=5: give the path"),
+        (lambda: fit_plain(schedule=int), "schedule=<class 'int'>: give a name"),
+        (lambda: fit_plain(learning_rate=1), "no keyword 'learning_rate': did you mean lr"),
+        (lambda: fit_plain(num_epochs=1), "did you mean epochs"),
+        (lambda: fit_plain(lr=-1), "fit: lr = -1"),
+        (lambda: fit_plain("mlc"), "loss='mlc' is no loss"),
+        (lambda: fit_plain(mheads.losses.mcl), r"call it, mheads.losses.mcl\(\)"),
+        (lambda: fit_plain(nn.CrossEntropyLoss()), r"is mheads.losses.independent\(\)"),
+        (lambda: fit_plain(classes=["a"] * 10), "a name is there twice"),
+        (lambda: torch.no_grad()(fit_plain)(), "no_grad.*call it outside"),
+        (lambda: torch.autocast("cpu")(fit_plain)(), "autocast"),
+        (lambda: mheads.TreeNet(lambda: nn.Sequential(nn.LazyLinear(3)), 2), "has no size yet"),
+        (lambda: mheads.TreeNet(lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 3))), 2), "scripted"),
+        (lambda: mheads.TreeNet(lambda: SHARED, 2), "must build a network at each call"),
     ],
 )
 def test_mistakes_are_named(call, message):
@@ -414,3 +445,70 @@ def test_a_dataset_with_random_transforms_resumes_to_the_same_bits(tmp_path):
     assert resumed.result == straight.result
     for mine, theirs in zip(resumed.net.parameters(), straight.net.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_keywords_and_their_defaults_are_those_of_the_config():
+    """fit lists them for help and type checkers: a second list must not drift from the first."""
+    import inspect
+
+    from mheads.config import Config
+
+    config, parameters = Config(), inspect.signature(mheads.fit).parameters
+    for section, names in (
+        (config.optim, ["lr", "momentum", "nesterov", "caffe_momentum", "weight_decay", "batch_size", "accumulate"]),
+        (config.data, ["normalize", "scale", "pad", "mirror", "validation"]),
+        (config.engine, ["workers", "micro_batches"]),
+        (config, ["pretrain", "device", "seed"]),
+    ):
+        for name in names:
+            assert parameters[name].default == getattr(section, name), name
+    assert parameters["optimizer"].default == config.optim.name
+    assert parameters["schedule"].default == config.optim.schedule.name
+    assert parameters["sampling"].default == config.sampling.name
+    assert parameters["scale_rate"].default == config.loss.scale_rate
+    listed = {*type(config.optim).model_fields, "optimizer", "epochs"} - {"name"}
+    assert listed <= set(parameters)
+
+
+def test_a_refused_call_has_not_changed_the_net():
+    net = mheads.TreeNet(networks.Plain, members=2)
+    before = [p.clone() for p in net.parameters()]
+    with pytest.raises(mheads.UserError, match="lr"):
+        mheads.fit(net, "mcl", init=networks.Plain().state_dict(), **{**QUICK, "lr": "a"})
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
+def test_a_run_loaded_with_another_network_says_what_differs(trained):
+    class Other(networks.Plain):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    with pytest.warns(UserWarning, match=r"not the one that .* was trained with:(.|\n)*Other is used now"):
+        mheads.load(trained.folder, Other)
+
+
+def test_trees_built_in_threads_have_the_weights_of_their_seed():
+    import threading
+
+    def build():
+        found.append(mheads.TreeNet(networks.Plain, members=3).state_dict())
+
+    found = []
+    expected = mheads.TreeNet(networks.Plain, members=3).state_dict()
+    threads = [threading.Thread(target=lambda: [build() for _ in range(10)]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 30
+    assert all(torch.equal(state[name], expected[name]) for state in found for name in expected)
+
+
+def test_ctrl_c_before_the_first_step_is_interrupted_without_a_run(monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mheads.api.train", interrupt)
+    with pytest.raises(mheads.Interrupted) as stop:
+        mheads.fit(mheads.TreeNet(networks.Plain, members=2), iterations=2, **QUICK)
+    assert stop.value.run is None

@@ -150,3 +150,15 @@ def test_every_hint_by_meaning_names_what_there_is():
         assert not any(key.rsplit(".", 1)[-1] == name for key in configs.known_keys()), f"{name} is a key"
         first = re.match(r"[a-z_.]+", meant)[0]
         assert first in names or meant.startswith(("the option --folder", "model_args."))
+
+
+def test_an_override_of_a_section_changes_only_what_it_names():
+    plain, changed = configs.load("digits"), configs.load("digits", ["optim={lr: 0.1}"])
+    assert changed.optim == plain.optim.model_copy(update={"lr": 0.1})
+    another = configs.load("digits", ["optim.schedule={name: cosine}"])
+    assert another.optim.schedule == configs.ScheduleOptions(name="cosine")  # nothing of the multistep is left
+    assert configs.load("digits", ["data={name: npz, path: x.npz}"]).data.normalize == "none"
+
+
+def test_of_a_key_given_twice_the_last_counts():
+    assert configs.load("digits", ["optim.lr=0.1", "optim.lr=0.2"]).optim.lr == 0.2

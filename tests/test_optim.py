@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mheads import TreeNet
+from mheads import TreeNet, UserError
 from mheads.config import OptimOptions, ScheduleOptions
 from mheads.optim import Optimizer, Schedule
 
@@ -176,3 +176,13 @@ def test_a_weight_that_two_layers_share_is_stepped_once():
     optimizer.set_rate(1.0)
     optimizer.update("trunk", [torch.ones(3, 3)])
     torch.testing.assert_close(net.member(0)[0].weight, before - 1)
+
+
+def test_a_multiplier_of_no_parameter_is_refused():
+    def network():
+        layer = nn.Linear(3, 2)
+        layer.multipliers = {"wieght": (0, 0)}
+        return nn.Sequential(layer)
+
+    with pytest.raises(UserError, match="'wieght'; its parameters are weight, bias"):
+        Optimizer(TreeNet(network, members=1), OptimOptions())

@@ -515,3 +515,13 @@ def test_members_part_where_examples_come_first():
     assert TreeNet(factory, members=2, split="b").probe(x).shape == (2, 5, 3)
     with pytest.raises(UserError, match=r"part after layer 'turn'.*\(5, 2, 4\).*examples must come first"):
         TreeNet(factory, members=2, split="a").probe(x)
+
+
+def test_a_hook_for_accumulated_gradients_is_refused_since_nobody_accumulates():
+    def network():
+        layer = nn.Linear(4, 3)
+        layer.weight.register_post_accumulate_grad_hook(lambda p: None)
+        return nn.Sequential(layer)
+
+    with pytest.raises(UserError, match=r"0.weight of network has a hook .* use register_hook"):
+        TreeNet(network, members=2).probe(torch.randn(2, 4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,8 +19,6 @@ from mheads.data.images import UNREADABLE, pixels_of
 from mheads.data.seen import Seen, of_rows
 from mheads.data.split import Chosen
 from mheads.errors import UserError
-
-_randomness = threading.Lock()  # the generators below belong to the whole process
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
@@ -197,7 +194,7 @@ def repeatable() -> Iterator[Any]:
         np.random.seed(key % 2**32)  # the one that transforms use
         torch.default_generator.manual_seed(key)
 
-    with _randomness:
+    with keyed.GENERATORS:
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
             yield seed

@@ -101,6 +101,8 @@ def posed(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[s
 
     Names of classes are numbered by `classes`, or in sorted order of those in training.
     """
+    if classes is not None and len(set(map(str, classes))) < len(classes):
+        raise UserError(f"classes {', '.join(map(str, classes))}: a name is there twice; give each class its own")
     kinds = {key: split.targets.dtype.kind for key, split in splits.items() if len(split)}
     if "f" in kinds.values():
         if set(kinds.values()) != {"f"} or classes is not None:

@@ -7,7 +7,9 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 from weakref import WeakKeyDictionary, finalize
@@ -19,22 +21,24 @@ from torch import Tensor, nn
 from mheads import config as configs
 from mheads import data as datasets
 from mheads import experiment as experiments
-from mheads import identity, values
+from mheads import identity
 from mheads import weights as weights_of
 from mheads.checkpoint import Checkpoints
 from mheads.config import Config
-from mheads.data import ArraySplit, Preprocess, Split
+from mheads.data import ArraySplit, Preprocess
+from mheads.data.batch import Batch
 from mheads.data.dataset import DatasetSplit
 from mheads.distributed.launch import detect
 from mheads.errors import UserError
 from mheads.keywords import refuse_unknown, speaking_python
 from mheads.log import Log
 from mheads.losses import LOSSES, Loss, independent
+from mheads.measuring import EVALUATION_ROWS, Models, answers, in_eval_mode, measure
 from mheads.prepared import Prepared, check, raw_examples
 from mheads.problems import Classification, Problem
 from mheads.progress import Silent, Watcher, watcher
 from mheads.runs import DataFacts, RunFolder
-from mheads.train import EVALUATION_ROWS, Stopped, train
+from mheads.train import Stopped, train
 from mheads.tree import TreeNet
 from mheads.values import Value
 
@@ -97,10 +101,11 @@ class Run:
         """Outputs (logits) [M, N, C] of raw examples, preprocessed as in training: images [N, C, H, W] or vectors."""
         raw = raw_examples(x, self.data)
         check(raw, self.data)
-        self.net.eval()
-        prepared = Prepared(self.net, self.data)
-        answer = self.data.problem.answer
-        return torch.cat([answer(prepared.run(part)).cpu() for part in raw.split(EVALUATION_ROWS)], 1)
+        batches = [Batch(part, torch.empty(len(part)), self.data.inputs) for part in raw.split(EVALUATION_ROWS)]
+        readers = [partial(_given, batch) for batch in batches]
+        with closing(experiments.threads_engine(self.config, self.net)) as engine:
+            found = [self.data.problem.answer(outputs).cpu() for outputs, _ in engine.outputs(readers)]
+        return torch.cat(found, 1)
 
     def evaluate(self, x: Any, y: Any = None) -> Any:
         """All metrics on raw examples and labels, preprocessed as in training.
@@ -112,7 +117,8 @@ class Run:
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")
-        return _measure([self.net], Prepared(self.net, self.data).run, split, self.data.problem, EVALUATION_ROWS)
+        with closing(experiments.threads_engine(self.config, self.net)) as engine, in_eval_mode([self.net]):
+            return measure(engine, split, self.data.inputs, self.data.problem)
 
     def member(self, m: int) -> Prepared:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
@@ -405,18 +411,33 @@ def evaluate(
     modules = [model for model in members if isinstance(model, nn.Module)]
     parameter = next((p for module in modules for p in module.parameters()), torch.empty(0))
 
-    def forward(raw: Tensor) -> Value:
-        raw = raw.to(parameter.device)
-        x = Preprocess()(raw, parameter.dtype)
-        if isinstance(models, TreeNet):
-            return models(x)
+    def forward(batch: Batch) -> Value:
+        raw = batch.inputs.to(parameter.device)
+        x = batch.preprocess(raw, parameter.dtype)
         # What brings its preprocessing takes raw images, channels first.
         first = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
+        if isinstance(models, TreeNet):
+            return models(x)
         return torch.stack([model(first if isinstance(model, Prepared) else x) for model in members])
 
     given = None if classes is None else Classification(tuple(map(str, classes)))
     split, problem = _labelled(test, given, "the test examples")
-    return _measure(modules, forward, split, problem if given or problem.name == "regression" else None, batch_size)
+    engine, plain = Models(forward), Preprocess()
+    with in_eval_mode(modules):
+        found, _ = next(answers(engine, split, plain, problem, batch_size))
+        if found.dim() != 3:
+            raise UserError(f"each model must give logits [B, C], not {tuple(found.shape[1:])}")
+        if given is None and isinstance(problem, Classification):  # as many classes as there are scores
+            largest = int(split.targets.max())
+            if largest >= found.shape[2]:
+                raise UserError(f"label {largest}, but the models give {found.shape[2]} scores")
+            problem = Classification(tuple(map(str, range(found.shape[2]))))
+        problem.check_output(found[0], "a model", "the test set")
+        return measure(engine, split, plain, problem, rows=batch_size)
+
+
+def _given(batch: Batch) -> Batch:
+    return batch
 
 
 def _labelled(given: Any, problem: Problem | None, where: str) -> tuple[ArraySplit | DatasetSplit, Problem]:
@@ -437,43 +458,6 @@ def _labelled(given: Any, problem: Problem | None, where: str) -> tuple[ArraySpl
     found = problem or found
     found.check_targets(splits[where].targets, where)
     return splits[where], found
-
-
-def _measure(
-    modules: Sequence[nn.Module],
-    forward: Callable[[Tensor], Value],
-    split: Split,
-    problem: Problem | None,
-    batch_size: int,
-) -> Any:
-    """The metrics of `forward`, raw examples to outputs [M, b, ...], with the modules in eval mode.
-
-    Without a problem there are as many classes as the models give scores.
-    """
-    modes = [(m, m.training) for module in modules for m in module.modules()]
-    for module in modules:
-        module.eval()
-    metrics = None
-    try:
-        with torch.inference_mode():
-            for start in range(0, len(split), batch_size):
-                rows = np.arange(start, min(start + batch_size, len(split)))
-                found, targets = forward(split.read(rows, None)), torch.from_numpy(split.targets[rows])
-                outputs = values.leaves(found)[0] if problem is None else problem.answer(found)
-                if outputs.dim() != 3:
-                    raise UserError(f"each model must give logits [B, C], not {tuple(outputs.shape[1:])}")
-                if problem is None:  # the first batch
-                    if int(targets.max()) >= outputs.shape[2]:
-                        raise UserError(f"label {int(targets.max())}, but the models give {outputs.shape[2]} scores")
-                    problem = Classification(tuple(map(str, range(outputs.shape[2]))))
-                problem.check_output(outputs[0], "a model", "the examples")
-                metrics = metrics or problem.metrics(outputs.shape[0])
-                metrics.update(outputs, targets)
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    assert metrics is not None  # there is at least one example
-    return metrics.result()
 
 
 def load(

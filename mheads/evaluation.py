@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,17 @@ from rich.table import Table
 
 from mheads import api, experiment
 from mheads import config as configs
-from mheads.data.batch import evaluation_batches
 from mheads.data.catalog import DATASETS
 from mheads.data.images import read_crop, read_whole
 from mheads.data.split import Split
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
 from mheads.files import write_atomically
+from mheads.measuring import measure
 from mheads.problems import Classification
 from mheads.progress import Watcher
 from mheads.runs import DataFacts, RunFolder
-from mheads.train import EVALUATION_ROWS, summary
+from mheads.train import summary
 
 
 def evaluate_run(
@@ -52,20 +52,15 @@ def evaluate_run(
     weights = folder.load_weights(net, watch.warn)
     with telling(watch):
         data, examples, split = _examples(folder, overrides, split)
-    engine = experiment.threads_engine(config, net)
-    metrics = data.problem.metrics(net.num_members)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
-    try:
-        readers = evaluation_batches(examples, data.inputs, EVALUATION_ROWS)
-        with watch.evaluating(len(examples)) as advance:
-            for outputs, targets in engine.outputs(readers):
-                outputs = data.problem.answer(outputs)
-                metrics.update(outputs, targets)
-                if outputs_file is not None:
-                    kept.append((outputs.cpu().numpy(), targets.cpu().numpy()))
-                advance(len(targets))
-    finally:
-        engine.close()
+
+    def keep(found: torch.Tensor, targets: torch.Tensor) -> None:
+        if outputs_file is not None:
+            kept.append((found.cpu().numpy(), targets.cpu().numpy()))
+
+    with closing(experiment.threads_engine(config, net)) as engine:
+        result = measure(engine, examples, data.inputs, data.problem, watch, keep)
+    assert result is not None  # there are examples
     if outputs_file is not None:
         arrays = {
             "outputs": np.concatenate([o for o, _ in kept], 1),
@@ -73,7 +68,7 @@ def evaluate_run(
             "classes": np.array(data.problem.groups),
         }
         write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
-    return summary(metrics.result(), net, split, weights.iteration, weights.seconds)
+    return summary(result, net, split, weights.iteration, weights.seconds)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ import re
 import sys
 import sysconfig
 import textwrap
+import threading
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 Code = dict[str, dict[str, Any]]
+_PARSER = threading.Lock()  # Python 3.11 counts the depth of its parser for all threads together
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -216,7 +218,8 @@ def _digest(functions: list[types.FunctionType]) -> str:
 def _source(thing: Any) -> list[str]:
     """Without comments and docstrings; nothing where there is none."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+        with _PARSER:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
     except (OSError, TypeError, SyntaxError, ValueError):
         return []
     if getattr(thing, "__name__", "") == "<lambda>":

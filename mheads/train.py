@@ -18,20 +18,18 @@ import torch
 import mheads
 from mheads import identity
 from mheads.checkpoint import Checkpoints
-from mheads.data import Data
-from mheads.data.batch import Batch, Batches, evaluation_batches
+from mheads.data.batch import Batch, Batches
 from mheads.engine.tasks import StepReport
 from mheads.engine.threads import ThreadsEngine
 from mheads.errors import UserError
 from mheads.experiment import Experiment, donor_differences
 from mheads.log import History, MetricsLog
+from mheads.measuring import measure
 from mheads.optim import Optimizer, Schedule
 from mheads.problems import Problem, Result
 from mheads.progress import Silent, Watcher
 from mheads.runs import DataFacts, RunFolder
 from mheads.tree import TreeNet
-
-EVALUATION_ROWS = 100  # fixed: the number of rows decides the bits of a matrix product
 
 
 class Stopped(Exception):  # noqa: N818, it is no error
@@ -108,7 +106,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                         log.write(state.line(rate, len(batch)))
                 due = config.log.evaluate_every
                 if due and state.step % due == 0 and state.step < total:
-                    result = evaluate(engine, data, watch)
+                    result = measure(engine, data.test, data.preprocess, data.problem, watch)
                     if log is not None and result is not None:
                         state.own(result, experiment, folder, log, watch)
                 due = config.log.checkpoint_every
@@ -121,7 +119,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 if report.stop:
                     checkpoints.wait()
                     raise Stopped(report.stop, state.step, state.seconds)
-            result = evaluate(engine, data, watch)
+            result = measure(engine, data.test, data.preprocess, data.problem, watch)
             tensors = engine.gather(state.tensors(net, optimizer))
             if log is None or result is None:
                 return {}
@@ -184,17 +182,6 @@ def _open(
         return found, {}
     state = {key: value for key, value in checkpoint.state.items() if key not in ("config", "identity")}
     return {**found, "step": checkpoint.step, "state": state}, checkpoint.tensors
-
-
-def evaluate(engine: ThreadsEngine, data: Data, watch: Watcher | None = None) -> Result | None:
-    """All metrics on the test set, which the lead gets."""
-    metrics = data.problem.metrics(engine.net.num_members)
-    readers = evaluation_batches(data.test, data.preprocess, EVALUATION_ROWS)
-    with (watch or Silent()).evaluating(len(data.test)) as advance:
-        for outputs, targets in engine.outputs(readers):
-            metrics.update(data.problem.answer(outputs), targets)
-            advance(len(targets))
-    return metrics.result() if engine.lead else None
 
 
 def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: float) -> dict[str, Any]:

@@ -299,7 +299,7 @@ def test_a_run_and_its_members_bring_their_preprocessing_and_the_net_alone_is_wa
     assert mheads.evaluate(on_pixels, test) == on_pixels.evaluate(test)
     members = [on_pixels.member(m) for m in range(2)]
     assert mheads.evaluate(members, test).members == on_pixels.result.members
-    assert torch.equal(members[1](torch.from_numpy(PIXELS[:7])), on_pixels.predict(PIXELS[:7])[1])
+    torch.testing.assert_close(members[1](torch.from_numpy(PIXELS[:7])), on_pixels.predict(PIXELS[:7])[1])
     with pytest.warns(UserWarning, match=r"scaled by 0\.0039.*mean image.*run\.evaluate"):
         without = mheads.evaluate(on_pixels.net, test)
     assert without.members != on_pixels.result.members

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -157,7 +158,6 @@ class ThreadsEngine:
         self.device = device
         self.workers = Workers(workers)
         self.stages = Stages(net)
-        self.gradients = self.stages.gradients()
 
     def step(self, step: int, batch: Batch, loss: Loss, accumulate: int = 1, signals: Sequence[int] = ()) -> StepReport:
         """Computes the gradients of one step on all its examples; `update` then uses them.
@@ -171,6 +171,11 @@ class ThreadsEngine:
         task.start()
         self.workers.wait()
         return task.report(signals[0] if signals else 0)
+
+    @cached_property
+    def gradients(self) -> dict[str, list[Tensor]]:
+        """A place for the gradients of each stage, made when training begins: an evaluation needs none."""
+        return self.stages.gradients()
 
     def parts(self, batch_size: int, accumulate: int) -> int:
         """How many micro-batches a step has."""

@@ -1,0 +1,83 @@
+"""One way to measure an ensemble: examples go through an engine, and a problem measures the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mheads.data import Split
+from mheads.data.batch import Batch, evaluation_batches
+from mheads.problems import Problem, Result
+from mheads.progress import Silent, Watcher
+from mheads.values import Value
+
+EVALUATION_ROWS = 100  # fixed: the number of rows decides the bits of a matrix product
+Inputs = Callable[[Any, torch.dtype], Any]  # raw examples to what a network takes
+
+
+class GivesOutputs(Protocol):
+    """The part of an engine that measuring needs; of several ranks one leads, and gets the outputs."""
+
+    lead: bool
+
+    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]: ...
+
+
+def answers(
+    engine: GivesOutputs, examples: Split, inputs: Inputs, problem: Problem, rows: int = EVALUATION_ROWS
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Answers [M, b, ...] and targets of each batch, in order."""
+    for outputs, targets in engine.outputs(evaluation_batches(examples, inputs, rows)):
+        yield problem.answer(outputs), targets
+
+
+def measure(
+    engine: GivesOutputs,
+    examples: Split,
+    inputs: Inputs,
+    problem: Problem,
+    watch: Watcher | None = None,
+    keep: Callable[[Tensor, Tensor], None] | None = None,
+    rows: int = EVALUATION_ROWS,
+) -> Result | None:
+    """All metrics, which the lead gets; `keep` is given the answers and targets on the way."""
+    metrics = None
+    with (watch or Silent()).evaluating(len(examples)) as advance:
+        for found, targets in answers(engine, examples, inputs, problem, rows):
+            metrics = metrics or problem.metrics(len(found))
+            metrics.update(found, targets)
+            if keep is not None:
+                keep(found, targets)
+            advance(len(targets))
+    return metrics.result() if metrics is not None else None
+
+
+class Models:
+    """Any models, one after the other, in the part of an engine that gives outputs."""
+
+    lead = True
+
+    def __init__(self, forward: Callable[[Batch], Value]) -> None:
+        self.forward = torch.inference_mode()(forward)
+
+    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
+        for read in readers:
+            batch = read()
+            yield self.forward(batch), batch.targets
+
+
+@contextmanager
+def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the modules are in eval mode; afterwards in whichever they were."""
+    modes = [(m, m.training) for module in modules for m in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for m, mode in modes:
+            m.training = mode

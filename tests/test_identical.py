@@ -77,12 +77,15 @@ def test_members_that_anything_parts_are_trained():
     def takes_the_first(outputs, y):
         return losses.cross_entropies(outputs, y) * torch.arange(1, 3)[:, None]
 
-    mheads.fit(TreeNet(seeds_torch, members=2), losses.mcl(k=1), **DATA)
-    mheads.fit(TreeNet(seeds_torch, members=2), sampling="bagging", **DATA)
-    mheads.fit(TreeNet(dropping, members=2), **DATA)
-    mheads.fit(TreeNet(with_a_buffer_of_its_own, members=2), **DATA)
-    mheads.fit(TreeNet(seeds_torch, members=2), losses.Loss("uneven", takes_the_first), **DATA)
-    mheads.fit(TreeNet(seeds_torch, members=1), **DATA)
+    parted = [
+        mheads.fit(TreeNet(seeds_torch, members=2), losses.mcl(k=1), **DATA),
+        mheads.fit(TreeNet(seeds_torch, members=2), sampling="bagging", **DATA),
+        mheads.fit(TreeNet(dropping, members=2), **DATA),
+        mheads.fit(TreeNet(with_a_buffer_of_its_own, members=2), **DATA),
+        mheads.fit(TreeNet(seeds_torch, members=2), losses.Loss("uneven", takes_the_first), **DATA),
+    ]
+    assert all(list(run.net.identical_members()) == [] for run in parted)
+    assert mheads.fit(TreeNet(seeds_torch, members=1), **DATA).net.num_members == 1
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def not_of_torchrun(err):
     own = ("torch/distributed/run.py", "OMP_NUM_THREADS", "hostname of the client socket cannot be retrieved", "*****")
     # An agent that sees the first one leave, and its store with it, tells of every call on its own stack.
     own += ("[c10d] recvValueWithTimeout failed", "[c10d] sendBytes failed", "Exception raised from", "frame #")
-    own += ("<omitting python frames>",)
+    own += ("<omitting python frames>", "torch/distributed/elastic/agent/")
     return [line for line in err.splitlines() if line and not any(text in line for text in own)]
 
 

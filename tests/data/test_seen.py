@@ -67,8 +67,9 @@ def test_what_cannot_be_brought_to_the_range_of_training_is_refused_with_both_ra
     ids=str,
 )
 def test_values_far_from_the_range_of_training_are_warned_of(seen, given):
-    with pytest.warns(UserWarning, match="mean little"):
+    with pytest.warns(UserWarning, match="mean little") as said:
         seen.check(given, "x")
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(

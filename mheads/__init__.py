@@ -14,14 +14,14 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from mheads import losses
     from mheads.api import Interrupted, Run, evaluate, fit, load
+    from mheads.dropout import Dropout
     from mheads.errors import UserError
-    from mheads.models.layers import Dropout
     from mheads.tree import TreeNet
 
 __all__ = ["Dropout", "Interrupted", "Run", "TreeNet", "UserError", "__version__", "evaluate", "fit", "load", "losses"]
 
 _HOMES = {
-    "Dropout": "mheads.models.layers",
+    "Dropout": "mheads.dropout",
     "Interrupted": "mheads.api",
     "Run": "mheads.api",
     "TreeNet": "mheads.tree",

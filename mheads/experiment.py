@@ -20,8 +20,9 @@ from mheads import data as datasets
 from mheads import files, identity, models, seeds, values, weights
 from mheads.config import Config
 from mheads.data import Data
-from mheads.data.batch import Batches, BatchStream
+from mheads.data.batch import Batches, BatchStream, Reader
 from mheads.device import default_workers, refuse_beyond_memory, resolve
+from mheads.engine.engine import Engine
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.errors import UserError, named
 from mheads.losses import LOSSES, Loss, independent
@@ -41,7 +42,7 @@ class Experiment:
     prior: np.ndarray | None
     start: str | None = field(default=None, kw_only=True)  # a digest of the first weights, if the config decides others
 
-    def engine(self) -> ThreadsEngine:
+    def engine(self) -> Engine:
         return threads_engine(self.config, self.net)
 
     def identity(self) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class Experiment:
         """Which split `data.test` is."""
         return "test" if self.data.held_out is None else "validation"
 
-    def batches(self, engine: ThreadsEngine) -> Batches:
+    def batches(self, engine: Engine) -> Batches:
         """The stream that training reads from."""
         return self.stream()
 
@@ -79,7 +80,7 @@ def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:
     workers = config.engine.workers
     if workers == "auto":
         workers = default_workers(device, available_cores())
-    return ThreadsEngine(net, workers, micro_batches(config, net), config.seed, device)
+    return ThreadsEngine(net, workers, micro_batches(config, net), config.seed, device, config.optim.accumulate)
 
 
 def micro_batches(config: Config, net: TreeNet) -> int:
@@ -103,7 +104,13 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     if not len(data.test):
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
     few = np.arange(min(2, len(data.train)))
-    outputs = net.probe(data.preprocess(data.train.read(few, None), net.dtype))
+    batch = Reader(data.train, data.preprocess, few)()
+    outputs = net.probe(batch.network_inputs(net.dtype), batch.side_inputs())
+    if values.num_rows(outputs) != batch.num_rows:
+        raise UserError(
+            f"{net.network_name} gives {values.num_rows(outputs)} rows of outputs for {len(batch)} examples with "
+            f"{batch.num_rows} targets: give one row per target"
+        )
     if loss.name in LOSSES and not isinstance(outputs, Tensor):
         raise UserError(
             f"{net.network_name} gives a {type(outputs).__name__}, but loss {loss.name} takes scores [B, C] alone: "
@@ -130,8 +137,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
     if loss.averaged and prior is not None:
         raise UserError(f"sampling is {sampling.name}, but {loss.name} averages the members: use sampling=full")
-    targets = torch.as_tensor(data.train.targets[few])
-    gradients = _teach(loss, outputs, targets, net.num_members)
+    gradients = _teach(loss, outputs, batch.targets, net.num_members)
     if all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):  # the loss does not tell members apart
         for a, b in net.identical_members():
             same_prior = prior is None or np.array_equal(prior[a], prior[b])
@@ -140,18 +146,19 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     return Experiment(config, net, loss, data, datasets.weighted(prior, data.weights, net.num_members))
 
 
-def _teach(loss: Loss, outputs: Value, targets: Tensor, members: int) -> list[Tensor]:
+def _teach(loss: Loss, outputs: Value, targets: Value, members: int) -> list[Tensor]:
     """What members that give the same outputs are taught, each with its own keys to break ties: gradients [M, ...].
 
     This is also the first time that a loss of the user's own is called: what is wrong with it is said before a run.
     """
-    rows = torch.arange(32) % len(targets)
+    rows = torch.arange(32) % values.num_rows(targets)
+    targets = values.map_leaves(lambda t: t[rows], targets)
     same = values.map_leaves(lambda t: torch.stack([t.detach()[rows]] * members), outputs)
     leaves = [t.requires_grad_() for t in values.leaves(same) if t.is_floating_point()]
     ties = torch.rand(members, len(rows), generator=seeds.generator("ties"))
     parts = [slice(m, m + 1) for m in range(members)] if loss.separable else [slice(None)]
     try:
-        totals = [loss(values.map_leaves(lambda t, p=p: t[p], same), targets[rows], None, ties[p]).total for p in parts]
+        totals = [loss(values.map_leaves(lambda t, p=p: t[p], same), targets, None, ties[p]).total for p in parts]
         found = torch.autograd.grad(sum(totals), leaves, allow_unused=True)  # type: ignore[arg-type]
     except UserError:
         raise

@@ -46,13 +46,15 @@ def measure(
 ) -> Result | None:
     """All metrics, which the lead gets; `keep` is given the answers and targets on the way."""
     metrics = None
-    with (watch or Silent()).evaluating(len(examples)) as advance:
+    left = len(examples)
+    with (watch or Silent()).evaluating(left) as advance:
         for found, targets in answers(engine, examples, inputs, problem, rows):
             metrics = metrics or problem.metrics(len(found))
             metrics.update(found, targets)
             if keep is not None:
                 keep(found, targets)
-            advance(len(targets))
+            advance(min(rows, left))
+            left -= rows
     return metrics.result() if metrics is not None else None
 
 

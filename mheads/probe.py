@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mheads import seeds, trial, values
 from mheads.errors import UserError
-from mheads.models.layers import children, has_batch_statistics
+from mheads.modules import children, has_batch_statistics
 from mheads.trial import Side
 from mheads.values import Value
 
@@ -98,7 +98,7 @@ def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, sp
             raise UserError(
                 f"layer {name!r} of {network} draws random numbers from the global generator of torch, numpy or "
                 "random, so results would depend on the order of threads; use mheads.Dropout, or "
-                "mheads.models.layers.draw_mask for noise of your own"
+                "mheads.dropout.draw_mask for noise of your own"
             )
         now = trial.buffers(layer)
         changed = [key for key in now if key not in buffers or not trial.equal(now[key], buffers[key])]

@@ -7,7 +7,7 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -19,8 +19,8 @@ import mheads
 from mheads import identity
 from mheads.checkpoint import Checkpoints
 from mheads.data.batch import Batch, Batches
+from mheads.engine.engine import Engine
 from mheads.engine.tasks import StepReport
-from mheads.engine.threads import ThreadsEngine
 from mheads.errors import UserError
 from mheads.experiment import Experiment, donor_differences
 from mheads.log import History, MetricsLog
@@ -79,7 +79,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             log = MetricsLog(folder.metrics, state.log, watch.warn)
             if log.mended:
                 checkpoints.save(state.step, tensors or {}, {**found["state"], "log": log.parts}, again=True)
-        with _signals() as received, watch.training(total, state.step):
+        with _signals(engine.ask_to_stop), watch.training(total, state.step):
             while state.step < total:
                 began = time.perf_counter()
                 pretraining = state.step < config.pretrain
@@ -89,9 +89,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 rate = config.optim.lr if pretraining else schedule.rate(iteration)
 
                 batch = batches.batch(state.step)
-                report = engine.step(
-                    state.step, batch, experiment.loss_at(state.step), config.optim.accumulate, received
-                )
+                report = engine.step(state.step, batch, experiment.loss_at(state.step))
                 _refuse_nonfinite_loss(report, state.step + 1, checkpoints)
                 optimizer.set_rate(rate)
                 engine.update(optimizer.update)
@@ -282,7 +280,7 @@ class _Progress:
         self,
         found: dict[str, Any],
         tensors: dict[str, torch.Tensor],
-        engine: ThreadsEngine,
+        engine: Engine,
         optimizer: Optimizer,
         schedule: Schedule,
     ) -> None:
@@ -301,7 +299,7 @@ class _Progress:
 
 
 def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """Those whose name begins so, without it."""
+    """The tensors whose names begin with the prefix, under the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -337,21 +335,20 @@ def _diverged(what: str, checkpoints: Checkpoints) -> UserError:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Signals received inside, SIGINT and SIGTERM; the step in hand is finished first. A second one acts at once."""
-    received: list[int] = []
+def _signals(tell: Callable[[int], None]) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM are told, so that the step in hand is finished first. A second one acts at once."""
     if threading.current_thread() is not threading.main_thread():
-        yield received  # only the main thread may set handlers
+        yield  # only the main thread may set handlers
         return
 
-    def remember(signum: int, frame: FrameType | None) -> None:
-        received.append(signum)
+    def once(signum: int, frame: FrameType | None) -> None:
+        tell(signum)
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    before = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, once) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield received
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -25,16 +25,9 @@ from torch.nn.parameter import is_lazy
 from mheads import identity, seeds, values
 from mheads import probe as probing
 from mheads.device import refuse_beyond_memory
+from mheads.dropout import CHANNELWISE, Dropout, is_dropout, replace_dropout
 from mheads.errors import UserError
-from mheads.models.layers import (
-    CHANNELWISE,
-    Dropout,
-    children,
-    has_batch_statistics,
-    is_dropout,
-    is_hooked,
-    replace_dropout,
-)
+from mheads.modules import call, children, has_batch_statistics, is_hooked
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -185,14 +178,12 @@ def whole_spec(members: int | None, split: Spec | str | None) -> Spec:
 class Stage(nn.Sequential):
     """A run of named layers with weights of its own.
 
-    A layer whose attribute `takes` names a side input of the batch (regions of interest, say) is called with it as
-    second argument.
+    A layer whose attribute `takes` names side inputs of the batch (regions of interest, say) is called with them too.
     """
 
     def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         for layer in self:
-            takes = getattr(layer, "takes", None)
-            x = layer(x) if takes is None else layer(x, (side or {})[takes])
+            x = call(layer, x, side)
         return x
 
 

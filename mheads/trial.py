@@ -8,17 +8,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mheads import seeds, values
-from mheads.models.layers import keyed_masks
+from mheads import modules, seeds, values
+from mheads.dropout import keyed_masks
 from mheads.values import Value
 
 Side = dict[str, Value] | None
 
 
 def call(layer: nn.Module, h: Value, side: Side) -> Value:
-    takes = getattr(layer, "takes", None)
     with keyed_masks(("probe",), values.num_rows(h)):
-        return layer(h) if takes is None else layer(h, (side or {})[takes])
+        return modules.call(layer, h, side)
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:

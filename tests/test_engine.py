@@ -12,13 +12,13 @@ from torch import nn
 
 from mheads import TreeNet, UserError, losses
 from mheads.data.batch import Batch
+from mheads.dropout import Dropout, keyed_masks
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.sums import PairwiseSum
 from mheads.engine.tape import AutogradTape, Context, SlicedTape
 from mheads.engine.tasks import cuts
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
-from mheads.models.layers import Dropout, keyed_masks
 from mheads.tree import canonical
 
 LOSSES = {
@@ -79,10 +79,10 @@ def batch_of(rows: int, members: int, dtype=torch.float64, prior=None, seed: int
 
 
 def engine_gradients(net, loss, batch, *, workers=2, micro_batches=3, step=0, accumulate=1):
-    engine = ThreadsEngine(net, workers, micro_batches, seed=0)
+    engine = ThreadsEngine(net, workers, micro_batches, seed=0, accumulate=accumulate)
     collected = {}
     try:
-        report = engine.step(step, batch, loss, accumulate)
+        report = engine.step(step, batch, loss)
         engine.update(lambda stage, gradients: collected.update({stage: gradients}))
     finally:
         engine.close()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mheads import TreeNet, UserError
-from mheads.models.layers import Dropout
+from mheads.dropout import Dropout
 
 
 class Plain(nn.Module):

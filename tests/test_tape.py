@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
+from mheads.dropout import Dropout, keyed_masks
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record, trainable
 from mheads.models import MODELS
-from mheads.models.layers import Dropout, keyed_masks
 from mheads.tree import Stage, canonical
 
 LAYERS = {

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.utils import prune
 
 from mheads import TreeNet, UserError
+from mheads.dropout import Dropout
 from mheads.models import MODELS
-from mheads.models.layers import Dropout
 from mheads.tree import Layer, canonical, parse
 
 LAYERS = [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -13,12 +14,13 @@ from PIL import Image
 from mheads.data.augment import crop_and_mirror, places
 from mheads.data.images import pixels_of
 from mheads.data.seen import Seen, survey
+from mheads.data.split import Beside
 from mheads.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
 class ArraySplit:
-    """Examples in one array: images [N, H, W, C] or vectors [N, F], and their targets.
+    """Examples in one array: images [N, H, W, C] or vectors [N, F], their targets, and side inputs by name.
 
     `pad` and `mirror` say how images are augmented when they are read with seeds: zeros around the raw image,
     a random crop of the original size, mirrored half of the time.
@@ -28,6 +30,7 @@ class ArraySplit:
     targets: np.ndarray
     pad: int = 0
     mirror: bool = False
+    side: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,6 +44,10 @@ class ArraySplit:
         """Raw examples [b, ...]: uint8 NHWC, float NCHW (a view of NHWC memory), or vectors [b, F]."""
         return augmented(self.examples[rows], seeds, pad=self.pad, mirror=self.mirror)
 
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        side = {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
+        return Beside(torch.from_numpy(self.targets[rows]), side)
+
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return augmented_places(seeds, pad=self.pad, mirror=self.mirror)
 
@@ -49,7 +56,8 @@ class ArraySplit:
         return self.pad
 
     def part(self, rows: slice) -> Self:
-        return replace(self, examples=self.examples[rows], targets=self.targets[rows])
+        side = {name: array[rows] for name, array in self.side.items()}
+        return replace(self, examples=self.examples[rows], targets=self.targets[rows], side=side)
 
     def fixed(self) -> Self:
         return replace(self, pad=0, mirror=False)
@@ -64,6 +72,7 @@ class ArraySplit:
         digest = hashlib.sha256(repr((self.examples.dtype.str, self.examples.shape)).encode())
         digest.update(np.ascontiguousarray(self.targets).data)
         digest.update(np.ascontiguousarray(self.examples).data)
+        digest_side(digest, self.side)
         return digest.digest()
 
 
@@ -94,8 +103,8 @@ def with_augmentation(split: Any, *, pad: int, mirror: bool, where: str) -> Any:
     return replace(split, pad=pad, mirror=mirror)
 
 
-def as_split(examples: Any, labels: Any, where: str) -> ArraySplit:
-    """Checked examples and labels, images turned to NHWC; `where` names them in messages.
+def as_split(examples: Any, labels: Any, where: str, side: Any = None) -> ArraySplit:
+    """Checked examples, labels and side inputs, images turned to NHWC; `where` names them in messages.
 
     Labels that are names stay names: `sources.numbered` gives them numbers.
     """
@@ -104,7 +113,37 @@ def as_split(examples: Any, labels: Any, where: str) -> ArraySplit:
         raise UserError(
             f"{where}: {len(x)} examples but labels of shape {list(y.shape)}; give one label per example, [N]"
         )
-    return ArraySplit(x, y)
+    return ArraySplit(x, y, side=as_side(side, len(x), where))
+
+
+def as_side(side: Any, count: int | None, where: str) -> dict[str, np.ndarray]:
+    """Side inputs by name, each with a row per example; of one example (`count` None) without."""
+    if side is None:
+        return {}
+    if not isinstance(side, Mapping) or not all(isinstance(name, str) for name in side):
+        raise UserError(f"{where}: side inputs are a {type(side).__name__}; give a dict of arrays by name")
+    if "counts" in side:
+        raise UserError(f"{where}: side input 'counts': that name is taken; give it another")
+    found = {}
+    for name, values in side.items():
+        array = stacked(values, f"{where}: side input {name!r}")
+        if array.dtype.kind not in "biuf":
+            raise UserError(f"{where}: side input {name!r} has dtype {array.dtype}; give numbers")
+        if count is not None and array.shape[:1] != (count,):
+            raise UserError(
+                f"{where}: side input {name!r} has shape {list(array.shape)} for {count} examples; give each a row"
+            )
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise UserError(f"{where}: side input {name!r} holds NaN or infinity; take these rows out")
+        dtype = np.dtype(np.float32) if array.dtype.kind == "f" else array.dtype.newbyteorder("=")
+        found[name] = np.ascontiguousarray(array, dtype)
+    return found
+
+
+def digest_side(digest: Any, side: Mapping[str, np.ndarray]) -> None:
+    for name, array in sorted(side.items()):
+        digest.update(repr((name, array.dtype.str, array.shape)).encode())
+        digest.update(np.ascontiguousarray(array).data)
 
 
 def as_examples(examples: Any, where: str) -> np.ndarray:

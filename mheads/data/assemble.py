@@ -74,6 +74,11 @@ def assemble(
             f"{name}: training examples have shape {train.shape} but test examples {test.shape};"
             " make them the same size"
         )
+    first = np.arange(1)
+    sides = [split.beside(first, None).side.keys() for split in (train, test) if len(split)]
+    if any(side != sides[0] for side in sides):
+        given, lacking = (", ".join(sorted(side)) or "none" for side in sides)
+        raise UserError(f"{name}: the side inputs of training are {given}, of the test set {lacking}; give both all")
     problem.check_targets(train.targets, f"{name}: train")
     problem.check_targets(test.targets, f"{name}: test")
     if importance is not None:

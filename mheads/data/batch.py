@@ -21,10 +21,10 @@ from mheads.values import Value
 class Batch:
     """The examples of a step, or of one micro-batch of it. B rows, M members.
 
-    `inputs` is what the data gives (pixels as uint8, say) and `preprocess` makes of it what the network takes; `prior`
-    [M, B] says who may learn from what, None meaning all; `ties` [M, B] are the random keys that break ties; `side`
-    holds side inputs of layers that ask for them. Inputs and side inputs may be those of some rows only, from
-    `first_input` on, or None where they are not needed. A subclass with another rule for cutting overrides `cut`.
+    `inputs` is what the data gives (pixels as uint8, say) and `preprocess` makes of it what the network takes. Each
+    example has one row of targets, or `counts[i]` of them. `prior` [M, B] says who may learn from which row, None
+    meaning all; `ties` [M, B] are the random keys that break ties; `side` holds side inputs of layers that ask for
+    them. Inputs may be those of some examples only, from `first_input` on, or None where they are not needed.
     """
 
     inputs: Value
@@ -34,24 +34,39 @@ class Batch:
     ties: Tensor | None = None
     side: dict[str, Value] = field(default_factory=dict)
     first_input: int = 0
+    counts: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.targets)
+        """How many examples there are: a batch is cut between these."""
+        return self.num_rows if self.counts is None else len(self.counts)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the loss sees."""
+        return values.num_rows(self.targets)
+
+    def rows(self, start: int, stop: int) -> slice:
+        """The rows of the examples start to stop - 1."""
+        if self.counts is None:
+            return slice(start, stop)
+        return slice(int(self.counts[:start].sum()), int(self.counts[:stop].sum()))
 
     def cut(self, start: int, stop: int) -> Batch:
-        """Rows start to stop - 1."""
+        """The examples start to stop - 1."""
+        rows, examples = self.rows(start, stop), slice(start - self.first_input, stop - self.first_input)
 
-        def rows(value: Value, first: int) -> Value:
-            return None if value is None else values.map_leaves(lambda t: t[start - first : stop - first], value)
+        def only(where: slice, value: Value) -> Value:
+            return None if value is None else values.map_leaves(lambda t: t[where], value)
 
         return replace(
             self,
-            inputs=rows(self.inputs, self.first_input),
-            targets=rows(self.targets, 0),
-            side=rows(self.side, self.first_input),
+            inputs=only(examples, self.inputs),
             first_input=0,
-            prior=None if self.prior is None else self.prior[:, start:stop],
-            ties=None if self.ties is None else self.ties[:, start:stop],
+            targets=only(rows, self.targets),
+            side=only(rows, self.side),
+            counts=None if self.counts is None else self.counts[start:stop],
+            prior=None if self.prior is None else self.prior[:, rows],
+            ties=None if self.ties is None else self.ties[:, rows],
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -63,10 +78,14 @@ class Batch:
             return None if value is None else values.map_leaves(lambda t: t.to(device, non_blocking=True), value)
 
         parts = {name: move(getattr(self, name)) for name in ("inputs", "targets", "prior", "ties", "side")}
-        return replace(self, **parts)
+        return replace(self, **parts)  # counts stay: they are asked for by Python
 
     def network_inputs(self, dtype: torch.dtype) -> Value:
         return self.preprocess(self.inputs, dtype)
+
+    def side_inputs(self) -> dict[str, Value]:
+        """What layers can ask for: the side inputs, and `counts` where the examples have several rows."""
+        return self.side if self.counts is None else {**self.side, "counts": self.counts}
 
 
 class Batches(Protocol):
@@ -79,7 +98,7 @@ class Batches(Protocol):
 class BatchStream:
     """The batch of any step, from the seed alone; the next one is read while this one is worked on.
 
-    `inputs` are the rows of a batch whose inputs are wanted here, all by default.
+    `inputs` are the examples of a batch whose inputs are wanted here, all by default.
     """
 
     def __init__(
@@ -112,14 +131,21 @@ class BatchStream:
         rows, _ = stream(self.seed, len(self.data.train), start, start + self.batch_size)
         # One seed an example, so that its augmentation does not depend on the batch it happens to be in.
         augmentation = seeds.numpy_generator(self.seed, "augment", step).integers(2**63, size=len(rows))
+        beside = self.data.train.beside(rows, augmentation)
+        prior = None if self.prior is None else self.prior[:, torch.from_numpy(rows)]
+        if prior is not None and beside.counts is not None:
+            prior = prior.repeat_interleave(beside.counts, 1)
+        num_rows = values.num_rows(beside.targets)
         wanted = slice(self.inputs.start, self.inputs.stop)
         return Batch(
             self._inputs(rows[wanted], augmentation[wanted]) if self.inputs else None,
-            torch.from_numpy(self.data.train.targets[rows]),
+            beside.targets,
             self.data.preprocess,
-            prior=None if self.prior is None else self.prior[:, torch.from_numpy(rows)],
-            ties=torch.rand(self.members, len(rows), generator=seeds.generator(self.seed, "ties", step)),
+            prior=prior,
+            ties=torch.rand(self.members, num_rows, generator=seeds.generator(self.seed, "ties", step)),
+            side=beside.side,
             first_input=self.inputs.start,
+            counts=beside.counts,
         )
 
     def _inputs(self, rows: np.ndarray, augmentation: np.ndarray) -> Value:
@@ -139,12 +165,16 @@ class Reader:
     preprocess: Callable[[Value, torch.dtype], Value]
     rows: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
     @property
-    def targets(self) -> Tensor:
-        return torch.from_numpy(self.split.targets[self.rows])
+    def targets(self) -> Value:
+        return self.split.beside(self.rows, None).targets
 
     def __call__(self) -> Batch:
-        return Batch(self.split.read(self.rows, None), self.targets, self.preprocess)
+        inputs, beside = self.split.read(self.rows, None), self.split.beside(self.rows, None)
+        return Batch(inputs, beside.targets, self.preprocess, side=beside.side, counts=beside.counts)
 
 
 def evaluation_batches(split: Split, preprocess: Callable[[Value, torch.dtype], Value], rows: int) -> list[Reader]:

@@ -1,23 +1,24 @@
-"""Torch datasets, read by row: anything with a length whose items are pairs of an example and its label."""
+"""Torch datasets, read by row: anything with a length whose items are an example, its label and, if need be, side
+inputs."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from PIL import Image
 
 from mheads import seeds as keyed
-from mheads.data.arrays import as_examples, as_targets, augmented, augmented_places
+from mheads.data.arrays import as_examples, as_side, as_targets, augmented, augmented_places, digest_side
 from mheads.data.images import UNREADABLE, pixels_of
 from mheads.data.seen import Seen, of_rows
-from mheads.data.split import Chosen
+from mheads.data.split import Beside, Chosen
 from mheads.errors import UserError
 
 
@@ -40,6 +41,7 @@ class DatasetSplit:
     pad: int = 0
     mirror: bool = False
     augment: bool = True
+    side: dict[str, np.ndarray] = field(default_factory=dict)  # kept: they are small beside the examples
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -54,6 +56,10 @@ class DatasetSplit:
         for row, item in zip(rows, items, strict=True):
             _refuse_other(item, self.shape, self.dtype, f"{self.where} item {row}")
         return augmented(_stacked(items), seeds, pad=self.pad, mirror=self.mirror)
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        side = {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
+        return Beside(torch.from_numpy(self.targets[rows]), side)
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return augmented_places(seeds, pad=self.pad, mirror=self.mirror) if self.augment else None
@@ -85,14 +91,14 @@ def read_dataset(dataset: Any, where: str) -> DatasetSplit:
     count = len(dataset)
     if not count:
         raise UserError(f"{where}: the dataset is empty; give one with at least one example")
-    labels, digest = [], hashlib.sha256()
+    labels, sides, digest = [], [], hashlib.sha256()
     first: np.ndarray | None = None
     lows = highs = np.empty(0)
     with repeatable() as seed:
         for row in range(count):
             key = keyed.derive("row", row)
             seed(key)
-            x, y = item_of(dataset, row, where)
+            x, y, side = item_of(dataset, row, where)
             array = as_array(x, f"{where} item {row}")
             if first is None:
                 first = array
@@ -100,30 +106,61 @@ def read_dataset(dataset: Any, where: str) -> DatasetSplit:
                 _refuse_unrepeatable(dataset, seed, key, array, where)
             _refuse_other(array, _seen_shape(first), first.dtype, f"{where} item {row}")
             labels.append(as_label(y, f"{where} item {row}"))
+            sides.append(side)
             lows[row], highs[row] = array.min(), array.max()
             digest.update(np.ascontiguousarray(array).data)
     assert first is not None
     as_examples(first[None], where)  # refuses what is no example
     digest.update(repr((first.shape, first.dtype.str)).encode())
-    known = as_targets(labels, where)
-    return DatasetSplit(dataset, where, known, _seen_shape(first), first.dtype, lows, highs, digest.digest())
+    known, given = as_targets(labels, where), stack_side(sides, where)
+    digest_side(digest, given)
+    shape, dtype = _seen_shape(first), first.dtype
+    return DatasetSplit(dataset, where, known, shape, dtype, lows, highs, digest.digest(), side=given)
 
 
-def stack(pairs: Sequence[tuple[Any, Any]], where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Examples [N, ...] and labels [N] of pairs."""
-    examples = [as_array(x, f"{where} item {row}") for row, (x, _) in enumerate(pairs)]
+def stack(items: Sequence[Item], where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Examples [N, ...] and labels [N] of items."""
+    examples = [as_array(item.example, f"{where} item {row}") for row, item in enumerate(items)]
     for row, example in enumerate(examples):
         _refuse_other(example, _seen_shape(examples[0]), examples[0].dtype, f"{where} item {row}")
-    labels = [as_label(y, f"{where} item {row}") for row, (_, y) in enumerate(pairs)]
+    labels = [as_label(item.label, f"{where} item {row}") for row, item in enumerate(items)]
     return np.stack(examples), as_targets(labels, where)
 
 
-def item_of(dataset: Any, row: int, where: str) -> tuple[Any, Any]:
+def stack_side(sides: Sequence[Any], where: str) -> dict[str, np.ndarray]:
+    """Side inputs [N, ...] by name, of those of single examples."""
+    rows = [as_side(side, None, f"{where} item {row}") for row, side in enumerate(sides)]
+    together = {name: [side[name] for side in rows] for name in same_names(rows, where)}
+    return as_side(together, len(rows), where)
+
+
+def same_names(sides: Sequence[dict[str, np.ndarray]], where: str) -> list[str]:
+    """The names of the side inputs, which all must have."""
+    for row, side in enumerate(sides):
+        if side.keys() != sides[0].keys():
+            raise UserError(
+                f"{where} item {row} has the side inputs {', '.join(side) or 'none'}, the first "
+                f"{', '.join(sides[0]) or 'none'}; give all the same"
+            )
+    return list(sides[0])
+
+
+class Item(NamedTuple):
+    """What a dataset gives for one row."""
+
+    example: Any
+    label: Any
+    side: Any = None
+
+
+def item_of(dataset: Any, row: int, where: str) -> Item:
     item = dataset[row]
+    if isinstance(item, (tuple, list)) and len(item) == 3 and isinstance(item[2], Mapping):
+        return Item(*item)
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         kind = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list, dict)) else "")
         raise UserError(f"{where} item {row} is {kind}; an item is a pair: an example and its label")
-    return item[0], item[1]
+    return Item(*item)
 
 
 def as_array(x: Any, where: str) -> np.ndarray:

@@ -21,6 +21,7 @@ from mheads.data.augment import uniforms
 from mheads.data.contents import digests
 from mheads.data.images import SUFFIXES, read_crop
 from mheads.data.seen import Seen
+from mheads.data.split import Beside
 from mheads.errors import UserError
 
 STATISTICS = 2000  # images that the mean is measured on: decoding a million takes hours and changes little
@@ -68,6 +69,9 @@ class FolderSplit:
         for _ in _pool().map(decode, range(cores())):
             pass  # taking the results raises the first error
         return torch.from_numpy(out)
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        return Beside(torch.from_numpy(self.targets[rows]))
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         """In the centre square of `resize` x `resize`, that of the mean image.

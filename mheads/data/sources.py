@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +22,23 @@ from torch.utils.data import (
 )
 
 from mheads import seeds
-from mheads.data.arrays import ArraySplit, as_split, with_augmentation
+from mheads.data.arrays import ArraySplit, as_side, as_split, with_augmentation
 from mheads.data.assemble import assemble
-from mheads.data.dataset import DatasetSplit, item_of, read_dataset, repeatable, stack
+from mheads.data.dataset import (
+    DatasetSplit,
+    Item,
+    item_of,
+    read_dataset,
+    repeatable,
+    same_names,
+    stack,
+    stack_side,
+)
 from mheads.data.split import Data
 from mheads.errors import UserError
 from mheads.problems import Classification, Problem, Regression
 
-FORMS = "(examples, labels), a list of pairs, a torch Dataset or a DataLoader"
+FORMS = "(examples, labels), (examples, labels, {name: side input}), a list of pairs, a torch Dataset or a DataLoader"
 
 
 def from_arrays(
@@ -80,19 +89,21 @@ def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
     if isinstance(given, TensorDataset) and len(given.tensors) == 2:
         return as_split(given.tensors[0], given.tensors[1], where)
     if isinstance(given, IterableDataset):
-        return as_split(*stack(_pairs(given, where), where), where=where)
+        return _stacked(_items(given, where), where)
     if isinstance(given, tuple) and len(given) == 2:
         return as_split(given[0], given[1], where)
+    if isinstance(given, tuple) and len(given) == 3 and isinstance(given[2], Mapping):
+        return as_split(given[0], given[1], where, given[2])
     if isinstance(given, (list, tuple)):
         if len(given) == 2 and not any(isinstance(part, tuple) for part in given):
             return as_split(given[0], given[1], where)  # [examples, labels]
-        return as_split(*stack(_pairs(given, where), where), where=where)
+        return _stacked(_items(given, where), where)
     if isinstance(given, Dataset) or (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
         if isinstance(given, (np.ndarray, torch.Tensor, dict, str)):
             raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
         return read_dataset(given, where)
     if isinstance(given, Iterable):
-        return as_split(*stack(_pairs(given, where), where), where=where)
+        return _stacked(_items(given, where), where)
     raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
 
 
@@ -143,13 +154,17 @@ def _numbered(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[di
     return found, known
 
 
-def _pairs(items: Iterable[Any], where: str) -> list[tuple[Any, Any]]:
+def _items(items: Iterable[Any], where: str) -> list[Item]:
     with repeatable() as seed:
         seed(seeds.derive("stream"))
         kept = list(items)
     if not kept:
         raise UserError(f"{where}: there are no examples; give at least one")
     return [item_of(kept, row, where) for row in range(len(kept))]
+
+
+def _stacked(items: Sequence[Item], where: str) -> ArraySplit:
+    return as_split(*stack(items, where), where, stack_side([item.side for item in items], where))
 
 
 def _of_loader(loader: DataLoader, where: str) -> ArraySplit | DatasetSplit:
@@ -169,15 +184,17 @@ def _of_loader(loader: DataLoader, where: str) -> ArraySplit | DatasetSplit:
             " give the dataset alone, and weights=[N] if some examples should count more"
         )
     if loader.batch_sampler is None:
-        return as_source(_pairs(loader, where), where)
-    examples, labels = [], []
+        return _stacked(_items(loader, where), where)
+    examples, labels, sides = [], [], []
     with repeatable() as seed:  # a loader that shuffles must do it alike when the run is resumed
         seed(seeds.derive("stream"))
         batches = list(loader)
     for row, batch in enumerate(batches):
-        x, y = item_of([batch], 0, f"{where} batch {row}")
+        x, y, side = item_of([batch], 0, f"{where} batch {row}")
         examples.append(x.numpy() if isinstance(x, torch.Tensor) else np.asarray(x))
         labels.append(y.numpy() if isinstance(y, torch.Tensor) else np.asarray(y))
+        sides.append(as_side(side, len(labels[-1]), f"{where} batch {row}"))
     if not examples:
         raise UserError(f"{where}: there are no examples; give at least one")
-    return as_split(np.concatenate(examples), np.concatenate(labels), where=where)
+    together = {name: np.concatenate([side[name] for side in sides]) for name in same_names(sides, where)}
+    return as_split(np.concatenate(examples), np.concatenate(labels), where, together)

@@ -12,6 +12,20 @@ import torch
 from mheads.data.preprocess import Preprocess
 from mheads.data.seen import Seen
 from mheads.problems import Problem
+from mheads.values import Value
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What stands beside the inputs of b examples.
+
+    `targets` have a row for each example, or `counts[i]` rows for example i (the regions of an image, say). `side`
+    holds the side inputs of layers that ask for them by name; they have the rows of the targets.
+    """
+
+    targets: Value
+    side: dict[str, Value] = field(default_factory=dict)
+    counts: torch.Tensor | None = None
 
 
 class Split(Protocol):
@@ -33,6 +47,9 @@ class Split(Protocol):
         `seeds` [b], one integer per drawn example, drive the random crop and mirror of training: the same
         (row, seed) always gives the same pixels. None reads without chance: centre crop, no mirror.
         """
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        """Targets and side inputs of the same examples, read with the same seeds."""
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         """Where `read` cuts with these seeds: int64 [b, 3] of down, right and mirrored, in the whole image.
@@ -88,6 +105,9 @@ class Chosen:
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         return self.source.read(self.rows[rows], seeds)
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        return self.source.beside(self.rows[rows], seeds)
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return self.source.places(seeds)

@@ -16,11 +16,12 @@ from mheads import problems
 from mheads.config import Config
 from mheads.data import Data, Preprocess
 from mheads.data.batch import Batches
+from mheads.data.split import Beside
 from mheads.device import default_workers, resolve
 from mheads.distributed.placement import Placement
 from mheads.distributed.ranks import RanksEngine, ReceivedStream, SendingStream, inputs_needed
 from mheads.distributed.world import World
-from mheads.engine.threads import ThreadsEngine
+from mheads.engine.engine import Engine
 from mheads.experiment import Experiment
 from mheads.planning import recipe
 from mheads.planning.job import BANDWIDTH, Cluster
@@ -41,15 +42,16 @@ class RanksExperiment(Experiment):
             workers = default_workers(device, self.world.cores)
         count = experiments.micro_batches(config, self.net)
         root_reads = config.data.reader == "root"
+        world, placement, accumulate = self.world, self.placement, config.optim.accumulate
         return RanksEngine(
-            self.net, workers, count, config.seed, device, self.world, self.placement, root_reads=root_reads
+            self.net, workers, count, config.seed, device, world, placement, root_reads, accumulate=accumulate
         )
 
-    def batches(self, engine: ThreadsEngine) -> Batches:
+    def batches(self, engine: Engine) -> Batches:
         assert isinstance(engine, RanksEngine)
         optim = self.config.optim
         rows = optim.batch_size * optim.accumulate
-        parts = engine.parts(rows, optim.accumulate)
+        parts = engine.parts(rows)
         engine.run(parts)  # refuses what does not divide
 
         def needs(rank: int) -> range:
@@ -135,6 +137,9 @@ class AbsentSplit:
         return len(self.targets)
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        raise AssertionError("data.reader is root: only rank 0 reads")
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
         raise AssertionError("data.reader is root: only rank 0 reads")
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:

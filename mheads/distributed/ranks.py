@@ -42,8 +42,9 @@ class RanksEngine(ThreadsEngine):
         world: World,
         placement: Placement,
         root_reads: bool = False,
+        accumulate: int = 1,
     ) -> None:
-        super().__init__(net, workers, micro_batches, seed, device)
+        super().__init__(net, workers, micro_batches, seed, device, accumulate)
         self.world, self.placement, self.root_reads = world, placement, root_reads
         self.lead = world.lead
         self.replica = placement.replica(world.rank)
@@ -62,14 +63,14 @@ class RanksEngine(ThreadsEngine):
 
     # Training.
 
-    def step(self, step: int, batch: Batch, loss: Loss, accumulate: int = 1, signals: Sequence[int] = ()) -> StepReport:
+    def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        parts = self.parts(len(batch), accumulate)
+        parts = self.parts(len(batch))
         task = RankStep(self, step, batch, loss, parts, self.run(parts))
         task.start()
         self.workers.wait()
         self.courier.forget(task.channel)
-        return self._report(task, step, signals)
+        return self._report(task, step)
 
     def run(self, parts: int) -> range:
         """The micro-batches of this replica."""
@@ -82,17 +83,17 @@ class RanksEngine(ThreadsEngine):
         size = parts // replicas
         return range(self.replica * size, (self.replica + 1) * size) if self.working else range(0)
 
-    def _report(self, task: RankStep, step: int, signals: Sequence[int]) -> StepReport:
+    def _report(self, task: RankStep, step: int) -> StepReport:
         """The lead hears of every rank and decides for all: the loss, and whether to stop.
 
         Reports go up a binary tree of the ranks and the decision down, so that a thousand ranks do not queue at one.
         """
-        stop = signals[0] if signals else 0
+        stop = self.asked_to_stop
         above, below = relatives(self.world.rank, self.world.size)
         places = sorted(task.totals)
         totals: list[list[Any]] = [[*place, task.totals[place]] for place in places]
         blocks = [torch.stack([t[task.block(*place)] for t in (task.losses, task.assignment)]) for place in places]
-        for (their_stop, their_totals), their_blocks in self._hear(f"report {step}", len(below)):
+        for (their_stop, their_totals), their_blocks in self.hear(f"report {step}", len(below)):
             stop = stop or their_stop
             totals += their_totals
             blocks += their_blocks
@@ -103,13 +104,13 @@ class RanksEngine(ThreadsEngine):
             report = task.report(stop)
         else:
             self.courier.send(above, [f"report {step}", stop, totals], blocks)
-            (((loss, stop), _),) = self._hear(f"decision {step}", 1)
+            (((loss, stop), _),) = self.hear(f"decision {step}", 1)
             report = StepReport(loss, task.losses[:0], task.assignment[:0], stop)
         for rank in below:
             self.courier.send(rank, [f"decision {step}", report.loss, report.stop])
         return report
 
-    def _hear(self, channel: str, count: int) -> list[tuple[list[Any], Value]]:
+    def hear(self, channel: str, count: int) -> list[tuple[list[Any], Value]]:
         """The next `count` frames of a channel."""
         found: list[tuple[list[Any], Value]] = []
 
@@ -155,7 +156,7 @@ class RanksEngine(ThreadsEngine):
             if i + ahead < len(passes):
                 passes[i + ahead].begin()
             read = readers[i]
-            yield one.outputs, (read.targets if isinstance(read, Reader) else read().targets).to(self.device)
+            yield one.outputs, moved(read.targets if isinstance(read, Reader) else read().targets, self.device)
             one.outputs = None
         for rank in range(1, self.world.size):
             self.courier.send(rank, [channel, "end"])
@@ -188,14 +189,14 @@ class RanksEngine(ThreadsEngine):
         if not self.lead:
             return {}
         found = dict(tensors)
-        for _, part in self._hear(channel, len(first)):
+        for _, part in self.hear(channel, len(first)):
             found |= part
         return found
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         channel = self._call("scatter")
         if not self.lead:
-            ((_, found),) = self._hear(channel, 1)
+            ((_, found),) = self.hear(channel, 1)
             return found
 
         def of(stages: Sequence[str]) -> dict[str, Tensor]:
@@ -360,16 +361,20 @@ class RankPass(ForwardPass):
         """Said by the lead."""
         roots = {self.placement.rank(root.name, self.replica) for root in self.stages.tree.roots}
         for rank in sorted(roots - {self.me}):
-            self._send(rank, ["start", self.index], self.read().inputs if self.engine.root_reads else None)
+            self._send(rank, ["start", self.index], self._batch() if self.engine.root_reads else None)
         if self.me in roots:
             self.start()
+
+    def _batch(self) -> dict[str, Value]:
+        batch = self.read()
+        return {"inputs": batch.inputs, "side": batch.side_inputs()}
 
     def receive(self, kind: str, rest: list[Any], value: Value) -> None:
         value = moved(value, self.device)
         if kind == "start":
             if value is not None:
                 preprocess = self.read.preprocess  # type: ignore[attr-defined]
-                batch = Batch(value, torch.empty(0), preprocess)
+                batch = Batch(value["inputs"], torch.empty(0), preprocess, side=value["side"])
                 self.read = lambda: batch
             self.start()
         elif kind == "down":
@@ -393,6 +398,9 @@ class RankPass(ForwardPass):
             self._send(0, ["over", self.index, member], output)
 
 
+SENT = ("targets", "prior", "ties", "side", "counts")  # of a batch to every rank, beside the inputs of some examples
+
+
 class SendingStream(BatchStream):
     """The lead reads every batch and sends each rank what it needs of it, as soon as it is read."""
 
@@ -405,7 +413,7 @@ class SendingStream(BatchStream):
         batch = super().read(step)
         for rank, rows in self.needs.items():
             inputs = values.map_leaves(lambda t, rows=rows: t[rows.start : rows.stop], batch.inputs) if rows else None
-            parts = {"inputs": inputs, "targets": batch.targets, "prior": batch.prior, "ties": batch.ties}
+            parts = {"inputs": inputs, **{name: getattr(batch, name) for name in SENT}}
             there = {name: part for name, part in parts.items() if part is not None}
             self.engine.courier.send(rank, [f"batch {step}", rows.start], there)
         return batch
@@ -418,16 +426,15 @@ class ReceivedStream:
         self.engine, self.preprocess = engine, preprocess
 
     def batch(self, step: int) -> Batch:
-        (((first,), value),) = self.engine._hear(f"batch {step}", 1)
-        prior, ties = value.get("prior"), value.get("ties")
-        return Batch(value.get("inputs"), value["targets"], self.preprocess, prior, ties, first_input=first)
+        (((first,), value),) = self.engine.hear(f"batch {step}", 1)
+        return Batch(**{"inputs": None, **value}, preprocess=self.preprocess, first_input=first)
 
     def close(self) -> None:
         pass
 
 
 def inputs_needed(tree: Tree, placement: Placement, rank: int, batch_size: int, parts: int) -> range:
-    """The rows of a batch whose inputs a rank needs: those of its micro-batches, if it has a root."""
+    """The examples of a batch whose inputs a rank needs: those of its micro-batches, if it has a root."""
     roots = {root.name for root in tree.roots}
     if not roots & set(placement.owned(rank)):
         return range(0)

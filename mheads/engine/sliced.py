@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mheads.dropout import Dropout, draw_mask
 from mheads.engine.rows import Rows
-from mheads.models.layers import Dropout, draw_mask, is_hooked
+from mheads.modules import is_hooked
 
 aten = torch.ops.aten
 Pick = Callable[[Tensor], Tensor]  # the rows in question of what a forward kept, padded as the gradient is

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mheads.engine import sliced
-from mheads.models.layers import has_batch_statistics
+from mheads.modules import has_batch_statistics
 from mheads.tree import Node, Stage, TreeNet
 
 
@@ -29,11 +29,6 @@ class StageFacts:
         sided = any(hasattr(module, "takes") for module in stage.modules())
         parameters = [p for p in stage.parameters() if p.requires_grad]
         return StageFacts(stage, parameters, sliced.supports(stage), has_batch_statistics(stage), sided)
-
-    @property
-    def whole(self) -> bool:
-        """Whether no row can be left out of its backward: side inputs' rows only the batch knows."""
-        return self.mixing or self.sided
 
 
 class Stages:

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mheads import values
+from mheads.dropout import keyed_masks
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.sums import Gradients
-from mheads.models.layers import has_batch_statistics, keyed_masks
+from mheads.modules import has_batch_statistics
 from mheads.tree import Stage, canonical
 from mheads.values import Value
 

@@ -75,10 +75,11 @@ class TrainingStep:
     ) -> None:
         self.stages, self.tree = stages, stages.tree
         self.loss = loss
-        self.batch_size = len(batch)
+        self.num_rows = batch.num_rows
         self.run = range(micro_batches) if run is None else run
-        self.slices = [slice(start, stop) for start, stop in cuts(len(batch), micro_batches)]
-        self.batches = {i: batch.cut(self.slices[i].start, self.slices[i].stop).to(device) for i in self.run}
+        parts = cuts(len(batch), micro_batches)
+        self.slices = [batch.rows(*part) for part in parts]
+        self.batches = {i: batch.cut(*parts[i]).to(device) for i in self.run}
         self.key = key
         self.spawn = spawn
         self.gradients = gradients
@@ -93,7 +94,7 @@ class TrainingStep:
         self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
         self._roots_left = dict.fromkeys(self.run, len(stages.roots))
         self.totals: dict[tuple[int, int], float] = {}
-        self.losses = torch.zeros(members, len(batch), dtype=self.dtype, device=self.device)
+        self.losses = torch.zeros(members, self.num_rows, dtype=self.dtype, device=self.device)
         self.assignment = torch.zeros_like(self.losses)
 
     def start(self) -> None:
@@ -116,13 +117,15 @@ class TrainingStep:
 
     def forward(self, i: int, node: Node, x: Value) -> None:
         batch, facts = self.batches[i], self.stages[node.name]
-        rows = None
-        if not node.children and batch.prior is not None and not facts.sided:
+        num_rows, rows = values.num_rows(x), None
+        # Rows can be left out where those of the input are those of the loss.
+        by_row = not node.children and not facts.sided and num_rows == batch.num_rows
+        if by_row and batch.prior is not None:
             rows = Rows.where(batch.prior[node.members[0]] > 0, exactly=facts.mixing)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
         wanted = node.parent is not None
-        context = Context(key, values.num_rows(x), batch.side, input_gradient=wanted, known=facts.known)
-        share = 1.0 if node.children or facts.whole else self.share
+        context = Context(key, num_rows, batch.side_inputs(), input_gradient=wanted, known=facts.known)
+        share = self.share if by_row and not facts.mixing else 1.0
         tape = record(facts.module, x, context, rows, share)
         if node.children:
             self._tapes[node.name, i] = tape
@@ -225,7 +228,7 @@ class TrainingStep:
                 None if batch.ties is None else batch.ties[which],
             )
             leaves = values.leaves(stacked)
-            gradients = torch.autograd.grad(value.total / self.batch_size, leaves, allow_unused=True)
+            gradients = torch.autograd.grad(value.total / max(1, self.num_rows), leaves, allow_unused=True)
         self.totals[member or 0, i] = value.total.item()
         self.losses[which, self.slices[i]] = value.losses
         self.assignment[which, self.slices[i]] = value.assignment
@@ -235,7 +238,7 @@ class TrainingStep:
     def report(self, stop: int = 0) -> StepReport:
         """When no task is left."""
         total = sum(self.totals[key] for key in sorted(self.totals))  # an order of its own, as every sum
-        return StepReport(total / self.batch_size, self.losses, self.assignment, stop)
+        return StepReport(total / max(1, self.num_rows), self.losses, self.assignment, stop)
 
 
 class ForwardPass:
@@ -266,7 +269,7 @@ class ForwardPass:
         self.targets = batch.targets
         x = batch.network_inputs(self.stages.net.dtype)
         for root in self.stages.roots:
-            self.spawn((self.index, FORWARD), self.forward, root, x, batch.side)
+            self.spawn((self.index, FORWARD), self.forward, root, x, batch.side_inputs())
 
     @torch.inference_mode()
     def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:

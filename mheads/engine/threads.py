@@ -140,11 +140,22 @@ class Workers:
 
 
 class ThreadsEngine:
-    """Runs a tree's training steps and evaluations on the cores of this machine."""
+    """Runs a tree's training steps and evaluations on the cores of this machine.
 
-    lead = True  # keeps the run folder: of several processes, one
+    Each batch is cut into `micro_batches`, and a step has `accumulate` batches.
+    """
 
-    def __init__(self, net: TreeNet, workers: int, micro_batches: int, seed: int, device: torch.device = CPU) -> None:
+    lead = True
+
+    def __init__(
+        self,
+        net: TreeNet,
+        workers: int,
+        micro_batches: int,
+        seed: int,
+        device: torch.device = CPU,
+        accumulate: int = 1,
+    ) -> None:
         refused = net.batch_statistics_layers()
         if refused and micro_batches > 1:
             raise UserError(
@@ -153,42 +164,40 @@ class ThreadsEngine:
             )
         keep_freed_memory()
         self.net = net.to(device)
-        self.micro_batches = micro_batches
+        self.micro_batches = micro_batches * accumulate
         self.seed = seed
         self.device = device
         self.workers = Workers(workers)
         self.stages = Stages(net)
+        self.asked_to_stop = 0  # the signal that did
 
-    def step(self, step: int, batch: Batch, loss: Loss, accumulate: int = 1, signals: Sequence[int] = ()) -> StepReport:
-        """Computes the gradients of one step on all its examples; `update` then uses them.
-
-        `signals` are those received so far: the report says whether to stop after this step.
-        """
+    def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        key, spawn = (self.seed, step), self.workers.spawn
-        parts = self.parts(len(batch), accumulate)
+        key, spawn, parts = (self.seed, step), self.workers.spawn, self.parts(len(batch))
         task = TrainingStep(self.stages, loss, batch, parts, key, spawn, self.gradients, self.device)
         task.start()
         self.workers.wait()
-        return task.report(signals[0] if signals else 0)
+        return task.report(self.asked_to_stop)
+
+    def ask_to_stop(self, signum: int) -> None:
+        self.asked_to_stop = signum
 
     @cached_property
     def gradients(self) -> dict[str, list[Tensor]]:
         """A place for the gradients of each stage, made when training begins: an evaluation needs none."""
         return self.stages.gradients()
 
-    def parts(self, batch_size: int, accumulate: int) -> int:
-        """How many micro-batches a step has."""
-        return min(self.micro_batches * accumulate, batch_size)
+    def parts(self, num_examples: int) -> int:
+        """How many micro-batches a step of so many examples has."""
+        return min(self.micro_batches, num_examples)
 
     def update(self, update_stage: Callable[[str, list[Tensor]], None]) -> None:
-        """Applies the last step's gradients: one task a stage, since stages have no parameter in common."""
+        # One task per stage, since stages have no parameter in common.
         for i, (name, gradients) in enumerate(self.gradients.items()):
             self.workers.spawn((i,), update_stage, name, gradients)
         self.workers.wait()
 
-    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Tensor, Value]]:
-        """Outputs [M, b, C] and targets of each batch in order, without dropout."""
+    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
         self.net.eval()
         passes = [ForwardPass(self.stages, read, i, self.workers.spawn, self.device) for i, read in enumerate(readers)]
         ahead = 2 * self.workers.count  # enough to keep the workers busy, few enough to fit in memory
@@ -207,15 +216,12 @@ class ThreadsEngine:
     # What several processes have to agree on or to bring together; one has it.
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        """What the lead decides: plain data, and something that only the lead gets."""
         return decide()
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by name of all stages, at the lead."""
         return tensors
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the lead's tensors, those of the stages that are here."""
         return tensors
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from mheads.dropout import Dropout
 from mheads.models.blocks import conv, linear, local_response_norm, max_pool, network
-from mheads.models.layers import Dropout
 
 
 def caffenet(classes: int = 1000, channels: int = 3) -> nn.Sequential:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from mheads.dropout import Dropout
 from mheads.models.blocks import average_pool, conv, global_average_pool, max_pool, network
-from mheads.models.layers import Dropout
 
 
 def nin_cifar100(classes: int = 100, channels: int = 3) -> nn.Sequential:

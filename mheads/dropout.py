@@ -1,4 +1,4 @@
-"""Layers that need more than torch.nn gives: dropout whose masks are keyed, not drawn from a shared generator."""
+"""Dropout whose masks are keyed, not drawn from a generator that threads share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mheads import seeds
+from mheads.errors import UserError
+from mheads.modules import is_hooked
 
 
 @dataclass
@@ -29,8 +31,8 @@ _local = threading.local()
 def keyed_masks(key: tuple[int | str, ...], num_rows: int, rows: Tensor | None = None) -> Iterator[None]:
     """Inside, the i-th dropout that this thread applies draws its mask from the key `(*key, i)`.
 
-    Masks are drawn for all `num_rows` rows of the micro-batch and then cut to `rows`, so that an example
-    meets the same mask whether its neighbours are computed or not.
+    `rows` are those of `num_rows` that are computed, None for all. Masks are drawn for all and then cut to `rows`, so
+    that an example meets the same mask whether its neighbours are computed or not.
     """
     previous = getattr(_local, "masks", None)
     _local.masks = _Masks(key, num_rows, rows)
@@ -41,18 +43,28 @@ def keyed_masks(key: tuple[int | str, ...], num_rows: int, rows: Tensor | None =
 
 
 def draw_mask(shape: torch.Size, p: float, like: Tensor) -> Tensor | None:
-    """The next keyed mask, already scaled by 1/(1-p), or None where no engine has set a key."""
+    """The next keyed mask, already scaled by 1/(1-p), or None where no engine has set a key.
+
+    It has the rows of what reaches the layer: one before it may have turned images into regions.
+    """
     masks: _Masks | None = getattr(_local, "masks", None)
     if masks is None:
         return None
     generator = seeds.generator(*masks.key, masks.drawn)
     masks.drawn += 1
-    mask = torch.empty((masks.num_rows, *shape[1:]), dtype=like.dtype)
+    computed, each = (shape[0], 1) if masks.rows is None else (len(masks.rows), shape[0] // len(masks.rows))
+    if computed * each != shape[0]:
+        raise UserError(
+            f"dropout meets {shape[0]} rows where {computed} examples of {masks.num_rows} are computed: a layer before "
+            "it makes several rows of an example, and not as many of each; let that layer take a side input"
+        )
+    num_rows = shape[0] if masks.rows is None else masks.num_rows * each
+    mask = torch.empty((num_rows, *shape[1:]), dtype=like.dtype)
     if mask.dim() == 4:
         mask = mask.to(memory_format=torch.channels_last)
     mask.bernoulli_(1 - p, generator=generator).mul_(1 / (1 - p))
     if masks.rows is not None:
-        mask = mask[masks.rows]
+        mask = mask[masks.rows] if each == 1 else mask.unflatten(0, (-1, each))[masks.rows].flatten(0, 1)
     return mask.to(like.device)
 
 
@@ -105,27 +117,3 @@ def replace_dropout(module: nn.Module) -> nn.Module:
 def is_dropout(module: nn.Module) -> bool:
     """Whether this is a dropout layer, or a parameterless block with one inside."""
     return any(isinstance(m, Dropout | nn.modules.dropout._DropoutNd) for m in module.modules())
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Whether calling this module does more than its class says."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in module.__dict__
-
-
-def has_batch_statistics(module: nn.Module) -> bool:
-    """Whether training it on some rows depends on the others, or on the order of calls: BatchNorm and its like.
-
-    A module of the user's own says so by an attribute `batch_statistics = True`.
-    """
-
-    def depends(m: nn.Module) -> bool:
-        running = isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats
-        return running or isinstance(m, nn.modules.batchnorm._BatchNorm) or getattr(m, "batch_statistics", False)
-
-    return any(depends(m) for m in module.modules())
-
-
-def children(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Names and children in order; unlike named_children, one that occurs twice (a ReLU, often) is listed twice."""
-    return [(name, child) for name, child in network._modules.items() if child is not None]

@@ -1,0 +1,46 @@
+"""What the training loop asks of an engine, whichever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from mheads.data.batch import Batch
+from mheads.engine.tasks import StepReport
+from mheads.losses import Loss
+from mheads.tree import TreeNet
+from mheads.values import Value
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """Runs the stages of a tree over micro-batches. Of several processes each has one, and they act together."""
+
+    net: TreeNet  # the stages that are here
+    lead: bool  # keeps the run folder: of several processes, one
+
+    def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
+        """Computes the gradients of one step on all its examples; `update` then uses them."""
+
+    def update(self, update_stage: Callable[[str, list[Tensor]], None]) -> None:
+        """Applies the last step's gradients, stage by stage."""
+
+    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
+        """Outputs [M, b, C] and targets of each batch in order, without dropout; the lead gets them."""
+
+    def ask_to_stop(self, signum: int) -> None:
+        """Called by a signal's handler: the report of the next step that all processes agree on says so."""
+
+    def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
+        """What the lead decides: plain data for all, and something that only the lead gets."""
+
+    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by name of all stages, at the lead."""
+
+    def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the lead's tensors, those of the stages that are here."""
+
+    def close(self) -> None: ...

@@ -108,7 +108,7 @@ def recipes() -> None:
 
     Example: mheads recipes
     """
-    from mheads.report.recipes import recipe_table
+    from mheads.terminal.recipes import recipe_table
 
     console.print(recipe_table())
 
@@ -126,7 +126,7 @@ def show_config(
     from mheads import config as configs
 
     config = configs.load(recipe, overrides or [])
-    from mheads.report.recipes import annotated
+    from mheads.terminal.recipes import annotated
 
     console.print(annotated(config) if describe else config.to_yaml().rstrip(), markup=False, soft_wrap=True)
 
@@ -188,7 +188,7 @@ def tree(
     from mheads import config as configs
 
     config = configs.load(recipe, overrides or [])
-    from mheads.report.tree import draw
+    from mheads.terminal.tree import draw
 
     console.print(draw(config, ranks))
 
@@ -217,7 +217,9 @@ def plan(
     from mheads import config as configs
 
     config = configs.load(recipe, overrides or [])
-    from mheads.report.plan import Cluster, make_plan, show, write_json
+    from mheads.planning.job import Cluster
+    from mheads.planning.plan import make_plan, write_json
+    from mheads.terminal.plan import show
 
     cluster = Cluster(ranks, workers, bandwidth * 1e9, latency / 1e6)
     made = make_plan(config, cluster, None if flops is None else flops * 1e12, placement, recipe)
@@ -262,7 +264,7 @@ def data_get(
 @data_app.command("list")
 def data_list() -> None:
     """The datasets, and which are here."""
-    from mheads.evaluation import dataset_table
+    from mheads.terminal.tables import dataset_table
 
     console.print(dataset_table())
     from mheads.data.catalog import DATASETS
@@ -273,7 +275,7 @@ def data_list() -> None:
 
 
 def show_result(result: dict[str, Any]) -> None:
-    from mheads.report.tables import result_table
+    from mheads.terminal.tables import result_table
 
     console.print(result_table(result))
 

@@ -13,8 +13,8 @@ from mheads import experiment
 from mheads.data import load
 from mheads.progress import Terminal
 from mheads.report.figures import ownership_figure, save
-from mheads.report.tables import comparison_table
 from mheads.runs import RunFolder
+from mheads.terminal.tables import comparison_table
 from mheads.train import train
 
 ENSEMBLES = {

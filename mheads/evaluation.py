@@ -11,10 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from rich import box
 from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
 
 from mheads import api, experiment
 from mheads import config as configs
@@ -28,6 +25,7 @@ from mheads.measuring import measure
 from mheads.problems import Classification
 from mheads.progress import Watcher
 from mheads.runs import DataFacts, RunFolder
+from mheads.terminal.answers import answers_to_image, answers_to_rows, numbers_of_rows
 from mheads.train import summary
 
 
@@ -156,56 +154,11 @@ def predict_images(
     problem = run.data.problem
     for file in files:
         if not isinstance(problem, Classification):
-            yield _numbers(file, rows[file] if file in rows else answers[file][:, None])
+            yield numbers_of_rows(file, rows[file] if file in rows else answers[file][:, None])
         elif file in answers:
-            yield _answers(file, answers[file].softmax(-1), problem.classes)
+            yield answers_to_image(file, answers[file].softmax(-1), problem.classes)
         else:
-            yield _answers_to_rows(file, rows[file].softmax(-1), problem.classes)
-
-
-def _numbers(file: Path, outputs: torch.Tensor) -> Group:
-    """Outputs [M, N, D] of the examples of a file: a line each."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("row", "Ensemble-Mean", *(f"member {m}" for m in range(len(outputs)))):
-        table.add_column(name, no_wrap=True)
-    for row in range(outputs.shape[1]):
-        shown = (" ".join(f"{x:.4g}" for x in given[row]) for given in (outputs.mean(0), *outputs))
-        table.add_row(str(row), *shown)
-    return Group(escape(str(file)), table)
-
-
-def _answers(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
-    """Probabilities [M, C] of one image."""
-    votes = probabilities.argmax(-1)
-    mean = probabilities.mean(0)
-    answer = int(mean.argmax())
-    agree = int((votes == answer).sum())
-    said = f"[bold]{escape(classes[answer])}[/] ({100 * mean[answer]:.1f}%)"
-    title = f"{escape(str(image))}: {said}, {agree} of {len(votes)} members agree"
-    table = Table(box=box.SIMPLE_HEAD)
-    best = min(3, len(classes))
-    for name in ("", *(["answer", "second", "third"][:best])):
-        table.add_column(name, no_wrap=not name)
-    rows = [(f"member {m}", p) for m, p in enumerate(probabilities)]
-    for name, p in [*rows, ("[bold]Ensemble-Mean[/]", mean)]:
-        top = p.topk(best)
-        pairs = zip(top.values, top.indices, strict=True)
-        table.add_row(name, *(f"{escape(classes[c])} {100 * v:.1f}%" for v, c in pairs))
-    return Group(title, table)  # a title of the table's own would be wrapped to its width
-
-
-def _answers_to_rows(file: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
-    """Probabilities [M, N, C] of the rows of a file: a line each."""
-    votes, mean = probabilities.argmax(-1), probabilities.mean(0)
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("row", "Ensemble-Mean", "agree", *(f"member {m}" for m in range(len(votes)))):
-        table.add_column(name, no_wrap=True)
-    for row, p in enumerate(mean):
-        answer = int(p.argmax())
-        said = f"{escape(classes[answer])} {100 * p[answer]:.1f}%"
-        agree = f"{int((votes[:, row] == answer).sum())} of {len(votes)}"
-        table.add_row(str(row), said, agree, *(escape(classes[c]) for c in votes[:, row]))
-    return Group(escape(str(file)), table)
+            yield answers_to_rows(file, rows[file].softmax(-1), problem.classes)
 
 
 def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:
@@ -243,19 +196,3 @@ def read_examples(path: Path, run: api.Run) -> np.ndarray:
             "give a row of these for each, without labels"
         )
     return rows.reshape(-1, *run.data.shape)
-
-
-def dataset_table() -> Table:
-    """`mheads data list`."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("name", "what", "here"):
-        table.add_column(name, no_wrap=name != "what")
-    for entry in DATASETS.values():
-        if entry.needs_path:
-            here = "data.path=..."
-        elif entry.available:
-            here = "yes"
-        else:
-            here = f"mheads data get {entry.name}"
-        table.add_row(entry.name, entry.description, here)
-    return table

@@ -13,7 +13,7 @@ EVERYWHERE = {"__init__.py", "__main__.py"}  # names for users, imported when th
 
 
 def rows():
-    """The files of each row of the table, as patterns: `cli.py`, `bench/`, `report/tree.py`, ..."""
+    """The files of each row of the table, as patterns: `cli.py`, `bench/`, `distributed/build.py`, ..."""
     table = (ROOT / "docs/architecture.md").read_text().split("## Files, and who imports whom")[1].split("\n\n")[2]
     return [re.findall(r"`([\w/]+(?:\.py|/))`", line.split(" | ")[0]) for line in table.splitlines()[2:]]
 

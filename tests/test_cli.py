@@ -546,8 +546,8 @@ def test_predictions_and_comparisons_fit_80_columns():
     import torch
     from rich.console import Console
 
-    from mheads.evaluation import _answers
-    from mheads.report.tables import comparison_table, result_table
+    from mheads.terminal.answers import answers_to_image
+    from mheads.terminal.tables import comparison_table, result_table
 
     members = [98.06, 97.5, 98.61, 98.33]
     one = {
@@ -564,7 +564,7 @@ def test_predictions_and_comparisons_fit_80_columns():
     things = [
         comparison_table({"independent": one, "TreeNet, conv1": one}),
         result_table(one),
-        _answers(Path("cat.png"), probabilities, ("aquarium_fish", "pickup_truck", "maple_tree")),
+        answers_to_image(Path("cat.png"), probabilities, ("aquarium_fish", "pickup_truck", "maple_tree")),
     ]
 
     def words(width):

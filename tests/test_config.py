@@ -7,7 +7,7 @@ from mheads import config as configs
 from mheads import hints
 from mheads.config import Config
 from mheads.errors import UserError
-from mheads.report.recipes import annotated
+from mheads.terminal.recipes import annotated
 
 
 @pytest.mark.parametrize("name", configs.recipes())

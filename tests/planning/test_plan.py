@@ -22,7 +22,7 @@ from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.recipe import input_shape, job_of, place
 from mheads.planning.search import auto, exchanged, predict, traffic
 from mheads.planning.simulation import Simulation
-from mheads.report.plan import names, numbers, ranks_of
+from mheads.terminal.words import names, numbers, ranks_of
 from mheads.tree import Layer, describe, parse
 
 LAYERS = [Layer(name, True, False) for name in "abcd"]

@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Tables of results and of datasets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 
 from mheads import problems
+from mheads.data.catalog import DATASETS
 
 
 def result_table(result: dict[str, Any]) -> Table:
@@ -37,4 +38,20 @@ def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
             f"{result['parameters']:,}",
             f"{result['seconds']:.1f}",
         )
+    return table
+
+
+def dataset_table() -> Table:
+    """`mheads data list`."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("name", "what", "here"):
+        table.add_column(name, no_wrap=name != "what")
+    for entry in DATASETS.values():
+        if entry.needs_path:
+            here = "data.path=..."
+        elif entry.available:
+            here = "yes"
+        else:
+            here = f"mheads data get {entry.name}"
+        table.add_row(entry.name, entry.description, here)
     return table

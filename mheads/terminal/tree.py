@@ -13,6 +13,7 @@ from rich.tree import Tree as Drawing
 
 from mheads.config import Config
 from mheads.experiment import factory
+from mheads.terminal.words import mesh_text, names, numbers, ranks_of
 from mheads.tree import Node, Tree, children, describe, parse, whole_spec
 
 if TYPE_CHECKING:
@@ -64,15 +65,12 @@ def _placed(config: Config, ranks: int) -> tuple[RecipeJob, Placement, int]:
 
 
 def _rank_text(placement: Placement, stage: str) -> str:
-    from mheads.report.plan import ranks_of
-
     return ranks_of(placement, [placement.stages[stage]])
 
 
 def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableType]:
     """The mesh, and a line for each output that goes to other ranks; alike ones together."""
     from mheads.planning.search import exchanged, traffic
-    from mheads.report.plan import mesh_text, names, numbers
 
     loads = job.counted(1.0)
     edges = traffic(job, loads, placement)

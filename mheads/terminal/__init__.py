@@ -1,0 +1,1 @@
+"""Tables, trees and plans as the terminal shows them."""

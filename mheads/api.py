@@ -26,6 +26,7 @@ from mheads import weights as weights_of
 from mheads.checkpoint import Checkpoints
 from mheads.config import Config
 from mheads.data import ArraySplit, Preprocess
+from mheads.data.arrays import as_side
 from mheads.data.batch import Batch
 from mheads.data.dataset import DatasetSplit
 from mheads.distributed.launch import detect
@@ -38,7 +39,7 @@ from mheads.prepared import Prepared, check, raw_examples
 from mheads.problems import Classification, Problem
 from mheads.progress import Silent, Watcher, watcher
 from mheads.runs import DataFacts, RunFolder
-from mheads.train import Stopped, train
+from mheads.train import Stopped, train_config
 from mheads.tree import TreeNet
 from mheads.values import Value
 
@@ -97,12 +98,17 @@ class Run:
         self.net.__dict__["preprocessing"] = str(self.data.preprocess)
 
     @torch.inference_mode()
-    def predict(self, x: Any) -> Tensor:
-        """Outputs (logits) [M, N, C] of raw examples, preprocessed as in training: images [N, C, H, W] or vectors."""
+    def predict(self, x: Any, side: Mapping[str, Any] | None = None) -> Tensor:
+        """Outputs (logits) [M, N, C] of raw examples, preprocessed as in training: images [N, C, H, W] or vectors.
+
+        `side` holds the side inputs of layers that take some, by name.
+        """
         raw = raw_examples(x, self.data)
         check(raw, self.data)
-        batches = [Batch(part, torch.empty(len(part)), self.data.inputs) for part in raw.split(EVALUATION_ROWS)]
-        readers = [partial(_given, batch) for batch in batches]
+        given = {name: torch.from_numpy(a) for name, a in as_side(side, len(raw), "the examples").items()}
+        whole = Batch(raw, torch.empty(len(raw)), self.data.inputs, side=given)
+        starts = range(0, len(raw), EVALUATION_ROWS)
+        readers = [partial(whole.cut, start, min(start + EVALUATION_ROWS, len(raw))) for start in starts]
         with closing(experiments.threads_engine(self.config, self.net)) as engine:
             found = [self.data.problem.answer(outputs).cpu() for outputs, _ in engine.outputs(readers)]
         return torch.cat(found, 1)
@@ -268,13 +274,13 @@ def fit(
         # Only now: a call that is refused for what it asks has changed nothing.
         config = config.model_copy(update={"init": _initialise(net, init, run, watch)})
         experiment = experiments.assemble(config, net, loss, data)
-        temporary = _Temporary() if run is None else None
-        folder = RunFolder(Path(run) if run is not None else temporary.path / "run")  # type: ignore[union-attr]
-        return _train(experiment, folder, watch, temporary)
+        return _train(experiment, run, watch)
 
 
-def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher, temporary: _Temporary | None) -> Run:
+def _train(experiment: experiments.Experiment, run: str | Path | None, watch: Watcher) -> Run:
     net, config = experiment.net, experiment.config
+    temporary = _Temporary() if run is None else None
+    folder = RunFolder(Path(run) if run is not None else temporary.path / "run")  # type: ignore[union-attr]
     if experiment.data.held_out is not None:
         watch.say(f"holding out {experiment.data.held_out}")
     before = 0 if folder.exists() else net.trained
@@ -282,7 +288,7 @@ def _train(experiment: experiments.Experiment, folder: RunFolder, watch: Watcher
         watch.say(f"going on from the weights that {before:,} iterations of an earlier fit left in this net")
     start = _start_of(net, folder)
     try:
-        summary = train(replace(experiment, start=start), folder, watch)
+        summary = train_config(config, folder, watch, lambda config: replace(experiment, start=start))
         net.trained = before + summary["iterations"]
         return _opened(folder, config, net, watch.warn, temporary)
     except KeyboardInterrupt:  # before the first step, or for the second time
@@ -417,7 +423,7 @@ def evaluate(
         # What brings its preprocessing takes raw images, channels first.
         first = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
         if isinstance(models, TreeNet):
-            return models(x)
+            return models(x, batch.side_inputs())
         return torch.stack([model(first if isinstance(model, Prepared) else x) for model in members])
 
     given = None if classes is None else Classification(tuple(map(str, classes)))
@@ -434,10 +440,6 @@ def evaluate(
             problem = Classification(tuple(map(str, range(found.shape[2]))))
         problem.check_output(found[0], "a model", "the test set")
         return measure(engine, split, plain, problem, rows=batch_size)
-
-
-def _given(batch: Batch) -> Batch:
-    return batch
 
 
 def _labelled(given: Any, problem: Problem | None, where: str) -> tuple[ArraySplit | DatasetSplit, Problem]:

@@ -85,20 +85,18 @@ def train(
     from mheads import config as configs
     from mheads.distributed.session import session
 
-    with session(errors, configs.timeout(recipe, overrides or [])) as place:
+    with session(errors, configs.timeout(recipe, overrides or [])) as world:
         config = configs.load(recipe, overrides or [])
         from mheads import runs
         from mheads.progress import Silent, Terminal
-        from mheads.train import train as train_run
+        from mheads.train import train_config
 
         folder = runs.RunFolder(run.expanduser() if run else Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
         if force and folder.path.exists():
             folder = folder.beside()
-        built = place.build(config)
-        if place.lead:
-            console.print(f"run folder {folder.path}", markup=False, soft_wrap=True)
-        result = train_run(built, folder, Terminal(console, bar=not quiet) if place.lead else Silent())
-        if place.lead:
+        watch = Terminal(console, bar=not quiet, folder=True) if world.lead else Silent()
+        result = train_config(config, folder, watch, world.build)
+        if world.lead:
             show_result(result)
 
 

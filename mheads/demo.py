@@ -9,13 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from mheads import config as configs
-from mheads import experiment
 from mheads.data import load
 from mheads.progress import Terminal
 from mheads.report.figures import ownership_figure, save
 from mheads.runs import RunFolder
 from mheads.terminal.tables import comparison_table
-from mheads.train import train
+from mheads.train import train_config
 
 ENSEMBLES = {
     "single model": ["members=1"],
@@ -35,7 +34,7 @@ def run_demo(folder: Path, console: Console) -> None:
         console.print(
             f"[bold]{title}[/]  mheads train digits {' '.join(overrides)} -f {escape(str(run.path))}", soft_wrap=True
         )
-        results[title] = train(experiment.build(config), run, Terminal(console))
+        results[title] = train_config(config, run, Terminal(console))
     console.print(comparison_table(results))
     owners = {title: np.asarray(result["ownership"]) for title, result in results.items() if len(result["members"]) > 1}
     picture = folder / "ownership.png"

@@ -22,15 +22,16 @@ class Prepared(nn.Module):
         self.network = network
         self.data = data
 
-    def forward(self, x: Any) -> Tensor:
+    def forward(self, x: Any, side: dict[str, Any] | None = None) -> Tensor:
         raw = raw_examples(x, self.data)
         check(raw, self.data)
-        return self.run(raw)
+        return self.run(raw, side)
 
-    def run(self, raw: Tensor) -> Tensor:
+    def run(self, raw: Tensor, side: dict[str, Any] | None = None) -> Tensor:
         """The outputs of raw examples that were checked, as `raw_examples` gives them."""
         parameter = next(self.network.parameters(), torch.empty(0))
-        return self.network(self.data.inputs(raw.to(parameter.device), parameter.dtype))
+        x = self.data.inputs(raw.to(parameter.device), parameter.dtype)
+        return self.network(x) if side is None else self.network(x, side)
 
 
 def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:

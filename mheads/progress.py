@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Watcher(Protocol):
     """Hears of the progress of training."""
 
+    def built(self, folder: Path) -> None: ...
     def training(self, total: int, done: int) -> AbstractContextManager[None]: ...
     def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None: ...
     def evaluating(self, examples: int) -> AbstractContextManager[Callable[[int], None]]: ...
@@ -30,6 +31,9 @@ class Watcher(Protocol):
 
 class Silent:
     """Says nothing but warnings."""
+
+    def built(self, folder: Path) -> None:
+        pass
 
     def training(self, total: int, done: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -59,14 +63,15 @@ class Silent:
 
 
 class Terminal:
-    """A progress bar, and a line for each evaluation."""
+    """A progress bar, and a line for each evaluation; with `folder`, one that says where the run is."""
 
-    def __init__(self, console: Console, label: str = "train", bar: bool = True) -> None:
+    def __init__(self, console: Console, label: str = "train", bar: bool = True, folder: bool = False) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
         from rich.table import Column
 
         self.console = console
         self.label = label
+        self._folder = folder
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24 if console.width >= 110 else 6),
@@ -78,6 +83,10 @@ class Terminal:
             refresh_per_second=4,
             disable=not (bar and console.is_terminal),
         )
+
+    def built(self, folder: Path) -> None:
+        if self._folder:
+            self.say(f"run folder {folder}")
 
     @contextmanager
     def training(self, total: int, done: int) -> Iterator[None]:
@@ -160,6 +169,9 @@ class Notebook:
         if at_once or now - self._shown_at > 0.25:  # a browser need not redraw every step
             self._shown_at = now
             self._output.update(self)
+
+    def built(self, folder: Path) -> None:
+        pass
 
     @contextmanager
     def training(self, total: int, done: int) -> Iterator[None]:

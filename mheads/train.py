@@ -18,11 +18,12 @@ import torch
 import mheads
 from mheads import identity
 from mheads.checkpoint import Checkpoints
+from mheads.config import Config
 from mheads.data.batch import Batch, Batches
 from mheads.engine.engine import Engine
 from mheads.engine.tasks import StepReport
 from mheads.errors import UserError
-from mheads.experiment import Experiment, donor_differences
+from mheads.experiment import Experiment, build, donor_differences
 from mheads.log import History, MetricsLog
 from mheads.measuring import measure
 from mheads.optim import Optimizer, Schedule
@@ -40,6 +41,15 @@ class Stopped(Exception):  # noqa: N818, it is no error
         self.exit_code = 128 + signum
         self.iteration = iteration
         self.seconds = seconds
+
+
+def train_config(
+    config: Config, folder: RunFolder, watcher: Watcher, build: Callable[[Config], Experiment] = build
+) -> dict[str, Any]:
+    """From a config to a trained run: what does not fit together is refused before anything is written."""
+    experiment = build(config)
+    watcher.built(folder.path)
+    return train(experiment, folder, watcher)
 
 
 def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = None) -> dict[str, Any]:

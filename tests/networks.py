@@ -5,6 +5,7 @@ import threading
 import time
 from collections import OrderedDict
 
+import torch
 from torch import nn
 
 import mheads
@@ -96,3 +97,27 @@ def numbers() -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(first=nn.Linear(3, 8), tanh=nn.Tanh(), drop=mheads.Dropout(0.1), out=nn.Linear(8, 2))
     )
+
+
+class Shift(nn.Module):
+    """Adds a side input."""
+
+    takes = "shift"
+
+    def forward(self, x, shift):
+        return x + shift
+
+
+def shifted():
+    layers = OrderedDict(a=nn.Linear(6, 5), s=Shift(), tanh=nn.Tanh(), drop=nn.Dropout(0.1), b=nn.Linear(5, 2))
+    return nn.Sequential(layers)
+
+
+class Regions(nn.Module):
+    """Images and places in them to a row for each place: what a detector does."""
+
+    takes = ("where", "counts")
+
+    def forward(self, x, where, counts):
+        image = torch.arange(len(counts)).repeat_interleave(counts)
+        return x[image, :, where[:, 0], where[:, 1]]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -22,22 +21,35 @@ if TYPE_CHECKING:
     from mheads.experiment import Experiment
 
 
+class Alone:
+    """A world of one process."""
+
+    lead = True
+
+    def build(self, config: Config) -> Experiment:
+        from mheads.experiment import build
+
+        return build(config)
+
+
 @dataclass(frozen=True)
-class Place:
-    """Where a command runs: whether it leads, and how it builds the experiment of a config."""
+class Among:
+    """This process among those of a world."""
 
-    lead: bool
-    build: Callable[[Config], Experiment]
+    world: World
 
+    @property
+    def lead(self) -> bool:
+        return self.world.lead
 
-def _build_alone(config: Config) -> Experiment:
-    from mheads.experiment import build
+    def build(self, config: Config) -> Experiment:
+        from mheads.distributed.build import build
 
-    return build(config)
+        return build(config, self.world)
 
 
 @contextmanager
-def session(console: Console, timeout: float | None = None) -> Iterator[Place]:
+def session(console: Console, timeout: float | None = None) -> Iterator[Alone | Among]:
     """One process, or a rank of the world that a launcher started. Ranks have `timeout` seconds to come.
 
     Whatever ends this rank inside is told to the others. A mistake that all ranks find is printed once; what one rank
@@ -47,7 +59,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Place]:
     if launch is None and (advice := hint()):
         console.print(advice, style="yellow", soft_wrap=True)
     if launch is None or launch.size == 1:
-        yield Place(True, _build_alone)
+        yield Alone()
         return
     # When a rank is lost, torch's own warnings are pages of addresses in its libraries.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -65,9 +77,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Place]:
     try:
         try:
             world.check()
-            from mheads.distributed.build import build
-
-            yield Place(world.lead, partial(build, world=world))
+            yield Among(world)
         except OSError as error:
             raise of_the_system(error) from error
         except Exception as error:

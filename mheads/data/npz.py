@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from mheads.data.arrays import ArraySplit, as_split
-from mheads.data.sources import posed
+from mheads.data.arrays import ArraySplit
+from mheads.data.sources import read_arrays
 from mheads.errors import UserError
 from mheads.problems import Problem
 
@@ -37,8 +37,21 @@ def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, Problem]:
             f"{path} cannot be read as an .npz file of plain arrays ({error}); save it with numpy.savez,"
             " without arrays of objects"
         ) from error
-    train = as_split(arrays["x_train"], arrays["y_train"], where=f"{path}: train")
-    test = as_split(arrays["x_test"], arrays["y_test"], where=f"{path}: test")
     names = arrays["classes"].ravel().tolist() if "classes" in arrays else None
-    splits, problem = posed({"train": train, "test": test}, names)
-    return splits["train"], splits["test"], problem
+    return read_arrays(
+        (arrays["x_train"], arrays["y_train"]), (arrays["x_test"], arrays["y_test"]), str(path), classes=names
+    )
+
+
+def npz_shape(path: Path | None) -> tuple[int, ...] | None:
+    """Of an example, from the header alone, since the arrays may be large; None without a file."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        with ZipFile(path) as file, file.open("x_train.npy") as stream:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape = read(stream)[0]
+    except (BadZipFile, KeyError, ValueError, OSError) as error:
+        raise UserError(f"{path} has no array x_train to take the shape of an example from ({error})") from error
+    return (1, *shape[1:]) if len(shape) == 3 else tuple(shape[1:])  # images without channels have one

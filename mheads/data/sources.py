@@ -96,6 +96,18 @@ def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
     raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
 
 
+def read_arrays(
+    train: tuple[Any, Any], test: tuple[Any, Any], where: str, classes: Sequence[str] | None = None
+) -> tuple[ArraySplit, ArraySplit, Problem]:
+    """Train and test splits and the problem of two pairs (examples, targets), as readers in the catalog give them.
+
+    Examples and targets as `from_arrays` takes them; `where` names them in messages.
+    """
+    given = {"train": as_split(*train, where=f"{where}: train"), "test": as_split(*test, where=f"{where}: test")}
+    splits, problem = posed(given, classes)
+    return splits["train"], splits["test"], problem
+
+
 def posed(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], Problem]:
     """The splits with targets as the problem has them, and that problem: numbers are regression, all else classes.
 

@@ -83,7 +83,7 @@ class Run:
         config, result = self.config, self.result
         members = f"{config.members} member{'s' if config.members > 1 else ''}"
         split = "" if isinstance(config.split, int | None) else f", tree {config.split}"
-        loss = ", ".join([config.loss.name, *([f"k={config.loss.k}"] if config.loss.name == "mcl" else [])])
+        loss = ", ".join([config.loss.name, *(f"{key}={value}" for key, value in config.loss.options.items())])
         trained = f"{self.summary['iterations']:,} iterations in {self.summary['seconds']:.1f} s"
         measured = ", ".join(f"{name} {text}" for name, text in result.headline().items())
         measured += f" ({self.data.problem.unit or 'RMSE'} of {result.examples:,} examples)"
@@ -232,7 +232,7 @@ def fit(
     watch = watcher(show)
     with speaking_python():
         loss = _as_loss(loss)
-        known = loss.name in configs.LOSS_NAMES  # one of the user's own is remembered, not imported again
+        known = loss.name in LOSSES  # one of the user's own is remembered, not imported again
         own = {"name": f"__main__:{loss.name}", "args": loss.options}
         arrays: dict[str, Any] = {"normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror}
         data = datasets.from_arrays(

@@ -244,7 +244,7 @@ def bench(
 
 @data_app.command("get")
 def data_get(
-    name: Annotated[str, typer.Argument(help="cifar10 or cifar100.")],
+    name: Annotated[str, typer.Argument(help="A dataset that is fetched, such as cifar10.")],
     force: Annotated[bool, typer.Option(help="Fetch again even if it is there.")] = False,
 ) -> None:
     """Fetch a dataset, verify it, and keep it in the cache.

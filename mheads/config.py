@@ -13,12 +13,21 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
-from mheads import plain
+from mheads import declared, plain
 from mheads.errors import UserError
 from mheads.hints import meaning
 
@@ -57,30 +66,51 @@ def _named_stages(value: Any) -> Any:
 
 
 GIVEN = "weights "  # an `init` that begins so was given to fit as tensors; their digest follows
-LOSS_NAMES = ("independent", "score_averaged", "prob_averaged", "mcl")
 
 
 def _loss_name(name: str) -> str:
-    if name not in LOSS_NAMES and ":" not in name:
-        raise ValueError(f"a loss is one of {', '.join(LOSS_NAMES)}, or package.module:factory of your own")
+    if name not in declared.losses() and ":" not in name:
+        raise ValueError(f"a loss is one of {', '.join(declared.losses())}, or package.module:factory of your own")
     return name
 
 
-class LossOptions(_Section):
+class LossSection(_Section):
+    """What every loss has; the rest of the section are the options of the losses."""
+
     name: Annotated[str, AfterValidator(_loss_name)] = _option(
-        "independent", "independent, score_averaged, prob_averaged, mcl, or package.module:factory of your own"
+        "independent", f"{', '.join(declared.losses())}, or package.module:factory of your own"
     )
     args: dict[str, Any] = _option({}, "arguments of the factory of your own loss")
-    k: int = _option(1, "mcl: how many members learn from each example", ge=1)
-    ce_weight: float = _option(0.0, "mcl: weight of the cross-entropy of all members mixed in", ge=0)
-    stable: bool = _option(True, "prob_averaged: in log space; false is the direct, unstable form of Caffe's layers")
     scale_rate: bool = _option(True, "averaged losses with sgd: multiply the rate by the number of members")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the factory of the loss is called with."""
+        known = declared.losses()
+        return {key: getattr(self, key) for key in known[self.name]} if self.name in known else self.args
+
+
+def _loss_options() -> Any:
+    """The section with a field for each option, checked whichever loss is named."""
+    fields: dict[str, Any] = {
+        key: (option.type, _option(option.default, f"{', '.join(owners)}: {option.description}"))
+        for key, (option, owners) in declared.loss_keys().items()
+    }
+    if taken := LossSection.model_fields.keys() & fields:
+        raise TypeError(f"no option of a loss can be called {', '.join(taken)}: every loss has that key")
+    return create_model("LossOptions", __base__=LossSection, **fields)
+
+
+if TYPE_CHECKING:
+    LossOptions = LossSection
+else:
+    LossOptions = _loss_options()
 
 
 class DataOptions(_Section):
-    name: str = _option("digits", "digits, cifar10, cifar100, folder or npz")
+    name: str = _option("digits", "a dataset by name: `mheads data list` shows them")
     root: Path | None = _option(None, "where a fetched set lies, if not in the cache")
-    path: Path | None = _option(None, "folder, npz: the folder or file")
+    path: Path | None = _option(None, "the folder or file of your own data: folder, npz")
     validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std"] = _option("none", "what is subtracted and divided by")
     scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = _option(
@@ -161,15 +191,6 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.loss.name == "mcl" and self.loss.k > self.members:
-            raise ValueError(
-                f"loss.k is {self.loss.k}, but there are only {self.members} members: k goes from 1 to {self.members}"
-            )
-        if self.loss.name.endswith("averaged") and self.sampling.name != "full":
-            raise ValueError(
-                f"sampling is {self.sampling.name}, but with {self.loss.name} all members learn from an example "
-                "together: use sampling=full, or another loss"
-            )
         if self.optim.name == "sgd" and self.optim.nesterov and not self.optim.momentum:
             raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
         if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:

@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from rich.console import Group
 
 from mheads import api, experiment
 from mheads import config as configs
 from mheads.data.catalog import DATASETS
-from mheads.data.images import read_crop, read_whole
 from mheads.data.split import Split
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
@@ -163,25 +161,13 @@ def predict_images(
 
 def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:
     """The image as uint8 [C, H, W] of the size that the run was trained on."""
-    channels, height, width = run.data.shape if len(run.data.shape) == 3 else (0, 0, 0)
-    if channels not in (1, 3):
+    if len(run.data.shape) != 3 or run.data.shape[0] not in (1, 3):
         raise UserError(f"{run.folder} was trained on examples of shape {run.data.shape}, not on images")
     if not path.is_file():
         raise UserError(f"there is no image {path}")
-    if run.config.data.name == "folder":
-        return read_crop(path, run.config.data.resize, height, grey=channels == 1).transpose(2, 0, 1)
-    picture = read_whole(path, channels == 1)
-    if picture.size != (width, height):
-        if not resize:
-            raise UserError(
-                f"{path} is {picture.width} x {picture.height}, but {run.folder} was trained on {width} x {height}: "
-                "give --resize to scale it"
-            )
-        picture = picture.resize((width, height), Image.Resampling.BOX)
-    pixels = np.asarray(picture).reshape(height, width, channels).transpose(2, 0, 1)
-    if run.config.data.name == "digits":
-        pixels = (pixels.astype(np.uint16) * 16 // 255).astype(np.uint8)  # the digits have 17 levels of grey
-    return pixels
+    # Arrays that Python gave to fit are like those of a file.
+    entry = DATASETS.get(run.config.data.name, DATASETS["npz"])
+    return entry.example(path, run.data.shape, resize=run.config.data.resize, stretch=resize, where=str(run.folder))
 
 
 def read_examples(path: Path, run: api.Run) -> np.ndarray:

@@ -92,9 +92,9 @@ def micro_batches(config: Config, net: TreeNet) -> int:
 def build(config: Config) -> Experiment:
     """The experiment of a config. Raises UserError for whatever in it does not fit together; writes nothing."""
     resolve(config.device)
+    loss = build_loss(config)
     net = build_net(config)
     refuse_beyond_memory(3 * net.num_bytes(), f"weights, gradients and momentum of {net.num_members:,} members")
-    loss = build_loss(config)
     data = load_data(config)
     return assemble(config, net, loss, data)
 
@@ -122,8 +122,9 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
             "takes scores alone: leave it out, and let a loss of your own begin with it"
         )
     data.problem.check_output(outputs, net.network_name, data.name)
-    loss = loss.on(data.problem)
     sampling = config.sampling
+    loss.refuse(net.num_members, sampling.name)
+    loss = loss.on(data.problem)
     prior = datasets.priors(
         sampling.name,
         seed=config.seed,
@@ -135,8 +136,6 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     )
     if loss.averaged and data.weights is not None:
         raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
-    if loss.averaged and prior is not None:
-        raise UserError(f"sampling is {sampling.name}, but {loss.name} averages the members: use sampling=full")
     gradients = _teach(loss, outputs, batch.targets, net.num_members)
     if all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):  # the loss does not tell members apart
         for a, b in net.identical_members():
@@ -330,26 +329,34 @@ def _look_in(place: str | None, name: str) -> None:
 
 
 def build_loss(config: Config) -> Loss:
-    options = config.loss
-    if options.name == "mcl":
-        return LOSSES["mcl"](k=options.k, ce_weight=options.ce_weight)
-    if options.name == "prob_averaged":
-        return LOSSES["prob_averaged"](stable=options.stable)
-    if options.name in LOSSES:
-        return LOSSES[options.name]()
-    function = models.import_factory(options.name, "loss")
-    if _is_plain_loss(function, options.args):
-        return Loss(options.name, partial(function, **options.args), options=options.args)
+    """The loss of a config, if it fits the members and the sampling."""
+    loss = _make_loss(config)
+    loss.refuse(config.members, config.sampling.name)
+    return loss
+
+
+def _make_loss(config: Config) -> Loss:
+    name, options, args = config.loss.name, config.loss.options, config.loss.args
+    if name in LOSSES:
+        if args:
+            keys = ", ".join(f"loss.{key}" for key in options)
+            raise UserError(
+                f"loss.args = {args!r}: they are the arguments of a loss of your own, and {name} is not one; it takes "
+                f"{keys or 'none'}"
+            )
+        return LOSSES[name](**options)
+    function = models.import_factory(name, "loss")
+    if _is_plain_loss(function, args):
+        return Loss(name, partial(function, **args), options=args)
     try:
-        loss = function(**options.args)
+        loss = function(**args)
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the user's function may raise anything
-        called = f"loss {options.name!r} with loss.args = {options.args!r}"
-        raise UserError(f"{called} failed with {named(error)}") from error
+        raise UserError(f"loss {name!r} with loss.args = {args!r} failed with {named(error)}") from error
     if not isinstance(loss, Loss):
         raise UserError(
-            f"loss.name = {options.name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss; name a function "
+            f"loss.name = {name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss; name a function "
             "that makes one, or one of (outputs, y) that returns the losses [M, B]"
         )
     return loss

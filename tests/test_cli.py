@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from PIL import Image
 
 import mheads as package
 from mheads.config import load, recipes
+from mheads.data import DATASETS
 
 QUICK = ["data.limit=150", "optim.iterations=2", "optim.batch_size=32"]
 
@@ -113,7 +115,10 @@ def test_longer_training_has_a_folder_of_its_own_unless_one_is_named(mheads, tmp
         (["loss.name=nowhere:f"], ["loss 'nowhere:f'", "importing"]),
         (["loss.name=networks:half"], ["'networks:half'", "float", "Loss"]),
         (["loss.name=networks:squared", "loss.args.pow=1"], ["'networks:squared'", "pow"]),
-        (["loss={name: mcl, k: 5}", "init=same"], ["loss.k is 5", "4 members"]),
+        (["loss={name: mcl, k: 5}", "init=same"], ["loss.k is 5", "4 members", "1 to 4"]),
+        (["loss={name: mcl, k: 5, ce_weight: 0.1}"], ["loss.k is 5", "4 members", "1 to 4"]),
+        (["loss=mcl", "loss.args.k=2"], ["loss.args = {'k': 2}", "mcl", "loss.k, loss.ce_weight"]),
+        (["loss=score_averaged", "sampling=bagging"], ["sampling is bagging", "score_averaged", "sampling=full"]),
         (["data=digts"], ["'digts'", "digits, cifar10"]),
         (["data.name=npz"], ["'npz'", "data.path"]),
         (["data={name: npz, path: no.npz}"], ["no.npz", "does not exist"]),
@@ -527,7 +532,9 @@ def test_no_table_breaks_a_word_or_leaves_one_out_at_80_columns(mheads, monkeypa
 
     cached = tmp_path / "a-cache-folder-with-quite-a-long-name-so-that-no-table-of-80-columns-can-hold-it"
     monkeypatch.setenv("MHEADS_DATA", str(cached))
-    monkeypatch.setattr("mheads.data.catalog.find_cifar", lambda layout, root: cached / layout.name)
+    for name in ("cifar10", "cifar100"):
+        here = replace(DATASETS[name], find=lambda root, name=name: cached / name)
+        monkeypatch.setitem(DATASETS, name, here)
 
     def words(columns):
         monkeypatch.setattr(console, "_width", columns)

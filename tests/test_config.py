@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -50,6 +52,23 @@ def test_the_digest_ignores_only_what_decides_no_bit_of_the_result():
         assert configs.load("digits", [decisive]).digest() != digest
 
 
+@pytest.mark.parametrize("name", ["independent", "score_averaged", "prob_averaged", "mcl"])
+def test_the_loss_of_a_folder_that_exists_is_read_as_it_was_written(name, tmp_path):
+    """These keys are in every folder, whatever its loss, and decide its name and whether it may be resumed."""
+    written = {"name": name, "args": {}, "k": 2, "ce_weight": 0.5, "stable": False, "scale_rate": True}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"loss": written}))
+    found = configs.flatten(configs.read(tmp_path / "config.yaml"))
+    assert {key: found[f"loss.{key}"] for key in written} == written
+    defaults = {"args": {}, "k": 1, "ce_weight": 0.0, "stable": True, "scale_rate": True}
+    found = configs.flatten(configs.load("digits", [f"loss={name}"]))
+    assert {key: found[f"loss.{key}"] for key in defaults} == defaults
+
+
+def test_a_config_is_read_without_torch():
+    code = "import sys, mheads.config as c; c.load('digits', ['loss.k=2']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 @pytest.mark.parametrize("name", configs.recipes())
 def test_a_config_with_descriptions_reads_back_as_itself(name):
     odd = ["split={conv1: [{conv2: 2}, 2]}", "model_args={'a: b': \"two\\nlines # one\", c: [1, {d: null}]}", "seed=3"]
@@ -86,8 +105,10 @@ def test_a_config_with_descriptions_reads_back_as_itself(name):
         ("members=two", ["members", "'two'", "integer"]),
         ("members=0", ["members = 0", "1"]),
         ("members=1000000000", ["members = 1000000000", "10000"]),
-        ("loss={name: mcl, k: 5}", ["loss.k is 5", "4 members", "1 to 4"]),
-        ("loss={name: mcl, k: 0}", ["loss.k = 0", "1"]),
+        ("loss={name: mcl, k: 0}", ["loss.k = 0", "greater than or equal to 1"]),
+        ("loss.k=two", ["loss.k = 'two'", "integer"]),
+        ("loss.ce_weight=-1e-3", ["loss.ce_weight = -0.001", "greater than or equal to 0"]),
+        ("loss.stable=maybe", ["loss.stable = 'maybe'", "boolean"]),
         ("loss=mcll", ["'mcll'", "mcl", "package.module:factory"]),
         ("engine.workers=two", ["engine.workers = 'two'", "'auto'", "integer"]),
         ("optim=3", ["optim = 3", "optim.lr"]),
@@ -115,11 +136,6 @@ def test_all_mistakes_are_named_at_once():
     with pytest.raises(UserError) as caught:
         configs.load("digits", ["optim.lr=fast", "seed=-1", "sed=1"])
     assert len(str(caught.value).splitlines()) == 3
-
-
-def test_priors_are_refused_with_averaged_losses():
-    with pytest.raises(UserError, match=r"sampling is bagging.*score_averaged.*full"):
-        configs.load("digits", ["sampling=bagging", "loss=score_averaged"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -11,7 +12,7 @@ from mutations import mutated
 from mheads import config as configs
 from mheads import plain
 from mheads.config import Config
-from mheads.data.digits import read_digits
+from mheads.data import DATASETS
 from mheads.errors import UserError
 from mheads.experiment import build
 
@@ -23,7 +24,8 @@ def cheap(config):
 
 def test_each_of_500_mutated_configs_is_a_config_or_a_message(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mheads.data.catalog.read_digits", cache(read_digits))
+    digits = DATASETS["digits"]
+    monkeypatch.setitem(DATASETS, "digits", replace(digits, read=cache(digits.read)))
     file = tmp_path / "config.yaml"
     valid, built, messages = 0, 0, set()
     for number in range(500):

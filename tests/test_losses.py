@@ -1,7 +1,10 @@
 """Losses against a few lines of numpy, and their gradients against finite differences."""
 
+import inspect
 import math
 from collections import OrderedDict
+from dataclasses import replace
+from typing import Annotated, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mheads import TreeNet, UserError, experiment, losses
+from mheads import TreeNet, UserError, declared, experiment, losses
 from mheads import config as configs
 from mheads.losses import assign
 
@@ -221,6 +224,30 @@ def test_a_config_may_name_a_plain_function(power):
     expected = np.abs(softmax(outputs.numpy()) - np.eye(C)[y]) ** power
     assert loss(outputs, y).total.item() == pytest.approx(expected.sum())
     assert loss.options == {"power": power}
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_a_config_knows_the_options_of_a_loss_by_its_factory(name):
+    factory = losses.LOSSES[name]
+    hints = get_type_hints(factory, include_extras=True)
+    defaults = {key: p.default for key, p in inspect.signature(factory).parameters.items()}
+    annotated = {key: str(hint) for key, hint in hints.items() if get_origin(hint) is Annotated}
+    known = declared.losses()[name]
+    assert {key: str(option.type) for key, option in known.items()} == annotated
+    assert all(option.default == defaults[key] for key, option in known.items())
+    assert factory().options == {key: option.default for key, option in known.items()}
+    config = configs.load("digits", [f"loss={name}"])
+    assert experiment.build_loss(config).options == factory().options == config.loss.options
+
+
+def test_losses_that_share_an_option_declare_it_alike(monkeypatch):
+    k = declared.losses()["mcl"]["k"]
+    found = {"mcl": {"k": k}, "other": {"k": k}}
+    monkeypatch.setattr(declared, "losses", lambda: found)
+    assert declared.loss_keys() == {"k": (k, ["mcl", "other"])}
+    found["third"] = {"k": replace(k, default=2)}
+    with pytest.raises(TypeError, match=r"mcl and third.* k, .*default=1.*default=2.*another name"):
+        declared.loss_keys()
 
 
 def test_a_function_gets_what_it_asks_for():

@@ -1,32 +1,61 @@
-"""The datasets by name."""
+"""The datasets by name: an entry says all that is particular to one."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mheads.data.arrays import with_augmentation
 from mheads.data.assemble import assemble
 from mheads.data.cache import cache_dir
-from mheads.data.cifar import CIFAR10, CIFAR100, find_cifar, read_cifar
-from mheads.data.digits import read_digits
-from mheads.data.folder import STATISTICS, read_folder
-from mheads.data.npz import read_npz
-from mheads.data.split import Data
+from mheads.data.cifar import CIFAR10, CIFAR100, find_cifar, load_cifar
+from mheads.data.digits import LEVELS, read_digits
+from mheads.data.folder import STATISTICS, folder_image, folder_shape, read_folder
+from mheads.data.images import read_sized
+from mheads.data.npz import npz_shape, read_npz
+from mheads.data.split import Data, Source
 from mheads.errors import UserError
-from mheads.problems import Classification, Problem
-
-_CIFAR = {layout.name: layout for layout in (CIFAR10, CIFAR100)}
+from mheads.problems import Problem
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """An entry of `mheads data list`."""
+    """All that is particular to a dataset. Its functions are given those keys of `load` that are their arguments.
+
+    `read(root, path, mirror, resize, crop, grey, need_test)` gives the training and the test split and the problem.
+    Splits that it mirrors itself are left alone; others are arrays, moved and mirrored by `pad` and `mirror`. Without
+    `need_test`, examples for testing will be held out of the training split, and the test split may be empty.
+
+    `shape` is that of an example, or a function that says it without reading the examples, None where it cannot.
+    `image(file, shape, resize, stretch, where)` makes an example, uint8 [C, H, W], of an image that a run is asked
+    about; `stretch` brings it to the shape whatever its size, and `where` names the run in messages.
+
+    `scale` is what uint8 is multiplied by unless a config says otherwise, `statistics` how many examples the mean is
+    measured on at most, and `find(root)` where a set lies that is fetched.
+    """
 
     name: str
     description: str
-    needs_get: bool = False
-    needs_path: bool = False
+    read: Callable[..., tuple[Source, Source, Problem]]
+    shape: tuple[int, ...] | Callable[..., tuple[int, ...] | None]
+    image: Callable[..., np.ndarray] = read_sized
+    scale: float = 1 / 255
+    statistics: int | None = None
+    find: Callable[[Path | None], Path] | None = None
+
+    @property
+    def needs_get(self) -> bool:
+        return self.find is not None
+
+    @property
+    def needs_path(self) -> bool:
+        return self.takes("path")
 
     @property
     def cached_at(self) -> Path | None:
@@ -36,23 +65,60 @@ class Dataset:
     @property
     def available(self) -> bool:
         """Whether it can be loaded now (given a path, where it needs one)."""
-        if not self.needs_get:
-            return True
         try:
-            find_cifar(_CIFAR[self.name], None)
+            if self.find is not None:
+                self.find(None)
         except UserError:
             return False
         return True
+
+    def takes(self, key: str) -> bool:
+        """Whether this key of a config means something to its reader."""
+        return key in inspect.signature(self.read).parameters
+
+    def example_shape(self, **keys: Any) -> tuple[int, ...] | None:
+        """Of an example, if it is known before the data are read."""
+        return self.shape if isinstance(self.shape, tuple) else _call(self.shape, keys)
+
+    def example(self, file: Path, shape: tuple[int, ...], **keys: Any) -> np.ndarray:
+        """An image as an example, uint8 [C, H, W]."""
+        return _call(partial(self.image, file, shape), keys)
 
 
 DATASETS = {
     entry.name: entry
     for entry in (
-        Dataset("digits", "8 x 8 handwritten digits, 10 classes, 1,437 train / 360 test; built in"),
-        Dataset("cifar10", "32 x 32 photos, 10 classes, 50,000 train / 10,000 test", needs_get=True),
-        Dataset("cifar100", "32 x 32 photos, 100 classes, 50,000 train / 10,000 test", needs_get=True),
-        Dataset("folder", "your images in path/train/<class>/ and path/val/<class>/", needs_path=True),
-        Dataset("npz", "your arrays x_train, y_train, x_test, y_test in one .npz file", needs_path=True),
+        Dataset(
+            "digits",
+            "8 x 8 handwritten digits, 10 classes, 1,437 train / 360 test; built in",
+            read_digits,
+            (1, 8, 8),
+            image=partial(read_sized, levels=LEVELS),
+            scale=1 / LEVELS,
+        ),
+        Dataset(
+            "cifar10",
+            "32 x 32 photos, 10 classes, 50,000 train / 10,000 test",
+            partial(load_cifar, CIFAR10),
+            (3, 32, 32),
+            find=partial(find_cifar, CIFAR10),
+        ),
+        Dataset(
+            "cifar100",
+            "32 x 32 photos, 100 classes, 50,000 train / 10,000 test",
+            partial(load_cifar, CIFAR100),
+            (3, 32, 32),
+            find=partial(find_cifar, CIFAR100),
+        ),
+        Dataset(
+            "folder",
+            "your images in path/train/<class>/ and path/val/<class>/",
+            read_folder,
+            folder_shape,
+            image=folder_image,
+            statistics=STATISTICS,
+        ),
+        Dataset("npz", "your arrays x_train, y_train, x_test, y_test in one .npz file", read_npz, npz_shape),
     )
 }
 
@@ -86,50 +152,61 @@ def load(
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
-    if DATASETS[name].needs_path and path is None:
-        raise UserError(f"dataset {name!r} reads your own files; say where they are with data.path")
-    if not DATASETS[name].needs_path and path is not None:
-        raise UserError(
-            f"data.path is {path}, but {name!r} is not read from a path; leave it out, or use folder or npz"
-        )
-    if root is not None and name not in _CIFAR:
-        raise UserError(f"root is {root}, but {name!r} has none; it is for {', '.join(_CIFAR)}")
-
-    if name == "folder":
-        assert path is not None  # needs_path
-        if pad:
-            raise UserError(f"data.pad is {pad}, but folder crops at random by data.resize and data.crop; use these")
-        images, held_out, classes = read_folder(
-            Path(path).expanduser(), resize=resize, crop=crop, mirror=mirror, grey=grey, need_test=validation == 0
-        )
-        return assemble(
-            name,
-            images,
-            held_out,
-            Classification(classes),
-            normalize=normalize,
-            validation=validation,
-            scale=scale,
-            limit=limit,
-            statistics=STATISTICS,
-        )
-    if crop is not None:
-        raise UserError(f"data.crop is {crop}, but {name!r} keeps its size; use data.pad for random crops")
-    if grey:
-        raise UserError(f"data.grey is for image folders, but {name!r} is not one; leave it out")
-    auto = 1 / 255
-    if name == "digits":
-        auto = 1 / 16  # they have 17 levels of grey
-        train, test = read_digits()
-        problem: Problem = Classification(tuple(map(str, range(10))))
-    elif name == "npz":
-        assert path is not None  # needs_path
-        train, test, problem = read_npz(Path(path).expanduser())
-    else:
-        layout = _CIFAR[name]
-        train, test, classes = read_cifar(layout, find_cifar(layout, None if root is None else Path(root)))
-        problem = Classification(classes)
-    train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
+    entry = DATASETS[name]
+    keys = {
+        "root": None if root is None else Path(root),
+        "path": None if path is None else Path(path).expanduser(),
+        "pad": pad,
+        "mirror": mirror,
+        "resize": resize,
+        "crop": crop,
+        "grey": grey,
+    }
+    _refuse_useless(entry, keys)
+    train, test, problem = _call(entry.read, {**keys, "need_test": validation == 0})
+    if not entry.takes("mirror"):
+        train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
     return assemble(
-        name, train, test, problem, normalize=normalize, validation=validation, scale=scale, auto=auto, limit=limit
+        name,
+        train,
+        test,
+        problem,
+        normalize=normalize,
+        validation=validation,
+        scale=scale,
+        auto=entry.scale,
+        limit=limit,
+        statistics=entry.statistics,
     )
+
+
+def _call(function: Callable[..., Any], keys: dict[str, Any]) -> Any:
+    """With those of the keys that are its arguments."""
+    arguments = inspect.signature(function).parameters
+    return function(**{key: value for key, value in keys.items() if key in arguments})
+
+
+def _refuse_useless(entry: Dataset, keys: dict[str, Any]) -> None:
+    """A key that means nothing to this dataset is a mistake, not to be ignored."""
+    name = entry.name
+
+    def those(key: str) -> list[str]:
+        return [other.name for other in DATASETS.values() if other.takes(key)]
+
+    if entry.takes("path") and keys["path"] is None:
+        raise UserError(f"dataset {name!r} reads your own files; say where they are with data.path")
+    if not entry.takes("path") and keys["path"] is not None:
+        raise UserError(
+            f"data.path is {keys['path']}, but {name!r} is not read from a path; leave it out, or use "
+            f"{' or '.join(those('path'))}"
+        )
+    if not entry.takes("root") and keys["root"] is not None:
+        raise UserError(f"root is {keys['root']}, but {name!r} has none; it is for {', '.join(those('root'))}")
+    if entry.takes("mirror") and not entry.takes("pad") and keys["pad"]:
+        raise UserError(
+            f"data.pad is {keys['pad']}, but {name} crops at random by data.resize and data.crop; use these"
+        )
+    if not entry.takes("crop") and keys["crop"] is not None:
+        raise UserError(f"data.crop is {keys['crop']}, but {name!r} keeps its size; use data.pad for random crops")
+    if not entry.takes("grey") and keys["grey"]:
+        raise UserError(f"data.grey is for image folders, but {name!r} is not one; leave it out")

@@ -14,6 +14,7 @@ import numpy as np
 from mheads.data.arrays import ArraySplit
 from mheads.data.cache import cache_dir, read_verified
 from mheads.errors import UserError
+from mheads.problems import Classification, Problem
 
 SIDE = 32
 PIXELS = 3 * SIDE * SIDE
@@ -73,6 +74,12 @@ def find_cifar(layout: Layout, root: Path | None) -> Path:
         f"{layout.name} is not in {base}; run `mheads data get {layout.name}`,"
         f" or put the official binary files into {cache_dir() / layout.name}"
     )
+
+
+def load_cifar(layout: Layout, root: Path | None) -> tuple[ArraySplit, ArraySplit, Problem]:
+    """Train and test splits and the problem, from `root` or the cache."""
+    train, test, classes = read_cifar(layout, find_cifar(layout, root))
+    return train, test, Classification(classes)
 
 
 def read_cifar(layout: Layout, folder: Path) -> tuple[ArraySplit, ArraySplit, tuple[str, ...]]:

@@ -6,10 +6,13 @@ import numpy as np
 
 from mheads import seeds
 from mheads.data.arrays import ArraySplit
+from mheads.problems import Classification, Problem
+
+LEVELS = 16  # the brightest of their 17 levels of grey
 
 
-def read_digits() -> tuple[ArraySplit, ArraySplit]:
-    """1,437 training and 360 test images, uint8 0..16 [N, 8, 8, 1], each class in both by its share.
+def read_digits() -> tuple[ArraySplit, ArraySplit, Problem]:
+    """1,437 training and 360 test images, uint8 0..16 [N, 8, 8, 1], each class in both by its share; ten classes.
 
     The split is the same for every run seed, so that runs can be compared.
     """
@@ -24,4 +27,5 @@ def read_digits() -> tuple[ArraySplit, ArraySplit]:
     held_out[by_class[::5]] = True  # every fifth of each class
     # Both stay in mixed order, so that the last n of them are a fair validation set.
     train, test = mixed[~held_out[mixed]], mixed[held_out[mixed]]
-    return ArraySplit(images[train], labels[train]), ArraySplit(images[test], labels[test])
+    problem = Classification(tuple(map(str, range(10))))
+    return ArraySplit(images[train], labels[train]), ArraySplit(images[test], labels[test]), problem

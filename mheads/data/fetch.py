@@ -70,7 +70,7 @@ def get(name: str, progress: Progress | None = None, force: bool = False) -> Pat
     if name not in REMOTES:
         raise UserError(
             f"there is nothing to fetch for {name!r}; `mheads data get` knows {', '.join(REMOTES)}"
-            " (digits is built in, folder and npz read your own files)"
+            " (`mheads data list` shows all that there are)"
         )
     remote, target = REMOTES[name], cache_dir() / name
     complete = all((target / file).exists() for file in remote.layout.files) and sizes_match(target)

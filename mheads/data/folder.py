@@ -23,6 +23,7 @@ from mheads.data.images import SUFFIXES, read_crop
 from mheads.data.seen import Seen
 from mheads.data.split import Beside
 from mheads.errors import UserError
+from mheads.problems import Classification, Problem
 
 STATISTICS = 2000  # images that the mean is measured on: decoding a million takes hours and changes little
 
@@ -118,8 +119,8 @@ def _pool() -> ThreadPoolExecutor:
 
 def read_folder(
     path: Path, *, resize: int, crop: int | None, mirror: bool, grey: bool, need_test: bool
-) -> tuple[FolderSplit, FolderSplit, tuple[str, ...]]:
-    """Train and test splits and the class names; without `need_test` a missing test folder is an empty split."""
+) -> tuple[FolderSplit, FolderSplit, Problem]:
+    """Train and test splits and the problem; without `need_test` a missing test folder is an empty split."""
     crop = resize if crop is None else crop
     if not 1 <= crop <= resize:
         raise UserError(f"data.crop is {crop} but images are resized to data.resize={resize}; give 1 to {resize}")
@@ -138,7 +139,7 @@ def read_folder(
                 f"{path} has neither a val nor a test folder; add one, or hold out training images with"
                 " data.validation=n"
             )
-        return train, train.part(slice(0)), classes
+        return train, train.part(slice(0)), Classification(classes)
     unknown = sorted(set(_class_folders(held_out)) - set(classes))
     if unknown:
         raise UserError(
@@ -148,7 +149,18 @@ def read_folder(
     test = _list_split(held_out, classes, resize, crop, False, grey)
     if not len(test):
         raise UserError(f"{held_out} holds no image ({', '.join(SUFFIXES)}) in its class folders; put some there")
-    return train, test, classes
+    return train, test, Classification(classes)
+
+
+def folder_shape(resize: int, crop: int | None, grey: bool) -> tuple[int, ...]:
+    """Of an example."""
+    side = resize if crop is None else crop
+    return (1 if grey else 3, side, side)
+
+
+def folder_image(file: Path, shape: tuple[int, ...], resize: int) -> np.ndarray:
+    """An image as an example of this shape: the centre crop of it resized, uint8 [C, H, W]."""
+    return read_crop(file, resize, shape[1], grey=shape[0] == 1).transpose(2, 0, 1)
 
 
 def _class_folders(path: Path) -> tuple[str, ...]:

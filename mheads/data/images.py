@@ -60,6 +60,24 @@ def read_crop(
         raise UserError(f"{path} cannot be read as an image ({error}); replace it or take it out") from error
 
 
+def read_sized(file: Path, shape: tuple[int, ...], stretch: bool, where: str, levels: int = 255) -> np.ndarray:
+    """An image as an example of this shape, uint8 [C, H, W] from 0 to `levels`; `stretch` scales one of another size.
+
+    `where` names in the message what was trained on this shape.
+    """
+    channels, height, width = shape
+    picture = read_whole(file, channels == 1)
+    if picture.size != (width, height):
+        if not stretch:
+            raise UserError(
+                f"{file} is {picture.width} x {picture.height}, but {where} was trained on {width} x {height}: "
+                "give --resize to scale it"
+            )
+        picture = picture.resize((width, height), Image.Resampling.BOX)
+    pixels = np.asarray(picture).reshape(height, width, channels).transpose(2, 0, 1)
+    return pixels if levels == 255 else (pixels.astype(np.uint16) * levels // 255).astype(np.uint8)
+
+
 def read_whole(path: Path, grey: bool) -> Image.Image:
     """The image of a file in L or RGB, at its own size."""
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from mheads.data.arrays import ArraySplit, as_split
-from mheads.data.sources import posed
+from mheads.data.arrays import ArraySplit
+from mheads.data.sources import read_arrays
 from mheads.errors import UserError
 from mheads.problems import Problem
 
@@ -38,16 +38,26 @@ def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, Problem]:
             f"{path} cannot be read as an .npz file of plain arrays ({error}); save it with numpy.savez,"
             " without arrays of objects"
         ) from error
-    train, test = (
-        as_split(arrays[f"x_{part}"], arrays[f"y_{part}"], f"{path}: {part}", _side(arrays, part))
-        for part in ("train", "test")
-    )
     names = arrays["classes"].ravel().tolist() if "classes" in arrays else None
-    splits, problem = posed({"train": train, "test": test}, names)
-    return splits["train"], splits["test"], problem
+    train, test = ((arrays[f"x_{part}"], arrays[f"y_{part}"], _side(arrays, part)) for part in ("train", "test"))
+    return read_arrays(train, test, str(path), classes=names)
 
 
 def _side(arrays: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
     start, end = "side_", f"_{part}"
     named = [key for key in arrays if key.startswith(start) and key.endswith(end)]
     return {key.removeprefix(start).removesuffix(end): arrays[key] for key in named}
+
+
+def npz_shape(path: Path | None) -> tuple[int, ...] | None:
+    """Of an example, from the header alone, since the arrays may be large; None without a file."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        with ZipFile(path) as file, file.open("x_train.npy") as stream:
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape = read(stream)[0]
+    except (BadZipFile, KeyError, ValueError, OSError) as error:
+        raise UserError(f"{path} has no array x_train to take the shape of an example from ({error})") from error
+    return (1, *shape[1:]) if len(shape) == 3 else tuple(shape[1:])  # images without channels have one

@@ -107,6 +107,19 @@ def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
     raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
 
 
+def read_arrays(
+    train: tuple[Any, ...], test: tuple[Any, ...], where: str, classes: Sequence[str] | None = None
+) -> tuple[ArraySplit, ArraySplit, Problem]:
+    """Train and test splits and the problem of two pairs (examples, targets), as readers in the catalog give them.
+
+    Examples, targets and, after them, side inputs as `from_arrays` takes them; `where` names them in messages.
+    """
+    pairs = {"train": train, "test": test}
+    given = {part: as_split(x, y, f"{where}: {part}", *side) for part, (x, y, *side) in pairs.items()}
+    splits, problem = posed(given, classes)
+    return splits["train"], splits["test"], problem
+
+
 def posed(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], Problem]:
     """The splits with targets as the problem has them, and that problem: numbers are regression, all else classes.
 

@@ -4,7 +4,8 @@
     value = loss(outputs, y)
     value.total, value.assignment, value.losses
 
-A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it.
+A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it;
+what of its arguments a config may give is in `declared.py`.
 """
 
 from collections.abc import Callable
@@ -22,15 +23,4 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "mcl": mcl,
 }
 
-__all__ = [
-    "LOSSES",
-    "Loss",
-    "LossValue",
-    "assign",
-    "cross_entropies",
-    "independent",
-    "mcl",
-    "prob_averaged",
-    "score_averaged",
-    "squared_errors",
-]
+__all__ = ["LOSSES", "Loss", "LossValue", "assign", "cross_entropies", "squared_errors", *LOSSES]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from mheads.errors import UserError
@@ -19,7 +21,11 @@ def score_averaged(of: MemberLoss | None = None) -> Loss:
     return Loss("score_averaged", _score_averaged, averaged=True, of=of)
 
 
-def prob_averaged(stable: bool = True) -> Loss:
+def prob_averaged(
+    stable: Annotated[
+        bool, Field(description="in log space; false is the direct, unstable form of Caffe's layers")
+    ] = True,
+) -> Loss:
     """Cross-entropy of the mean probabilities: -log mean_m softmax(outputs_m)_y.
 
     In log space, log sum_m exp(log p_y^m) - log M, which is finite with a finite gradient for scores of any size.

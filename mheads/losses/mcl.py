@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from mheads.errors import UserError
 from mheads.losses.loss import Loss, LossValue, MemberLoss, ones_or
 
 
-def mcl(k: int = 1, ce_weight: float = 0.0, of: MemberLoss | None = None) -> Loss:
+def mcl(
+    k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 1,
+    ce_weight: Annotated[float, Field(ge=0, description="weight of the cross-entropy of all members mixed in")] = 0.0,
+    of: MemberLoss | None = None,
+) -> Loss:
     """The oracle set-loss: sum over i and m of (a_mi + ce_weight) * w_mi * l_mi.
 
     l_mi is the problem's own loss, -log p_y(m, i) for classes, or `of`. a_mi is 1 for the k members with the lowest
@@ -22,8 +28,19 @@ def mcl(k: int = 1, ce_weight: float = 0.0, of: MemberLoss | None = None) -> Los
         raise UserError(f"loss.k must be at least 1, not {k}")
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
-    function = partial(_mcl, k=k, ce_weight=ce_weight)
-    return Loss("mcl", function, winners=None if ce_weight else k, options={"k": k, "ce_weight": ce_weight}, of=of)
+    return Loss(
+        "mcl",
+        partial(_mcl, k=k, ce_weight=ce_weight),
+        winners=None if ce_weight else k,
+        check=partial(_check, k),
+        options={"k": k, "ce_weight": ce_weight},
+        of=of,
+    )
+
+
+def _check(k: int, members: int) -> None:
+    if k > members:
+        raise UserError(f"loss.k is {k}, but there are only {members} members: k goes from 1 to {members}")
 
 
 def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | None = None) -> Tensor:
@@ -32,9 +49,7 @@ def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | N
     Equal losses are ordered by the keys `ties`: by sorting on (loss, key), since noise added to the losses would
     also reorder close ones. Members whose prior is 0 are never chosen.
     """
-    m = len(losses)
-    if k > m:
-        raise UserError(f"loss.k is {k}, but there are only {m} members: k goes from 1 to {m}")
+    _check(k, len(losses))
     if prior is not None:
         losses = losses.masked_fill(prior == 0, torch.inf)
     if ties is None:

@@ -7,13 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from zipfile import BadZipFile, ZipFile
 
-import numpy as np
 import torch
 
 from mheads.config import Config
+from mheads.data import DATASETS
 from mheads.distributed.placement import Placement, default, explicit
 from mheads.errors import UserError
 from mheads.experiment import build_loss, factory, micro_batches
@@ -22,8 +20,6 @@ from mheads.planning.job import Cluster, Job
 from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.search import auto
 from mheads.tree import TreeNet, describe, parse, whole_spec
-
-_SHAPES = {"digits": (1, 8, 8), "cifar10": (3, 32, 32), "cifar100": (3, 32, 32)}
 
 
 @dataclass(frozen=True)
@@ -75,29 +71,14 @@ def place(
 
 def input_shape(config: Config) -> tuple[int, ...]:
     """The shape of an example: what its data set is known for, or else what its network is."""
-    data = config.data
-    if data.name in _SHAPES:
-        return _SHAPES[data.name]
-    if data.name == "folder":
-        side = data.resize if data.crop is None else data.crop
-        return (3, side, side)
-    if data.name == "npz" and data.path is not None and data.path.is_file():
-        return _npz_shape(data.path)
-    if config.model in INPUT_SHAPES:
-        return INPUT_SHAPES[config.model]
-    raise UserError(
-        f"the shape of an example of {data.name!r} is not known: give data.path of an .npz file that exists, "
-        f"or data.name={' or '.join(_SHAPES)}"
-    )
-
-
-def _npz_shape(path: Path) -> tuple[int, ...]:
-    """From the header alone: the arrays may be large."""
-    try:
-        with ZipFile(path) as file, file.open("x_train.npy") as stream:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape = read(stream)[0]
-    except (BadZipFile, KeyError, ValueError, OSError) as error:
-        raise UserError(f"{path} has no array x_train to take the shape of an example from ({error})") from error
-    return (1, *shape[1:]) if len(shape) == 3 else tuple(shape[1:])  # images without channels have one
+    entry = DATASETS.get(config.data.name)
+    shape = None if entry is None else entry.example_shape(**config.data.model_dump())
+    if shape is None:
+        shape = INPUT_SHAPES.get(config.model)
+    if shape is None:
+        known = [name for name, other in DATASETS.items() if isinstance(other.shape, tuple)]
+        raise UserError(
+            f"the shape of an example of {config.data.name!r} is not known: give data.path of an .npz file that "
+            f"exists, or data.name={' or '.join(known)}"
+        )
+    return shape

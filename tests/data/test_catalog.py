@@ -95,6 +95,9 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
         ("digits", {"path": "x"}, "leave it out"),
         ("digits", {"root": "x"}, "cifar10, cifar100"),
         ("digits", {"crop": 4}, "data.pad"),
+        ("npz", {"path": "x.npz", "grey": True}, "image folders"),
+        ("folder", {"path": "x", "pad": 2}, "data.resize and data.crop"),
+        ("digits", {"path": "x"}, "folder or npz"),
     ],
 )
 def test_wrong_names_and_options_say_what_is_right(name, options, words):

@@ -308,6 +308,7 @@ def test_the_shape_of_an_example_needs_no_data(tmp_path):
         (["data=cifar100"], (3, 32, 32)),
         (["data={name: folder, path: nowhere, crop: 24}"], (3, 24, 24)),
         (["data={name: folder, path: nowhere}"], (3, 256, 256)),
+        (["data={name: folder, path: nowhere, grey: true}"], (1, 256, 256)),
         (["data={name: npz, path: nowhere}"], (1, 8, 8)),  # what the network is known for
         ([f"data={{name: npz, path: {tmp_path}/mine.npz}}"], (2, 9, 7)),
         ([f"data={{name: npz, path: {tmp_path}/gray.npz}}"], (1, 9, 7)),

@@ -16,9 +16,22 @@ if TYPE_CHECKING:
     from mheads.api import Interrupted, Run, evaluate, fit, load
     from mheads.dropout import Dropout
     from mheads.errors import UserError
+    from mheads.evaluation import outputs_of
     from mheads.tree import TreeNet
 
-__all__ = ["Dropout", "Interrupted", "Run", "TreeNet", "UserError", "__version__", "evaluate", "fit", "load", "losses"]
+__all__ = [
+    "Dropout",
+    "Interrupted",
+    "Run",
+    "TreeNet",
+    "UserError",
+    "__version__",
+    "evaluate",
+    "fit",
+    "load",
+    "losses",
+    "outputs_of",
+]
 
 _HOMES = {
     "Dropout": "mheads.dropout",
@@ -29,6 +42,7 @@ _HOMES = {
     "evaluate": "mheads.api",
     "fit": "mheads.api",
     "load": "mheads.api",
+    "outputs_of": "mheads.evaluation",
 }
 
 

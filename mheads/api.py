@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 from weakref import WeakKeyDictionary, finalize
@@ -26,7 +25,7 @@ from mheads import weights as weights_of
 from mheads.checkpoint import Checkpoints
 from mheads.config import Config
 from mheads.data import ArraySplit, Preprocess
-from mheads.data.arrays import as_side
+from mheads.data.arrays import Unlabelled, as_side
 from mheads.data.batch import Batch
 from mheads.data.dataset import DatasetSplit
 from mheads.distributed.launch import detect
@@ -34,7 +33,7 @@ from mheads.errors import UserError
 from mheads.keywords import refuse_unknown, speaking_python
 from mheads.log import Log
 from mheads.losses import LOSSES, Loss, independent
-from mheads.measuring import EVALUATION_ROWS, Models, answers, in_eval_mode, measure
+from mheads.measuring import Models, all_answers, answers, in_eval_mode, measure
 from mheads.prepared import Prepared, check, raw_examples
 from mheads.problems import Classification, Problem
 from mheads.progress import Silent, Watcher, watcher
@@ -105,13 +104,9 @@ class Run:
         """
         raw = raw_examples(x, self.data)
         check(raw, self.data)
-        given = {name: torch.from_numpy(a) for name, a in as_side(side, len(raw), "the examples").items()}
-        whole = Batch(raw, torch.empty(len(raw)), self.data.inputs, side=given)
-        starts = range(0, len(raw), EVALUATION_ROWS)
-        readers = [partial(whole.cut, start, min(start + EVALUATION_ROWS, len(raw))) for start in starts]
-        with closing(experiments.threads_engine(self.config, self.net)) as engine:
-            found = [self.data.problem.answer(outputs).cpu() for outputs, _ in engine.outputs(readers)]
-        return torch.cat(found, 1)
+        examples = Unlabelled(raw, as_side(side, len(raw), "the examples"))
+        with closing(experiments.threads_engine(self.config, self.net)) as engine, in_eval_mode([self.net]):
+            return all_answers(engine, examples, self.data.inputs, self.data.problem)[0]
 
     def evaluate(self, x: Any, y: Any = None) -> Any:
         """All metrics on raw examples and labels, preprocessed as in training.
@@ -430,7 +425,7 @@ def evaluate(
     split, problem = _labelled(test, given, "the test examples")
     engine, plain = Models(forward), Preprocess()
     with in_eval_mode(modules):
-        found, _ = next(answers(engine, split, plain, problem, batch_size))
+        found, _ = next(answers(engine, split, plain, problem, rows=batch_size))
         if found.dim() != 3:
             raise UserError(f"each model must give logits [B, C], not {tuple(found.shape[1:])}")
         if given is None and isinstance(problem, Classification):  # as many classes as there are scores

@@ -19,12 +19,13 @@ from mheads.data.split import Split
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
 from mheads.files import write_atomically
-from mheads.measuring import measure
+from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.problems import Classification
 from mheads.progress import Watcher
 from mheads.runs import DataFacts, RunFolder
 from mheads.terminal.answers import answers_to_image, answers_to_rows, numbers_of_rows
 from mheads.train import summary
+from mheads.values import Value
 
 
 def evaluate_run(
@@ -65,6 +66,19 @@ def evaluate_run(
         }
         write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
     return summary(result, net, split, weights.iteration, weights.seconds)
+
+
+def outputs_of(run: api.Run | str | Path, split: str | None = None, **data: Any) -> tuple[torch.Tensor, Value]:
+    """Outputs [M, N, C] and targets of a run on its training, validation or test examples, in their order.
+
+    By default on those that training evaluated on. `data` are other data keys than the run's: `path="other.npz"`. A run
+    that `fit` trained on arrays does not keep them: `run.predict(x)` gives its outputs.
+    """
+    run = run if isinstance(run, api.Run) else api.load(run)
+    overrides = [f"data.{key}={value}" for key, value in data.items()]
+    facts, examples, _ = _examples(RunFolder(run.folder), overrides, split)
+    with closing(experiment.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
+        return all_answers(engine, examples, facts.inputs, facts.problem)
 
 
 @contextmanager

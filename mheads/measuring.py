@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mheads import values
 from mheads.data import Split
 from mheads.data.batch import Batch, evaluation_batches
 from mheads.problems import Problem, Result
@@ -28,11 +29,29 @@ class GivesOutputs(Protocol):
 
 
 def answers(
-    engine: GivesOutputs, examples: Split, inputs: Inputs, problem: Problem, rows: int = EVALUATION_ROWS
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Answers [M, b, ...] and targets of each batch, in order."""
-    for outputs, targets in engine.outputs(evaluation_batches(examples, inputs, rows)):
-        yield problem.answer(outputs), targets
+    engine: GivesOutputs,
+    examples: Split,
+    inputs: Inputs,
+    problem: Problem,
+    watch: Watcher | None = None,
+    rows: int = EVALUATION_ROWS,
+) -> Iterator[tuple[Tensor, Value]]:
+    """Answers [M, b, ...] and targets of each batch, in order; the lead gets them."""
+    readers = evaluation_batches(examples, inputs, rows)
+    with (watch or Silent()).evaluating(len(examples)) as advance:
+        # The engine is asked first: it has something to do after the last batch.
+        for (outputs, targets), reader in zip(engine.outputs(readers), readers, strict=False):
+            yield problem.answer(outputs), targets
+            advance(len(reader))
+
+
+def all_answers(
+    engine: GivesOutputs, examples: Split, inputs: Inputs, problem: Problem, watch: Watcher | None = None
+) -> tuple[Tensor, Value]:
+    """Answers [M, N, ...] and targets of all examples at once, in main memory."""
+    found = [values.map_leaves(Tensor.cpu, one) for one in answers(engine, examples, inputs, problem, watch)]
+    outputs, targets = zip(*found, strict=True)
+    return torch.cat(outputs, 1), values.map_leaves(lambda *parts: torch.cat(parts), *targets)
 
 
 def measure(
@@ -41,20 +60,16 @@ def measure(
     inputs: Inputs,
     problem: Problem,
     watch: Watcher | None = None,
-    keep: Callable[[Tensor, Tensor], None] | None = None,
+    keep: Callable[[Tensor, Value], None] | None = None,
     rows: int = EVALUATION_ROWS,
 ) -> Result | None:
     """All metrics, which the lead gets; `keep` is given the answers and targets on the way."""
     metrics = None
-    left = len(examples)
-    with (watch or Silent()).evaluating(left) as advance:
-        for found, targets in answers(engine, examples, inputs, problem, rows):
-            metrics = metrics or problem.metrics(len(found))
-            metrics.update(found, targets)
-            if keep is not None:
-                keep(found, targets)
-            advance(min(rows, left))
-            left -= rows
+    for found, targets in answers(engine, examples, inputs, problem, watch, rows):
+        metrics = metrics or problem.metrics(len(found))
+        metrics.update(found, targets)
+        if keep is not None:
+            keep(found, targets)
     return metrics.result() if metrics is not None else None
 
 

@@ -510,7 +510,7 @@ def test_ctrl_c_before_the_first_step_is_interrupted_without_a_run(monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mheads.api.train", interrupt)
+    monkeypatch.setattr("mheads.api.train_config", interrupt)
     with pytest.raises(mheads.Interrupted) as stop:
         mheads.fit(mheads.TreeNet(networks.Plain, members=2), iterations=2, **QUICK)
     assert stop.value.run is None

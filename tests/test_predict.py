@@ -3,6 +3,7 @@
 import networks
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -107,3 +108,18 @@ def test_the_folder_command_of_the_readme_trains_and_answers(mheads, tmp_path, m
     run = package.load("run")
     assert run.result.ensemble_mean > 80
     assert "up" in mheads("predict", "run", "pictures/val/up/0.bmp").out.splitlines()[0]
+
+
+def test_outputs_of_any_split_are_those_that_eval_writes(mheads, tmp_path):
+    run = tmp_path / "run"
+    overrides = ["data.limit=120", "data.validation=40", "optim.iterations=5", "data.normalize=mean_std", "data.pad=1"]
+    assert mheads("train", "digits", *overrides, "--run", run).code == 0
+    for split in ("train", "validation", "test"):
+        assert mheads("eval", run, "--split", split, "--outputs", tmp_path / f"{split}.npz").code == 0
+        outputs, targets = package.outputs_of(run, split)
+        with np.load(tmp_path / f"{split}.npz") as written:
+            assert np.array_equal(written["outputs"], outputs.numpy())
+            assert np.array_equal(written["labels"], targets.numpy())
+    assert torch.equal(package.outputs_of(package.load(run))[0], package.outputs_of(run, "validation")[0])
+    with pytest.raises(package.UserError, match="there are train, validation, test"):
+        package.outputs_of(run, "training")

@@ -76,6 +76,36 @@ class ArraySplit:
         return digest.digest()
 
 
+@dataclass(frozen=True, eq=False)
+class Unlabelled:
+    """Raw examples, as `Split.read` gives them, without targets: what a run is asked about."""
+
+    raw: torch.Tensor
+    side: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> np.ndarray:
+        return np.zeros(len(self.raw))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.raw.shape[1:])
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        return self.raw[rows]
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        return Beside(
+            torch.zeros(len(rows)), {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
+        )
+
+    def places(self, seeds: np.ndarray) -> None:
+        return None
+
+
 def augmented(batch: np.ndarray, seeds: np.ndarray | None, *, pad: int, mirror: bool) -> torch.Tensor:
     """Raw examples as `Split.read` gives them, from images [b, H, W, C] of the caller's own or vectors [b, F]."""
     if seeds is not None and (pad or mirror):

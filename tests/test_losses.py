@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Annotated, get_origin, get_type_hints
@@ -224,6 +225,17 @@ def test_a_config_may_name_a_plain_function(power):
     expected = np.abs(softmax(outputs.numpy()) - np.eye(C)[y]) ** power
     assert loss(outputs, y).total.item() == pytest.approx(expected.sum())
     assert loss.options == {"power": power}
+
+
+def test_a_run_is_evaluated_without_the_code_of_its_loss(mheads, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "passing_loss.py").write_text("from mheads.losses import independent as mine")
+    trained = mheads("train", "digits", "loss=passing_loss:mine", "data.limit=50", "optim.iterations=2", "--run", "run")
+    assert trained.code == 0, trained.err
+    (tmp_path / "passing_loss.py").unlink()
+    monkeypatch.delitem(sys.modules, "passing_loss")
+    assert mheads("eval", "run").code == 0
+    assert mheads("train", "digits", "loss=passing_loss:mine", "--run", "other").code == 2
 
 
 @pytest.mark.parametrize("name", losses.LOSSES)

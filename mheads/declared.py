@@ -35,12 +35,13 @@ def losses() -> dict[str, dict[str, Option]]:
     """The losses of the table LOSSES by name, with the options of each."""
     folder = resources.files("mheads") / "losses"
     package = ast.parse((folder / "__init__.py").read_text(encoding="utf-8")).body
-    homes = {a.name: str(node.module) for node in package if isinstance(node, ast.ImportFrom) for a in node.names}
+    imports = [node for node in package if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: str(node.module).rpartition(".")[2] for node in imports for alias in node.names}
     table = next(node.value for node in package if isinstance(node, ast.AnnAssign) and _name(node.target) == "LOSSES")
     assert isinstance(table, ast.Dict)
     found = {}
     for name, factory in zip(table.keys, map(_name, table.values), strict=True):
-        file = folder / f"{homes[factory].rpartition('.')[2]}.py"
+        file = folder / f"{homes[factory]}.py"
         assert isinstance(name, ast.Constant)
         found[str(name.value)] = _options(file.read_text(encoding="utf-8"), factory)
     return found

@@ -123,7 +123,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         )
     data.problem.check_output(outputs, net.network_name, data.name)
     sampling = config.sampling
-    loss.refuse(net.num_members, sampling.name)
+    loss.check(net.num_members, sampling.name)
     loss = loss.on(data.problem)
     prior = datasets.priors(
         sampling.name,
@@ -331,7 +331,7 @@ def _look_in(place: str | None, name: str) -> None:
 def build_loss(config: Config) -> Loss:
     """The loss of a config, if it fits the members and the sampling."""
     loss = _make_loss(config)
-    loss.refuse(config.members, config.sampling.name)
+    loss.check(config.members, config.sampling.name)
     return loss
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import sys
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Annotated, get_origin, get_type_hints
@@ -226,6 +227,17 @@ def test_a_config_may_name_a_plain_function(power):
     assert loss.options == {"power": power}
 
 
+def test_a_run_is_evaluated_without_the_code_of_its_loss(mheads, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "passing_loss.py").write_text("from mheads.losses import independent as mine")
+    trained = mheads("train", "digits", "loss=passing_loss:mine", "data.limit=50", "optim.iterations=2", "--run", "run")
+    assert trained.code == 0, trained.err
+    (tmp_path / "passing_loss.py").unlink()
+    monkeypatch.delitem(sys.modules, "passing_loss")
+    assert mheads("eval", "run").code == 0
+    assert mheads("train", "digits", "loss=passing_loss:mine", "--run", "other").code == 2
+
+
 @pytest.mark.parametrize("name", losses.LOSSES)
 def test_a_config_knows_the_options_of_a_loss_by_its_factory(name):
     factory = losses.LOSSES[name]
@@ -238,6 +250,36 @@ def test_a_config_knows_the_options_of_a_loss_by_its_factory(name):
     assert factory().options == {key: option.default for key, option in known.items()}
     config = configs.load("digits", [f"loss={name}"])
     assert experiment.build_loss(config).options == factory().options == config.loss.options
+
+
+def declared_in(folder, monkeypatch, arguments):
+    """The options of a loss with these arguments, in a package of its own."""
+    (folder / "losses").mkdir()
+    table = "from mheads.losses.odd import odd\nLOSSES: dict = {'odd': odd}\n"
+    (folder / "losses/__init__.py").write_text(table)
+    (folder / "losses/odd.py").write_text(
+        f"import torch_of_nobody\n\n@unknown\ndef odd({arguments}) -> Nothing:\n    fail()\n"
+    )
+    monkeypatch.setattr(declared.resources, "files", lambda package: folder)
+    return declared.losses.__wrapped__()["odd"]
+
+
+def test_options_are_read_from_the_head_of_a_factory_and_nothing_of_it_is_run(tmp_path, monkeypatch):
+    options = "a: Annotated[Literal['x', 'y'], Field(description='one')] = 'x', b: Unknown = None, *, "
+    options += "c: Annotated[list[float] | None, Field(description='two')] = None, d=3"
+    found = declared_in(tmp_path, monkeypatch, options)
+    assert [(key, option.default, option.description) for key, option in found.items()] == [
+        ("a", "x", "one"), ("c", None, "two"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "argument",
+    ["a: Annotated[int, Field(description='x')]", "a: Annotated[int, Field(ge=1)] = 1", "a: Annotated[int, 1] = 1"],
+)
+def test_an_option_has_a_default_and_a_description(tmp_path, monkeypatch, argument):
+    with pytest.raises(TypeError, match=r"option a of loss odd needs a default and Field\(description=\.\.\.\)"):
+        declared_in(tmp_path, monkeypatch, argument)
 
 
 def test_losses_that_share_an_option_declare_it_alike(monkeypatch):

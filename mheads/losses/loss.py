@@ -48,8 +48,8 @@ class Loss:
     `separable`: the loss of a member does not depend on the outputs of the others, so each member's forward and
     backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
-    divides their gradients by M and gives priors on examples no meaning. `check`: refuses a number of members that it
-    cannot teach. `options`: those that it was made with.
+    divides their gradients by M and gives priors on examples no meaning. `check_members`: refuses a number of members
+    that it cannot teach. `options`: those that it was made with.
 
     `of`, for functions that take such an argument, is the loss of one member on one example, [M, B, ...] and targets
     to [M, B]: that of the problem where none is given, cross-entropy without a problem.
@@ -60,18 +60,18 @@ class Loss:
     separable: bool = False
     winners: int | None = None
     averaged: bool = False
-    check: Callable[[int], None] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     of: MemberLoss | None = None
+    check_members: Callable[[int], None] | None = None
 
     def on(self, problem: Problem) -> Loss:
         """This loss for a problem."""
         return self if self.of is not None else replace(self, of=problem.losses)
 
-    def refuse(self, members: int, sampling: str) -> None:
-        """Raises what is wrong with it for so many members and a rule of who learns from which examples."""
-        if self.check is not None:
-            self.check(members)
+    def check(self, members: int, sampling: str) -> None:
+        """Refuses a number of members, or a sampling, that it cannot take."""
+        if self.check_members is not None:
+            self.check_members(members)
         if self.averaged and sampling != "full":
             raise UserError(
                 f"sampling is {sampling}, but with {self.name} all members learn from an example together: use "

@@ -32,13 +32,13 @@ def mcl(
         "mcl",
         partial(_mcl, k=k, ce_weight=ce_weight),
         winners=None if ce_weight else k,
-        check=partial(_check, k),
         options={"k": k, "ce_weight": ce_weight},
         of=of,
+        check_members=partial(_check_members, k),
     )
 
 
-def _check(k: int, members: int) -> None:
+def _check_members(k: int, members: int) -> None:
     if k > members:
         raise UserError(f"loss.k is {k}, but there are only {members} members: k goes from 1 to {members}")
 
@@ -49,7 +49,7 @@ def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | N
     Equal losses are ordered by the keys `ties`: by sorting on (loss, key), since noise added to the losses would
     also reorder close ones. Members whose prior is 0 are never chosen.
     """
-    _check(k, len(losses))
+    _check_members(k, len(losses))
     if prior is not None:
         losses = losses.masked_fill(prior == 0, torch.inf)
     if ties is None:

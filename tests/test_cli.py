@@ -1,6 +1,7 @@
 """What a user types, right and wrong."""
 
 import fcntl
+import io
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from PIL import Image
 
 import mheads as package
 from mheads.config import load, recipes
+from mheads.console import Console
 
 QUICK = ["data.limit=150", "optim.iterations=2", "optim.batch_size=32"]
 
@@ -201,10 +203,10 @@ def test_a_run_of_another_config_shows_the_difference_and_stays(refused, copied)
 def test_force_starts_beside_a_run_and_never_over_it(mheads, copied):
     before = files(copied)
     for name in ("copied-2", "copied-3"):
-        done = mheads("train", "digits", *TINY, "seed=7", "--force", "--run", copied)
+        done = mheads("train", "digits", *TINY, "optim.iterations=2", "--force", "--run", copied)
         assert done.code == 0
         assert str(copied.with_name(name)) in done.out
-        assert result(copied.with_name(name))["iterations"] == 24
+        assert result(copied.with_name(name))["iterations"] == 2
     assert files(copied) == before
 
 
@@ -421,7 +423,7 @@ def test_the_demo_ends_with_a_table_and_a_picture(mheads, tmp_path, monkeypatch)
     from mheads import config, demo
 
     load = config.load
-    monkeypatch.setattr(demo.configs, "load", lambda name, more: load(name, [*more, *QUICK]))
+    monkeypatch.setattr(demo.configs, "load", lambda name, more: load(name, [*more, *QUICK, "pretrain=2"]))
     monkeypatch.setenv("COLUMNS", "80")
     done = mheads("demo", "--run", tmp_path / "demo")
     assert done.code == 0
@@ -501,28 +503,8 @@ def test_no_home_folder_is_a_message(refused, mheads, monkeypatch):
 # Looks.
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["recipes"],
-        ["data", "list"],
-        ["tree", "nin_cifar100", "split={conv1: [{cccp1: 2}, 2]}", "--ranks", "5"],
-        ["tree", "caffenet", "split=conv5", "--ranks", "64"],
-        ["plan", "cifar10_quick", "split=conv2", "--ranks", "100", "--flops", "2"],
-        [
-            "plan",
-            "digits",
-            "members=200",
-            "split={conv1: [{conv2: 100}, {conv2: 100}]}",
-            "--ranks",
-            "64",
-            "--flops",
-            "2",
-        ],
-    ],
-    ids=lambda command: " ".join(command[:2]),
-)
-def test_no_table_breaks_a_word_or_leaves_one_out_at_80_columns(mheads, monkeypatch, command, tmp_path):
+@pytest.mark.parametrize("command", [["recipes"], ["data", "list"]], ids=" ".join)
+def test_no_list_breaks_a_word_or_leaves_one_out_at_80_columns(mheads, monkeypatch, command, tmp_path):
     from mheads.cli import console
 
     cached = tmp_path / "a-cache-folder-with-quite-a-long-name-so-that-no-table-of-80-columns-can-hold-it"
@@ -530,21 +512,66 @@ def test_no_table_breaks_a_word_or_leaves_one_out_at_80_columns(mheads, monkeypa
     monkeypatch.setattr("mheads.data.catalog.find_cifar", lambda layout, root: cached / layout.name)
 
     def words(columns):
-        monkeypatch.setattr(console, "_width", columns)
+        monkeypatch.setattr(console, "width", columns)
         done = mheads(*command)
         assert done.code == 0, done.err
-        paths = [line for line in done.out.splitlines() if str(cached) in line]
-        assert all(len(line) <= columns for line in done.out.splitlines() if line not in paths)
-        return sorted(word for word in done.out.split() if set(word) - set("─│├└"))
+        lines = [line for line in done.out.splitlines() if str(cached) not in line]
+        return shown(done.out, "\n".join(lines), columns)
 
     assert words(80) == words(400)
 
 
-def test_predictions_and_comparisons_fit_80_columns():
-    import io
+def shown(text, table, columns):
+    """The words of a text in whose table no line is too long."""
+    assert all(len(line) <= columns for line in table.splitlines())
+    return sorted(word for word in text.split() if set(word) - set("─│├└"))
 
+
+def printed(thing, columns):
+    console = Console()
+    console.file, console.width = io.StringIO(), columns
+    console.print(thing)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    [
+        (["nin_cifar100", "split={conv1: [{cccp1: 2}, 2]}"], 5),
+        (["nin_ilsvrc", "split=cccp6"], 64),
+    ],
+    ids=["nested", "replicas"],
+)
+def test_no_tree_breaks_a_word_or_leaves_one_out_at_80_columns(recipe, ranks):
+    from mheads.terminal.tree import draw
+
+    drawn = draw(load(*recipe[:1], recipe[1:]), ranks)
+    narrow, wide = (shown(text, text, columns) for columns in (80, 400) for text in [printed(drawn, columns)])
+    assert narrow == wide
+    assert "trunk" in narrow
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    [
+        (["cifar10_quick", "split=conv2"], 100),
+        (["digits", "members=200", "split={conv1: [{conv2: 100}, {conv2: 100}]}"], 64),
+    ],
+    ids=["idle ranks", "many members"],
+)
+def test_no_plan_breaks_a_word_or_leaves_one_out_at_80_columns(recipe, ranks):
+    from mheads.planning.job import Cluster
+    from mheads.planning.plan import make_plan
+    from mheads.terminal.plan import show
+
+    plan = show(make_plan(load(*recipe[:1], recipe[1:]), Cluster(ranks), 2e12, None, recipe[0]))
+    narrow, wide = (shown(text, text, columns) for columns in (80, 400) for text in [printed(plan, columns)])
+    assert narrow == wide
+    assert "speed-up" in narrow
+
+
+def test_predictions_and_comparisons_fit_80_columns():
     import torch
-    from rich.console import Console
 
     from mheads.terminal.answers import answers_to_image
     from mheads.terminal.tables import comparison_table, result_table
@@ -568,8 +595,6 @@ def test_predictions_and_comparisons_fit_80_columns():
     ]
 
     def words(width):
-        console = Console(file=io.StringIO(), width=width)
-        console.print(*things)
-        return sorted(console.file.getvalue().replace("─", "").split())
+        return sorted(word for thing in things for word in printed(thing, width).replace("─", "").split())
 
     assert words(80) == words(300)

@@ -1,6 +1,7 @@
 """The engine against plain autograd, and the traps of threads, strides, rows and dropout."""
 
 import threading
+import weakref
 from collections import OrderedDict
 
 import numpy as np
@@ -15,11 +16,11 @@ from mheads.data.batch import Batch
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.sums import PairwiseSum
-from mheads.engine.tape import AutogradTape, Context, SlicedTape
+from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
 from mheads.engine.tasks import cuts
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
 from mheads.models.layers import Dropout, keyed_masks
-from mheads.tree import canonical
+from mheads.tree import Stage, canonical
 
 LOSSES = {
     "independent": losses.independent(),
@@ -532,17 +533,47 @@ def test_rows_pad_to_multiples_and_come_back_in_place():
     assert len(Rows.where(torch.zeros(40, dtype=torch.bool)).index) == 4
 
 
-def test_a_tape_frees_its_graph_after_backward():
-    net = TreeNet(conv_net, members=1)
+@pytest.mark.parametrize("kind", [SlicedTape, RecomputingTape])
+def test_a_tape_frees_its_input_after_backward(kind):
     x = torch.randn(4, 2, 6, 6)
-    tape = AutogradTape(net.stage("trunk"), x, Context((0,), 4, {}, input_gradient=True))
+    kept = weakref.ref(x)
+    tape = kind(TreeNet(conv_net, members=1).stage("trunk"), x, Context((0,), 4, {}, input_gradient=True))
+    del x
+    assert kept() is not None
     d_input, gradients = tape.backward(torch.ones(4, 5))
-    assert d_input.shape == x.shape
+    assert d_input.shape == (4, 2, 6, 6)
     assert len(gradients) == 6
-    assert tape._graph is None
-    known = SlicedTape(net.stage("trunk"), x, Context((0,), 4, {}, input_gradient=True))
-    known.backward(torch.ones(4, 5))
-    assert known._backwards == []
+    assert kept() is None
+
+
+class Doubled(torch.autograd.Function):
+    """Its part of the graph holds a factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, d_y):
+        return 2 * d_y, None
+
+
+def test_a_tape_frees_its_graph_after_backward():
+    factor = nn.Module()
+    kept = weakref.ref(factor)
+
+    class Double(nn.Module):
+        def forward(self, x):
+            return Doubled.apply(x, kept())
+
+    stage = Stage(OrderedDict(fc=nn.Linear(3, 5), twice=Double()))
+    tape = AutogradTape(stage, torch.randn(4, 3), Context((0,), 4, {}, input_gradient=True))
+    del factor
+    assert kept() is not None
+    _, gradients = tape.backward(torch.ones(4, 5))
+    assert torch.equal(gradients[1], torch.full((5,), 8.0))
+    assert kept() is None
 
 
 class OfTwo(nn.Module):

@@ -1,7 +1,6 @@
 """What a user types, right and wrong."""
 
 import fcntl
-import io
 import os
 import re
 import shutil
@@ -14,7 +13,6 @@ from PIL import Image
 
 import mheads as package
 from mheads.config import load, recipes
-from mheads.console import Console
 
 QUICK = ["data.limit=150", "optim.iterations=2", "optim.batch_size=32"]
 
@@ -498,103 +496,3 @@ def test_no_home_folder_is_a_message(refused, mheads, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 987654)
     assert "set MHEADS_DATA" in refused("train", "cifar10_quick")
     assert "mheads data get cifar10" in mheads("data", "list").out
-
-
-# Looks.
-
-
-@pytest.mark.parametrize("command", [["recipes"], ["data", "list"]], ids=" ".join)
-def test_no_list_breaks_a_word_or_leaves_one_out_at_80_columns(mheads, monkeypatch, command, tmp_path):
-    from mheads.cli import console
-
-    cached = tmp_path / "a-cache-folder-with-quite-a-long-name-so-that-no-table-of-80-columns-can-hold-it"
-    monkeypatch.setenv("MHEADS_DATA", str(cached))
-    monkeypatch.setattr("mheads.data.catalog.find_cifar", lambda layout, root: cached / layout.name)
-
-    def words(columns):
-        monkeypatch.setattr(console, "width", columns)
-        done = mheads(*command)
-        assert done.code == 0, done.err
-        lines = [line for line in done.out.splitlines() if str(cached) not in line]
-        return shown(done.out, "\n".join(lines), columns)
-
-    assert words(80) == words(400)
-
-
-def shown(text, table, columns):
-    """The words of a text in whose table no line is too long."""
-    assert all(len(line) <= columns for line in table.splitlines())
-    return sorted(word for word in text.split() if set(word) - set("─│├└"))
-
-
-def printed(thing, columns):
-    console = Console()
-    console.file, console.width = io.StringIO(), columns
-    console.print(thing)
-    return console.file.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("recipe", "ranks"),
-    [
-        (["nin_cifar100", "split={conv1: [{cccp1: 2}, 2]}"], 5),
-        (["nin_ilsvrc", "split=cccp6"], 64),
-    ],
-    ids=["nested", "replicas"],
-)
-def test_no_tree_breaks_a_word_or_leaves_one_out_at_80_columns(recipe, ranks):
-    from mheads.terminal.tree import draw
-
-    drawn = draw(load(*recipe[:1], recipe[1:]), ranks)
-    narrow, wide = (shown(text, text, columns) for columns in (80, 400) for text in [printed(drawn, columns)])
-    assert narrow == wide
-    assert "trunk" in narrow
-
-
-@pytest.mark.parametrize(
-    ("recipe", "ranks"),
-    [
-        (["cifar10_quick", "split=conv2"], 100),
-        (["digits", "members=200", "split={conv1: [{conv2: 100}, {conv2: 100}]}"], 64),
-    ],
-    ids=["idle ranks", "many members"],
-)
-def test_no_plan_breaks_a_word_or_leaves_one_out_at_80_columns(recipe, ranks):
-    from mheads.planning.job import Cluster
-    from mheads.planning.plan import make_plan
-    from mheads.terminal.plan import show
-
-    plan = show(make_plan(load(*recipe[:1], recipe[1:]), Cluster(ranks), 2e12, None, recipe[0]))
-    narrow, wide = (shown(text, text, columns) for columns in (80, 400) for text in [printed(plan, columns)])
-    assert narrow == wide
-    assert "speed-up" in narrow
-
-
-def test_predictions_and_comparisons_fit_80_columns():
-    import torch
-
-    from mheads.terminal.answers import answers_to_image
-    from mheads.terminal.tables import comparison_table, result_table
-
-    members = [98.06, 97.5, 98.61, 98.33]
-    one = {
-        "problem": "classification",
-        "members": members,
-        "single": 98.06,
-        "ensemble_mean": 99.17,
-        "oracle": 100.0,
-        "parameters": 54824,
-    }
-    one |= {"seconds": 11.9, "iterations": 500, "disagreement": 1.2, "nll": {"ensemble_mean": 0.1}}
-    one |= {"calibration_error": {"ensemble_mean": 1.0}}
-    probabilities = torch.softmax(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), -1)
-    things = [
-        comparison_table({"independent": one, "TreeNet, conv1": one}),
-        result_table(one),
-        answers_to_image(Path("cat.png"), probabilities, ("aquarium_fish", "pickup_truck", "maple_tree")),
-    ]
-
-    def words(width):
-        return sorted(word for thing in things for word in printed(thing, width).replace("─", "").split())
-
-    assert words(80) == words(300)

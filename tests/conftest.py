@@ -3,7 +3,7 @@ import sys
 
 import hypothesis
 import pytest
-from commands import HERE, TINY, Finished, process
+from commands import HERE, TINY, Finished, process, start_server
 
 # A busy machine is not a defect: no example is judged by the clock.
 hypothesis.settings.register_profile("mheads", deadline=None)
@@ -11,6 +11,13 @@ hypothesis.settings.load_profile("mheads")
 # Torch's threads that wait for work sleep instead of spinning, which would take the core from an engine's worker. (Read
 # when torch is first imported, here and in every process that a test starts; no number of threads changes.)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_collection_finish(session):
+    """Where processes will be wanted, their server imports torch while the first tests run, and before any of them
+    changes the environment that all processes would have."""
+    if any("undisturbed" in item.fixturenames or hasattr(item.module, "Running") for item in session.items):
+        start_server()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Running commands, and comparing the run folders they leave."""
 
 import json
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import resource
 import sys
@@ -34,6 +34,11 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     ["mheads.cli", "mheads.evaluation", "mheads.distributed.build", "sklearn.datasets", "torch._dynamo"]
 )
+
+
+def start_server():
+    """Has it begin its imports now, in the environment of this moment."""
+    multiprocessing.forkserver.ensure_running()
 
 
 def process(*args, stop=None, max_file_bytes=None):

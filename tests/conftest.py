@@ -1,14 +1,23 @@
 import os
-import subprocess
 import sys
 
 import hypothesis
 import pytest
-from commands import HERE, PYTHONPATH, TINY, Finished
+from commands import HERE, TINY, Finished, process, start_server
 
 # A busy machine is not a defect: no example is judged by the clock.
 hypothesis.settings.register_profile("mheads", deadline=None)
 hypothesis.settings.load_profile("mheads")
+# Torch's threads that wait for work sleep instead of spinning, which would take the core from an engine's worker. (Read
+# when torch is first imported, here and in every process that a test starts; no number of threads changes.)
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_collection_finish(session):
+    """Where processes will be wanted, their server imports torch while the first tests run, and before any of them
+    changes the environment that all processes would have."""
+    if any("undisturbed" in item.fixturenames or hasattr(item.module, "Running") for item in session.items):
+        start_server()
 
 
 @pytest.fixture
@@ -37,8 +46,6 @@ def mheads(capsys, monkeypatch):
 def undisturbed(tmp_path_factory):
     """The tiny run, trained without disturbance in a process of its own with one worker."""
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    command = [sys.executable, "-m", "mheads", "train", "digits", *TINY, "engine.workers=1", "--run", str(run)]
-    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = process("train", "digits", *TINY, "engine.workers=1", "--run", run)
+    assert done.code == 0, done.err
     return run

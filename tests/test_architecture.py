@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 EVERYWHERE = {"__init__.py", "__main__.py"}  # names for users, imported when they are first used
 
 
+@cache
 def rows():
     """The files of each row of the table, as patterns: `cli.py`, `bench/`, `distributed/build.py`, ..."""
     table = (ROOT / "docs/architecture.md").read_text().split("## Files, and who imports whom")[1].split("\n\n")[2]

@@ -26,7 +26,7 @@ def test_one_answer_prints_its_table(capsys):
     example = runpy.run_path(str(ROOT / "examples/one_answer.py"), run_name="example")
     for name in ("independent", "MCL, k=2"):  # the others take as long
         del example["main"].__globals__["LOSSES"][name]
-    example["main"](seeds=1, iterations=20)
+    example["main"](seeds=1, iterations=5)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == list(example["LOSSES"])
     numbers = [[float(cell) for cell in line.strip("| ").split(" | ")[1:]] for line in lines[2:]]

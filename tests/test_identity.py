@@ -204,6 +204,12 @@ def test_what_a_loss_holds_and_counts():
     assert "nonlocal calls" in "\n".join(entry["source"])
 
 
+def changes(before, after):
+    """What resuming would say of a loss whose code was `before` and is `after` now."""
+    there, now = ({"network": {"code": {}}, "loss": {"code": code}} for code in (before, after))
+    return identity.differences(there, now)
+
+
 class Options:
     def __init__(self, power):
         self.power = power
@@ -223,7 +229,7 @@ def test_what_an_object_is_made_with_counts_and_what_it_counts_does_not():
         before = identity.code(of(one))
         one.loss(None, None, None, None)
         assert identity.code(of(one)) == before
-        lines = identity._code_differences(before, identity.code(of(other)))
+        lines = changes(before, identity.code(of(other)))
         assert lines == ["power in a test_identity:Options: 1 there, 2 now"]
 
 
@@ -234,16 +240,16 @@ def test_code_without_a_source_is_told_apart_by_what_it_does():
         return identity.code(names["f"])
 
     assert of("def f(x):\n    return x + 1") == of("def f(x):\n    'Adds.'\n    return x + 1  # one")
-    lines = identity._code_differences(of("def f(x):\n    return x + 1"), of("def f(x):\n    return x + 2"))
+    lines = changes(of("def f(x):\n    return x + 1"), of("def f(x):\n    return x + 2"))
     assert lines == ["source of typed_in:f changed"]
 
 
 def test_another_version_of_python_is_compared_by_source():
     [(name, entry)] = identity.code(small).items()
     there = {name: {**entry, "code": "2.7 0123456789abcdef"}}
-    assert identity._code_differences(there, {name: entry}) == []
+    assert changes(there, {name: entry}) == []
     changed = {name: {**there[name], "source": [*entry["source"], "    pass"]}}
-    assert len(identity._code_differences(changed, {name: entry})) == 1
+    assert len(changes(changed, {name: entry})) == 1
 
 
 def test_ranks_know_the_whole_network_and_resume_what_one_process_began(tmp_path, mheads):

@@ -27,7 +27,7 @@ def draw(config: Config, ranks: int | None = None) -> Group:
     With a number of ranks also who would hold each stage, and what goes from rank to rank.
     """
     placed = None if ranks is None else _placed(config, ranks)
-    network = factory(config)()  # one is enough to know the layers of all
+    network = factory(config)() if placed is None else placed[0].net.member(0)  # one is enough to know all layers
     sizes = {name: sum(p.numel() for p in layer.parameters()) for name, layer in children(network)}
     tree = parse(whole_spec(config.members, config.split), describe(network), config.members, config.model)
     members = f"{tree.num_members} member{'s' if tree.num_members != 1 else ''}"

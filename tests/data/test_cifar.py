@@ -6,14 +6,15 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import tarfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import Running
 from PIL import Image
 
 from mheads import data
@@ -242,8 +243,8 @@ def test_a_killed_get_leaves_nothing_under_the_final_name(small, cache, tmp_path
         "from dataclasses import replace; from mheads.data import fetch as f;"
         f"f.REMOTES['cifar10'] = replace(f.REMOTES['cifar10'], url={UNREACHABLE!r}); f.get('cifar10')"
     )
-    killed = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True)
-    assert killed.returncode == -signal.SIGKILL
+    env = {name: os.environ[name] for name in ("PATH", "MHEADS_DATA")}
+    assert Running("--version", before=partial(exec, code, {}), env=env).finish().code == -signal.SIGKILL
     (leftover,) = cache.iterdir()
     assert leftover.name.endswith(".partial")
     data.get("cifar10")

@@ -22,7 +22,6 @@ from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.recipe import input_shape, job_of, place
 from mheads.planning.search import auto, exchanged, predict, traffic
 from mheads.planning.simulation import Simulation
-from mheads.terminal.words import names, numbers, ranks_of
 from mheads.tree import Layer, describe, parse
 
 LAYERS = [Layer(name, True, False) for name in "abcd"]
@@ -420,15 +419,3 @@ def test_the_tree_shows_replicas(mheads):
 
 def test_the_tree_without_ranks_is_as_before(mheads):
     assert "rank" not in mheads("tree", "cifar10_quick", "split=conv2").out
-
-
-def test_many_names_and_numbers_are_said_in_short():
-    assert names(["trunk", "a/0", "a/1", "a/2", "a/4", "b"]) == "trunk, a/0-2, a/4, b"
-    assert names(["0", "1", "a/b/0", "a/b/1"]) == "0-1, a/b/0-1"
-    assert numbers([3, 1, 2, 7]) == "1-3, 7"
-    assert numbers(range(0, 40, 2)) == "0, 2, ..., 38"
-    mesh = Placement({}, 4, 8)
-    assert ranks_of(mesh, [1]) == "ranks 1, 5, ..., 29"
-    assert ranks_of(mesh, [1, 2]) == "ranks 1-2, 5-6, ..., 29-30"
-    assert ranks_of(mesh, range(4)) == "ranks 0-31"
-    assert ranks_of(Placement({}, 4), [2]) == "rank 2"

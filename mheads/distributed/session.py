@@ -53,7 +53,8 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Place]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not _seen_by_somebody():
         os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
-    from mheads.distributed.world import EXIT_CODE, TIMEOUT, RankFailure, World, leave
+    from mheads.distributed.watch import EXIT_CODE, TIMEOUT, RankFailure, leave
+    from mheads.distributed.world import World
 
     try:
         world = World(launch, TIMEOUT if timeout is None else timeout)
@@ -64,7 +65,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Place]:
     stopped = None
     try:
         try:
-            world.check()
+            world.watch.check()
             from mheads.distributed.build import build
 
             yield Place(world.lead, partial(build, world=world))

@@ -72,7 +72,7 @@ class RemoteRanks:
         self._processes = []
         for rank in range(RANKS):
             pipe, other = context.Pipe()
-            launch = Launch("env", rank, RANKS, rank, RANKS, job=job)
+            launch = Launch("env", rank, RANKS, rank, one_host=True, job=job)
             self._processes.append(context.Process(target=_serve, args=(other, launch), daemon=True))
             self._processes[-1].start()
             other.close()
@@ -125,7 +125,7 @@ def _serve(pipe: Connection, launch: Launch) -> None:
     from mheads.distributed.world import World
 
     world = World(launch)
-    world.timeout = 3600.0  # between two steps others are timed: that is no sign of a fault
+    world.watch.timeout = 3600.0  # between two steps others are timed: that is no sign of a fault
     served = _Rank(world)
     pipe.send(world.bandwidth())
     with suppress(EOFError, BrokenPipeError):  # whoever measured has gone

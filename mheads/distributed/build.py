@@ -67,7 +67,7 @@ class RanksExperiment(Experiment):
 def build(config: Config, world: World) -> RanksExperiment:
     """The experiment on this rank. Refuses, on all, if the ranks differ in recipe, code or data."""
     world.compare("recipe", world.facts() | {k: v for k, v in configs.flatten(config).items() if _shared(k)})
-    world.timeout = config.timeout
+    world.watch.timeout = config.timeout
     resolve(config.device)
     placement = place(config, world)
     loss = experiments.build_loss(config)

@@ -7,13 +7,12 @@ one rank at once: that is all that gloo needs (and NCCL, which knows no tags, wo
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from mheads.distributed.wire import Frame, Posted, post, take
+from mheads.distributed.wire import Frame, Outbox, PeerError, post, take
 from mheads.values import Value
 
 Handler = Callable[[list[Any], Value], None]
@@ -33,13 +32,12 @@ class Courier:
         self._lock = threading.Lock()
         self._handlers: dict[str, Handler] = {}
         self._waiting: dict[str, list[Frame]] = defaultdict(list)
-        self._posted: queue.SimpleQueue[tuple[int, Posted] | None] = queue.SimpleQueue()
-        self._reaper = threading.Thread(target=self._reap, name="mheads-sent", daemon=True)
+        self._outbox = Outbox(self._lost)
         self._listeners = [
             threading.Thread(target=self._listen, args=(peer,), name=f"mheads-from-{peer}", daemon=True)
             for peer in self.peers
         ]
-        for thread in (self._reaper, *self._listeners):
+        for thread in self._listeners:
             thread.start()
 
     def send(self, to: int, key: list[Any], value: Value = None) -> None:
@@ -48,10 +46,10 @@ class Courier:
         try:
             with self._sending[to]:
                 posted = post(frame, to, payload=self.payload)
-        except RuntimeError as error:
-            self._failed(to, error)
-            return
-        self._posted.put((to, posted))
+        except PeerError as error:
+            self._lost(error)
+        else:
+            self._outbox.put(posted)
 
     def listen(self, channel: str, handler: Handler) -> None:
         """From now on `handler(rest of the key, value)` gets the frames of a channel, on whichever thread."""
@@ -74,15 +72,14 @@ class Courier:
             self.send(peer, [BYE])
         for thread in self._listeners:
             thread.join()
-        self._posted.put(None)
-        self._reaper.join()
+        self._outbox.close()
 
     def _listen(self, peer: int) -> None:
         while True:
             try:
                 frame = take(peer)
-            except RuntimeError as error:
-                self._failed(peer, error)
+            except PeerError as error:
+                self._lost(error)
                 return
             if frame.key[0] == BYE:
                 return
@@ -95,13 +92,5 @@ class Courier:
                 handler(frame.key[1:], frame.value)
             del frame, handler
 
-    def _reap(self) -> None:
-        """Lets go of what was sent, in order, as it is gone."""
-        while (item := self._posted.get()) is not None:
-            to, posted = item
-            try:
-                posted.wait()
-            except RuntimeError as error:
-                self._failed(to, error)
-                return
-            del item, posted
+    def _lost(self, error: PeerError) -> None:
+        self._failed(error.rank, error)

@@ -44,7 +44,9 @@ from mheads.distributed.wire import Frame, Outbox
 from mheads.errors import UserError
 
 TAGS = 1 << 30  # smaller tags are left to others
-VALUE, GRADIENT = range(2)  # what goes under one layer's tags
+REMEDIES = {
+    "value": "call the layer equally often on all its ranks", "gradient": "run one backward for each call on all ranks"
+}  # fmt: skip
 
 _outbox = Outbox()
 _numbers: Counter[str] = Counter()  # how many layers of a kind, root and ranks this process has
@@ -78,7 +80,7 @@ class _Layer(nn.Module):
         return f"root={self.root}, ranks={self.ranks}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}, "_gradients": {}}
+        return {**self.__dict__, "_open": {}, "_early": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -87,10 +89,10 @@ class _Layer(nn.Module):
     def _enter(self) -> None:
         self._name = f"{self} #{_numbers[repr(self)]}"
         _numbers[repr(self)] += 1
-        self._tag = TAGS + 4 * (zlib.crc32(self._name.encode()) >> 4)
+        self._tag = TAGS + (zlib.crc32(self._name.encode()) >> 2)
         self._calls = 0
         self._open: dict[int, weakref.ref[Any]] = {}  # calls whose backward has not run, and whether it still can
-        self._gradients: dict[tuple[int, int], Tensor | None] = {}  # (rank, call): come before they were asked for
+        self._early: dict[tuple[int, str, int], tuple[Any, bool]] = {}  # come before it was asked for
         _finish_at_exit(os.getpid())
 
     def _check_world(self) -> None:
@@ -111,6 +113,8 @@ class _Layer(nn.Module):
             raise UserError(f"{self}: rank {dist.get_rank()} gave {given}: give it a dense tensor")
         return x if torch.is_grad_enabled() else x.detach()
 
+    # A call has a node in the graph (`ctx`); if another rank waits for its backward, the call is open until then.
+
     def _begin(self) -> int:
         """The number of a new call."""
         for call, graph in self._open.items():
@@ -122,49 +126,47 @@ class _Layer(nn.Module):
         self._calls += 1
         return self._calls - 1
 
+    def _link(self, ctx: Any, call: int, made_from: Tensor, awaited: bool) -> None:
+        if awaited:
+            self._open[call] = weakref.ref(ctx)
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.call, ctx.awaited = self, call, awaited
+        ctx.like = made_from.shape, made_from.dtype, made_from.device
+
+    def _close(self, ctx: Any) -> Tensor:
+        """Backward of a call, of which there is one; a zero for whoever gets no gradient."""
+        if ctx.awaited and self._open.pop(ctx.call, None) is None:
+            raise UserError(f"{self}: a second backward through call {ctx.call}: there is one for each call")
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device)
+
     # What goes from rank to rank: values, each with word whether its gradient is wanted, and gradients.
 
-    def _send_value(self, call: int, x: Tensor, wanted: bool, peers: Iterable[int]) -> None:
-        frame = Frame([self._name, call, wanted], x.detach().to("cpu", copy=True))
-        for peer in peers:
-            self._send(frame, peer, VALUE)
+    def _send(self, what: str, call: int, tensor: Tensor | None, peers: Iterable[int], wanted: bool = False) -> None:
+        copy = None if tensor is None else tensor.detach().to("cpu", copy=True)
+        frame = Frame([self._name, what, call, wanted], copy)
+        with self._explaining("take what was sent to it", "see how that rank ended"):
+            for peer in peers:
+                _outbox.put(wire.post(frame, peer, self._tag))
+
+    def _take(self, what: str, call: int, peer: int) -> tuple[Any, bool]:
+        """A peer's value of a call, or its gradient (None: zero). Those of other calls may come first."""
+        while (peer, what, call) not in self._early:
+            with self._explaining(f"send the {what} of call {call}", REMEDIES[what]):
+                frame = wire.take(peer, self._tag, timeout=self.timeout)
+            name, kind, number, wanted = frame.key
+            assert name == self._name, f"{name} has the tag of {self._name}"
+            self._early[peer, kind, number] = frame.value, wanted
+        return self._early.pop((peer, what, call))
 
     def _take_value(self, call: int, peer: int) -> tuple[Tensor, bool]:
-        with self._explaining(f"send the value of call {call}", "call the layer equally often on all its ranks"):
-            frame = wire.take(peer, self._tag + VALUE, timeout=self.timeout)
-        name, number, wanted = frame.key
-        me = dist.get_rank()
-        if (name, number) != (self._name, call):
-            raise UserError(
-                f"{self}: rank {me} expected call {call} of {self._name}, and rank {peer} sent call {number} of "
-                f"{name}: construct the layers of equal root and ranks in the same order on these ranks"
-            )
+        value, wanted = self._take("value", call, peer)
         if wanted and not torch.is_grad_enabled():
             raise UserError(
-                f"{self}: rank {peer} wants the gradient of call {call}, which rank {me} takes under no_grad: "
-                "put the call under no_grad on all ranks or on none"
+                f"{self}: rank {peer} wants the gradient of call {call}, which rank {dist.get_rank()} takes under "
+                "no_grad: put the call under no_grad on all ranks or on none"
             )
-        return frame.value, wanted
-
-    def _send_gradient(self, call: int, gradient: Tensor | None, peer: int) -> None:
-        self._send(Frame(call, None if gradient is None else gradient.detach().to("cpu", copy=True)), peer, GRADIENT)
-
-    def _take_gradient(self, call: int, peer: int) -> Tensor | None:
-        """The gradient that a peer has for a call; None stands for zero. Those of other calls may come before it."""
-        while (peer, call) not in self._gradients:
-            with self._explaining(f"send the gradient of call {call}", "run one backward for each call on all ranks"):
-                frame = wire.take(peer, self._tag + GRADIENT, timeout=self.timeout)
-            self._gradients[peer, frame.key] = frame.value
-        return self._gradients.pop((peer, call))
-
-    def _send(self, frame: Frame, peer: int, what: int) -> None:
-        with self._explaining("take what was sent to it", "see how that rank ended"):
-            _outbox.put(wire.post(frame, peer, self._tag + what))
-
-    def _close(self, call: int) -> None:
-        """Backward of a call, of which there is one."""
-        if self._open.pop(call, None) is None:
-            raise UserError(f"{self}: a second backward through call {call}: there is one for each call")
+        return value, wanted
 
     @contextmanager
     def _explaining(self, what: str, remedy: str) -> Iterator[None]:
@@ -227,29 +229,20 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: _Layer, call: int, ranks: Iterable[int], x: Tensor) -> Tensor:
-        me = dist.get_rank()
-        wanted = ctx.needs_input_grad[3]
+        me, wanted = dist.get_rank(), ctx.needs_input_grad[3]
         others = [rank for rank in ranks if rank != me]
-        layer._send_value(call, x, wanted, others)
-        ctx.waited_for = wanted and bool(others)
-        if ctx.waited_for:
-            layer._open[call] = weakref.ref(ctx)
-        ctx.set_materialize_grads(False)
-        ctx.layer, ctx.call, ctx.ranks = layer, call, ranks
-        ctx.like = x.shape, x.dtype, x.device
+        layer._send("value", call, x, others, wanted)
+        layer._link(ctx, call, x, wanted and bool(others))
+        ctx.ranks = ranks
         return x.detach().clone() if me in ranks else x.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
-        shape, dtype, device = ctx.like
-        if ctx.waited_for:
-            ctx.layer._close(ctx.call)
-        me = dist.get_rank()
-        parts = [gradient if rank == me else ctx.layer._take_gradient(ctx.call, rank) for rank in ctx.ranks]
-        found = [part.to(device) for part in parts if part is not None]
-        total = reduce(torch.add, found) if found else torch.zeros(shape, dtype=dtype, device=device)
-        return None, None, None, total
+    def backward(ctx: Any, own: Tensor | None) -> tuple[Any, ...]:
+        zero, me = ctx.layer._close(ctx), dist.get_rank()
+        parts = [own if rank == me else ctx.layer._take("gradient", ctx.call, rank)[0] for rank in ctx.ranks]
+        found = [part.to(zero.device) for part in parts if part is not None]
+        return None, None, None, reduce(torch.add, found) if found else zero
 
 
 class _Receive(torch.autograd.Function):
@@ -263,28 +256,20 @@ class _Receive(torch.autograd.Function):
         ctx: Any, layer: _Layer, call: int, ranks: Iterable[int], found: list[tuple[Tensor, bool]], linked: Tensor
     ) -> tuple[Tensor, ...]:
         values, wanted = zip(*found, strict=True)
-        ctx.waited_for = any(wanted)
-        if ctx.waited_for:
-            layer._open[call] = weakref.ref(ctx)
-        ctx.set_materialize_grads(False)
-        ctx.layer, ctx.call, ctx.ranks, ctx.wanted = layer, call, ranks, wanted
-        ctx.like = linked.shape, linked.dtype, linked.device
+        layer._link(ctx, call, linked, any(wanted))
+        ctx.ranks, ctx.wanted = ranks, wanted
         return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        shape, dtype, device = ctx.like
-        if ctx.waited_for:
-            ctx.layer._close(ctx.call)
-        own = None
+        total = ctx.layer._close(ctx)
         for rank, wanted, gradient in zip(ctx.ranks, ctx.wanted, gradients, strict=True):
-            if rank == dist.get_rank():
-                own = gradient
-            elif wanted:
-                ctx.layer._send_gradient(ctx.call, gradient, rank)
-        own = torch.zeros(shape, dtype=dtype, device=device) if own is None else own
-        return None, None, None, None, own
+            if wanted:
+                ctx.layer._send("gradient", ctx.call, gradient, [rank])
+            elif rank == dist.get_rank() and gradient is not None:
+                total = gradient
+        return None, None, None, None, total
 
 
 def _anchor(wanted: bool) -> Tensor:

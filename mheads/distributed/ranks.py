@@ -51,14 +51,14 @@ class RanksEngine(ThreadsEngine):
         self.working = world.rank < placement.ranks
         self.courier = world.open_courier(peers(net.tree, placement, world.rank, world.size))
         self._calls: dict[str, int] = defaultdict(int)
-        world.watch(
+        world.watch.tell(
             fail=self.workers.fail,
             progress=lambda: self.workers.finished + self.courier.received,
             busy=lambda: self.workers.busy,
         )
 
     def close(self) -> None:
-        self.world.watch()
+        self.world.watch.tell()
         super().close()
 
     # Training.

@@ -65,7 +65,8 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not _seen_by_somebody():
         os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
-    from mheads.distributed.world import EXIT_CODE, TIMEOUT, RankFailure, World, leave
+    from mheads.distributed.watch import EXIT_CODE, TIMEOUT, RankFailure, leave
+    from mheads.distributed.world import World
 
     try:
         world = World(launch, TIMEOUT if timeout is None else timeout)
@@ -76,7 +77,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
     stopped = None
     try:
         try:
-            world.check()
+            world.watch.check()
             yield Among(world)
         except OSError as error:
             raise of_the_system(error) from error

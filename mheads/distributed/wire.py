@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -60,7 +60,7 @@ class Posted:
             _wait(work, self.to)
 
 
-def post(frame: Frame, to: int, tag: int = 0, group: Any = None, payload: bool = True) -> Posted:
+def post(frame: Frame, to: int, tag: int = 0, payload: bool = True) -> Posted:
     """Begins to send a frame to a rank. Its tensors must not change before `wait` has returned.
 
     Without payload the receiver gets zeros instead: only to measure what sending costs.
@@ -74,22 +74,22 @@ def post(frame: Frame, to: int, tag: int = 0, group: Any = None, payload: bool =
     size = sum(part.numel() for part in (start, *parts))
     if size <= HEADER:
         torch.cat([start, *parts], out=header[:size])
-        return _post([header], to, tag, group)
+        return _post([header], to, tag)
     header[: start.numel()] = start[:HEADER]
     if start.numel() > HEADER:
         parts.insert(0, start[HEADER:])
-    return _post([header, *parts], to, tag, group)
+    return _post([header, *parts], to, tag)
 
 
-def take(source: int, tag: int = 0, group: Any = None, timeout: float | None = None) -> Frame:
+def take(source: int, tag: int = 0, timeout: float | None = None) -> Frame:
     """The next frame from a rank, waited for; `timeout` in seconds, the group's own if None."""
     header = torch.empty(HEADER, dtype=torch.uint8)
-    _wait(_receive(header, source, tag, group), source, timeout)
+    _wait(_receive(header, source, tag), source, timeout)
     end = 4 + int.from_bytes(header[:4].numpy().tobytes(), "big")
     text = header[4:end].numpy().tobytes()
     if end > HEADER:
         rest = torch.empty(end - HEADER, dtype=torch.uint8)
-        _wait(_receive(rest, source, tag, group), source, timeout)
+        _wait(_receive(rest, source, tag), source, timeout)
         text += rest.numpy().tobytes()
     key, form, *zeros = json.loads(text)
     tensors: list[Tensor] = []
@@ -105,26 +105,32 @@ def take(source: int, tag: int = 0, group: Any = None, timeout: float | None = N
             place.copy_(part)
         return Frame(key, value)
     # All at once: the transfer of one goes on while another's is set up.
-    works = [_receive(place, source, tag, group) for place in places]
+    works = [_receive(place, source, tag) for place in places]
     for work in works:
         _wait(work, source, timeout)
     return Frame(key, value)
 
 
 class Outbox:
-    """What has been sent and not yet taken. Sending waits for no receiver: a thread waits, and lets go of the bytes."""
+    """What has been sent and not yet taken. Sending waits for no receiver: a thread waits, and lets go of the bytes.
 
-    def __init__(self) -> None:
+    What a send met is given to `failed`, or else raised at the next call.
+    """
+
+    def __init__(self, failed: Callable[[PeerError], None] | None = None) -> None:
+        self._failed = failed or self._keep
         self._under_way: Queue[Posted | None] = Queue()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error: PeerError | None = None
 
     def put(self, posted: Posted) -> None:
-        """Keeps what was posted until it is taken. Raises what an earlier one met."""
-        if self._thread is None:
-            # A daemon: a process that fails must not wait for peers that wait for it.
-            self._thread = threading.Thread(target=self._wait, name="mheads-outbox", daemon=True)
-            self._thread.start()
+        """Keeps what was posted until it is taken."""
+        with self._starting:
+            if self._thread is None:
+                # A daemon: a process that fails must not wait for peers that wait for it.
+                self._thread = threading.Thread(target=self._wait, name="mheads-outbox", daemon=True)
+                self._thread.start()
         self._under_way.put(posted)
         self._raise()
 
@@ -140,6 +146,9 @@ class Outbox:
             self._thread.join()
         self._raise()
 
+    def _keep(self, error: PeerError) -> None:
+        self._error = self._error or error
+
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
@@ -149,20 +158,20 @@ class Outbox:
         while (posted := self._under_way.get()) is not None:
             try:
                 posted.wait()
-            except Exception as error:
-                self._error = self._error or error
+            except PeerError as error:
+                self._failed(error)
             del posted  # not held until the next message
             self._under_way.task_done()
 
 
-def _post(parts: list[Tensor], to: int, tag: int, group: Any) -> Posted:
+def _post(parts: list[Tensor], to: int, tag: int) -> Posted:
     with _naming(to):
-        return Posted(to, [dist.isend(part, to, group=group, tag=tag) for part in parts], parts)
+        return Posted(to, [dist.isend(part, to, tag=tag) for part in parts], parts)
 
 
-def _receive(buffer: Tensor, source: int, tag: int, group: Any) -> Any:
+def _receive(buffer: Tensor, source: int, tag: int) -> Any:
     with _naming(source):
-        work = dist.irecv(buffer, source, group=group, tag=tag)
+        work = dist.irecv(buffer, source, tag=tag)
     assert work is not None, "this process is not in the group"
     return work
 

@@ -4,13 +4,10 @@ import os
 import random
 import socket
 import threading
-import uuid
 
 import pytest
 from commands import TINY, Running, assert_same_run
-
-from mheads.distributed import launch as launching
-from mheads.distributed.launch import Launch
+from test_meeting import by_hand, by_mpirun
 
 LOOPBACK, ANY = "0100007F", ("00000000", "0" * 32)
 STORE = (0x3C85F7CE).to_bytes(4, "little")  # how a client of torch's store begins, after the number of its question
@@ -78,21 +75,6 @@ class Stranger:
         self._thread.join()
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def by_hand(size):
-    there = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
-    return [{**there, "RANK": str(rank)} for rank in range(size)]
-
-
-def by_mpirun(size):
-    job = {"PMIX_NAMESPACE": uuid.uuid4().hex}
-    return [dict(zip(launching.OPEN_MPI, map(str, (r, size, r, size)), strict=True)) | job for r in range(size)]
-
-
 @pytest.mark.parametrize("launcher", [by_hand, by_mpirun])
 def test_ranks_that_strangers_disturb_train_on_or_end_with_a_message(launcher, undisturbed, tmp_path):
     command = ["train", "digits", *TINY, "timeout=30", "--folder", tmp_path / "run"]
@@ -128,29 +110,3 @@ def hasty():
     from mheads.distributed import world
 
     world.TIMEOUT_TO_START = 1.0
-
-
-@pytest.mark.parametrize(
-    ("address", "local_size", "expected"),
-    [
-        ("127.0.0.1", 1, "127.0.0.1"),
-        ("localhost", 1, "127.0.0.1"),
-        ("localhost", 3, "127.0.0.1"),
-        ("a name of this host", 3, "127.0.1.1"),
-        ("a name of this host", 1, None),  # where others look it up, it is another address
-        ("no such name", 1, None),
-        ("192.0.2.1", 1, None),  # of a router before this host
-    ],
-)
-def test_the_store_listens_where_the_others_look_for_it_and_nowhere_else(address, local_size, expected, monkeypatch):
-    look_up = socket.getaddrinfo
-
-    def names(host, *args, **options):
-        if host == "no such name":
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return look_up("127.0.1.1" if host == "a name of this host" else host, *args, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", names)
-    with launching._listen(Launch("env", 0, 3, 0, local_size, address, free_port())) as listener:
-        host = listener.getsockname()[0]
-    assert host == expected if expected else host in ("::", "0.0.0.0")

@@ -10,7 +10,8 @@ import pytest
 from commands import TINY, Running, start_ranks
 from test_faults import when_logged
 
-from mheads.distributed.world import SILENT, _Seen, share_of_cores
+from mheads.distributed.watch import SILENT, Seen
+from mheads.distributed.world import share_of_cores
 
 TRAIN = ["train", "digits", *TINY]
 
@@ -31,7 +32,7 @@ def test_a_rank_has_its_share_of_the_cores_that_it_may_use(own, all_here, cores)
 
 
 def test_a_rank_is_lost_when_its_beat_stands_still_and_hangs_when_it_is_busy_without_progress():
-    seen = _Seen()
+    seen = Seen()
     start = seen.alive
     assert seen.judge(start + 9, 10) is None
     assert seen.judge(start + 11, 10) == SILENT, "also if it never gave one"

@@ -1,4 +1,4 @@
-"""Worlds of real processes that talk through gloo on the loopback interface."""
+"""Real processes, each with an environment of its own, and worlds of them that talk through gloo on loopback."""
 
 import os
 import sys
@@ -12,64 +12,67 @@ import torch
 import torch.distributed as dist
 from commands import _context
 
+from mheads.errors import UserError
+
 
 class WorldError(Exception):
-    """A rank failed, or none came to an end in time."""
+    """A process failed, or came to no end in time."""
 
 
-def run_world(num_ranks, function, *args, timeout=60):
-    """What `function(rank, *args)` returns on each rank, which has a process and a default group of its own.
+def run_each(function, environs, *args, timeout=60):
+    """What `function(i, *args)` returns, or the message of its UserError, in a process for each environment.
 
     A function of a module's own, importable by its name. All processes are ended before this returns.
     """
     with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, str(i)) for i in range(len(environs))]
         children = [
-            _context.Process(target=_rank, args=(rank, num_ranks, folder, function, args), daemon=True)
-            for rank in range(num_ranks)
+            _context.Process(target=_child, args=(i, paths[i], environ, function, args), daemon=True)
+            for i, environ in enumerate(environs)
         ]
         for child in children:
             child.start()
+        end = time.monotonic() + timeout
         try:
-            end = time.monotonic() + timeout
             for child in children:
                 child.join(max(0, end - time.monotonic()))
-            late = [rank for rank, child in enumerate(children) if child.is_alive()]
         finally:
             for child in children:
                 child.kill()
                 child.join()
-        failures = [f"rank {rank}:\n{path.read_text()}" for rank, path in _files(folder, num_ranks, "error")]
-        if late:
-            failures.append(f"ranks {late} were still running after {timeout} s")
+        failures = [f"process {path.name}:\n{path.read_text()}" for path in Path(folder).glob("*.error")]
+        failures += [
+            f"process {i} ended with {child.exitcode} and without a result (-9: after {timeout} s)"
+            for i, child in enumerate(children)
+            if not paths[i].exists() and not paths[i].with_suffix(".error").exists()
+        ]
         if failures:
             raise WorldError("\n".join(failures))
-        results = dict(_files(folder, num_ranks, "result"))
-        silent = [(rank, child.exitcode) for rank, child in enumerate(children) if rank not in results]
-        if silent:
-            raise WorldError(f"(rank, exit code) without a result: {silent}")
-        return [torch.load(results[rank], weights_only=False) for rank in range(num_ranks)]
+        return [torch.load(path, weights_only=False) for path in paths]
 
 
-def until(condition, seconds=20):
-    """Waits for what must come soon."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.001)
+def run_world(size, function, *args):
+    """What `function(rank, *args)` returns on each of `size` ranks, which have a default group."""
+    with tempfile.TemporaryDirectory() as folder:
+        environs = [{"GLOO_SOCKET_IFNAME": "lo"}] * size
+        return run_each(_in_world, environs, Path(folder, "store"), size, function, args)
 
 
-def _files(folder, num_ranks, kind):
-    paths = [(rank, Path(folder, f"{kind}{rank}")) for rank in range(num_ranks)]
-    return [(rank, path) for rank, path in paths if path.exists()]
-
-
-def _rank(rank, num_ranks, folder, function, args):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _child(i, path, environ, function, args):
+    os.environ.update(environ)
+    tempfile.tempdir = None  # it may have been looked up before TMPDIR was set
     torch.set_num_threads(1)
     try:
-        store = dist.FileStore(str(Path(folder, "store")), num_ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=50))
-        torch.save(function(rank, *args), Path(folder, f"result{rank}"))
+        result = function(i, *args)
+    except UserError as error:
+        result = str(error)
     except BaseException:
-        Path(folder, f"error{rank}").write_text(traceback.format_exc())
+        path.with_suffix(".error").write_text(traceback.format_exc())
         sys.exit(1)
+    torch.save(result, path)
+
+
+def _in_world(rank, store, size, function, args):
+    store = dist.FileStore(str(store), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=50))
+    return function(rank, *args)

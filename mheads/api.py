@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mheads import config as configs
 from mheads import data as datasets
 from mheads import experiment as experiments
-from mheads import identity
+from mheads import identity, values
 from mheads import weights as weights_of
 from mheads.checkpoint import Checkpoints
 from mheads.config import Config
@@ -419,7 +419,8 @@ def evaluate(
         first = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
         if isinstance(models, TreeNet):
             return models(x, batch.side_inputs())
-        return torch.stack([model(first if isinstance(model, Prepared) else x) for model in members])
+        found = [model(first if isinstance(model, Prepared) else x) for model in members]
+        return values.map_leaves(lambda *parts: torch.stack(parts), *found)
 
     given = None if classes is None else Classification(tuple(map(str, classes)))
     split, problem = _labelled(test, given, "the test examples")

@@ -27,9 +27,10 @@ from pydantic import (
     model_validator,
 )
 
-from mheads import declared, plain
+from mheads import plain
 from mheads.errors import UserError
 from mheads.hints import meaning
+from mheads.losses import LOSSES, options
 
 
 def _option(default: Any, description: str, **limits: Any) -> Any:
@@ -69,8 +70,8 @@ GIVEN = "weights "  # an `init` that begins so was given to fit as tensors; thei
 
 
 def _loss_name(name: str) -> str:
-    if name not in declared.losses() and ":" not in name:
-        raise ValueError(f"a loss is one of {', '.join(declared.losses())}, or package.module:factory of your own")
+    if name not in LOSSES and ":" not in name:
+        raise ValueError(f"a loss is one of {', '.join(LOSSES)}, or package.module:factory of your own")
     return name
 
 
@@ -78,7 +79,7 @@ class LossSection(_Section):
     """What every loss has; the rest of the section are the options of the losses."""
 
     name: Annotated[str, AfterValidator(_loss_name)] = _option(
-        "independent", f"{', '.join(declared.losses())}, or package.module:factory of your own"
+        "independent", f"{', '.join(LOSSES)}, or package.module:factory of your own"
     )
     args: dict[str, Any] = _option({}, "arguments of the factory of your own loss")
     scale_rate: bool = _option(True, "averaged losses with sgd: multiply the rate by the number of members")
@@ -86,15 +87,16 @@ class LossSection(_Section):
     @property
     def options(self) -> dict[str, Any]:
         """What the factory of the loss is called with."""
-        known = declared.losses()
-        return {key: getattr(self, key) for key in known[self.name]} if self.name in known else self.args
+        if self.name not in LOSSES:
+            return self.args
+        return {key: getattr(self, key) for key in options.options(LOSSES[self.name])}
 
 
 def _loss_options() -> Any:
     """The section with a field for each option, checked whichever loss is named."""
     fields: dict[str, Any] = {
         key: (option.type, _option(option.default, f"{', '.join(owners)}: {option.description}"))
-        for key, (option, owners) in declared.loss_keys().items()
+        for key, (option, owners) in options.keys(LOSSES).items()
     }
     if taken := LossSection.model_fields.keys() & fields:
         raise TypeError(f"no option of a loss can be called {', '.join(taken)}: every loss has that key")
@@ -207,8 +209,13 @@ class Config(_Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def digest(self) -> str:
-        """A short name for everything that decides the result."""
-        decisive = {k: v for k, v in flatten(self).items() if k == "optim.iterations" or not is_free(k, self)}
+        """A short name for everything that decides the result.
+
+        What is as it is by default does not count, so that a key that comes in a later version changes no name.
+        """
+        given, default = flatten(self), flatten(Config())
+        counts = [k for k in given if k == "optim.iterations" or not is_free(k, self)]
+        decisive = {k: given[k] for k in counts if given[k] != default[k]}
         text = json.dumps(decisive, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 

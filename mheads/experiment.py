@@ -111,16 +111,6 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
             f"{net.network_name} gives {values.num_rows(outputs)} rows of outputs for {len(batch)} examples with "
             f"{batch.num_rows} targets: give one row per target"
         )
-    if loss.name in LOSSES and not isinstance(outputs, Tensor):
-        raise UserError(
-            f"{net.network_name} gives a {type(outputs).__name__}, but loss {loss.name} takes scores [B, C] alone: "
-            "let the network return these, or give a loss of your own"
-        )
-    if config.pretrain and not isinstance(outputs, Tensor):
-        raise UserError(
-            f"pretrain is {config.pretrain}, but {net.network_name} gives a {type(outputs).__name__}, and pretraining "
-            "takes scores alone: leave it out, and let a loss of your own begin with it"
-        )
     data.problem.check_output(outputs, net.network_name, data.name)
     sampling = config.sampling
     loss.check(net.num_members, sampling.name)

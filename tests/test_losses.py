@@ -4,19 +4,19 @@ import inspect
 import math
 import sys
 from collections import OrderedDict
-from dataclasses import replace
-from typing import Annotated, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import Field
 from torch import nn
 
-from mheads import TreeNet, UserError, declared, experiment, losses
+from mheads import TreeNet, UserError, experiment, losses
 from mheads import config as configs
-from mheads.losses import assign
+from mheads.losses import assign, options
 
 M, B, C = 4, 6, 5
 ALL = {
@@ -241,55 +241,45 @@ def test_a_run_is_evaluated_without_the_code_of_its_loss(mheads, tmp_path, monke
 @pytest.mark.parametrize("name", losses.LOSSES)
 def test_a_config_knows_the_options_of_a_loss_by_its_factory(name):
     factory = losses.LOSSES[name]
-    hints = get_type_hints(factory, include_extras=True)
-    defaults = {key: p.default for key, p in inspect.signature(factory).parameters.items()}
-    annotated = {key: str(hint) for key, hint in hints.items() if get_origin(hint) is Annotated}
-    known = declared.losses()[name]
-    assert {key: str(option.type) for key, option in known.items()} == annotated
-    assert all(option.default == defaults[key] for key, option in known.items())
+    known = options.options(factory)
+    assert known.keys() == inspect.signature(factory).parameters.keys() - {"of"}
     assert factory().options == {key: option.default for key, option in known.items()}
     config = configs.load("digits", [f"loss={name}"])
     assert experiment.build_loss(config).options == factory().options == config.loss.options
 
 
-def declared_in(folder, monkeypatch, arguments):
-    """The options of a loss with these arguments, in a package of its own."""
-    (folder / "losses").mkdir()
-    table = "from mheads.losses.odd import odd\nLOSSES: dict = {'odd': odd}\n"
-    (folder / "losses/__init__.py").write_text(table)
-    (folder / "losses/odd.py").write_text(
-        f"import torch_of_nobody\n\n@unknown\ndef odd({arguments}) -> Nothing:\n    fail()\n"
-    )
-    monkeypatch.setattr(declared.resources, "files", lambda package: folder)
-    return declared.losses.__wrapped__()["odd"]
+def test_only_arguments_that_say_what_they_mean_are_options():
+    def odd(
+        a: Annotated[Literal["x", "y"], Field(description="one")] = "x",
+        b: int = 0,
+        *,
+        c: Annotated[list[float] | None, Field(description="two")] = None,
+        d=3,
+    ): ...
 
-
-def test_options_are_read_from_the_head_of_a_factory_and_nothing_of_it_is_run(tmp_path, monkeypatch):
-    options = "a: Annotated[Literal['x', 'y'], Field(description='one')] = 'x', b: Unknown = None, *, "
-    options += "c: Annotated[list[float] | None, Field(description='two')] = None, d=3"
-    found = declared_in(tmp_path, monkeypatch, options)
+    found = options.options(odd)
     assert [(key, option.default, option.description) for key, option in found.items()] == [
         ("a", "x", "one"), ("c", None, "two"),
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "argument",
-    ["a: Annotated[int, Field(description='x')]", "a: Annotated[int, Field(ge=1)] = 1", "a: Annotated[int, 1] = 1"],
-)
-def test_an_option_has_a_default_and_a_description(tmp_path, monkeypatch, argument):
-    with pytest.raises(TypeError, match=r"option a of loss odd needs a default and Field\(description=\.\.\.\)"):
-        declared_in(tmp_path, monkeypatch, argument)
+def test_an_option_has_a_default_and_a_description():
+    def no_default(a: Annotated[int, Field(description="x")]): ...
+    def no_description(a: Annotated[int, Field(ge=1)] = 1): ...
+    def no_field(a: Annotated[int, 1] = 1): ...
+
+    for factory in (no_default, no_description, no_field):
+        with pytest.raises(TypeError, match=r"option a of loss no_\w+ needs a default and Field\(description=\.\.\.\)"):
+            options.options(factory)
 
 
-def test_losses_that_share_an_option_declare_it_alike(monkeypatch):
-    k = declared.losses()["mcl"]["k"]
-    found = {"mcl": {"k": k}, "other": {"k": k}}
-    monkeypatch.setattr(declared, "losses", lambda: found)
-    assert declared.loss_keys() == {"k": (k, ["mcl", "other"])}
-    found["third"] = {"k": replace(k, default=2)}
+def test_losses_that_share_an_option_declare_it_alike():
+    def other(k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 1): ...
+    def third(k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 2): ...
+
+    assert options.keys({"mcl": losses.mcl, "other": other})["k"][1] == ["mcl", "other"]
     with pytest.raises(TypeError, match=r"mcl and third.* k, .*default=1.*default=2.*another name"):
-        declared.loss_keys()
+        options.keys({"mcl": losses.mcl, "third": third})
 
 
 def test_a_function_gets_what_it_asks_for():

@@ -12,8 +12,8 @@ from torch import nn
 
 import mheads
 from mheads import UserError
-from mheads.losses import independent, mcl, score_averaged
-from mheads.problems import Regression, squared_errors
+from mheads.losses import independent, mcl, prob_averaged, score_averaged
+from mheads.problems import Classification, Regression, squared_errors
 
 RNG = np.random.default_rng(0)
 X = RNG.uniform(-1, 1, size=(240, 3)).astype(np.float32)
@@ -160,8 +160,22 @@ def test_a_network_that_gives_more_than_an_answer_predicts_the_answer():
     run = mheads.fit(mheads.TreeNet(network, members=2), loss, **data)
     assert run.predict(X[:5]).shape == (2, 5, 2)
     assert run.evaluate(X[200:], Y[200:]).members == pytest.approx(run.result.members, rel=1e-4)
-    with pytest.raises(UserError, match=r"pretrain is 2.*gives a tuple"):
-        mheads.fit(mheads.TreeNet(network, members=2), loss, pretrain=2, **data)
+    members = [run.net.member(m) for m in range(2)]
+    assert mheads.evaluate(members, (X[200:], Y[200:])).members == pytest.approx(run.result.members, rel=1e-4)
+
+    # Pretraining, and the losses that come with the package, teach the answer: what else there is stays as it is.
+    def second(net):
+        return torch.cat([net.member(m)[0].weight[2:].flatten() for m in range(2)])
+
+    for given in (loss, independent(), mcl(k=1), score_averaged(), mcl(k=1, of=loss)):
+        net = mheads.TreeNet(network, members=2)
+        drawn = second(net).clone()
+        run = mheads.fit(net, given, pretrain=3, **data)
+        assert run.summary["iterations"] == 6
+        own = given is loss or given.of is loss
+        assert torch.equal(drawn, second(net)) is not own
+    with pytest.raises(UserError, match=r"prob_averaged\(stable=False\) takes scores alone, not a tuple"):
+        prob_averaged(stable=False).on(Classification(("a", "b")))((torch.ones(2, 3, 2),), torch.zeros(3, dtype=int))
 
 
 # From a recipe on an .npz file.

@@ -5,7 +5,7 @@
     value.total, value.assignment, value.losses
 
 A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it;
-what of its arguments a config may give is in `declared.py`.
+what of its arguments a config may give, `options.py` says.
 """
 
 from collections.abc import Callable

@@ -10,8 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from mheads import values
 from mheads.errors import UserError
 from mheads.losses.loss import Loss, LossValue, MemberLoss
+from mheads.values import Value
 
 CAFFE_LOG_THRESHOLD = 1e-20
 
@@ -36,19 +38,23 @@ def prob_averaged(
     return Loss("prob_averaged", partial(_prob_averaged, stable=stable), averaged=True, options={"stable": stable})
 
 
-def _score_averaged(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:
+def _score_averaged(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:
     _refuse(prior)
-    return _value(of(outputs.mean(0, keepdim=True), y).sum(), outputs, y, of)
+    mean = values.map_leaves(lambda t: t.mean(0, keepdim=True), outputs)
+    return _value(of(mean, y).sum(), outputs, y, of)
 
 
 def _prob_averaged(
-    outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, stable: bool
+    outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, stable: bool
 ) -> LossValue:
     _refuse(prior)
     if y.is_floating_point():
         raise UserError("prob_averaged averages probabilities of classes, and the targets are numbers: score_averaged")
     if stable:
-        total = (torch.logsumexp(-of(outputs, y), 0) - math.log(len(outputs))).neg().sum()
+        losses = of(outputs, y)
+        total = (torch.logsumexp(-losses, 0) - math.log(len(losses))).neg().sum()
+    elif not isinstance(outputs, Tensor):
+        raise UserError(f"prob_averaged(stable=False) takes scores alone, not a {type(outputs).__name__}: stable=True")
     else:
         p_y = outputs.softmax(-1).mean(0).gather(1, y[:, None])
         clamped = p_y.detach().clamp_min(CAFFE_LOG_THRESHOLD)
@@ -57,7 +63,7 @@ def _prob_averaged(
     return _value(total, outputs, y, of)
 
 
-def _value(total: Tensor, outputs: Tensor, y: Tensor, of: MemberLoss) -> LossValue:
+def _value(total: Tensor, outputs: Value, y: Tensor, of: MemberLoss) -> LossValue:
     with torch.no_grad():
         losses = of(outputs, y)
     return LossValue(total, torch.ones_like(losses), losses)

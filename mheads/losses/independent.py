@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from mheads.losses.loss import Loss, LossValue, MemberLoss, ones_or
+from mheads.values import Value
 
 
 def independent(of: MemberLoss | None = None) -> Loss:
@@ -15,7 +16,7 @@ def independent(of: MemberLoss | None = None) -> Loss:
     return Loss("independent", _independent, separable=True, of=of)
 
 
-def _independent(outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:
+def _independent(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:
     losses = of(outputs, y)
     weights = ones_or(prior, losses.detach())
     total = losses.sum() if prior is None else (weights * losses).sum()

@@ -51,8 +51,9 @@ class Loss:
     divides their gradients by M and gives priors on examples no meaning. `check_members`: refuses a number of members
     that it cannot teach. `options`: those that it was made with.
 
-    `of`, for functions that take such an argument, is the loss of one member on one example, [M, B, ...] and targets
-    to [M, B]: that of the problem where none is given, cross-entropy without a problem.
+    `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
+    [M, B]: that of the problem where none is given, which looks at the answer alone where a network gives more;
+    cross-entropy without a problem.
     """
 
     name: str

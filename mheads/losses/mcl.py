@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mheads.errors import UserError
 from mheads.losses.loss import Loss, LossValue, MemberLoss, ones_or
+from mheads.values import Value
 
 
 def mcl(
@@ -61,7 +62,7 @@ def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | N
 
 
 def _mcl(
-    outputs: Tensor, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, k: int, ce_weight: float
+    outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, k: int, ce_weight: float
 ) -> LossValue:
     losses = of(outputs, y)
     fixed = losses.detach()

@@ -40,8 +40,8 @@ class Classification:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]  # scores come first
 
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropies(outputs, targets)
+    def losses(self, outputs: Value, targets: Tensor) -> Tensor:
+        return cross_entropies(self.answer(outputs), targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
         scores = values.leaves(output)[0]

@@ -49,8 +49,8 @@ class Problem(Protocol):
     def answer(self, outputs: Value) -> Tensor:
         """The leaf of all members' outputs that is the answer, [M, B, ...]; others serve the loss."""
 
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each member on each example, [M, B]."""
+    def losses(self, outputs: Value, targets: Tensor) -> Tensor:
+        """The loss of each member's answer on each example, [M, B]."""
 
     def check_output(self, output: Value, network: str, data: str) -> None:
         """Refuses a network whose output [B, ...] is no answer to these data."""

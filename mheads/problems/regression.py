@@ -99,8 +99,8 @@ class Regression:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]
 
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return squared_errors(outputs, targets)
+    def losses(self, outputs: Value, targets: Tensor) -> Tensor:
+        return squared_errors(self.answer(outputs), targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
         found = values.leaves(output)[0]

@@ -73,8 +73,8 @@ class Running:
         return found
 
 
-def start_ranks(size, *args, stop=None, each=None, before=None):
-    """The command on several ranks, as mpirun starts it on one host.
+def start_ranks(size, *args, stop=None, each=None, before=None, only=None):
+    """The command on several ranks, or `only` some of them, as mpirun starts it on one host.
 
     By rank: `each` gives further arguments, `stop` the stop (see `process`), `before` a function to call first.
     """
@@ -93,7 +93,7 @@ def start_ranks(size, *args, stop=None, each=None, before=None):
                 "PMIX_NAMESPACE": job,
             },
         )
-        for rank in range(size)
+        for rank in (range(size) if only is None else only)
     ]
 
 

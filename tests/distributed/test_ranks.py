@@ -139,24 +139,6 @@ def test_ranks_without_work_stay_and_the_bits_are_the_same(one_process, tmp_path
     assert_same_run(tmp_path / "run", one_process("independent"))
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("placement={trunk: 0, conv/0: 5}", "placement needs ranks 0 to 5, but 2 are running"),
-        ("placement={trunk: 0, conv/7: 1}", "'conv/7', but the stages are trunk, conv/0"),
-        ("placement={conv/0: 1}", "says nothing about 'trunk'"),
-        ("placement=fast", "placement = 'fast'"),
-        ("data.reader=all", "data.reader = 'all'"),
-        ("timeout=0", "timeout = 0"),
-    ],
-)
-def test_a_placement_that_cannot_be_is_one_message(argument, message, tmp_path):
-    done = ranks(2, "train", *COMMON, "split=conv", argument, "--run", tmp_path / "run")
-    assert [d.code for d in done] == [2, 2]
-    assert message in done[0].err and done[1].err == ""
-    assert not (tmp_path / "run").exists()
-
-
 def test_ranks_that_would_start_from_other_weights_are_refused(tmp_path):
     from networks import with_dropout
     from safetensors.torch import save_file

@@ -1,14 +1,12 @@
-"""How ranks meet, watch each other and leave: what goes wrong before, between and after the steps of training."""
+"""How ranks meet, agree and leave: what goes wrong before, between and after the steps of training."""
 
 import os
 import re
 import signal
-import time
-import uuid
 
+import numpy as np
 import pytest
-from commands import TINY, Running, start_ranks
-from test_faults import when_logged
+from commands import TINY, ranks, start_ranks
 
 from mheads.distributed.watch import SILENT, Seen
 from mheads.distributed.world import share_of_cores
@@ -54,11 +52,12 @@ def impatient():
     world.TIMEOUT = world.TIMEOUT_TO_START = 2.0
 
 
+def die(*args, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def dead_before_it_connects():
     import torch.distributed as dist
-
-    def die(*args, **options):
-        os.kill(os.getpid(), signal.SIGKILL)
 
     dist.init_process_group = die
 
@@ -66,13 +65,19 @@ def dead_before_it_connects():
 def dead_between_agreements():
     from mheads.distributed import build
 
-    build.place = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    build.place = die
 
 
 def dead_while_bandwidth_is_measured():
     from mheads.distributed.world import World
 
-    World.bandwidth = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+    World.bandwidth = die
+
+
+def dead_when_all_is_done():
+    import torch.distributed as dist
+
+    dist.destroy_process_group = die
 
 
 def broken_while_its_engine_starts():
@@ -93,90 +98,89 @@ def interrupted_while_it_starts():
     build.place = interrupt
 
 
-def dead_when_all_is_done():
-    import torch.distributed as dist
-
-    dist.destroy_process_group = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-
-
 def no_such_network():
     os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
 
 
-def end(size, *args, before, seconds=25):
-    running = start_ranks(size, *args, before=before)
-    began = time.monotonic()
-    done = [one.finish(60) for one in running]
-    assert time.monotonic() - began < seconds, "it took too long"
-    return done
+def another_version():
+    import mheads
+
+    mheads.__version__ = "0.0.0"
 
 
-def test_a_rank_that_dies_before_it_connects_is_named(tmp_path):
-    before = {0: impatient, 1: impatient, 2: dead_before_it_connects}
-    done = end(3, *TRAIN, "timeout=2", "--run", tmp_path / "run", before=before)
-    assert [one.code for one in done] == [3, 3, -signal.SIGKILL], done[0].err
-    for one in done[:2]:
-        assert re.search(r"not connected to all others after 2 s: .*rank 2 \(|rank 2 has given no sign of", one.err)
-        assert one.err.count("error: ") == 1
+GONE = r"error: rank {} (has ended, or its connection|has given no sign of|cannot be)"
+NOT_CONNECTED = r"not connected to all others after 2 s: .*rank 2 \(|rank 2 has given no sign of"
+# Of each: further arguments, what happens on some ranks (arguments or a function), the exit codes, and what each says.
+ENDS = {
+    "another recipe": ([], {2: ["loss.k=2"]}, [2, 2, 2], ["rank 2 has another loss.k: 2 there, 1 on rank 0", "", ""]),
+    "another version": ([], {1: another_version}, [2, 2], ["rank 1 has another mheads version: '0.0.0' there", ""]),
+    "a mistake that all make": (["optim.lrr=1"], {}, [2, 2, 2], ["did you mean 'optim.lr'", "", ""]),
+    "a mistake of one": (
+        [], {1: ["optim.lrr=1"]}, [3, 2, 3],
+        ["rank 1 gave up: .*'optim.lrr'", "rank 1 error: .*unknown key 'optim.lrr'", "rank 1 gave up: .*'optim.lrr'"],
+    ),
+    "a rank that is not running": (
+        ["placement={trunk: 0, conv/0: 5}"], {}, [2, 2], ["placement needs ranks 0 to 5, but 2 are running", ""],
+    ),
+    "no such stage": (["placement={trunk: 0, conv/7: 1}"], {}, [2, 2], ["'conv/7', but the stages are trunk, co", ""]),
+    "a trunk without a place": (["placement={conv/0: 1}"], {}, [2, 2], ["says nothing about 'trunk'", ""]),
+    "no such placement": (["placement=fast"], {}, [2, 2], ["placement = 'fast'", ""]),
+    "no such reader": (["data.reader=all"], {}, [2, 2], ["data.reader = 'all'", ""]),
+    "no time": (["timeout=0"], {}, [2, 2], ["timeout = 0", ""]),
+    "an interface that is not there": (
+        [], {1: no_such_network}, [3, 3], [r"rank 1 cannot use the network \(nowhere0\): "] * 2,
+    ),
+    "dead before it connects": (
+        ["timeout=2"], {0: impatient, 1: impatient, 2: dead_before_it_connects}, [3, 3, -9], [NOT_CONNECTED] * 2 + [""],
+    ),
+    "rank 0 dies between agreements": (["timeout=2"], {0: dead_between_agreements}, [-9, 3], ["", GONE.format(0)]),
+    "rank 1 dies between agreements": (["timeout=2"], {1: dead_between_agreements}, [3, -9], [GONE.format(1), ""]),
+    "rank 0 dies while bandwidth is measured": (
+        ["timeout=2", "placement=auto"], {0: dead_while_bandwidth_is_measured}, [-9, 3], ["", GONE.format(0)],
+    ),
+    "rank 1 dies while bandwidth is measured": (
+        ["timeout=2", "placement=auto"], {1: dead_while_bandwidth_is_measured}, [3, -9], [GONE.format(1), ""],
+    ),
+    "rank 0 breaks while its engine starts": (
+        [], {0: broken_while_its_engine_starts}, [1, 3], ["ValueError: no courier", "rank 0 gave up: no courier today"],
+    ),
+    "rank 1 breaks while its engine starts": (
+        [], {1: broken_while_its_engine_starts}, [3, 1], ["rank 1 gave up: no courier today", "ValueError: no courier"],
+    ),
+    "an interrupt": ([], {1: interrupted_while_it_starts}, [3, 130], ["rank 1 gave up: KeyboardInterrupt", ""]),
+    "a loss that is not finite": (["optim.lr=1e30"], {}, [2, 2, 2], ["the loss became (nan|inf)", "", ""]),
+    # What becomes of a rank after the end is no failure.
+    "rank 0 dies when all is done": ([], {0: dead_when_all_is_done}, [-9, 0], ["", ""]),
+    "rank 1 dies when all is done": ([], {1: dead_when_all_is_done}, [0, -9], ["", ""]),
+}  # fmt: skip
 
 
-def test_an_interface_that_is_not_there_is_named_on_all_ranks(tmp_path):
-    done = end(2, *TRAIN, "--run", tmp_path / "run", before={1: no_such_network})
-    assert [one.code for one in done] == [3, 3]
-    for one in done:
-        assert "rank 1 cannot use the network (nowhere0): " in one.err
-
-
-@pytest.mark.parametrize("death", [dead_between_agreements, dead_while_bandwidth_is_measured])
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_dies_while_all_agree_ends_the_others_without_a_traceback(death, lost, tmp_path):
-    before = {0: impatient, 1: impatient} | {lost: death}
-    done = end(2, *TRAIN, "placement=auto", "timeout=2", "--run", tmp_path / "run", before=before)
-    assert done[lost].code == -signal.SIGKILL
-    other = done[1 - lost]
-    assert other.code == 3, other.err
-    assert re.search(rf"error: rank {lost} (has ended, or its connection|has given no sign of|cannot be)", other.err)
-    assert "Traceback" not in other.err
-
-
-@pytest.mark.parametrize("broken", [0, 1])
-def test_an_exception_while_the_engine_starts_ends_all_with_its_words(broken, tmp_path):
-    done = end(2, *TRAIN, "--run", tmp_path / "run", before={broken: broken_while_its_engine_starts})
-    assert done[broken].code == 1
-    assert "ValueError: no courier today" in done[broken].err
-    assert done[1 - broken].code == 3
-    assert f"rank {broken} gave up: no courier today" in done[1 - broken].err
-
-
-def test_an_interrupted_rank_has_the_exit_code_of_one_process(tmp_path):
-    done = end(2, *TRAIN, "--run", tmp_path / "run", before={1: interrupted_while_it_starts})
-    assert [one.code for one in done] == [3, 130]
-    assert "rank 1 gave up: KeyboardInterrupt" in done[0].err
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_what_becomes_of_a_rank_after_the_end_is_no_failure(lost, tmp_path):
-    done = end(2, *TRAIN, "--run", tmp_path / "run", before={lost: dead_when_all_is_done})
-    assert done[1 - lost].code == 0, done[1 - lost].err
-    assert (tmp_path / "run" / "model.safetensors").exists()
-
-
-def test_ranks_that_are_all_stopped_for_longer_than_the_timeout_go_on(tmp_path):
-    """Ctrl-Z, or a job that its queue suspends."""
+@pytest.mark.parametrize("end", ENDS)
+def test_all_ranks_end_with_a_code_and_one_message_that_names_the_cause(end, tmp_path):
+    args, happens, codes, messages = ENDS[end]
+    each = {rank: what for rank, what in happens.items() if isinstance(what, list)}
+    before = {rank: what for rank, what in happens.items() if callable(what)}
+    if "timeout=2" in args:
+        before = dict.fromkeys(range(len(codes)), impatient) | before
     run = tmp_path / "run"
-    running = start_ranks(3, *TRAIN, "optim.iterations=100000", "log.evaluate_every=0", "timeout=2", "--run", run)
-    when_logged(run, 3)
-    for signum in (signal.SIGSTOP, signal.SIGCONT):
-        for one in running:
-            os.kill(one.pid, signum)
-        if signum == signal.SIGSTOP:
-            time.sleep(3)  # that is the stop
-    lines = (run / "metrics.jsonl").read_bytes().count(b"\n")
-    when_logged(run, lines + 20)
-    time.sleep(1)  # a beat or two
-    os.kill(running[1].pid, signal.SIGTERM)
+    running = start_ranks(len(codes), *TRAIN, *args, "--run", run, each=each, before=before)
     done = [one.finish(30) for one in running]
-    assert [one.code for one in done] == [143] * 3, "\n".join(one.err for one in done)
+    assert [one.code for one in done] == codes, "\n".join(one.err for one in done)
+    for one, message in zip(done, messages, strict=True):
+        assert re.search(message, one.err) if message else one.err == ""
+        assert ("Traceback" in one.err) == message.startswith("ValueError"), "only what is a fault of ours"
+        assert one.err.count("error: ") <= 1
+    assert run.exists() == (run / "model.safetensors").exists() == (0 in codes)
+
+
+def test_other_data_on_a_rank_is_refused_with_both_checksums(tmp_path):
+    for name, seed in (("a", 0), ("b", 1)):
+        x, y = np.random.default_rng(seed).random((40, 1, 8, 8), np.float32), np.arange(40) % 10
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    each = {rank: [f"data.path={tmp_path / name}.npz"] for rank, name in enumerate("ab")}
+    done = ranks(2, *TRAIN, "data.name=npz", "--run", tmp_path / "run", each=each)
+    assert [one.code for one in done] == [2, 2], done[0].err
+    assert re.search(r"rank 1 has another data checksum: '\w+' there, '\w+' on rank 0", done[0].err)
 
 
 def soon():
@@ -186,20 +190,10 @@ def soon():
 
 
 def test_a_rank_that_never_starts_is_given_up_after_the_timeout_of_the_recipe(tmp_path):
-    environ = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "PMIX_NAMESPACE": uuid.uuid4().hex}
-    running = [
-        Running(
-            *TRAIN,
-            "timeout=4",
-            "--folder",
-            tmp_path / "run",
-            before=soon,
-            env={**environ, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank},
-        )
-        for rank in ("0", "2")
-    ]
+    args = [*TRAIN, "timeout=1.5", "--folder", tmp_path / "run"]
+    running = start_ranks(3, *args, before={0: soon, 2: soon}, only=[0, 2])
     first, second = (one.finish(40) for one in running)
     assert (first.code, second.code) == (2, 2)
-    assert "rank 0 waited 4 s, but of 3 ranks these did not come: 1" in first.err
+    assert "rank 0 waited 1.5 s, but of 3 ranks these did not come: 1" in first.err
     assert "Traceback" not in first.err + second.err
     assert not (tmp_path / "run").exists()

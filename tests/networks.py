@@ -5,10 +5,15 @@ import threading
 import time
 from collections import OrderedDict
 
+import numpy as np
 import torch
 from torch import nn
 
 import mheads
+from mheads.data import catalog
+from mheads.data.seen import Seen
+from mheads.data.split import Beside
+from mheads.problems import Classification
 
 
 def with_dropout() -> nn.Sequential:
@@ -121,3 +126,64 @@ class Regions(nn.Module):
     def forward(self, x, where, counts):
         image = torch.arange(len(counts)).repeat_interleave(counts)
         return x[image, :, where[:, 0], where[:, 1]]
+
+
+def detector() -> nn.Sequential:
+    layers = {"conv": nn.Conv2d(2, 4, 3), "regions": Regions(), "hidden": nn.Linear(4, 6), "tanh": nn.Tanh()}
+    return nn.Sequential(OrderedDict(**layers, drop=mheads.Dropout(0.3), head=nn.Linear(6, 3)))
+
+
+class Scenes:
+    """Images with some regions each, which are drawn anew whenever an image is seen in training; of one, none."""
+
+    shape, margin = (2, 8, 8), 0
+
+    def __init__(self, length, seed, training=True):
+        self.images = np.random.default_rng(seed).normal(size=(length, 2, 8, 8)).astype(np.float32)
+        self.targets = np.arange(length) % 3
+        self.training = training
+
+    def __len__(self):
+        return len(self.images)
+
+    def read(self, rows, seeds):
+        return torch.from_numpy(self.images[rows])
+
+    def beside(self, rows, seeds):
+        keys = rows if seeds is None or not self.training else seeds
+        drawn = [np.random.default_rng(int(key)).integers(6, size=(int(key) % 5, 2)) for key in keys]
+        where = torch.from_numpy(np.concatenate(drawn))
+        counts = torch.tensor([len(found) for found in drawn])
+        image = torch.from_numpy(rows).repeat_interleave(counts)
+        values = torch.from_numpy(self.images)[image, 0, where[:, 0], where[:, 1]]
+        return Beside((values > 0).long() + (values > 1).long(), {"where": where}, counts)
+
+    def places(self, seeds):
+        return None
+
+    def fixed(self):
+        return Scenes.part(self, slice(None), training=False)
+
+    def part(self, rows, training=None):
+        found = object.__new__(Scenes)
+        found.images, found.targets = self.images[rows], self.targets[rows]
+        found.training = self.training if training is None else training
+        return found
+
+    def whole(self):
+        return self
+
+    def survey(self, where):
+        return Seen("float", float(self.images.min()), float(self.images.max()))
+
+    def checksum(self):
+        return self.images.tobytes()
+
+
+def register_scenes() -> None:
+    """A dataset of the tests' own, in this process."""
+
+    def read(mirror=False):
+        return Scenes(40, 0), Scenes(20, 1), Classification(("low", "middle", "high"))
+
+    catalog.DATASETS["scenes"] = catalog.Dataset("scenes", "images with regions", read, (2, 8, 8))

@@ -6,8 +6,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from commands import assert_same_run, process, ranks
-from networks import Regions, Shift, shifted
+from commands import Running, assert_same_run, process, ranks, weights
+from networks import Shift, detector, register_scenes, shifted
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -128,11 +128,6 @@ def test_a_run_with_side_inputs_is_killed_and_goes_on(recipe, tmp_path):
 # Examples with several rows: a batch of images, each with its own number of regions.
 
 
-def detector():
-    layers = {"conv": nn.Conv2d(2, 4, 3), "regions": Regions(), "hidden": nn.Linear(4, 6), "tanh": nn.Tanh()}
-    return nn.Sequential(OrderedDict(**layers, drop=Dropout(0.3), head=nn.Linear(6, 3)))
-
-
 def regions_batch(members, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     counts = torch.tensor([3, 1, 4, 2, 0, 5])
@@ -223,3 +218,32 @@ def test_a_layer_may_ask_for_several_side_inputs():
     side = {"shift": torch.ones(3, 2), "scale": torch.full((3, 2), 2.0)}
     x = torch.randn(3, 2)
     torch.testing.assert_close(net(x, side)[0], net.member(0).a(x) * 2 + 1)
+
+
+SCENES = [
+    "digits", "model=networks:detector", "data={name: scenes}", "members=3", "split=conv", "loss=mcl", "pretrain=2",
+    "sampling=bagging", "optim={iterations: 8, batch_size: 6, accumulate: 2, lr: 0.1}", "engine.micro_batches=2",
+    "log={every: 1, evaluate_every: 4, checkpoint_every: 4}",
+]  # fmt: skip
+
+
+def test_images_with_regions_train_and_resume_and_spread_over_ranks_with_the_same_bits(tmp_path):
+    """The seam that a detector needs, from the command to the folder, with a dataset of one's own."""
+    one = tmp_path / "one"
+    done = Running("train", *SCENES, "engine.workers=1", "-f", one, before=register_scenes).finish()
+    assert done.code == 0, done.err
+    stop = (signal.SIGKILL, "os.rename", "step-00000008")
+    killed = Running("train", *SCENES, "-f", tmp_path / "killed", stop=stop, before=register_scenes).finish()
+    assert killed.code == -signal.SIGKILL
+    assert Running("train", *SCENES, "-f", tmp_path / "killed", before=register_scenes).finish().code == 0
+    assert_same_run(tmp_path / "killed", one)
+    for name, size, options in (
+        ("three", 3, ["placement={trunk: 1, conv/0: 0, conv/1: 2, conv/2: 1}"]),
+        ("reader", 3, ["data.reader=root"]),
+        ("replicas", 2, ["placement={trunk: 0, conv/0: 0, conv/1: 0, conv/2: 0}", "data.reader=root"]),
+    ):
+        before = dict.fromkeys(range(size), register_scenes)
+        done = ranks(size, "train", *SCENES, *options, "-f", tmp_path / name, before=before)
+        assert [found.code for found in done] == [0] * size, (name, done[0].err)
+        assert_same_run(tmp_path / name, one)
+    assert len(weights(one)) > 1000

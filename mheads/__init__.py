@@ -13,10 +13,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mheads import losses
-    from mheads.api import Interrupted, Run, evaluate, fit, load
+    from mheads.api import Interrupted, evaluate, fit, load
     from mheads.dropout import Dropout
     from mheads.errors import UserError
     from mheads.evaluation import outputs_of
+    from mheads.run import Run
     from mheads.tree import TreeNet
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
 _HOMES = {
     "Dropout": "mheads.dropout",
     "Interrupted": "mheads.api",
-    "Run": "mheads.api",
+    "Run": "mheads.run",
     "TreeNet": "mheads.tree",
     "UserError": "mheads.errors",
     "evaluate": "mheads.api",

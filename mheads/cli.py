@@ -87,11 +87,11 @@ def train(
 
     with session(errors, configs.timeout(recipe, overrides or [])) as world:
         config = configs.load(recipe, overrides or [])
-        from mheads import runs
         from mheads.progress import Silent, Terminal
+        from mheads.run_folder import RunFolder
         from mheads.train import train_config
 
-        folder = runs.RunFolder(run.expanduser() if run else Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
+        folder = RunFolder(run.expanduser() if run else Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
         if force and folder.path.exists():
             folder = folder.beside()
         watch = Terminal(console, bar=not quiet, folder=True) if world.lead else Silent()

@@ -124,7 +124,9 @@ class DataOptions(_Section):
     crop: int | None = _option(None, "folder: side of the crop that the network sees", ge=1, le=10_000)
     grey: bool = _option(False, "folder: read images in one channel")
     limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
-    reader: Literal["every", "root"] = _option("every", "ranks: each reads what it needs, or rank 0 reads for all")
+    reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
+        _option("every", "ranks: each reads what it needs, or the lead, rank 0, reads for all")
+    )
 
 
 class EngineOptions(_Section):

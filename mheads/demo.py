@@ -12,7 +12,7 @@ from mheads import config as configs
 from mheads.data import load
 from mheads.progress import Terminal
 from mheads.report.figures import ownership_figure, save
-from mheads.runs import RunFolder
+from mheads.run_folder import RunFolder
 from mheads.terminal.tables import comparison_table
 from mheads.train import train_config
 

@@ -22,7 +22,8 @@ from mheads.files import write_atomically
 from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.problems import Classification
 from mheads.progress import Watcher
-from mheads.runs import DataFacts, RunFolder
+from mheads.run import Run
+from mheads.run_folder import DataFacts, RunFolder
 from mheads.terminal.answers import answers_to_image, answers_to_rows, numbers_of_rows
 from mheads.train import summary
 from mheads.values import Value
@@ -68,13 +69,13 @@ def evaluate_run(
     return summary(result, net, split, weights.iteration, weights.seconds)
 
 
-def outputs_of(run: api.Run | str | Path, split: str | None = None, **data: Any) -> tuple[torch.Tensor, Value]:
+def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> tuple[torch.Tensor, Value]:
     """Outputs [M, N, C] and targets of a run on its training, validation or test examples, in their order.
 
     By default on those that training evaluated on. `data` are other data keys than the run's: `path="other.npz"`. A run
     that `fit` trained on arrays does not keep them: `run.predict(x)` gives its outputs.
     """
-    run = run if isinstance(run, api.Run) else api.load(run)
+    run = run if isinstance(run, Run) else api.load(run)
     overrides = [f"data.{key}={value}" for key, value in data.items()]
     facts, examples, _ = _examples(RunFolder(run.folder), overrides, split)
     with closing(experiment.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
@@ -173,7 +174,7 @@ def predict_images(
             yield answers_to_rows(file, rows[file].softmax(-1), problem.classes)
 
 
-def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:
+def read_image(path: Path, run: Run, resize: bool) -> np.ndarray:
     """The image as uint8 [C, H, W] of the size that the run was trained on."""
     if len(run.data.shape) != 3 or run.data.shape[0] not in (1, 3):
         raise UserError(f"{run.folder} was trained on examples of shape {run.data.shape}, not on images")
@@ -184,7 +185,7 @@ def read_image(path: Path, run: api.Run, resize: bool) -> np.ndarray:
     return entry.example(path, run.data.shape, resize=run.config.data.resize, stretch=resize, where=str(run.folder))
 
 
-def read_examples(path: Path, run: api.Run) -> np.ndarray:
+def read_examples(path: Path, run: Run) -> np.ndarray:
     """The examples [N, ...] of a .npz file (its array x, x_test or only one) or of a .csv file (rows of numbers)."""
     if path.suffix.lower() == ".npz":
         return read_array(path, ("x", "x_test"))

@@ -26,7 +26,7 @@ from mheads.engine.engine import Engine
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.errors import UserError, named
 from mheads.losses import LOSSES, Loss, independent
-from mheads.runs import DataFacts, RunFolder
+from mheads.run_folder import DataFacts, RunFolder
 from mheads.tree import TreeNet, parse, whole_spec
 from mheads.values import Value
 

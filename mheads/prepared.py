@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mheads.data.arrays import stacked
 from mheads.data.seen import survey
 from mheads.errors import UserError
-from mheads.runs import DataFacts
+from mheads.run_folder import DataFacts
 
 
 class Prepared(nn.Module):

@@ -29,7 +29,7 @@ from mheads.measuring import measure
 from mheads.optim import Optimizer, Schedule
 from mheads.problems import Problem, Result
 from mheads.progress import Silent, Watcher
-from mheads.runs import DataFacts, RunFolder
+from mheads.run_folder import DataFacts, RunFolder
 from mheads.tree import TreeNet
 
 

@@ -44,7 +44,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Node:
-    """One stage of the tree: a run of layers and the members that share it."""
+    """One stage of the tree: consecutive layers, and the members that share them."""
 
     name: str
     layers: tuple[str, ...]
@@ -176,7 +176,7 @@ def whole_spec(members: int | None, split: Spec | str | None) -> Spec:
 
 
 class Stage(nn.Sequential):
-    """A run of named layers with weights of its own.
+    """Consecutive named layers with weights of their own.
 
     A layer whose attribute `takes` names side inputs of the batch (regions of interest, say) is called with them too.
     """

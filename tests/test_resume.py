@@ -19,9 +19,10 @@ from commands import (
 )
 from safetensors.torch import load_file
 
-from mheads import checkpoint, config, experiment, files, load, runs
+from mheads import checkpoint, config, experiment, files, load
 from mheads.errors import UserError
 from mheads.progress import Silent
+from mheads.run_folder import RunFolder
 from mheads.train import train
 
 # Just before these file operations, in the order in which a run meets them.
@@ -225,7 +226,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
     options = built.config.model_copy(update={"log": config.LogOptions(checkpoint_every=1)})
     spoiled = experiment.assemble(options, built.net, built.loss, built.data)
     with pytest.raises(UserError, match="iteration 1, in member 1; there was no checkpoint yet: nothing is kept"):
-        train(spoiled, runs.RunFolder(tmp_path / "run"), Silent())
+        train(spoiled, RunFolder(tmp_path / "run"), Silent())
     assert not (tmp_path / "run").exists()
 
 

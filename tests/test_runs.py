@@ -21,7 +21,7 @@ from mheads import config, experiment, identity
 from mheads.errors import UserError
 from mheads.manifest import Manifest
 from mheads.progress import Silent
-from mheads.runs import RunFolder
+from mheads.run_folder import RunFolder
 from mheads.train import train
 
 SMALL = ["data.limit=100", "optim.batch_size=20", "optim.iterations=8", "log.every=1", "log.checkpoint_every=2"]

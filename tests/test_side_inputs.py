@@ -239,8 +239,8 @@ def test_images_with_regions_train_and_resume_and_spread_over_ranks_with_the_sam
     assert_same_run(tmp_path / "killed", one)
     for name, size, options in (
         ("three", 3, ["placement={trunk: 1, conv/0: 0, conv/1: 2, conv/2: 1}"]),
-        ("reader", 3, ["data.reader=root"]),
-        ("replicas", 2, ["placement={trunk: 0, conv/0: 0, conv/1: 0, conv/2: 0}", "data.reader=root"]),
+        ("reader", 3, ["data.reader=lead"]),
+        ("replicas", 2, ["placement={trunk: 0, conv/0: 0, conv/1: 0, conv/2: 0}", "data.reader=lead"]),
     ):
         before = dict.fromkeys(range(size), register_scenes)
         done = ranks(size, "train", *SCENES, *options, "-f", tmp_path / name, before=before)

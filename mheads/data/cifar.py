@@ -1,6 +1,6 @@
 """CIFAR-10 and CIFAR-100 in their official binary layout.
 
-A file is a run of records: the label bytes, then the red, green and blue planes of a 32 x 32 image.
+A file is a row of records: the label bytes, then the red, green and blue planes of a 32 x 32 image.
 """
 
 from __future__ import annotations

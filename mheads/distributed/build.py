@@ -41,10 +41,10 @@ class RanksExperiment(Experiment):
         if workers == "auto":
             workers = default_workers(device, self.world.cores)
         count = experiments.micro_batches(config, self.net)
-        root_reads = config.data.reader == "root"
+        lead_reads = config.data.reader == "lead"
         world, placement, accumulate = self.world, self.placement, config.optim.accumulate
         return RanksEngine(
-            self.net, workers, count, config.seed, device, world, placement, root_reads, accumulate=accumulate
+            self.net, workers, count, config.seed, device, world, placement, lead_reads, accumulate=accumulate
         )
 
     def batches(self, engine: Engine) -> Batches:
@@ -52,12 +52,12 @@ class RanksExperiment(Experiment):
         optim = self.config.optim
         rows = optim.batch_size * optim.accumulate
         parts = engine.parts(rows)
-        engine.run(parts)  # refuses what does not divide
+        engine.share(parts)  # refuses what does not divide
 
         def needs(rank: int) -> range:
             return inputs_needed(self.net.tree, self.placement, rank, rows, parts)
 
-        if not engine.root_reads:
+        if not engine.lead_reads:
             return self.stream(needs(self.world.rank))
         if not engine.lead:
             return ReceivedStream(engine, self.data.preprocess)
@@ -73,11 +73,11 @@ def build(config: Config, world: World) -> RanksExperiment:
     loss = experiments.build_loss(config)
     net = experiments.build_net(config, only=placement.owned(world.rank))
     world.compare("start", {"init": experiments.donor_digest(config.init) or config.init})
-    if config.data.reader == "root" and not world.lead:
+    if config.data.reader == "lead" and not world.lead:
         absent = _absent_data(world)
         return RanksExperiment(config, net, loss.on(absent.problem), absent, None, world, placement)
     data = experiments.load_data(config)
-    if config.data.reader == "root":
+    if config.data.reader == "lead":
         world.share("data", lambda: _facts(data))
     else:
         world.compare("data", {"data checksum": data.fingerprint})
@@ -137,10 +137,10 @@ class AbsentSplit:
         return len(self.targets)
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
-        raise AssertionError("data.reader is root: only rank 0 reads")
+        raise AssertionError("data.reader is lead: only rank 0 reads")
 
     def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
-        raise AssertionError("data.reader is root: only rank 0 reads")
+        raise AssertionError("data.reader is lead: only rank 0 reads")
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return None

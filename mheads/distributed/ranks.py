@@ -41,11 +41,11 @@ class RanksEngine(ThreadsEngine):
         device: torch.device,
         world: World,
         placement: Placement,
-        root_reads: bool = False,
+        lead_reads: bool = False,
         accumulate: int = 1,
     ) -> None:
         super().__init__(net, workers, micro_batches, seed, device, accumulate)
-        self.world, self.placement, self.root_reads = world, placement, root_reads
+        self.world, self.placement, self.lead_reads = world, placement, lead_reads
         self.lead = world.lead
         self.replica = placement.replica(world.rank)
         self.working = world.rank < placement.ranks
@@ -66,18 +66,18 @@ class RanksEngine(ThreadsEngine):
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
         parts = self.parts(len(batch))
-        task = RankStep(self, step, batch, loss, parts, self.run(parts))
+        task = RankStep(self, step, batch, loss, parts, self.share(parts))
         task.start()
         self.workers.wait()
         self.courier.forget(task.channel)
         return self._report(task, step)
 
-    def run(self, parts: int) -> range:
+    def share(self, parts: int) -> range:
         """The micro-batches of this replica."""
         replicas = self.placement.replicas
         if not divides_evenly(parts, replicas):
             raise UserError(
-                f"{replicas} replicas cannot share {parts} micro-batches in equal runs of 1, 2, 4, ...: give "
+                f"{replicas} replicas cannot share {parts} micro-batches in equal shares of 1, 2, 4, ...: give "
                 f"engine.micro_batches={replicas} or {2 * replicas}, or another number of ranks"
             )
         size = parts // replicas
@@ -212,9 +212,9 @@ class RanksEngine(ThreadsEngine):
 class RankStep(TrainingStep):
     """The tasks of a step that belong to this rank."""
 
-    def __init__(self, engine: RanksEngine, step: int, batch: Batch, loss: Loss, parts: int, run: range) -> None:
+    def __init__(self, engine: RanksEngine, step: int, batch: Batch, loss: Loss, parts: int, mine: range) -> None:
         key, spawn = (engine.seed, step), engine.workers.spawn
-        super().__init__(engine.stages, loss, batch, parts, key, spawn, engine.gradients, engine.device, run)
+        super().__init__(engine.stages, loss, batch, parts, key, spawn, engine.gradients, engine.device, mine)
         self.channel = f"step {step}"
         self.placement, self.courier, self.workers = engine.placement, engine.courier, engine.workers
         self.me, self.replica = engine.world.rank, engine.replica
@@ -223,7 +223,7 @@ class RankStep(TrainingStep):
         self._prefix: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
         self._parts = {name: PairwiseSum(self.replicas) for name in self.stages.facts}
         self._totals_here: dict[str, dict[int, Tensor]] = defaultdict(dict)
-        losses = len(run) if self.me == self.loss_rank and not loss.separable else 0
+        losses = len(mine) if self.me == self.loss_rank and not loss.separable else 0
         self.workers.hold(len(self.stages.facts) + losses)
 
     def start(self) -> None:
@@ -361,7 +361,7 @@ class RankPass(ForwardPass):
         """Said by the lead."""
         roots = {self.placement.rank(root.name, self.replica) for root in self.stages.tree.roots}
         for rank in sorted(roots - {self.me}):
-            self._send(rank, ["start", self.index], self._batch() if self.engine.root_reads else None)
+            self._send(rank, ["start", self.index], self._batch() if self.engine.lead_reads else None)
         if self.me in roots:
             self.start()
 

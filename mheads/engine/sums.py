@@ -54,6 +54,6 @@ def _add(left: Gradients, right: Gradients) -> Gradients:
 
 
 def divides_evenly(n: int, parts: int) -> bool:
-    """Whether n entries fall into equal runs that are whole subtrees of the sum, so that each can be added apart."""
+    """Whether n entries fall into equal shares that are whole subtrees of the sum, so that each can be added apart."""
     size, rest = divmod(n, parts)
     return parts == 1 or (rest == 0 and size > 0 and size & (size - 1) == 0)

@@ -57,7 +57,7 @@ def cuts(num_rows: int, parts: int) -> list[tuple[int, int]]:
 class TrainingStep:
     """Forward, loss and backward of one batch, which leave every stage's gradients in `gradients`.
 
-    Of the tree the stages that the net holds are run, on the micro-batches `run` of all. Whatever goes from one stage
+    Of the tree the stages that the net holds are run, on the micro-batches `mine` of all. Whatever goes from one stage
     to another is handed on by a method of its own, so that an engine of several processes can send it instead.
     """
 
@@ -71,20 +71,20 @@ class TrainingStep:
         spawn: Spawn,
         gradients: dict[str, list[Tensor]],
         device: torch.device,
-        run: range | None = None,
+        mine: range | None = None,
     ) -> None:
         self.stages, self.tree = stages, stages.tree
         self.loss = loss
         self.num_rows = batch.num_rows
-        self.run = range(micro_batches) if run is None else run
+        self.mine = range(micro_batches) if mine is None else mine
         parts = cuts(len(batch), micro_batches)
         self.slices = [batch.rows(*part) for part in parts]
-        self.batches = {i: batch.cut(*parts[i]).to(device) for i in self.run}
+        self.batches = {i: batch.cut(*parts[i]).to(device) for i in self.mine}
         self.key = key
         self.spawn = spawn
         self.gradients = gradients
         self.dtype, self.device = stages.net.dtype, device
-        self.sums = {name: PairwiseSum(len(self.run)) for name in stages.facts}
+        self.sums = {name: PairwiseSum(len(self.mine)) for name in stages.facts}
         # The part of the examples that a member learns from, where the loss tells.
         members = self.tree.num_members
         self.share = min(1.0, (loss.winners or members) / members)
@@ -92,14 +92,14 @@ class TrainingStep:
         self._tapes: dict[tuple[str, int], Tape] = {}
         self._outputs: dict[int, dict[int, Value]] = defaultdict(dict)
         self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
-        self._roots_left = dict.fromkeys(self.run, len(stages.roots))
+        self._roots_left = dict.fromkeys(self.mine, len(stages.roots))
         self.totals: dict[tuple[int, int], float] = {}
         self.losses = torch.zeros(members, self.num_rows, dtype=self.dtype, device=self.device)
         self.assignment = torch.zeros_like(self.losses)
 
     def start(self) -> None:
         # Running statistics are updated in the order of the micro-batches, so these follow one another.
-        for i in self.run[:1] if self.stages.statistics else self.run:
+        for i in self.mine[:1] if self.stages.statistics else self.mine:
             if self.stages.roots:
                 self._spawn(PREPARE, i, None, self.prepare)
 
@@ -155,7 +155,7 @@ class TrainingStep:
 
     def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value, learn: Tensor | None = None) -> None:
         d_input, gradients = tape.backward(d_output, learn)
-        total = self.sums[node.name].add(i - self.run.start, gradients)
+        total = self.sums[node.name].add(i - self.mine.start, gradients)
         if total is not None:
             self.keep(node.name, total)
         if node.parent is not None:
@@ -164,7 +164,7 @@ class TrainingStep:
         with self._lock:
             self._roots_left[i] -= 1
             finished = self._roots_left[i] == 0
-        if finished and self.stages.statistics and i + 1 in self.run:
+        if finished and self.stages.statistics and i + 1 in self.mine:
             self._spawn(PREPARE, i + 1, None, self.prepare)
 
     # What goes from one stage to another.

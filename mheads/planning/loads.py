@@ -43,12 +43,12 @@ def counted_loads(job: Job, network: nn.Module, shape: tuple[int, ...], flops: f
     `network` is one member, whatever the size of the tree.
     """
     found = {}
-    for node, run, x in _runs(job.tree, network, torch.zeros(1, *shape, dtype=next(network.parameters()).dtype)):
-        cost = stage_costs(run, tuple(x.shape[1:]))["trunk"]
+    for node, piece, x in _pieces(job.tree, network, torch.zeros(1, *shape, dtype=next(network.parameters()).dtype)):
+        cost = stage_costs(piece, tuple(x.shape[1:]))["trunk"]
         backward = cost.step(node.parent is None) - cost.forward
         part = 1.0 if node.children else job.share
         found[node.layers] = StageLoad(
-            2 * cost.forward / flops, part * 2 * backward / flops, cost.output_floats, run.num_parameters()
+            2 * cost.forward / flops, part * 2 * backward / flops, cost.output_floats, piece.num_parameters()
         )
     return {name: found[node.layers] for name, node in job.tree.nodes.items()}
 
@@ -57,7 +57,7 @@ def measured_loads(job: Job, network: nn.Module, shape: tuple[int, ...], seconds
     """Loads on this machine: the best of a few timed micro-batches on one core.
 
     The update is that of SGD with momentum: with many parameters and few rows it matters. Counted loads leave it out.
-    Each distinct run of layers takes about `seconds`, or two turns if one takes longer.
+    Each distinct piece takes about `seconds`, or two turns if one takes longer.
     """
     keep_freed_memory()  # as the engine does
     threads = torch.get_num_threads()
@@ -65,26 +65,28 @@ def measured_loads(job: Job, network: nn.Module, shape: tuple[int, ...], seconds
     rows = -(-job.rows // job.micro_batches)
     found = {}
     try:
-        for node, run, x in _runs(job.tree, network, torch.randn(rows, *shape, dtype=next(network.parameters()).dtype)):
+        for node, piece, x in _pieces(
+            job.tree, network, torch.randn(rows, *shape, dtype=next(network.parameters()).dtype)
+        ):
             part = 1.0 if node.children else job.share
-            forward, backward, floats = _measure(run.train(), x, node.parent is not None, part, seconds)
+            forward, backward, floats = _measure(piece.train(), x, node.parent is not None, part, seconds)
             found[node.layers] = StageLoad(
-                forward / rows, backward / rows, floats // rows, run.num_parameters(), _measure_update(run)
+                forward / rows, backward / rows, floats // rows, piece.num_parameters(), _measure_update(piece)
             )
     finally:
         torch.set_num_threads(threads)
     return {name: found[node.layers] for name, node in job.tree.nodes.items()}
 
 
-def _runs(tree: Tree, network: nn.Module, x: Value) -> Iterator[tuple[Node, TreeNet, Value]]:
-    """Each distinct run of layers in the tree: a node that has it, a net of this one stage, and what it is given."""
+def _pieces(tree: Tree, network: nn.Module, x: Value) -> Iterator[tuple[Node, TreeNet, Value]]:
+    """Each distinct piece in the tree: a node that has it, a net of this one stage, and what it is given."""
     layers = dict(children(copy.deepcopy(network)))  # running a layer may change it: batch statistics, modes
     outputs: dict[tuple[str, ...], Value] = {(): x}
     for node in tree.nodes.values():
         if node.layers in outputs:
             continue
-        run = nn.Sequential(OrderedDict((name, layers[name]) for name in node.layers))
-        net = TreeNet(partial(_given, run), members=1)
+        piece = nn.Sequential(OrderedDict((name, layers[name]) for name in node.layers))
+        net = TreeNet(partial(_given, piece), members=1)
         given = outputs[tree.nodes[node.parent].layers if node.parent else ()]
         with torch.no_grad():
             outputs[node.layers] = net.eval().stage("trunk")(given)

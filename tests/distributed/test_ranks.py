@@ -40,7 +40,7 @@ SPREAD = {
     "3 ranks, explicit": (3, ["explicit"]),
     "3 ranks, auto": (3, ["placement=auto"]),
     "2 replicas": (2, ["replicas"]),
-    "2 replicas of 2 ranks, root reads": (4, ["replicas of 2", "data.reader=root"]),
+    "2 replicas of 2 ranks, the lead reads": (4, ["replicas of 2", "data.reader=lead"]),
 }
 
 

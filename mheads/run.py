@@ -1,0 +1,170 @@
+"""A trained ensemble, as Python has it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mheads import data as datasets
+from mheads.config import Config
+from mheads.data import ArraySplit
+from mheads.data.arrays import Unlabelled, as_side
+from mheads.data.dataset import DatasetSplit
+from mheads.errors import UserError
+from mheads.experiment import threads_engine
+from mheads.log import Log
+from mheads.measuring import all_answers, in_eval_mode, measure
+from mheads.prepared import Prepared, check, raw_examples
+from mheads.problems import Classification, Problem
+from mheads.run_folder import DataFacts, RunFolder
+from mheads.tree import TreeNet
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Temporary:
+    """A folder on disk that goes when the last run that lives in it does."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="mheads-"))
+        finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Temporary:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a pickled run is read elsewhere: what it needs is in memory
+
+
+@dataclass(frozen=True, repr=False)
+class Run:
+    """A trained ensemble, what training said of it, and its folder.
+
+    `history.steps` and `history.evaluations` are lists of plain dicts, as pandas.DataFrame takes them.
+    """
+
+    folder: Path
+    config: Config
+    net: TreeNet
+    data: DataFacts
+    result: Any  # metrics.Result, or what else the problem measures
+    summary: dict[str, Any]
+    history: Log = field(default_factory=Log)
+    _temporary: Temporary | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        config, result = self.config, self.result
+        members = f"{config.members} member{'s' if config.members > 1 else ''}"
+        split = "" if isinstance(config.split, int | None) else f", tree {config.split}"
+        loss = ", ".join([config.loss.name, *(f"{key}={value}" for key, value in config.loss.options.items())])
+        trained = f"{self.summary['iterations']:,} iterations in {self.summary['seconds']:.1f} s"
+        measured = ", ".join(f"{name} {text}" for name, text in result.headline().items())
+        measured += f" ({self.data.problem.unit or 'RMSE'} of {result.examples:,} examples)"
+        return (
+            f"Run: {members} of {config.model}{split}; {loss}; {trained}\n"
+            f"  {measured if result.examples else 'not evaluated yet'}\n"
+            f"  {self.folder if self.folder.exists() and not self._temporary else 'in memory, gone with this object'}"
+        )
+
+    def __post_init__(self) -> None:
+        # What `evaluate` warns of, since the net alone does not do it.
+        self.net.__dict__["preprocessing"] = str(self.data.preprocess)
+
+    @torch.inference_mode()
+    def predict(self, x: Any, side: Mapping[str, Any] | None = None) -> Tensor:
+        """Outputs (logits) [M, N, C] of raw examples, preprocessed as in training: images [N, C, H, W] or vectors.
+
+        `side` holds the side inputs of layers that take some, by name.
+        """
+        raw = raw_examples(x, self.data)
+        check(raw, self.data)
+        examples = Unlabelled(raw, as_side(side, len(raw), "the examples"))
+        with closing(threads_engine(self.config, self.net)) as engine, in_eval_mode([self.net]):
+            return all_answers(engine, examples, self.data.inputs, self.data.problem)[0]
+
+    def evaluate(self, x: Any, y: Any = None) -> Any:
+        """All metrics on raw examples and labels, preprocessed as in training.
+
+        x and y are arrays as `fit` takes them; without y, x is a pair of them, a list of pairs, a Dataset or a
+        DataLoader.
+        """
+        split, _ = labelled(x if y is None else (x, y), self.data.problem, "the examples")
+        if tuple(split.shape) != self.data.shape:
+            raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
+        self.data.check(split.survey("the examples"), "the examples")
+        with closing(threads_engine(self.config, self.net)) as engine, in_eval_mode([self.net]):
+            return measure(engine, split, self.data.inputs, self.data.problem)
+
+    def member(self, m: int) -> Prepared:
+        """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
+        return Prepared(self.net.member(m), self.data).eval()
+
+    def plot_ownership(self) -> Figure:
+        """Who owns which class of the test set."""
+        from mheads.report.figures import ownership_figure
+
+        return ownership_figure(np.asarray(self.result.ownership), self.data.problem.groups)
+
+    def plot_history(self) -> Figure:
+        """How the losses of training and the accuracies of the evaluations went."""
+        from mheads.report.figures import history_figure
+
+        measure = "accuracy, %" if self.data.problem.name == "classification" else "root mean square error"
+        return history_figure(*self.history, measure)
+
+
+def opened(
+    folder: RunFolder,
+    config: Config,
+    net: TreeNet,
+    warn: Callable[[str], None],
+    temporary: Temporary | None = None,
+) -> Run:
+    """The run in a folder, with its newest weights in the net; `warn` hears what is unfinished about it."""
+    weights = folder.load_weights(net, warn)
+    net.eval()
+    data = folder.read_data()
+    log = folder.read_log(weights.log)
+    if weights.final:
+        summary = folder.read_result()
+    else:
+        summary = {"problem": data.problem.name, "iterations": weights.iteration, "seconds": weights.seconds}
+        if log.evaluations:
+            newest = log.evaluations[-1]
+            warn(f"run.result is the evaluation at iteration {newest['iteration']}, on the {newest['split']} set")
+            summary = {key: value for key, value in newest.items() if key != "iteration"} | summary
+        else:
+            warn("run.result is NaN throughout: there was no evaluation yet; evaluate the run to have one")
+            summary |= data.problem.unknown(net.num_members).to_dict()
+    return Run(folder.path, config, net, data, data.problem.read_result(summary), summary, log, temporary)
+
+
+def labelled(given: Any, problem: Problem | None, where: str) -> tuple[ArraySplit | DatasetSplit, Problem]:
+    """Examples with targets of the problem, or of the one that they look like.
+
+    Labels that are names need a problem that knows them, since a test set may lack some.
+    """
+    split = datasets.as_source(given, where)
+    if not len(split):
+        raise UserError(f"{where}: there are no examples; give at least one")
+    if split.targets.dtype.kind == "U" and problem is None:
+        raise UserError(f"{where}: labels are names; say which number each class has, classes=[...] in that order")
+    split.survey(where)
+    classes = problem.classes if isinstance(problem, Classification) else None
+    splits, found = datasets.posed({where: split}, classes)
+    if problem is not None and type(found) is not type(problem):
+        raise UserError(f"{where}: targets for {found.name}, but this is {problem.name}")
+    found = problem or found
+    found.check_targets(splits[where].targets, where)
+    return splits[where], found

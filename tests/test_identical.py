@@ -138,15 +138,18 @@ def test_a_loss_of_ones_own_that_fails_is_said_before_a_run_is_made(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_outputs_that_are_no_tensor_need_a_loss_of_their_own():
+def test_outputs_that_are_no_tensor_are_taught_by_their_answer():
     class Named(nn.Module):
         def forward(self, x):
-            return {"scores": x}
+            return {"scores": x, "more": x.square()}
 
     def factory():
         return nn.Sequential(OrderedDict(a=nn.Linear(4, 3), named=Named()))
 
-    with pytest.raises(UserError, match=r"gives a dict.*a loss of your own"):
-        mheads.fit(TreeNet(factory, members=2), **DATA)
-    own = losses.Loss("mine", lambda outputs, y: losses.cross_entropies(outputs["scores"], y))
-    mheads.fit(TreeNet(factory, members=2), own, **DATA)
+    def plain():
+        return nn.Sequential(OrderedDict(a=nn.Linear(4, 3)))
+
+    nets = [TreeNet(made, members=2) for made in (factory, plain)]
+    runs = [mheads.fit(net, losses.mcl(k=1), **DATA) for net in nets]
+    assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    assert runs[0].result == runs[1].result

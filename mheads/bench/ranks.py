@@ -66,7 +66,7 @@ class RemoteRanks:
     """The ranks, by their pipes. `bandwidth` is what they measured between them, in bytes a second."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         job = uuid.uuid4().hex
         self._pipes: list[Connection] = []
         self._processes = []

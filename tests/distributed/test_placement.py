@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mheads import UserError
-from mheads.distributed.placement import Placement, default, explicit, meshes, spread
+from mheads.distributed.placement import default, explicit, meshes, spread
 from mheads.engine.sums import divides_evenly
 from mheads.tree import Layer, parse
 
@@ -37,7 +37,8 @@ def test_every_stage_has_a_rank_and_every_rank_of_the_mesh_a_stage(tree, ranks, 
     placement = default(tree, ranks, micro_batches)
     assert list(placement.stages) == list(tree.nodes)
     assert set(placement.stages.values()) == set(range(placement.slots))
-    assert placement.ranks <= ranks
+    used = [slots * replicas for slots, replicas in meshes(len(tree.nodes), ranks, micro_batches)]
+    assert placement.ranks == max(used) <= ranks
     assert divides_evenly(micro_batches, placement.replicas)
     owned = [name for rank in range(placement.slots) for name in placement.owned(rank)]
     assert sorted(owned) == sorted(tree.nodes)
@@ -46,12 +47,6 @@ def test_every_stage_has_a_rank_and_every_rank_of_the_mesh_a_stage(tree, ranks, 
         for stage in placement.owned(rank):
             assert placement.rank(stage, placement.replica(rank)) == rank
     assert placement.owned(placement.ranks) == []
-
-
-@given(trees, st.integers(1, 12), st.integers(1, 12))
-def test_no_mesh_uses_more_ranks_than_the_default(tree, ranks, micro_batches):
-    used = default(tree, ranks, micro_batches).ranks
-    assert used == max(slots * replicas for slots, replicas in meshes(len(tree.nodes), ranks, micro_batches))
 
 
 @given(trees, st.integers(1, 12))
@@ -68,22 +63,21 @@ def test_slots_hold_runs_of_about_the_same_number_of_layers(tree, slots):
     assert max(sizes) <= sum(sizes) / slots + largest
 
 
-def test_the_trunk_has_a_rank_of_its_own_where_there_are_enough():
-    placement = default(parse({"a": 4}, LAYERS), 5, 4)
-    assert placement == Placement({"trunk": 0, "a/0": 1, "a/1": 2, "a/2": 3, "a/3": 4}, 5)
+SPREAD = {
+    "the trunk has a rank of its own where there are enough": ({"a": 3}, 4, {"trunk": 0, "a/0": 1, "a/1": 2, "a/2": 3}),
+    "the first members are together, the last beside it": ({"a": 3}, 2, {"trunk": 0, "a/0": 1, "a/1": 1, "a/2": 0}),
+    "subtrees stay together": (
+        {"a": [{"b": 2}, {"b": 2}]}, 2,
+        {"trunk": 0, "a/0": 1, "a/0/b/0": 1, "a/0/b/1": 1, "a/1": 0, "a/1/b/0": 0, "a/1/b/1": 0},
+    ),
+    "independent members are dealt out in order": (5, 3, {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2}),
+}  # fmt: skip
 
 
-def test_the_first_members_are_together_and_the_last_beside_the_trunk():
-    assert spread(parse({"a": 4}, LAYERS), 2) == {"trunk": 0, "a/0": 1, "a/1": 1, "a/2": 0, "a/3": 0}
-
-
-def test_subtrees_stay_together():
-    held = spread(parse({"a": [{"b": 3}, {"b": 3}]}, LAYERS), 2)
-    assert {name for name, slot in held.items() if slot == 1} == {"a/0", "a/0/b/0", "a/0/b/1", "a/0/b/2"}
-
-
-def test_independent_members_are_dealt_out_in_order():
-    assert spread(parse(5, LAYERS), 3) == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2}
+@pytest.mark.parametrize("rule", SPREAD)
+def test_stages_are_spread_by_rules(rule):
+    spec, slots, expected = SPREAD[rule]
+    assert spread(parse(spec, LAYERS), slots) == expected
 
 
 def test_ranks_that_are_left_hold_replicas():
@@ -127,3 +121,11 @@ def test_a_placement_that_cannot_be_is_refused(given, ranks, parts):
 def test_there_must_be_a_rank():
     with pytest.raises(UserError, match="at least 1 rank"):
         default(parse(2, LAYERS), 0, 4)
+
+
+@pytest.mark.parametrize("argument", ["placement=fast", "data.reader=all", "timeout=0"])
+def test_a_key_about_ranks_that_cannot_be_is_refused_in_one_process_as_well(argument, mheads):
+    done = mheads("config", "digits", argument)
+    key, _, value = argument.partition("=")
+    assert done.code == 2
+    assert f"{key} = " in done.err and value in done.err

@@ -4,37 +4,26 @@ import os
 import random
 import socket
 import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 from commands import TINY, Running, assert_same_run
 from test_meeting import by_hand, by_mpirun
 
-LOOPBACK, ANY = "0100007F", ("00000000", "0" * 32)
+LOOPBACK = "0100007F"
 STORE = (0x3C85F7CE).to_bytes(4, "little")  # how a client of torch's store begins, after the number of its question
 
 
 def listening(pids):
     """(address, port) at which these processes listen, the address as Linux writes it."""
     sockets = set()
-    for pid in pids:
-        try:
-            handles = os.listdir(f"/proc/{pid}/fd")
-        except OSError:
-            continue
-        for handle in handles:
-            try:
-                sockets.add(os.readlink(f"/proc/{pid}/fd/{handle}"))
-            except OSError:
-                continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/net/{table}") as file:
-            for line in file.read().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                    address, _, port = fields[1].partition(":")
-                    found.add((address, int(port, 16)))
-    return found
+    for handle in (path for pid in pids for path in Path(f"/proc/{pid}/fd").glob("*")):
+        with suppress(OSError):
+            sockets.add(os.readlink(handle))
+    lines = [line.split() for table in ("tcp", "tcp6") for line in Path("/proc/net", table).read_text().splitlines()]
+    places = [line[1].split(":") for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
+    return {(address, int(port, 16)) for address, port in places}
 
 
 class Stranger:
@@ -47,20 +36,17 @@ class Stranger:
         self._thread.start()
 
     def _annoy(self):
-        kept = []
-        while not self._stop.wait(0.005):
-            for address, port in listening(self.pids):
-                self.seen.add(address)
-                try:
-                    kept.append(socket.create_connection(("127.0.0.1", port), timeout=0.2))
-                    kept[-1].sendall(self._rubbish())
-                    self.sent += 1
-                    if self.rng.random() < 0.5:
-                        kept.pop().close()
-                except OSError:
-                    continue
-        for connection in kept:
-            connection.close()
+        with ExitStack() as kept:
+            while not self._stop.wait(0.005):
+                for address, port in listening(self.pids):
+                    self.seen.add(address)
+                    with suppress(OSError):
+                        connection = socket.create_connection(("127.0.0.1", port), timeout=0.2)
+                        kept.enter_context(connection)
+                        connection.sendall(self._rubbish())
+                        self.sent += 1
+                        if self.rng.random() < 0.5:
+                            connection.close()
 
     def _rubbish(self):
         rng = self.rng

@@ -1,6 +1,5 @@
 """Frames between real processes, and what gloo would do to them."""
 
-import threading
 import weakref
 from collections import namedtuple
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from worlds import run_world
 
 from mheads.distributed import wire
-from mheads.distributed.wire import Frame, Outbox, PeerError, post, take
+from mheads.distributed.wire import HEADER, Frame, Outbox, PeerError, post, take
 
 Boxes = namedtuple("Boxes", "scores deltas")
 
@@ -92,53 +91,42 @@ def scramble(rank):
     """A channels-last tensor through torch.distributed itself, and through a frame."""
     x = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
     if rank == 0:
-        try:
+        with pytest.raises((RuntimeError, ValueError)):
             dist.send(x, 1, tag=9)
-            refused = False
-        except (RuntimeError, ValueError):
-            refused = True
         dist.broadcast(x, 0)
         post(Frame(None, x), 1).wait()
-        return refused
+        return x, x
     buffer = torch.zeros(1, 2, 3, 4)
     dist.broadcast(buffer, 0)
     return buffer, take(0).value
 
 
 def test_a_channels_last_tensor_is_neither_refused_nor_scrambled():
-    refused, (theirs, ours) = run_world(2, scramble)
-    x = torch.arange(24.0).view(1, 2, 3, 4)
-    assert refused, "torch's send now takes channels-last tensors: mend the docstring of wire.py"
-    assert not torch.equal(theirs, x), "torch's broadcast no longer scrambles: mend the docstring of wire.py"
+    """If torch itself no longer refuses (`send`) or scrambles (`broadcast`) it, mend the docstring of wire.py."""
+    (x, _), (theirs, ours) = run_world(2, scramble)
+    assert not torch.equal(theirs, x)
     assert torch.equal(ours, x)
     assert ours.is_contiguous(memory_format=torch.channels_last)
 
 
-def from_threads(rank):
-    """Two threads on each rank, each with a tag of its own, 50 frames each way."""
-    got = {}
-
-    def talk(tag):
-        other = 1 - rank
-        posted = [post(Frame(i, torch.full((i + 1, 3), float(tag + i))), other, tag=tag) for i in range(50)]
-        got[tag] = [take(other, tag=tag) for _ in range(50)]
-        for under_way in posted:
-            under_way.wait()
-
-    threads = [threading.Thread(target=talk, args=(tag,)) for tag in (1000, 2000)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return all(
-        frame.key == i and torch.equal(frame.value, torch.full((i + 1, 3), float(tag + i)))
-        for tag in (1000, 2000)
-        for i, frame in enumerate(got[tag])
-    )
+def without_payload(rank):
+    value = {"image": torch.ones(3, 5, 8, 9).to(memory_format=torch.channels_last), "rows": torch.ones(7).long()}
+    if rank == 0:
+        under_way = [post(Frame("full", value), 1), post(Frame("bare", value), 1, payload=False)]
+        for posted in under_way:
+            posted.wait()
+        return [posted.num_bytes for posted in under_way]
+    return [take(0), take(0)]
 
 
-def test_frames_of_two_threads_do_not_mix():
-    assert run_world(2, from_threads) == [True, True]
+def test_a_payload_that_is_left_out_is_not_sent_and_arrives_as_zeros():
+    sizes, (full, bare) = run_world(2, without_payload)
+    assert sizes == [HEADER + 4 * 3 * 5 * 8 * 9 + 8 * 7, HEADER]
+    assert (full.key, bare.key) == ("full", "bare")
+    for name, tensor in full.value.items():
+        zeros = bare.value[name]
+        assert (zeros.shape, zeros.stride(), zeros.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+        assert tensor.all() and not zeros.any()
 
 
 def keep(rank):

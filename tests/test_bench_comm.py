@@ -2,24 +2,19 @@
 
 import io
 import json
-import threading
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from matplotlib.image import imread
 from rich.console import Console
-from worlds import run_world
 
 from mheads.bench import comm, ranks, report, suites
 from mheads.bench.comm import CAFFENET, CIFAR10_QUICK, Network, best_loads, exposed, fit
 from mheads.bench.measure import Times
 from mheads.bench.ranks import RANKS
-from mheads.distributed.comm import Courier
 from mheads.distributed.placement import default
-from mheads.distributed.wire import HEADER, Frame, post, take
 from mheads.models import INPUT_SHAPES, MODELS
 from mheads.planning.job import Cluster, Job
 from mheads.planning.loads import StageLoad
@@ -51,51 +46,6 @@ def test_floats_over_the_wire_are_those_of_the_shared_layer(network):
         (edge,) = traffic(case.job, loads, placement)
         # Once there, however many members are; and back once, since those that are there are the first ones.
         assert edge.forward == edge.backward == network.rows * FLOATS[network.model][split]
-
-
-def frames_without_payload(rank):
-    value = {"image": torch.ones(3, 5, 8, 9).to(memory_format=torch.channels_last), "rows": torch.ones(7).long()}
-    if rank == 0:
-        under_way = [post(Frame("full", value), 1), post(Frame("bare", value), 1, payload=False)]
-        for posted in under_way:
-            posted.wait()
-        return [posted.num_bytes for posted in under_way]
-    return [take(0), take(0)]
-
-
-def courier_without_payload(rank):
-    found, both = [], threading.Semaphore(0)
-
-    def handle(key, value):
-        found.append((key[0], value.sum().item(), tuple(value.shape)))
-        both.release()
-
-    courier = Courier(rank, [1 - rank], lambda peer, error: None)
-    courier.listen("x", handle)
-    for payload in (False, True):
-        courier.payload = payload
-        courier.send(1 - rank, ["x", payload], torch.ones(60, 50))
-    for _ in range(2):
-        both.acquire(timeout=20)
-    courier.close()
-    dist.barrier()
-    return found
-
-
-def test_a_payload_that_is_left_out_is_not_sent_and_arrives_as_zeros():
-    (full, bare), (first, second) = run_world(2, frames_without_payload)
-    assert bare == HEADER
-    assert full == HEADER + 4 * 3 * 5 * 8 * 9 + 8 * 7
-    assert (first.key, second.key) == ("full", "bare")
-    for name, tensor in first.value.items():
-        zeros = second.value[name]
-        assert (zeros.shape, zeros.stride(), zeros.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
-        assert tensor.all() and not zeros.any()
-
-
-def test_a_courier_leaves_payloads_out_as_long_as_it_is_told_to():
-    for found in run_world(2, courier_without_payload):
-        assert found == [(False, 0.0, (60, 50)), (True, 3000.0, (60, 50))]
 
 
 def test_a_tiny_run_of_all_of_it(tmp_path, monkeypatch):

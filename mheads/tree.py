@@ -15,7 +15,7 @@ import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -187,6 +187,11 @@ class Stage(nn.Sequential):
         return x
 
 
+@cache
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
 def canonical(x: Tensor) -> Tensor:
     """The tensor with canonical strides: channels-last for images, contiguous otherwise.
 
@@ -197,7 +202,7 @@ def canonical(x: Tensor) -> Tensor:
         _, c, h, w = x.shape
         strides: tuple[int, ...] = (h * w * c, 1, w * c, c)
     else:
-        strides = torch.empty(x.shape, device="meta").stride()
+        strides = _contiguous(x.shape)
     if x.stride() == strides:
         return x
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)

@@ -7,6 +7,7 @@ is not zero; a tape may leave out the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -37,13 +38,14 @@ class Tape(Protocol):
 class Context:
     """What a stage runs in: the key of its dropout masks, which are drawn for all rows of the micro-batch and cut to
     `rows`, side inputs, whether anybody wants the gradient of its input, and, where the engine has looked already,
-    whether all its layers are known to `sliced`."""
+    the stage's trainable parameters and whether all its layers are known to `sliced`."""
 
     key: tuple[int | str, ...]
     num_rows: int
     side: dict[str, Value]
     input_gradient: bool
     rows: Tensor | None = None
+    parameters: Sequence[Tensor] | None = None
     known: bool | None = None
 
     def masks(self) -> AbstractContextManager[None]:
@@ -73,7 +75,7 @@ class AutogradTape:
     """Any stage; all rows are taken back."""
 
     def __init__(self, stage: Stage, x: Value, context: Context) -> None:
-        self.parameters = trainable(stage)
+        self.parameters = trainable(stage) if context.parameters is None else context.parameters
         self.input = values.map_leaves(Tensor.detach, x)
         self.wanted: list[Tensor] = []
         if context.input_gradient:
@@ -132,7 +134,7 @@ class SlicedTape:
     """Stages of known layers: the one forward keeps what each layer needs, and only the rows that learn go back."""
 
     def __init__(self, stage: Stage, x: Tensor, context: Context) -> None:
-        self.parameters = trainable(stage)
+        self.parameters = trainable(stage) if context.parameters is None else context.parameters
         self.input_gradient = context.input_gradient
         with torch.no_grad(), context.masks():
             output, self._backwards = sliced.forward(stage, x)

@@ -96,6 +96,7 @@ class TrainingStep:
         self.totals: dict[tuple[int, int], float] = {}
         self.losses = torch.zeros(members, self.num_rows, dtype=self.dtype, device=self.device)
         self.assignment = torch.zeros_like(self.losses)
+        self._of_mean = self.losses.new_ones(()) / max(1, self.num_rows)  # the gradient of the rows' mean by their sum
 
     def start(self) -> None:
         # Running statistics are updated in the order of the micro-batches, so these follow one another.
@@ -124,7 +125,7 @@ class TrainingStep:
             rows = Rows.where(batch.prior[node.members[0]] > 0, exactly=facts.mixing)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
         wanted = node.parent is not None
-        context = Context(key, num_rows, batch.side_inputs(), input_gradient=wanted, known=facts.known)
+        context = Context(key, num_rows, batch.side_inputs(), wanted, None, facts.parameters, facts.known)
         share = self.share if by_row and not facts.mixing else 1.0
         tape = record(facts.module, x, context, rows, share)
         if node.children:
@@ -220,7 +221,7 @@ class TrainingStep:
         batch = self.batches[i]
         which = slice(None) if member is None else slice(member, member + 1)
         with torch.enable_grad():
-            stacked = values.map_leaves(lambda *parts: torch.stack(parts).requires_grad_(), *outputs)
+            stacked = values.map_leaves(_together, *outputs)
             value = self.loss(
                 stacked,
                 batch.targets,
@@ -228,7 +229,7 @@ class TrainingStep:
                 None if batch.ties is None else batch.ties[which],
             )
             leaves = values.leaves(stacked)
-            gradients = torch.autograd.grad(value.total / max(1, self.num_rows), leaves, allow_unused=True)
+            gradients = torch.autograd.grad(value.total, leaves, self._of_mean.to(value.total), allow_unused=True)
         self.totals[member or 0, i] = value.total.item()
         self.losses[which, self.slices[i]] = value.losses
         self.assignment[which, self.slices[i]] = value.assignment
@@ -293,6 +294,11 @@ class ForwardPass:
             parts = [self._outputs[m] for m in range(self.stages.tree.num_members)]
             self._outputs = {}
             self.outputs = values.map_leaves(lambda *ts: torch.stack(ts), *parts)
+
+
+def _together(*members: Tensor) -> Tensor:
+    """The outputs of members, M first, where a gradient begins."""
+    return (members[0].unsqueeze(0).detach() if len(members) == 1 else torch.stack(members)).requires_grad_()
 
 
 def add_in_order(*terms: Tensor) -> Tensor:

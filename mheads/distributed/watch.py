@@ -42,7 +42,7 @@ class Watch:
         self.rank, self.timeout = rank, timeout
         self.failure: RankFailure | None = None
         self.over = threading.Event()  # nothing is a failure any more
-        self._ending = False  # whoever meets a failure says so
+        self.ending = False  # this rank says itself why it ends
         self._lock = threading.Lock()
         self.tell()
         self._store = store
@@ -101,10 +101,6 @@ class Watch:
         if tell is not None:
             tell(self.failure)
 
-    def silence(self) -> None:
-        """This rank ends, and says why itself."""
-        self._ending = True
-
     def end(self) -> None:
         """All have done all: whatever becomes of a rank from here on is no failure."""
         self.over.set()
@@ -112,7 +108,7 @@ class Watch:
             thread.join(PATIENCE)
 
     def _leave_anyhow(self) -> None:
-        if not self._ending:
+        if not self.ending:
             if sys.stdout.isatty():
                 print("\x1b[?25h", end="")  # a progress bar has hidden the cursor
             name = f"rank {self.rank} " if self.rank else ""

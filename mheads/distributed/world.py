@@ -206,7 +206,7 @@ class World:
 
     def abort(self, error: BaseException) -> bool:
         """Tells the others why this rank ends. Whether this rank should say so itself: not if the lead does."""
-        self.watch.silence()
+        self.watch.ending = True
         if isinstance(error, RankFailure):
             return True
         text = str(error) or type(error).__name__

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
-
-import numpy as np
-import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
 from mheads import config as configs
 from mheads import experiment as experiments
-from mheads import problems
 from mheads.config import Config
-from mheads.data import Data, Preprocess
 from mheads.data.batch import Batches
-from mheads.data.split import Beside
 from mheads.device import default_workers, resolve
 from mheads.distributed.placement import Placement
-from mheads.distributed.ranks import RanksEngine, ReceivedStream, SendingStream, inputs_needed
+from mheads.distributed.ranks import RanksEngine
+from mheads.distributed.reading import ReceivedStream, SendingStream, absent_data, facts_of, inputs_needed
 from mheads.distributed.world import World
 from mheads.engine.engine import Engine
 from mheads.experiment import Experiment
@@ -74,11 +66,11 @@ def build(config: Config, world: World) -> RanksExperiment:
     net = experiments.build_net(config, only=placement.owned(world.rank))
     world.compare("start", {"init": experiments.donor_digest(config.init) or config.init})
     if config.data.reader == "lead" and not world.lead:
-        absent = _absent_data(world)
+        absent = absent_data(world)
         return RanksExperiment(config, net, loss.on(absent.problem), absent, None, world, placement)
     data = experiments.load_data(config)
     if config.data.reader == "lead":
-        world.share("data", lambda: _facts(data))
+        world.share("data", lambda: facts_of(data))
     else:
         world.compare("data", {"data checksum": data.fingerprint})
     checked = experiments.assemble(config, net, loss, data)
@@ -101,46 +93,3 @@ def place(config: Config, world: World) -> Placement:
         return {"stages": dict(found.stages), "slots": found.slots, "replicas": found.replicas}
 
     return Placement(**world.share("placement", decide))
-
-
-def _facts(data: Data) -> dict:
-    return {
-        "name": data.name,
-        "problem": data.problem.to_dict(),
-        "scale": data.preprocess.scale,
-        "tensors": base64.b64encode(save_tensors(data.preprocess.tensors())).decode(),
-        "shape": list(data.train.shape),
-        "fingerprint": data.fingerprint,
-        "train": len(data.train),
-        "test": len(data.test),
-    }
-
-
-def _absent_data(world: World) -> Data:
-    """What is known of data that only the lead reads."""
-    facts = world.share("data", dict)
-    preprocess = Preprocess.from_tensors(load_tensors(base64.b64decode(facts["tensors"])), facts["scale"])
-    shape = tuple(facts["shape"])
-    train, test = (AbsentSplit(facts[name], shape) for name in ("train", "test"))
-    problem = problems.from_dict(facts["problem"])
-    return Data(facts["name"], train, test, problem, preprocess, facts["fingerprint"])
-
-
-class AbsentSplit:
-    """Examples that are on another rank."""
-
-    def __init__(self, length: int, shape: tuple[int, ...]) -> None:
-        self.targets = np.zeros(length, np.int64)
-        self.shape = shape
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
-        raise AssertionError("data.reader is lead: only rank 0 reads")
-
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
-        raise AssertionError("data.reader is lead: only rank 0 reads")
-
-    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        return None

@@ -1,7 +1,7 @@
 """Which rank holds which stage.
 
 A mesh of replicas x slots: rank = replica * slots + slot. Each replica holds the whole tree, its stages spread over the
-slots, and takes an equal run of the micro-batches. Ranks beyond the mesh have nothing to do.
+slots, and takes an equal share of the micro-batches. Ranks beyond the mesh have nothing to do.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Placement:
         return self.rank(tree.roots[0].name, replica)
 
 
-def first_run(slots: Sequence[int]) -> int:
+def num_first_together(slots: Sequence[int]) -> int:
     """How many of the first children of a stage are in one place: their gradients can be added there."""
     return len(list(itertools.takewhile(lambda slot: slot == slots[0], slots)))
 
@@ -72,29 +72,29 @@ def meshes(num_stages: int, ranks: int, micro_batches: int) -> list[tuple[int, i
 
 
 def spread(tree: Tree, slots: int) -> dict[str, int]:
-    """Stages in consecutive runs, one a slot, of about the same number of layers: all that a tree knows about work.
+    """Consecutive stages in one group per slot, of about the same number of layers: all that a tree knows about work.
 
-    Children come before their parent in these runs. So subtrees stay together, and the trunk is beside the last
+    Children come before their parent in these groups. So subtrees stay together, and the trunk is beside the last
     members: gradients are added in member order, and the first members', where they are together, before they are sent.
     """
     if slots >= len(tree.nodes):
         return {name: i for i, name in enumerate(tree.nodes)}
     queue = list(_children_first(tree))
     left = sum(len(node.layers) for node in queue)
-    runs: list[list[str]] = []
+    groups: list[list[str]] = []
     for more in range(slots - 1, -1, -1):  # slots to fill after this one
         share, size = left / (more + 1), 0
-        run: list[str] = []
+        group: list[str] = []
         # A stage goes where its middle falls, but every slot gets one.
-        while len(queue) > more and (not run or not more or size + len(queue[0].layers) / 2 <= share):
+        while len(queue) > more and (not group or not more or size + len(queue[0].layers) / 2 <= share):
             node = queue.pop(0)
             size += len(node.layers)
-            run.append(node.name)
+            group.append(node.name)
         left -= size
-        runs.append(run)
-    first = next(i for i, run in enumerate(runs) if tree.roots[0].name in run)
-    runs.insert(0, runs.pop(first))
-    slot_of = {name: slot for slot, run in enumerate(runs) for name in run}
+        groups.append(group)
+    first = next(i for i, group in enumerate(groups) if tree.roots[0].name in group)
+    groups.insert(0, groups.pop(first))
+    slot_of = {name: slot for slot, group in enumerate(groups) for name in group}
     return {name: slot_of[name] for name in tree.nodes}
 
 

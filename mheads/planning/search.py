@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mheads.distributed.placement import Placement, default, first_run, meshes, spread
+from mheads.distributed.placement import Placement, default, meshes, num_first_together, spread
 from mheads.planning.job import Cluster, Job
 from mheads.planning.loads import StageLoad
 from mheads.planning.simulation import Simulation
@@ -40,7 +40,7 @@ def traffic(job: Job, loads: Mapping[str, StageLoad], placement: Placement) -> l
         held = [slot[child] for child in node.children]
         for target in sorted(set(held) - {slot[name]}):
             # The first children, where they are together, add their gradients before they send.
-            messages = held.count(target) - (first_run(held) - 1 if target == held[0] else 0)
+            messages = held.count(target) - (num_first_together(held) - 1 if target == held[0] else 0)
             edges.append(Edge(name, slot[name], target, size, messages * size))
         loss = slot[tree.roots[0].name]
         if not node.children and not job.separable and slot[name] != loss:

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 
-from mheads.distributed.placement import Placement, first_run
+from mheads.distributed.placement import Placement, num_first_together
 from mheads.engine.tasks import BACKWARD, FORWARD, LOSS, cuts
 from mheads.planning.job import Job
 from mheads.planning.loads import StageLoad
@@ -101,7 +101,7 @@ class _Replica:
             for child in children:
                 where[held[child]].append(child)
             self.where.append(where)
-            first = first_run([held[child] for child in children])
+            first = num_first_together([held[child] for child in children])
             for child in children[:first]:
                 self.together[child] = first
         slots = placement.slots

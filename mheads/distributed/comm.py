@@ -1,4 +1,4 @@
-"""The traffic of a process: frames to and from other ranks, whatever the order in which they come.
+"""The traffic of a process: frames to and from other ranks, in any order.
 
 A frame's key begins with the channel that it is for: a step, an evaluation, ... A channel hands its frames to a
 listener; what comes before anybody listens waits. Frames of one pair of ranks stay in order, and no two threads send to
@@ -52,7 +52,7 @@ class Courier:
             self._outbox.put(posted)
 
     def listen(self, channel: str, handler: Handler) -> None:
-        """From now on `handler(rest of the key, value)` gets the frames of a channel, on whichever thread."""
+        """From now on `handler(rest of the key, value)` gets the frames of a channel, on any thread."""
         while True:
             with self._lock:
                 frames = self._waiting.pop(channel, [])

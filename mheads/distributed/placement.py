@@ -51,7 +51,7 @@ def num_first_together(slots: Sequence[int]) -> int:
 
 
 def default(tree: Tree, ranks: int, micro_batches: int) -> Placement:
-    """The trunk on the first rank and the branches spread over the others, several a rank if ranks are few.
+    """The trunk on the first rank and the branches spread over the others, several per rank if ranks are few.
 
     With more ranks than stages, as many replicas as fit the ranks and the micro-batches.
     """

@@ -110,7 +110,7 @@ class RanksEngine(ThreadsEngine):
         return report
 
     def hear(self, channel: str, count: int) -> list[tuple[list[Any], Value]]:
-        """The next `count` frames of a channel."""
+        """Waits for the next `count` frames of a channel."""
         found: list[tuple[list[Any], Value]] = []
 
         def handle(key: list[Any], value: Value) -> None:
@@ -124,7 +124,7 @@ class RanksEngine(ThreadsEngine):
         return found
 
     def _call(self, what: str) -> str:
-        """A channel of its own for each use; all ranks come to the same ones in the same order."""
+        """Names a new channel for each use; all ranks use the same names in the same order."""
         self._calls[what] += 1
         return f"{what} {self._calls[what]}"
 

@@ -50,10 +50,10 @@ class Among:
 
 @contextmanager
 def session(console: Console, timeout: float | None = None) -> Iterator[Alone | Among]:
-    """One process, or a rank of the world that a launcher started. Ranks have `timeout` seconds to come.
+    """Gives a world of one process, or this rank of the world that a launcher started, which meets in `timeout` seconds.
 
-    Whatever ends this rank inside is told to the others. A mistake that all ranks find is printed once; what one rank
-    alone meets is printed with its number.
+    An error inside ends this rank, and the others are told of it. An error that all ranks find is printed once; one
+    that a single rank meets is printed with its number.
     """
     launch = detect()
     if launch is None and (advice := hint()):

@@ -50,7 +50,7 @@ class RankStep(TrainingStep):
         return slice(member, member + 1) if self.loss.separable else slice(None), self.slices[i]
 
     def receive(self, key: list[Any], value: Value) -> None:
-        """What another rank handed on."""
+        """Takes a message of another rank, and does with it what the tasks here would do with a value of their own."""
         value = moved(value, self.device)
         kind, *rest = key
         if kind == "down":
@@ -173,7 +173,7 @@ class RankPass(ForwardPass):
         self.replica = index % self.placement.replicas
 
     def begin(self) -> None:
-        """Said by the lead."""
+        """Starts this batch, by a message to each rank that has a root; the lead calls it."""
         roots = {self.placement.rank(root.name, self.replica) for root in self.stages.tree.roots}
         for rank in sorted(roots - {self.me}):
             self._send(rank, ["start", self.index], self._batch() if self.engine.lead_reads else None)
@@ -214,5 +214,5 @@ class RankPass(ForwardPass):
 
 
 def moved(value: Value, device: torch.device) -> Value:
-    """What came over the wire, which brings it to the CPU, on the device of this rank."""
+    """Moves a received value, which arrives on the CPU, to the device of this rank."""
     return value if value is None or device.type == "cpu" else values.map_leaves(lambda t: t.to(device), value)

@@ -61,7 +61,7 @@ class Watch:
         progress: Callable[[], int] = int,
         busy: Callable[[], bool] = bool,
     ) -> None:
-        """What the beat tells of whoever works here, and who is told of a failure."""
+        """Says whose progress the beat reports, and which function hears of a failure."""
         self._progress, self._busy = progress, busy
         with self._lock:
             self._on_failure = fail
@@ -79,7 +79,7 @@ class Watch:
             self.report(rank, str(error))
 
     def report(self, rank: int, reason: str) -> None:
-        """A fault, written down for all unless there is one: everybody ends with the first."""
+        """Writes a fault down for all ranks, unless there is one already: all end with the first."""
         self.fail(*self.write_down(rank, reason))
 
     def write_down(self, rank: int, reason: str) -> tuple[int, str]:
@@ -102,7 +102,7 @@ class Watch:
             tell(self.failure)
 
     def end(self) -> None:
-        """All have done all: whatever becomes of a rank from here on is no failure."""
+        """Ends the watch when all ranks are done: from here on the end of a rank is not a failure."""
         self.over.set()
         for thread in self._threads:
             thread.join(PATIENCE)
@@ -196,7 +196,7 @@ class Seen:
 
 
 def ask(store: Any, question: Callable[[Any], T], seconds: float = 3.0) -> T | None:
-    """The answer, or None: asked in a thread of its own, since one may never come."""
+    """Asks the store in a thread of its own, since an answer may never come; None if it does not come in time."""
     answers: list[T] = []
 
     def run() -> None:

@@ -82,7 +82,7 @@ def post(frame: Frame, to: int, tag: int = 0, payload: bool = True) -> Posted:
 
 
 def take(source: int, tag: int = 0, timeout: float | None = None) -> Frame:
-    """The next frame from a rank, waited for; `timeout` in seconds, the group's own if None."""
+    """Waits for the next frame from a rank; `timeout` in seconds, the group's own if None."""
     header = torch.empty(HEADER, dtype=torch.uint8)
     _wait(_receive(header, source, tag), source, timeout)
     end = 4 + int.from_bytes(header[:4].numpy().tobytes(), "big")
@@ -235,7 +235,7 @@ def _build(form: Any, tensors: list[Tensor]) -> Value:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one run of memory, in whatever order of dimensions."""
+    """Whether its elements fill one block of memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((r, s) for r, s in zip(tensor.stride(), tensor.shape, strict=True) if s > 1):
         if stride != expected:

@@ -95,7 +95,7 @@ class World:
         return self.courier
 
     def bandwidth(self) -> float:
-        """Bytes a second between the first rank and the last, measured there and back by these two; others get 0."""
+        """Measures bytes per second between the first rank and the last, there and back; the other ranks get 0."""
         last, block = self.size - 1, torch.zeros(1 << 20)
         other = {0: last, last: 0}.get(self.rank)
         if other is None:

@@ -42,7 +42,7 @@ FOUND = {
     "torchrun on each host of mpirun": ({**OPEN_MPI, **TORCHRUN}, BY_TORCHRUN),
     "torchrun in a batch script": ({**SBATCH, **TORCHRUN, "GROUP_WORLD_SIZE": "1"}, BY_TORCHRUN),
     "torchrun among leftovers": ({**TORCHRUN, "PMI_RANK": "7"}, BY_TORCHRUN),
-    "by hand, a process a host": (BY_HAND, Launch("env", 1, 4, 0, False, "n1", 29511)),
+    "by hand, one process per host": (BY_HAND, Launch("env", 1, 4, 0, False, "n1", 29511)),
     "by hand, all here": ({**BY_HAND, "MASTER_ADDR": "localhost"}, Launch("env", 1, 4, 0, True, "localhost", 29511)),
     "by hand in a step of one task": (
         {**SRUN_HERE, **BY_HAND, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"},

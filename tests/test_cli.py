@@ -117,7 +117,7 @@ def test_longer_training_has_a_folder_of_its_own_unless_one_is_named(mheads, tmp
         (["loss={name: mcl, k: 5, ce_weight: 0.1}"], ["loss.k is 5", "4 members", "1 to 4"]),
         (["loss=mcl", "loss.args.k=2"], ["loss.args = {'k': 2}", "mcl", "loss.k, loss.ce_weight"]),
         (["loss=score_averaged", "sampling=bagging"], ["sampling is bagging", "score_averaged", "sampling=full"]),
-        (["data=digts"], ["'digts'", "digits, cifar10"]),
+        (["data=digts"], ["'digts'", "digits, diabetes"]),
         (["data.name=npz"], ["'npz'", "data.path"]),
         (["data={name: npz, path: no.npz}"], ["no.npz", "does not exist"]),
         (["data={name: folder, path: nowhere}"], ["nowhere/train", "train/<class>"]),

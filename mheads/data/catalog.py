@@ -15,6 +15,7 @@ from mheads.data.arrays import with_augmentation
 from mheads.data.assemble import assemble
 from mheads.data.cache import cache_dir
 from mheads.data.cifar import CIFAR10, CIFAR100, find_cifar, load_cifar
+from mheads.data.diabetes import read_diabetes
 from mheads.data.digits import LEVELS, read_digits
 from mheads.data.folder import STATISTICS, folder_image, folder_shape, read_folder
 from mheads.data.images import read_sized
@@ -95,6 +96,12 @@ DATASETS = {
             (1, 8, 8),
             image=partial(read_sized, levels=LEVELS),
             scale=1 / LEVELS,
+        ),
+        Dataset(
+            "diabetes",
+            "10 numbers of a patient, to predict one; 354 train / 88 test; built in",
+            read_diabetes,
+            (10,),
         ),
         Dataset(
             "cifar10",

@@ -50,7 +50,7 @@ class Among:
 
 @contextmanager
 def session(console: Console, timeout: float | None = None) -> Iterator[Alone | Among]:
-    """Gives a world of one process, or this rank of the world that a launcher started, which meets in `timeout` seconds.
+    """Gives a world of one process, or this rank of the world that a launcher started; ranks meet in `timeout` seconds.
 
     An error inside ends this rank, and the others are told of it. An error that all ranks find is printed once; one
     that a single rank meets is printed with its number.

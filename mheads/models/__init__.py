@@ -1,4 +1,4 @@
-"""The paper's networks, by name: each a plain `nn.Sequential` of named layers, images -> logits [B, C]."""
+"""The networks by name: each a plain `nn.Sequential` of named layers, examples -> outputs [B, C]."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from mheads.errors import UserError
 from mheads.models.caffenet import caffenet
 from mheads.models.cifar10_quick import cifar10_quick
 from mheads.models.digits import digits
+from mheads.models.mlp import mlp
 from mheads.models.nin import nin_cifar100, nin_ilsvrc
+from mheads.models.resnet import resnet18, resnet20, resnet56, wide_resnet
+from mheads.models.vit import vit
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cifar10_quick": cifar10_quick,
@@ -23,14 +26,25 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "nin_ilsvrc": nin_ilsvrc,
     "caffenet": caffenet,
     "digits": digits,
+    "resnet20": resnet20,
+    "resnet56": resnet56,
+    "resnet18": resnet18,
+    "wide_resnet": wide_resnet,
+    "vit": vit,
+    "mlp": mlp,
 }
 
-INPUT_SHAPES: dict[str, tuple[int, int, int]] = {
+INPUT_SHAPES: dict[str, tuple[int, int, int]] = {  # where the factory's defaults decide it
     "cifar10_quick": (3, 32, 32),
     "nin_cifar100": (3, 32, 32),
     "nin_ilsvrc": (3, 224, 224),
     "caffenet": (3, 227, 227),
     "digits": (1, 8, 8),
+    "resnet20": (3, 32, 32),
+    "resnet56": (3, 32, 32),
+    "resnet18": (3, 224, 224),
+    "wide_resnet": (3, 32, 32),
+    "vit": (3, 32, 32),
 }
 
 __all__ = ["INPUT_SHAPES", "MODELS", "import_factory", "resolve"]

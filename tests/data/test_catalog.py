@@ -89,7 +89,7 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("imagenet", {}, "there are digits, cifar10, cifar100, folder, npz"),
+        ("imagenet", {}, "there are digits, diabetes, cifar10, cifar100, folder, npz"),
         ("folder", {}, "data.path"),
         ("npz", {}, "data.path"),
         ("digits", {"path": "x"}, "leave it out"),

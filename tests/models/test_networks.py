@@ -68,7 +68,7 @@ FILLERS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=PARAMETERS)
 def named_net(request: pytest.FixtureRequest) -> tuple[str, nn.Sequential]:
     torch.manual_seed(0)
     return request.param, MODELS[request.param]()

@@ -23,7 +23,7 @@ class PlainResult:
     """A dataclass of numbers in lists and dicts that goes to JSON and back."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; what is not finite is null."""
+        """The fields ready for JSON; numbers that are not finite become null."""
 
         def plain(name: str) -> Any:
             # + 0 turns -0.0 to 0.0
@@ -78,7 +78,7 @@ class Result(PlainResult):
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> Result:
-        """Of what was not evaluated."""
+        """The result where nothing was evaluated."""
         nan, pair = math.nan, {"single": math.nan, "ensemble_mean": math.nan}
         top = {name: [nan] * min(members, classes) for name in pair}
         square, owned = [[nan] * members] * members, [[0] * classes] * members

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """Hears of the progress of training."""
+    """Is told of the progress of training."""
 
     def built(self, folder: Path) -> None: ...
     def training(self, total: int, done: int) -> AbstractContextManager[None]: ...
@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
 
 class Silent:
-    """Says nothing but warnings."""
+    """Shows nothing but warnings."""
 
     def built(self, folder: Path) -> None:
         pass
@@ -153,7 +153,7 @@ class Notebook:
         self._output = display(self, display_id=True)
 
     def _repr_html_(self) -> str:
-        """What the cell shows: the bar, a table of the evaluations, and whatever was said."""
+        """What the cell shows: the bar, a table of the evaluations, and the messages."""
         found = [{"iteration": f"{step:,}", **result.headline()} for step, result in self._evaluations]
         rows = "".join(f"<tr>{''.join(f'<td>{text}</td>' for text in row.values())}</tr>" for row in found)
         head = "".join(f"<th>{name}</th>" for name in found[0]) if found else ""
@@ -212,7 +212,7 @@ class Notebook:
 
 
 class Pace:
-    """Images a second over the last twenty steps or so."""
+    """Images per second over the last twenty steps or so."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, int]] = [(time.perf_counter(), 0)]
@@ -241,7 +241,7 @@ def in_notebook() -> bool:
 
 
 def watcher(show: bool | None) -> Watcher:
-    """What shows the progress of Python calls: a notebook's cell, a terminal, or nothing where nobody looks."""
+    """Shows the progress of Python calls in a notebook's cell or a terminal, or nowhere if nobody looks."""
     import sys
 
     if show is None:

@@ -1,4 +1,4 @@
-"""A trained ensemble, as Python has it."""
+"""A trained ensemble in Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Temporary:
-    """A folder on disk that goes when the last run that lives in it does."""
+    """A folder on disk that is removed with the last run that lives in it."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="mheads-"))
@@ -78,7 +78,7 @@ class Run:
         )
 
     def __post_init__(self) -> None:
-        # What `evaluate` warns of, since the net alone does not do it.
+        # `evaluate` warns of it, since the net alone does not preprocess.
         self.net.__dict__["preprocessing"] = str(self.data.preprocess)
 
     @torch.inference_mode()
@@ -131,7 +131,7 @@ def opened(
     warn: Callable[[str], None],
     temporary: Temporary | None = None,
 ) -> Run:
-    """The run in a folder, with its newest weights in the net; `warn` hears what is unfinished about it."""
+    """The run in a folder, with its newest weights in the net; `warn` is told if it is unfinished."""
     weights = folder.load_weights(net, warn)
     net.eval()
     data = folder.read_data()

@@ -439,7 +439,7 @@ def test_a_donor_that_was_trained_on_is_another_start(mheads, plain, tmp_path):
     assert train_from(mheads, donor, tmp_path).code == 0
     assert "nothing to do" in train_from(mheads, donor, tmp_path).out
     assert mheads("train", "digits", *SMALL, "optim.iterations=9", "--run", donor).code == 0
-    assert "weights that training starts from are others" in train_from(mheads, donor, tmp_path).err
+    assert "weights that training starts from differ" in train_from(mheads, donor, tmp_path).err
 
 
 # Evaluating on something else.

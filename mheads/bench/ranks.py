@@ -63,7 +63,7 @@ class Case:
 
 
 class RemoteRanks:
-    """The ranks, by their pipes. `bandwidth` is what they measured between them, in bytes a second."""
+    """The ranks, reached by pipes. `bandwidth` is what they measured between them, in bytes per second."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")

@@ -161,7 +161,7 @@ def as_side(side: Any, count: int | None, where: str) -> dict[str, np.ndarray]:
             raise UserError(f"{where}: side input {name!r} has dtype {array.dtype}; give numbers")
         if count is not None and array.shape[:1] != (count,):
             raise UserError(
-                f"{where}: side input {name!r} has shape {list(array.shape)} for {count} examples; give each a row"
+                f"{where}: side input {name!r} has shape {list(array.shape)} for {count} examples; give each one row"
             )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise UserError(f"{where}: side input {name!r} holds NaN or infinity; take these rows out")

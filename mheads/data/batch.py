@@ -129,7 +129,7 @@ class BatchStream:
     def read(self, step: int) -> Batch:
         start = step * self.batch_size
         rows, _ = stream(self.seed, len(self.data.train), start, start + self.batch_size)
-        # One seed an example, so that its augmentation does not depend on the batch it happens to be in.
+        # One seed per example, so that its augmentation does not depend on the batch it happens to be in.
         augmentation = seeds.numpy_generator(self.seed, "augment", step).integers(2**63, size=len(rows))
         beside = self.data.train.beside(rows, augmentation)
         prior = None if self.prior is None else self.prior[:, torch.from_numpy(rows)]

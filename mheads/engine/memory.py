@@ -17,7 +17,7 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no more
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Tells glibc's malloc so, once a process; False where it is another malloc, or the user has set it up."""
+    """Tells glibc's malloc to keep it, once per process; False for another malloc, or one that the user has set up."""
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ) or "malloc" in os.environ.get(
         "LD_PRELOAD", ""
     ):

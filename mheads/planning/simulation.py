@@ -46,7 +46,7 @@ class Simulation:
         shares, played = self._play(placement, seconds_per_float, latency)
         held = [placement.stages[name] for name in self.names]
         done = [max(replica.done[slot] for replica in played.values()) for slot in range(placement.slots)]
-        # Reports to rank 0, and its decision back; then every rank updates what it holds, a stage a task.
+        # Reports go to rank 0 and its decision comes back; then every rank updates its stages, one task per stage.
         seconds = max(done) + (2 * latency if placement.ranks > 1 else 0)
         updates = [[0.0] * self.workers for _ in range(placement.slots)]
         for slot, load in zip(held, self.loads, strict=True):

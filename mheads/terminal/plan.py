@@ -51,7 +51,7 @@ def _figures(plan: Plan) -> Table:
         "speed-up": [f"{first / p.step_seconds:.2f}" for _, p in found],
         "idle": [f"{100 * p.idle_share:.1f}%" for _, p in found],
         "exposed communication": [seconds(p.exposed_seconds) for _, p in found],
-        "floats a step": [f"{p.floats_sent:,}" for _, p in found],
+        "floats per step": [f"{p.floats_sent:,}" for _, p in found],
         "replicas x slots": [f"{m.replicas} x {m.slots}" for m, _ in found],
     }
     for name, cells in rows.items():

@@ -79,7 +79,7 @@ def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableT
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for title in ("output of", "from slot" if placement.replicas > 1 else "from rank", "to"):
             table.add_column(title)
-        for title in ("floats a batch", "back"):
+        for title in ("floats per batch", "back"):
             table.add_column(title, justify="right")
         for (there, back, _), group in groupby(
             edges, key=lambda e: (e.forward, e.backward, _is_leaf(job.tree, e.stage))
@@ -95,7 +95,7 @@ def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableT
             )
         texts.append(table)
     sent = sum(e.forward + e.backward for e in edges), exchanged(loads, placement)
-    text = f"{sum(sent):,} floats a step between ranks"
+    text = f"{sum(sent):,} floats per step between ranks"
     if placement.replicas > 1:
         text += f", {sent[1]:,} of them gradients of weights between replicas"
     return [*texts, Text(text)]

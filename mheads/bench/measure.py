@@ -13,7 +13,7 @@ import torch
 
 from mheads.engine.threads import available_cores
 
-PAUSE = 0.03  # seconds: OpenMP's threads of one side spin for a while after it, and would tax the next
+PAUSE = 0.03  # seconds: OpenMP's threads of one side spin for a while afterwards, and would slow down the next side
 
 
 @dataclass(frozen=True)

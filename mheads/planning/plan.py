@@ -1,4 +1,4 @@
-"""What training a config on ranks would take, placed in one or more ways; also as JSON."""
+"""Predicts how long training a config on ranks would take, placed in one or more ways; also as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training a config on ranks would take, in the terminal."""
+"""A plan in the terminal: how long training a config on ranks would take."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _figures(plan: Plan) -> Table:
 
 
 def _holdings(way: str, tree: Tree, placement: Placement, prediction: Prediction, cluster: Cluster) -> RenderableType:
-    """Which ranks hold what, and how busy that keeps them; slots that hold alike in one line if there are many."""
+    """Which ranks hold what, and how busy that keeps them; of many slots, those that hold the same share a line."""
     held = [placement.owned(slot) for slot in range(placement.slots)]
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for slot, stages in enumerate(held):

@@ -57,7 +57,7 @@ def draw(config: Config, ranks: int | None = None) -> Group:
 
 
 def _placed(config: Config, ranks: int) -> tuple[RecipeJob, Placement, int]:
-    from mheads.planning.job import Cluster  # only now: without ranks a tree needs none of it
+    from mheads.planning.job import Cluster  # only here: a tree without ranks does not need it
     from mheads.planning.recipe import job_of, place
 
     job = job_of(config)
@@ -69,7 +69,7 @@ def _rank_text(placement: Placement, stage: str) -> str:
 
 
 def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableType]:
-    """The mesh, and a line for each output that goes to other ranks; alike ones together."""
+    """The mesh, and a line for each output that goes to other ranks; equal lines are joined."""
     from mheads.planning.search import exchanged, traffic
 
     loads = job.counted(1.0)

@@ -33,13 +33,13 @@ UNEXPECTED = (ValueError, EOFError, SyntaxError, FileNotFoundError, Unidentified
 
 @dataclass(frozen=True)
 class Remote:
-    """Where a set comes from, and what it must be when it has come."""
+    """Where a set comes from, and how it is verified."""
 
     layout: Layout
     url: str
     md5: str  # of the archive at `url`
     per_class: tuple[int, int]  # training and test images of every class
-    sha256: str | None = None  # of the decoded arrays, from wherever they came
+    sha256: str | None = None  # of the decoded arrays, from either source
     npm: str | None = None  # a package with the same images as PNG sheets
 
 
@@ -62,7 +62,7 @@ REMOTES = {
 
 
 class UnavailableError(Exception):
-    """This source cannot give the set; another may."""
+    """Raised when this source cannot give the set; another may."""
 
 
 def get(name: str, progress: Progress | None = None, force: bool = False) -> Path:
@@ -168,7 +168,7 @@ def _sheet(file: str) -> str:
 
 
 def _decode_sheets(layout: Layout, sheets: Path, folder: Path, progress: Progress) -> None:
-    """Each sheet is [N, 1024] RGB pixels: a row is an image, its pixels in row-major order."""
+    """Decodes sheets of [N, 1024] RGB pixels: a row is an image, its pixels in row-major order."""
     done = 0
     for files, label_file in zip((layout.train_files, layout.test_files), SHEET_LABELS, strict=True):
         labels = np.array(json.loads((sheets / label_file).read_text()), np.uint8)
@@ -182,7 +182,7 @@ def _decode_sheets(layout: Layout, sheets: Path, folder: Path, progress: Progres
 
 
 def _verify(remote: Remote, folder: Path, origin: str) -> None:
-    """Every class must be there in full, and the arrays must be those that are known."""
+    """Checks that every class is there in full, and that the arrays have the known digest."""
     train, test, classes = read_cifar(remote.layout, folder)
     counts = [np.bincount(split.targets, minlength=len(classes)) for split in (train, test)]
     digest = hashlib.sha256(train.checksum() + test.checksum()).hexdigest()

@@ -58,7 +58,7 @@ class Run:
     config: Config
     net: TreeNet
     data: DataFacts
-    result: Any  # metrics.Result, or what else the problem measures
+    result: Any  # metrics.Result, or the result of another problem
     summary: dict[str, Any]
     history: Log = field(default_factory=Log)
     _temporary: Temporary | None = field(default=None, compare=False)

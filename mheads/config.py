@@ -38,7 +38,7 @@ def _option(default: Any, description: str, **limits: Any) -> Any:
 
 
 def _named(value: Any) -> Any:
-    """`bagging` is short for `{name: bagging}`."""
+    """Turns `bagging` into `{name: bagging}`, which it is short for."""
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -230,7 +230,7 @@ def is_free(key: str, config: Config) -> bool:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Dotted keys and JSON values."""
+    """The config as dotted keys and JSON values."""
 
     def walk(prefix: str, value: Any, model: BaseModel | None) -> dict[str, Any]:
         if model is None:
@@ -368,7 +368,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 
 
 def _number(text: str) -> Any:
-    """YAML 1.1 reads 1e-3 as a string."""
+    """The number in a text such as 1e-3, which YAML 1.1 reads as a string; else the text."""
     try:
         return float(text)
     except ValueError:

@@ -303,7 +303,7 @@ def net_of_run(
 
 
 def _look_in(place: str | None, name: str) -> None:
-    """Puts the folder that the code of a run was trained from on the path, unless the module is found without."""
+    """Puts the folder that held a run's code when it was trained on the path, unless the module is found without it."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)

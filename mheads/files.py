@@ -60,7 +60,7 @@ def write_new(path: Path, content: bytes | str | Callable[[IO[bytes]], None]) ->
 
 
 def open_in_place(path: Path) -> int:
-    """Opens a file, but no link, to read and write it in place; makes it if it is not there."""
+    """Opens a file to read and write it in place, and makes it if it is not there; refuses a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 

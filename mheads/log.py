@@ -1,4 +1,4 @@
-"""What grows while a run is trained: metrics.jsonl, and who owned which class."""
+"""Records of a run that grow during training: metrics.jsonl, and who owned which class."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ AGAIN = "the command that trained the run, given again, makes it anew from the n
 
 
 class DamageError(UserError):
-    """A file of a run is not what was written."""
+    """Raised when a file of a run is not what was written."""
 
 
 class Manifest:

@@ -38,7 +38,7 @@ class PlainResult:
         return cls(**{f.name: _map(lambda x: math.nan if x is None else x, values[f.name]) for f in found})
 
     def rounded(self, name: str, x: float) -> float:
-        """A number of a field as JSON has it: six digits."""
+        """A number of a field, rounded for JSON to six digits."""
         return x if isinstance(x, int) else float(f"{x:.6g}")
 
 
@@ -228,7 +228,7 @@ def _single_and_mean(values: Tensor) -> dict[str, float]:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """The function of every number in nested dicts and lists."""
+    """Applies a function to every number in nested dicts and lists."""
     if isinstance(value, dict):
         return {key: _map(function, item) for key, item in value.items()}
     if isinstance(value, list):

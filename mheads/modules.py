@@ -1,4 +1,4 @@
-"""What can be asked of any torch module."""
+"""Questions about any torch module."""
 
 from __future__ import annotations
 

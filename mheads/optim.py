@@ -39,7 +39,7 @@ class Optimizer:
         self.rate = rate
 
     def update(self, stage: str, gradients: list[Tensor]) -> None:
-        """One step of a stage. A member that learned nothing still decays and keeps its momentum."""
+        """Takes one step of a stage. A member that learned nothing still decays and keeps its momentum."""
         if stage not in self.stages:
             return
         for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):

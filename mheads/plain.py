@@ -19,7 +19,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def from_yaml(text: str) -> Any:
-    """Mappings with text for keys, lists, text, numbers, true, false and null."""
+    """The value of a YAML text: mappings with text for keys, lists, text, numbers, true, false and null."""
     if len(text) > MAX_TEXT:
         raise ValueError(f"it has {len(text):,} characters: at most {MAX_TEXT:,} are read")
     try:
@@ -107,7 +107,7 @@ for _kind in ("int", "float"):
 
 
 def _count(node: yaml.Node, sizes: dict[int, int | None]) -> int:
-    """Values below a node, aliases written out."""
+    """The number of values below a node, with aliases written out."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in sizes:

@@ -141,7 +141,7 @@ def _remembering_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None
 
 
 def _mixing_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None:
-    """The first layer whose output for one example changes with the others, though it did not say that it would."""
+    """The first layer whose output for one example changes with the others, though it does not declare that."""
     if values.num_rows(x) < 2 or side or any(hasattr(m, "takes") for m in chain.modules()):
         return None  # only the batch knows which rows belong together
     try:  # other weights, since zeros hide what a layer does
@@ -209,7 +209,7 @@ def hooks_on_the_network(network: str) -> UserError:
 
 @torch.no_grad()
 def compare_with_forward(network: str, module: nn.Module, x: Value) -> None:
-    """The children in a row must give what the module's own forward gives, with the same gradients.
+    """Refuses a module whose children in a row do not give the outputs and gradients of its own forward.
 
     In both modes, and with other weights too, since zeros hide whatever follows them.
     """

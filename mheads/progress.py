@@ -102,7 +102,7 @@ class Terminal:
         self._bar.update(self._task, completed=step, info=step_line(loss, rate, self._pace.add(images), shares))
 
     def _foretell(self, step: int) -> None:
-        """Where no bar is shown, one line says how long it will take, if it takes more than a minute."""
+        """Says in one line how long training will take, if no bar is shown and it takes more than a minute."""
         done, began = self._first
         if step - done == 3:  # the first steps are the slowest
             left = (time.monotonic() - began) / 3 * (self._total - step)
@@ -161,7 +161,7 @@ class Notebook:
         return "".join(f"<div>{escape(line)}</div>" for line in self._lines) + self._bar + table
 
     def __repr__(self) -> str:
-        """Where the output is plain text, as in a console or a saved log."""
+        """What is shown where the output is plain text, as in a console or a saved log."""
         return "\n".join([*self._lines, *(evaluation_line(*found) for found in self._evaluations)]) or self.label
 
     def _show(self, at_once: bool = True) -> None:
@@ -241,7 +241,7 @@ def in_notebook() -> bool:
 
 
 def watcher(show: bool | None) -> Watcher:
-    """Shows the progress of Python calls in a notebook's cell or a terminal, or nowhere if nobody looks."""
+    """Where the progress of Python calls is shown: a notebook's cell, a terminal, or nowhere if nobody looks."""
     import sys
 
     if show is None:

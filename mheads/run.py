@@ -49,7 +49,7 @@ class Temporary:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A trained ensemble, what training said of it, and its folder.
+    """A trained ensemble with its result, history and folder.
 
     `history.steps` and `history.evaluations` are lists of plain dicts, as pandas.DataFrame takes them.
     """
@@ -111,13 +111,13 @@ class Run:
         return Prepared(self.net.member(m), self.data).eval()
 
     def plot_ownership(self) -> Figure:
-        """Who owns which class of the test set."""
+        """Draws who owns which class of the test set."""
         from mheads.report.figures import ownership_figure
 
         return ownership_figure(np.asarray(self.result.ownership), self.data.problem.groups)
 
     def plot_history(self) -> Figure:
-        """How the losses of training and the accuracies of the evaluations went."""
+        """Draws the losses of training and the accuracies of the evaluations."""
         from mheads.report.figures import history_figure
 
         measure = "accuracy, %" if self.data.problem.name == "classification" else "root mean square error"
@@ -151,7 +151,7 @@ def opened(
 
 
 def labelled(given: Any, problem: Problem | None, where: str) -> tuple[ArraySplit | DatasetSplit, Problem]:
-    """Examples with targets of the problem, or of the one that they look like.
+    """Examples with their targets, and the problem: the given one, or the one that fits the targets.
 
     Labels that are names need a problem that knows them, since a test set may lack some.
     """

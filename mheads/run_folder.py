@@ -1,4 +1,4 @@
-"""Run folders: one training, one folder on disk. Opening one runs no code; to run code that it names needs `trust`.
+"""Run folders: one training, one folder on disk. Opening one runs no code; running code that it names needs `trust`.
 
 config.yaml        the resolved config                    metrics.jsonl      a line per log step and evaluation
 data.safetensors   preprocessing, class names             assignments.npz    who owns which class, over training

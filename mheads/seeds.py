@@ -35,7 +35,7 @@ def generator(*key: int | str) -> torch.Generator:
 
 
 def numpy_generator(*key: int | str) -> np.random.Generator:
-    """The same for numpy; Philox, because its stream is the same in every numpy version."""
+    """A fresh numpy generator for this key alone; Philox, whose stream is the same in every numpy version."""
     import numpy as np
 
     return np.random.Generator(np.random.Philox(derive(*key)))

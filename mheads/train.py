@@ -34,7 +34,7 @@ from mheads.tree import TreeNet
 
 
 class Stopped(Exception):  # noqa: N818, it is not an error
-    """A signal asked training to stop after `iteration`; everything so far is saved."""
+    """Raised when a signal has stopped training after `iteration`; everything so far is saved."""
 
     def __init__(self, signum: int, iteration: int, seconds: float) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -211,7 +211,7 @@ def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: 
 
 
 class _Progress:
-    """Where training stands, beside the weights: all of it is in the checkpoint."""
+    """Where training stands, besides the weights: all of it is in the checkpoint."""
 
     def __init__(self, members: int, problem: Problem) -> None:
         self.problem = problem
@@ -244,7 +244,7 @@ class _Progress:
         self.window_seconds += seconds
 
     def shares(self) -> list[float]:
-        """How the assignment is shared among the members, lately."""
+        """Each member's share of the assignment since the last line of the log."""
         return (self.wins / max(self.wins.sum(), 1e-12)).tolist()
 
     def line(self, rate: float, batch_size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Running a module to see what it does, and leaving no trace of it."""
+"""Runs a module to see what it does, and leaves no trace."""
 
 from __future__ import annotations
 

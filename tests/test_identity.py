@@ -1,4 +1,4 @@
-"""What a network and a loss are: which changes are refused on resuming, and which are none."""
+"""What a network and a loss are: which changes are refused on resuming, and which do not count."""
 
 import functools
 import importlib

@@ -48,7 +48,7 @@ def states(nets: Sequence[nn.Module]) -> Callable[[], Weights]:
 
 
 def plain_loop(members: Sequence[nn.Module], x: Tensor, y: Tensor) -> Peer:
-    """A loop over M modules as one writes it: contiguous tensors, torch's own threads."""
+    """A loop over M modules as people write it: contiguous tensors, torch's own threads."""
     nets = [duplicate(net) for net in members]
     return Peer(_loop_step(nets, nets, x.contiguous(), y), states(nets))
 

@@ -246,7 +246,7 @@ def evaluation_loops() -> dict[str, Callable[[], peers.Peer]]:
 
 
 def scale(progress: Progress, rounds: int) -> dict[str, Any]:
-    """The cost of a member as their number grows; tiny ones up to a thousand, where all but the arithmetic shows."""
+    """The cost per member as their number grows; with tiny members up to a thousand, where all the overhead shows."""
     sides = {f"m{m}": Ours(m, losses.independent()) for m in (1, 2, 4, 8, 16)}
     small = {f"tiny_m{m}": Ours(m, losses.independent(), rows=32, factory=tiny) for m in (10, 100, 1000)}
     with running(*sides.values(), *small.values()):

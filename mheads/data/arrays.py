@@ -177,7 +177,7 @@ def digest_side(digest: Any, side: Mapping[str, np.ndarray]) -> None:
 
 
 def as_examples(examples: Any, where: str) -> np.ndarray:
-    """Images [N, H, W, C] or vectors [N, F], checked; copied only if their memory layout is another."""
+    """Images [N, H, W, C] or vectors [N, F], checked; copied only if the memory layout must change."""
     x = stacked(examples, f"{where} examples")
     if x.dtype != np.uint8 and x.dtype.newbyteorder("=") not in (np.float16, np.float32, np.float64):
         raise UserError(f"{where} examples have dtype {x.dtype}; convert them to uint8 or float32")

@@ -70,7 +70,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """The batch on a device."""
         if device.type == "cpu":
             return self
 

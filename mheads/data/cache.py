@@ -56,7 +56,7 @@ def building(target: Path) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, source: str) -> None:
-    """Record size and SHA-256 of every file of the folder, and where they came from."""
+    """Records size and SHA-256 of every file of the folder, and where they came from."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in sorted(folder.iterdir())

@@ -1,4 +1,4 @@
-"""The datasets by name: an entry says all that is particular to one."""
+"""The datasets by name: an entry holds all that is particular to one."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Dataset:
         return True
 
     def takes(self, key: str) -> bool:
-        """Whether this key of a config means something to its reader."""
+        """Whether its reader takes this key of a config."""
         return key in inspect.signature(self.read).parameters
 
     def example_shape(self, **keys: Any) -> tuple[int, ...] | None:

@@ -64,7 +64,7 @@ class Preprocess:
         return self.mean is not None and self.mean.ndim == 3 and self.mean.shape[1:] != (1, 1)
 
     def __str__(self) -> str:
-        """What it does, in words; empty if nothing."""
+        """What the preprocessing does, in words; empty if it does nothing."""
         mean = "" if self.mean is None else "a mean image subtracted" if self.has_mean_image else "the mean subtracted"
         parts = (
             f"scaled by {self.scale:g}" if self.scale != 1 else "",
@@ -74,7 +74,7 @@ class Preprocess:
         return ", ".join(part for part in parts if part)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a run folder stores beside `scale`; `from_tensors` reads it back."""
+        """What a run folder stores besides `scale`; `from_tensors` reads it back."""
         found = {"mean": self.mean, "std": self.std}
         return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
 

@@ -55,7 +55,7 @@ def cuts(num_rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 class TrainingStep:
-    """Forward, loss and backward of one batch, which leave every stage's gradients in `gradients`.
+    """Forward, loss and backward of one batch; leaves every stage's gradients in `gradients`.
 
     It runs the stages that the net holds, on the micro-batches `mine` of all. Whatever goes from one stage
     to another is handed on by a method of its own, so that an engine of several processes can send it instead.
@@ -216,7 +216,7 @@ class TrainingStep:
             kept.fill_(-0.0) if found is None else kept.copy_(found)
 
     def _apply_loss(self, i: int, member: int | None, outputs: Sequence[Value]) -> Value:
-        """The gradient of the loss with respect to the outputs of all members, or of one if they are separable."""
+        """The gradient of the loss with respect to the outputs of all members, or of one if the loss is separable."""
         batch = self.batches[i]
         which = slice(None) if member is None else slice(member, member + 1)
         with torch.enable_grad():

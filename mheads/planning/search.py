@@ -161,7 +161,7 @@ class _Search:
         return self.scores[key]
 
     def longest_first(self, slots: int) -> dict[str, int]:
-        """Each stage, those with the most work first, to the slot that has the least so far."""
+        """Gives each stage, those with the most work first, to the slot that has the least work so far."""
         stages: dict[str, int] = {}
         held = [(0.0, 0)] * slots  # work and number of stages, so that no slot is left empty
         for name in sorted(self.tree.nodes, key=lambda name: -self.work[name]):

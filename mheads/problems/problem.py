@@ -63,6 +63,6 @@ class Problem(Protocol):
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-        """What a table shows of a result, as (name, text)."""
+        """The lines of a table of a result, as (name, text)."""
 
     def to_dict(self) -> dict[str, Any]: ...

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def draw(config: Config, ranks: int | None = None) -> Group:
-    """Every stage with its layers, members and parameters, and what the sharing saves.
+    """Draws every stage with its layers, members and parameters, and what the sharing saves.
 
     With a number of ranks also who would hold each stage, and what goes from rank to rank.
     """

@@ -39,7 +39,7 @@ Examples = Any  # (inputs, labels) as arrays or tensors, a list of pairs, a torc
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C in fit: the step in hand was finished and saved, and `run` is the run so far."""
+    """Raised by Ctrl-C in fit, once the current step is finished and saved; `run` is the run so far."""
 
     def __init__(self, message: str, run: Run | None) -> None:
         super().__init__(message)
@@ -86,20 +86,20 @@ def fit(
     """Trains a tree of members on labelled examples.
 
     `train` and `test` are (inputs, labels), lists of pairs, torch Datasets or DataLoaders; labels are class numbers or
-    names. Without a test set a tenth of the training set is held out, of each class its share, drawn by the seed; with
-    `validation` the last so many examples are. `weights` [N] say how much each training example counts. `scale`
+    names. Without a test set a tenth of the training set is held out, in proportion to the classes, drawn by the seed;
+    `validation=n` holds out the last n. `weights` [N] say how much each training example counts. `scale`
     multiplies the inputs; auto brings uint8 to 0..1 and leaves floats alone.
 
     `loss` is a loss, its name, a function of outputs and labels, or None for independent cross-entropy.
     `iterations` counts steps (1,000 by default); `epochs` is another way to say it: passes over the training set.
     `run` is a folder, and the same call on the same folder resumes; without it nothing is kept longer than the run
     that is returned. `init` is where the weights come from, if not from the net as it is: a file of weights, a
-    state dict of one network or of the whole tree, the folder of a run, a run, or another tree. `show` decides
-    about progress in the terminal or the notebook; by default it is shown where somebody looks. The other keywords
+    state dict of one network or of the whole tree, the folder of a run, a run, or another tree. `show` says whether
+    progress appears in the terminal or notebook; by default it does where somebody looks. The other keywords
     are keys of the config, under the same names (docs/configuration.md): `optimizer` is `optim.name`,
     `schedule="cosine"` or `{"name": "step", "every": 500}`, `log={"evaluate_every": 100}`.
 
-    Ctrl-C ends the step, saves, and raises KeyboardInterrupt whose attribute `run` is the run so far.
+    Ctrl-C finishes the step, saves, and raises a KeyboardInterrupt whose attribute `run` is the run so far.
     """
     refuse_unknown(unknown, fit)
     if not isinstance(net, TreeNet):
@@ -126,7 +126,7 @@ def fit(
     watch = watcher(show)
     with speaking_python():
         loss = _as_loss(loss)
-        known = loss.name in LOSSES  # one of the user's own is remembered, not imported again
+        known = loss.name in LOSSES  # a loss of the user's own is kept as it is, not imported again
         own = {"name": f"__main__:{loss.name}", "args": loss.options}
         arrays: dict[str, Any] = {"normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror}
         data = datasets.from_arrays(
@@ -165,7 +165,7 @@ def fit(
             },
             "fit",
         )
-        # Only now: a call that is refused for what it asks has changed nothing.
+        # Only now: a call that is refused above has changed nothing.
         config = config.model_copy(update={"init": _initialise(net, init, run, watch)})
         experiment = experiments.assemble(config, net, loss, data)
         return _train(experiment, run, watch)
@@ -199,7 +199,7 @@ def _train(experiment: experiments.Experiment, run: str | Path | None, watch: Wa
 
 
 def _refuse_modes() -> None:
-    """Contexts that a caller may have forgotten, and that would not do what they say."""
+    """Refuses to run in contexts that the caller may have forgotten, and that fit could not honour."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise UserError("fit is called under torch.no_grad() or inference_mode(), and it learns: call it outside")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -207,7 +207,7 @@ def _refuse_modes() -> None:
 
 
 def _initialise(net: TreeNet, init: Any, run: str | Path | None, watch: Watcher) -> str:
-    """Gives the net its first weights, and says where they come from as a config does."""
+    """Gives the net its first weights; returns where they come from, as the config's `init`."""
     if init is None:
         _, starts = _left.get(net, ("", {}))
         _, known = starts.get(Path(run).resolve(), (None, net.init)) if run is not None else (None, net.init)
@@ -243,7 +243,7 @@ def _as_loss(loss: Any) -> Loss:
     known = ", ".join(f"mheads.losses.{name}()" for name in LOSSES)
     if isinstance(loss, str):
         if loss not in LOSSES:
-            raise UserError(f"loss={loss!r} is no loss; there are {', '.join(LOSSES)}")
+            raise UserError(f"loss={loss!r} is not a loss; there are {', '.join(LOSSES)}")
         return LOSSES[loss]()
     if loss in LOSSES.values():
         raise UserError(f"loss is the function {loss.__name__} itself: call it, mheads.losses.{loss.__name__}()")
@@ -256,13 +256,13 @@ def _as_loss(loss: Any) -> Loss:
     )
 
 
-# With which weights each net was left by fit or load; and for its folders with which ones training there started, as a
-# digest and as the config's init.
+# For each net, a digest of the weights that fit or load left in it; and for each of its folders the weights that
+# training started from there, as a digest and as the config's `init`.
 _left: WeakKeyDictionary[TreeNet, tuple[str, dict[Path, tuple[str | None, str]]]] = WeakKeyDictionary()
 
 
 def _start_of(net: TreeNet, folder: RunFolder) -> str | None:
-    """A digest of the weights that training in this folder starts from: those of the net, unless it did already."""
+    """A digest of the weights that training in this folder starts from: the net's, unless it has started already."""
     now = identity.weights(net.state_dict())
     left, starts = _left.get(net, ("", {}))
     # Without a checkpoint it would start from what the net holds now.
@@ -286,11 +286,11 @@ def evaluate(
     classes: Sequence[str] | None = None,
     batch_size: int = 100,
 ) -> Any:
-    """All metrics of an ensemble on labelled examples: a tree, one model, or a list of models that give logits [B, C].
+    """Measures an ensemble on labelled examples: a tree, one model, or a list of models that give logits [B, C].
 
-    `test` is (inputs, labels), a list of pairs, a Dataset or a DataLoader; `classes` number labels that are names.
+    `test` is (inputs, labels), a list of pairs, a Dataset or a DataLoader; `classes` numbers labels that are names.
     Inputs are given to the models as they are, in float; members from `run.member(m)` bring the preprocessing of their
-    run, and `run.evaluate(x, y)` measures a whole run. Modules are put in eval mode for it and back.
+    run, and `run.evaluate(x, y)` measures a whole run. Modules are in eval mode meanwhile.
     """
     if isinstance(models, Run):
         return models.evaluate(test)
@@ -314,7 +314,7 @@ def evaluate(
     def forward(batch: Batch) -> Value:
         raw = batch.inputs.to(parameter.device)
         x = batch.preprocess(raw, parameter.dtype)
-        # What brings its preprocessing takes raw images, channels first.
+        # A model that brings its preprocessing takes raw images, channels first.
         first = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
         if isinstance(models, TreeNet):
             return models(x, batch.side_inputs())
@@ -344,11 +344,11 @@ def load(
     trust: bool = False,
     warn: Callable[[str], None] | None = None,
 ) -> Run:
-    """A run with its newest weights; one that is not finished is said to be so.
+    """Loads a run with its newest weights, finished or not.
 
     A network that is not built in is made by `network_factory`, or, with `trust`, by the factory that the folder names:
-    that runs its code. The result of an unfinished run is its newest evaluation. `warn` hears of all this; without it,
-    Python warns.
+    that runs its code. The result of an unfinished run is its newest evaluation. `warn` is called with messages about
+    this; without it, Python warns.
     """
     folder = RunFolder(Path(run))
     config = folder.read_config()

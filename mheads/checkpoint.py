@@ -3,9 +3,9 @@
     checkpoints/step-00000500/tensors.safetensors   weights, optimizer state, ownership so far
                               state.json            the rest, and the checksum of both
 
-A checkpoint is written to a hidden folder, flushed to the disk, and renamed: whatever kills the process, a folder under
-its final name is complete. Damage that happens later is found by the checksum, and a checkpoint that was renamed or
-comes from elsewhere by the step and the run in its state.
+A checkpoint is written to a hidden folder, flushed to the disk, and renamed: however the process ends, a folder under
+its final name is complete. Later damage is found by the checksum; a checkpoint that was renamed or comes from another
+run is found by the step and the run in its state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of a run folder; written by a thread of their own, so that training goes on meanwhile.
 
-    Every one holds the `config` and the `identity` of its run. Those of another run are not read, if it is known.
+    Each holds the `config` and the `identity` of its run. Where `run` is known, those of other runs are not read.
     """
 
     def __init__(self, folder: Path, keep: int = 1, run: str | None = None) -> None:
@@ -52,7 +52,7 @@ class Checkpoints:
         self._pending: Future[None] | None = None
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], again: bool = False) -> None:
-        """Begins to save; the tensors may change at once. Raises what the last save met.
+        """Begins to save; the tensors may change once this returns. Raises the error of the save before, if it failed.
 
         A checkpoint that is there already is whole, since the run was resumed from it or stopped just here: it is
         left alone, unless its state is to be written `again`.
@@ -71,7 +71,7 @@ class Checkpoints:
             pending.result()
 
     def check(self) -> None:
-        """Raises what a save met that has ended, so that training does not go on for nothing."""
+        """Raises the error of a save that has failed, so that training does not go on for nothing."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -89,7 +89,7 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def newest(self, warn: Callable[[str], None], limit: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that is whole, of those up to step `limit`; `warn` hears of those that are not."""
+        """The newest checkpoint that is whole, of those up to step `limit`; `warn` is told of damaged ones."""
         steps = [step for step in self.steps() if limit is None or step <= limit]
         for i, step in enumerate(steps):
             try:
@@ -105,11 +105,11 @@ class Checkpoints:
         for other in self.steps():
             if other > step:
                 self._remove(other)
-        for leftover in self.folder.glob(".*"):  # of a process that was killed
+        for leftover in self.folder.glob(".*"):  # left by a process that was killed
             files.remove(leftover)
 
     def _remove(self, step: int) -> None:
-        """Renamed first: half a checkpoint never bears a final name."""
+        """Removes a checkpoint; it is renamed first, so that half of one never has a final name."""
         hidden = self.folder / f".old-{step:08d}"
         files.remove(hidden)
         self.path(step).rename(hidden)
@@ -149,13 +149,13 @@ class Checkpoints:
 
 
 def to_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
-    """A file of safetensors; it shares no memory with the tensors."""
+    """The bytes of a safetensors file; they share no memory with the tensors."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         if tensor.untyped_storage().data_ptr() in seen:
-            tensor = tensor.clone()  # tied weights: the format knows none
+            tensor = tensor.clone()  # tied weights, which the format does not have
         seen.add(tensor.untyped_storage().data_ptr())
         plain[name] = tensor
     return serialise(plain, metadata)

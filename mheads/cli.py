@@ -29,7 +29,7 @@ Recipe = Annotated[str, typer.Argument(help="A recipe's name (digits, cifar10_qu
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, dotted: loss.k=2.")
 ]
-# torchrun reads the whole command and takes --run for its own --run-path: hence another name, the old one beside it.
+# torchrun reads the whole command and takes --run for its own --run-path: hence --folder, with the old name beside it.
 FOLDER = ("--folder", "-f", "--run", "-r")
 RunPath = Annotated[Path, typer.Argument(help="A run folder.")]
 Trust = Annotated[
@@ -51,7 +51,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Of mheads, torch and Python.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Versions of mheads, torch and Python.")
     ] = False,
 ) -> None:
     """Train diverse ensembles of deep networks: TreeNets, ensemble-aware losses, Multiple Choice Learning."""
@@ -61,7 +61,7 @@ def options(
 def demo(
     run: Annotated[Path, typer.Option(*FOLDER, help="Where the runs go.")] = Path("runs/demo"),
 ) -> None:
-    """Four ways to use four networks on real digits: a table and a picture in about a minute, no network.
+    """Compare four ways to use four networks on real digits: a table and a picture in about a minute, no download.
 
     Example: mheads demo
     """
@@ -102,7 +102,7 @@ def train(
 
 @app.command(rich_help_panel="Start here")
 def recipes() -> None:
-    """The recipes that come with mheads: what each trains, on what, and for how long.
+    """List the recipes that come with mheads: what each trains, on what, and for how long.
 
     Example: mheads recipes
     """
@@ -115,9 +115,9 @@ def recipes() -> None:
 def show_config(
     recipe: Recipe,
     overrides: Overrides = None,
-    describe: Annotated[bool, typer.Option(help="Say of each key what it means, as a comment.")] = True,
+    describe: Annotated[bool, typer.Option(help="Say in a comment what each key means.")] = True,
 ) -> None:
-    """The config of a recipe with all values filled in, as YAML: what training would take, or a file to start from.
+    """Print a recipe's config as YAML with all values filled in: what training would take, or a file to start from.
 
     Example: mheads config digits loss=mcl > mine.yaml
     """
@@ -143,7 +143,7 @@ def evaluate(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """The metrics of a run, computed anew: on its test set, on another split, on other data.
+    """Compute the metrics of a run anew: on its test set, on another split, on other data.
 
     Example: mheads eval runs/mcl --outputs outputs.npz
     """
@@ -160,7 +160,7 @@ def predict(
     resize: Annotated[bool, typer.Option(help="Scale images of another size to the one trained on.")] = False,
     trust: Trust = False,
 ) -> None:
-    """Every member's answer to an image, the ensemble's, and how far they agree.
+    """Show every member's answer to an image, the ensemble's, and how far they agree.
 
     Example: mheads predict runs/mcl cat.png
     """
@@ -176,7 +176,7 @@ def tree(
     recipe: Recipe,
     overrides: Overrides = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Also show which of so many ranks hold what, and what they send.")
+        int | None, typer.Option(min=1, help="Also show what each of this many ranks holds, and what they send.")
     ] = None,
 ) -> None:
     """Draw the tree of a recipe: which layers are shared by which members, and what that saves.
@@ -199,16 +199,16 @@ def plan(
     ranks: Annotated[int, typer.Option(min=1, help="How many ranks there would be.")],
     bandwidth: Annotated[float, typer.Option(help="GB/s that a rank sends, and receives at the same time.")] = 1.25,
     latency: Annotated[float, typer.Option(help="Microseconds that a message is under way.")] = 50,
-    workers: Annotated[int, typer.Option(min=1, help="Worker threads a rank.")] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Worker threads per rank.")] = 1,
     flops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a rank sustains; by default measured on this machine.")
     ] = None,
     placement: Annotated[
-        str | None, typer.Option(help="default or auto; without it, the recipe's beside auto.")
+        str | None, typer.Option(help="default or auto; without it, both the recipe's and auto.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
 ) -> None:
-    """Predict the training speed on ranks: time a step, idle cores, messages waited for, who holds what.
+    """Predict the training speed on ranks: time per step, idle cores, waiting for messages, who holds what.
 
     Example: mheads plan cifar10_quick split=conv2 --ranks 16 --bandwidth 10 --flops 2
     """
@@ -230,10 +230,10 @@ def plan(
 def bench(
     suite: Annotated[str, typer.Argument(help="step, mcl, tree, eval, scale, memory, profile, comm, or all.")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each side is timed once a round.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each side is timed once per round.")] = 15,
     figure: Annotated[Path | None, typer.Option(help="Also draw what comm found to this .png, .svg or .pdf.")] = None,
 ) -> None:
-    """Speed and memory, side by side with what people would write otherwise.
+    """Measure speed and memory, side by side with what people would write otherwise.
 
     Example: mheads bench step --json step.json
     """
@@ -261,7 +261,7 @@ def data_get(
 
 @data_app.command("list")
 def data_list() -> None:
-    """The datasets, and which are here."""
+    """List the datasets, and say which are here."""
     from mheads.terminal.tables import dataset_table
 
     console.print(dataset_table())
@@ -279,14 +279,14 @@ def show_result(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """The console script: a user's mistake is a message and exit code 2, a signal its own code."""
+    """Runs the command line: a user's mistake gives a message and exit code 2, a signal its own code."""
     try:
         _require_current_folder()
         from mheads.distributed.launch import detect
 
         launch = detect()
         if launch is not None and launch.rank > 0 and sys.argv[1:2] != ["train"]:
-            return  # only training is spread over ranks: of anything else, one answer is enough
+            return  # only training is spread over ranks: one rank is enough for any other command
         app()
     except UserError as error:
         errors.print(f"[red]error:[/] {_escape(str(error))}", soft_wrap=True)

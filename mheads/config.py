@@ -38,7 +38,7 @@ def _option(default: Any, description: str, **limits: Any) -> Any:
 
 
 def _named(value: Any) -> Any:
-    """`bagging` is short for `{name: bagging}`."""
+    """Turns `bagging` into `{name: bagging}`, which it is short for."""
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -55,18 +55,18 @@ class Sampling(_Section):
 
 
 def _no_truth_value(value: Any) -> Any:
-    """`split=yes` must not count as a tree of one member."""
+    """Refuses `split=yes`, which would count as a tree of one member."""
     if isinstance(value, bool):
         raise ValueError("give the name of a layer or a tree such as {conv1: [{conv2: 2}, 2]}, not yes or no")
     return value
 
 
 def _named_stages(value: Any) -> Any:
-    """The roots of a forest are called 0, 1, ..., which YAML reads as numbers."""
+    """Turns names of stages into text: the roots of a forest are called 0, 1, ..., which YAML reads as numbers."""
     return {str(key): rank for key, rank in value.items()} if isinstance(value, dict) else value
 
 
-GIVEN = "weights "  # an `init` that begins so was given to fit as tensors; their digest follows
+GIVEN = "weights "  # an `init` that begins with this was given to fit as tensors; their digest follows
 
 
 def _loss_name(name: str) -> str:
@@ -76,7 +76,7 @@ def _loss_name(name: str) -> str:
 
 
 class LossSection(_Section):
-    """What every loss has; the rest of the section are the options of the losses."""
+    """The keys that every loss has; the others in the section are options of single losses."""
 
     name: Annotated[str, AfterValidator(_loss_name)] = _option(
         "independent", f"{', '.join(LOSSES)}, or package.module:factory of your own"
@@ -86,14 +86,14 @@ class LossSection(_Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the factory of the loss is called with."""
+        """The arguments for the factory of the loss."""
         if self.name not in LOSSES:
             return self.args
         return {key: getattr(self, key) for key in options.options(LOSSES[self.name])}
 
 
 def _loss_options() -> Any:
-    """The section with a field for each option, checked whichever loss is named."""
+    """The loss section with a field for each option of any loss; all are checked, whichever loss is named."""
     fields: dict[str, Any] = {
         key: (option.type, _option(option.default, f"{', '.join(owners)}: {option.description}"))
         for key, (option, owners) in options.keys(LOSSES).items()
@@ -151,8 +151,8 @@ class OptimOptions(_Section):
     nesterov: bool = _option(False, "sgd: Nesterov's form")
     caffe_momentum: bool = _option(False, "sgd: the rate inside the momentum, as in Caffe")
     weight_decay: float = _option(0.0, "weight decay", ge=0)
-    batch_size: int = _option(100, "examples a batch", ge=1, le=1_000_000)
-    accumulate: int = _option(1, "batches a step: gradients are averaged over them", ge=1, le=100_000)
+    batch_size: int = _option(100, "examples per batch", ge=1, le=1_000_000)
+    accumulate: int = _option(1, "batches per step: gradients are averaged over them", ge=1, le=100_000)
     iterations: int = _option(500, "steps", ge=1)
     schedule: Annotated[ScheduleOptions, BeforeValidator(_named)] = _option(ScheduleOptions(), "how the rate falls")
 
@@ -199,8 +199,8 @@ class Config(_Section):
             raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
         if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
             raise ValueError(
-                f"optim.batch_size x optim.accumulate is {self.optim.batch_size * self.optim.accumulate:,} examples a "
-                f"step: at most {MAX_ROWS:,}"
+                f"optim.batch_size x optim.accumulate is {self.optim.batch_size * self.optim.accumulate:,} examples "
+                f"per step: at most {MAX_ROWS:,}"
             )
         groups = self.sampling.groups
         if self.sampling.name == "specialists" and isinstance(groups, list) and len(groups) != self.members:
@@ -213,7 +213,7 @@ class Config(_Section):
     def digest(self) -> str:
         """A short name for everything that decides the result.
 
-        What is as it is by default does not count, so that a key that comes in a later version changes no name.
+        Keys at their defaults do not count, so that a key added in a later version changes no name.
         """
         given, default = flatten(self), flatten(Config())
         counts = [k for k in given if k == "optim.iterations" or not is_free(k, self)]
@@ -230,7 +230,7 @@ def is_free(key: str, config: Config) -> bool:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """Dotted keys and JSON values."""
+    """The config as dotted keys and JSON values."""
 
     def walk(prefix: str, value: Any, model: BaseModel | None) -> dict[str, Any]:
         if model is None:
@@ -259,15 +259,15 @@ def recipes() -> list[str]:
 
 
 def timeout(recipe: str, overrides: Sequence[str] = ()) -> float | None:
-    """How long ranks wait for each other, as far as it is known before all have agreed on the recipe."""
+    """How long ranks wait for each other, asked before they have agreed on the recipe; None if it cannot be read."""
     try:
         return load(recipe, overrides).timeout
-    except (UserError, OSError):  # said later, by one of them for all
+    except (UserError, OSError):  # reported later, by one rank for all
         return None
 
 
 def summary(recipe: str) -> str:
-    """What a recipe says of itself: its first line."""
+    """What a recipe's first line says about it."""
     return _recipe_text(recipe).partition("\n")[0].removeprefix("# ")
 
 
@@ -323,7 +323,7 @@ def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
 
 
 def _forget_scale(tree: dict[str, Any], before: Any, overrides: Sequence[str]) -> None:
-    """A recipe's scale is that of its own data: another dataset gets the default unless an override says otherwise."""
+    """Drops a recipe's scale, which is meant for its own data, if the dataset is another one and no scale is given."""
     now = tree.get("data")
     given = any(override.startswith(("data.scale=", "data=")) for override in overrides)
     if isinstance(before, dict) and isinstance(now, dict) and now.get("name") != before.get("name") and not given:
@@ -331,7 +331,7 @@ def _forget_scale(tree: dict[str, Any], before: Any, overrides: Sequence[str]) -
 
 
 def _absolute(config: Config) -> Config:
-    """With whole paths, so that a run folder means the same wherever it is looked at from."""
+    """The config with absolute paths, so that a run folder means the same from any current folder."""
     data = config.data.model_copy(
         update={key: path.absolute() for key in ("root", "path") if (path := getattr(config.data, key)) is not None}
     )
@@ -361,14 +361,14 @@ def _override(tree: dict[str, Any], override: str) -> None:
         tree[section] = tree = dict(child) if isinstance(child, dict) else {}
     before = _named(tree.get(last))
     if isinstance(value, dict) and isinstance(before, dict) and key in SECTIONS:
-        value = before | value  # what is not named stays as it was, unless the section becomes another thing
+        value = before | value  # keys that are not given stay as they were, unless the section's name changes
         if before.get("name") != value.get("name"):
             value = {k: v for k, v in value.items() if k == "name" or k not in before or v is not before[k]}
     tree[last] = value
 
 
 def _number(text: str) -> Any:
-    """YAML 1.1 reads 1e-3 as a string."""
+    """The number in a text such as 1e-3, which YAML 1.1 reads as a string; else the text."""
     try:
         return float(text)
     except ValueError:
@@ -379,7 +379,7 @@ def validate(tree: dict[str, Any], source: str = "the config") -> Config:
     try:
         return Config.model_validate(_floats(tree))
     except ValidationError as error:
-        # What a union refused comes once for each of its branches: one message with all that it would take.
+        # Pydantic reports a refused union once per branch: one message lists everything that it would take.
         messages: dict[str, list[str]] = {}
         for where, message in map(_explain, error.errors()):
             messages.setdefault(where, []).append(message)

@@ -1,4 +1,4 @@
-"""The terminal, which shows text and obeys none: class names and paths come from files that others made."""
+"""A terminal that shows text but obeys none of it: class names and paths come from files that others made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def clean(text: str) -> str:
 
 
 class Console(rich.console.Console):
-    """Rich's console, whatever is printed on it cleaned: only rich's own styles and movements reach the terminal."""
+    """Rich's console with all printed text cleaned: only rich's own styles and movements reach the terminal."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False)

@@ -10,7 +10,7 @@ from mheads.errors import UserError
 
 
 def resolve(name: str, local_rank: int = 0) -> torch.device:
-    """`auto` is a GPU where there is one; ranks of one machine share its GPUs evenly."""
+    """The device of this name; `auto` is a GPU where there is one, and ranks on one machine share its GPUs evenly."""
     if name == "auto":
         if not torch.cuda.is_available():
             return torch.device("cpu")
@@ -29,12 +29,12 @@ def resolve(name: str, local_rank: int = 0) -> torch.device:
 
 
 def default_workers(device: torch.device, cores: int) -> int:
-    """One thread a core; a GPU is fed by one."""
+    """How many worker threads there are by default: one per core, or one to feed a GPU."""
     return cores if device.type == "cpu" else 1
 
 
 def refuse_beyond_memory(num_bytes: int, what: str) -> None:
-    """Says so before memory is taken that is not there: the system would end the process without a word."""
+    """Refuses to take more memory than there is: the system would end the process without a word."""
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > there:
         raise UserError(

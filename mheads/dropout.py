@@ -31,7 +31,7 @@ _local = threading.local()
 def keyed_masks(key: tuple[int | str, ...], num_rows: int, rows: Tensor | None = None) -> Iterator[None]:
     """Inside, the i-th dropout that this thread applies draws its mask from the key `(*key, i)`.
 
-    `rows` are those of `num_rows` that are computed, None for all. Masks are drawn for all and then cut to `rows`, so
+    `rows` are the computed ones of `num_rows`, None for all. Masks are drawn for all rows and then cut to `rows`, so
     that an example meets the same mask whether its neighbours are computed or not.
     """
     previous = getattr(_local, "masks", None)

@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend."""
+"""Errors that the user can fix."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class UserError(Exception):
 
 
 def named(error: BaseException) -> str:
-    """An error of somebody else's code, with its kind."""
+    """The type and the text of an error that somebody else's code raised."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def of_the_system(error: OSError) -> Exception:
-    """What disks, rights and paths refuse is the user's to mend; any other error stays what it is."""
+    """A UserError for what a user can fix (disks, rights, paths); any other error is returned as it is."""
     if error.errno not in _OF_THE_SYSTEM:
         return error
     name = str(error.filename or "")

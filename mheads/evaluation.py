@@ -1,4 +1,4 @@
-"""What is done with finished runs: evaluate them on their test set, and ask them about images."""
+"""Evaluates trained runs, and predicts with them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def evaluate_run(
     split: str | None = None,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """The metrics of a run computed anew; optionally the outputs [M, N, C] and labels [N] they follow from.
+    """Computes the metrics of a run anew; optionally saves the outputs [M, N, C] and labels [N] behind them.
 
-    On the examples that it was evaluated on in training, on another `split`, or on other data: `overrides` of the
+    The examples are those that training evaluated on, another `split`, or other data: `overrides` of the
     config's data keys. Inputs are preprocessed as in training.
     """
     folder = RunFolder(path)
@@ -84,7 +84,7 @@ def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> 
 
 @contextmanager
 def telling(watch: Watcher) -> Iterator[None]:
-    """What Python would warn of goes to the watcher."""
+    """Inside, Python's warnings go to the watcher."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield
@@ -193,7 +193,7 @@ def read_examples(path: Path, run: Run) -> np.ndarray:
     values = int(np.prod(run.data.shape))
     if rows.shape[1] != values:
         raise UserError(
-            f"{path} has {rows.shape[1]} numbers a row, but {run.folder} was trained on examples of {values}: "
+            f"{path} has {rows.shape[1]} numbers per row, but {run.folder} was trained on examples of {values}: "
             "give a row of these for each, without labels"
         )
     return rows.reshape(-1, *run.data.shape)

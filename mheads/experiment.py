@@ -40,23 +40,23 @@ class Experiment:
     loss: Loss
     data: Data
     prior: np.ndarray | None
-    start: str | None = field(default=None, kw_only=True)  # a digest of the first weights, if the config decides others
+    start: str | None = field(default=None, kw_only=True)  # a digest of the first weights, if not the config's
 
     def engine(self) -> Engine:
         return threads_engine(self.config, self.net)
 
     def identity(self) -> dict[str, Any]:
-        """What decides the result beside the config, as plain data: see `identity.py`."""
+        """What decides the result besides the config, as plain data: see `identity.py`."""
         return {
             "data": self.data.fingerprint,
             "network": self.net.identity,
             "loss": {"name": self.loss.name, "code": identity.code(self.loss.function, self.loss.of)},
             "start": self.start or donor_digest(self.config.init),
-            "place": identity.place(self.config.model),  # where its code was: not compared, but looked in again
+            "place": identity.place(self.config.model),  # where its code was: not compared, but searched again
         }
 
     def loss_at(self, step: int) -> Loss:
-        """The loss of a step. What changes over training is a function of it: resuming and ranks keep the bits."""
+        """The loss of a step. It depends on the step alone, so that resumed runs and ranks get the same bits."""
         return independent(self.loss.of) if step < self.config.pretrain else self.loss
 
     @property
@@ -84,13 +84,13 @@ def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:
 
 
 def micro_batches(config: Config, net: TreeNet) -> int:
-    """Of one batch."""
+    """How many micro-batches a batch is cut into."""
     asked = config.engine.micro_batches
     return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked
 
 
 def build(config: Config) -> Experiment:
-    """The experiment of a config. Raises UserError for whatever in it does not fit together; writes nothing."""
+    """The experiment of a config. Raises UserError if parts of it do not fit together; writes nothing."""
     resolve(config.device)
     loss = build_loss(config)
     net = build_net(config)
@@ -100,7 +100,7 @@ def build(config: Config) -> Experiment:
 
 
 def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment:
-    """Checks that the parts fit each other."""
+    """The experiment made of these parts, if they fit each other."""
     if not len(data.test):
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
     few = np.arange(min(2, len(data.train)))
@@ -136,9 +136,9 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
 
 
 def _teach(loss: Loss, outputs: Value, targets: Value, members: int) -> list[Tensor]:
-    """What members that give the same outputs are taught, each with its own keys to break ties: gradients [M, ...].
+    """The gradients [M, ...] that the loss gives members with equal outputs, each with its own tie-breaking keys.
 
-    This is also the first time that a loss of the user's own is called: what is wrong with it is said before a run.
+    A loss of the user's own is called here for the first time, so that its mistakes are reported before a run starts.
     """
     rows = torch.arange(32) % values.num_rows(targets)
     targets = values.map_leaves(lambda t: t[rows], targets)
@@ -196,7 +196,7 @@ def factory(config: Config) -> Callable[[], nn.Module]:
         return network
 
     make.__name__ = config.model
-    make.__wrapped__ = function  # type: ignore[attr-defined]  # what the network is: see identity.py
+    make.__wrapped__ = function  # type: ignore[attr-defined]  # identity.py describes it
     return make
 
 
@@ -210,7 +210,7 @@ def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
 
 
 def start_from(net: TreeNet, init: str) -> list[str]:
-    """Gives a net the weights in a file, or those of a run; returns the names in a file that found no place."""
+    """Gives a net the weights in a file, or those of a run; returns the names in a file that fit nowhere."""
     if Path(init).suffix in weights.SUFFIXES:
         return weights.load_into(net, weights.read(Path(init)), init)
     donor = RunFolder(Path(init))
@@ -237,7 +237,7 @@ def start_from(net: TreeNet, init: str) -> list[str]:
 
 
 def donor_digest(init: str) -> str | None:
-    """Of the weights that `init` names: another run or file under the same name is another start."""
+    """A digest of the weights that `init` names: another run or file under the same name is another start."""
     if init in ("random", "same"):
         return None
     path = Path(init)
@@ -274,9 +274,9 @@ def net_of_run(
     network_factory: Callable[[], nn.Module] | None = None,
     trust: bool = False,
 ) -> TreeNet:
-    """The tree of a run, without its weights. Code that only the folder names is run if it is trusted.
+    """The tree of a run, without its weights. Code that only the folder names is run only if it is trusted.
 
-    `warn` hears if the code is not what it was: a change may be harmless, so it is told and not refused.
+    `warn` is told if the code has changed since: that may be harmless, so it is not refused.
     """
     if network_factory is None:
         if config.model.startswith("__main__:"):
@@ -303,7 +303,7 @@ def net_of_run(
 
 
 def _look_in(place: str | None, name: str) -> None:
-    """Where the code of a run was when it was trained is on the path, unless its module is found without."""
+    """Puts the folder that held a run's code when it was trained on the path, unless the module is found without it."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -353,7 +353,7 @@ def _make_loss(config: Config) -> Loss:
 
 
 def _is_plain_loss(function: Callable[..., Any], args: dict[str, Any]) -> bool:
-    """Whether this is a loss itself, a function of (outputs, y), and not one that makes it."""
+    """Whether this function is itself a loss of (outputs, y), instead of making one."""
     try:
         inspect.signature(function).bind(**args)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and that no link leads elsewhere."""
+"""Writes files that are whole or absent, and never follows a link."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextlib.contextmanager
 def saving(path: Path, hidden: Path | None = None) -> Iterator[None]:
-    """Turns a full disk or a forbidden folder into a message and removes `hidden`, the half of a new `path`."""
+    """Turns a full disk or a forbidden folder into a message and removes `hidden`, the unfinished `path`."""
     try:
         yield
     except OSError as error:
@@ -44,12 +44,12 @@ def write_atomically(path: Path, content: bytes | str | Callable[[IO[bytes]], No
 
 
 def hidden_name(path: Path) -> Path:
-    """What a file or folder is called until it is whole."""
+    """The name of a file or folder until it is whole."""
     return path.with_name(f".{path.name}.new")
 
 
 def write_new(path: Path, content: bytes | str | Callable[[IO[bytes]], None]) -> None:
-    """A file that must not exist yet, nor as a link, down to the disk."""
+    """Writes a file that must not exist yet, not even as a link, and flushes it to the disk."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb") as file:
         if callable(content):
             content(file)
@@ -60,24 +60,24 @@ def write_new(path: Path, content: bytes | str | Callable[[IO[bytes]], None]) ->
 
 
 def open_in_place(path: Path) -> int:
-    """A descriptor of a file that is read and written where it is, made if it is not there; never of a link."""
+    """Opens a file to read and write it in place, and makes it if it is not there; refuses a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
 def read(path: Path) -> bytes:
-    """The content of a file that is no link."""
+    """The content of a file; refuses a link."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         return file.read()
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file that is no link; its content need not fit in memory."""
+    """The SHA-256 of a file, which need not fit in memory; refuses a link."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def remove(path: Path) -> None:
-    """A leftover, whatever it is: of a link the link, not what it leads to."""
+    """Removes a file or folder; if it is a link, the link and not what it leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -85,7 +85,7 @@ def remove(path: Path) -> None:
 
 
 def flush(folder: Path) -> None:
-    """The entries of a folder, down to the disk."""
+    """Flushes the entries of a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

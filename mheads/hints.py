@@ -1,4 +1,4 @@
-"""What people write who know other libraries, and what it is called here."""
+"""Names that other libraries use, and what they are called here."""
 
 EPOCHS = "optim.iterations, where iterations = epochs x examples / optim.batch_size"
 RATES = "optim.schedule.name: constant, step, multistep, cosine or plateau"
@@ -83,5 +83,5 @@ MEANINGS = {
 
 
 def meaning(name: str) -> str | None:
-    """What an unknown key is called here."""
+    """What a key of another library is called here; None if it is not known."""
     return MEANINGS.get(name.lower().replace("-", "_"))

@@ -64,9 +64,9 @@ def _module(module: nn.Module) -> str:
 
 
 def code(*roots: Any) -> Code:
-    """What there is to know of functions, classes, modules and partials, and of what they use."""
+    """Describes functions, classes, modules and partials, and the user's code that they use."""
     found: Code = {}
-    seen: list[Any] = []  # keeps them alive, so that no identity is used twice
+    seen: list[Any] = []  # keeps objects alive, so that no id is used twice
 
     def add(name: str, entry: dict[str, Any]) -> None:
         numbered = (name if n == 1 else f"{name} ({n})" for n in range(1, len(found) + 2))
@@ -164,7 +164,7 @@ def _methods(kind: type) -> list[types.FunctionType]:
 
 
 def _assigned(kind: type) -> set[str]:
-    """Attributes that change while an object is used: those assigned in methods other than those that make it."""
+    """Attributes that change while an object is used: those assigned in methods other than `__init__`."""
     methods = [m for k in kind.__mro__ if _own(k.__module__) for m in _methods(k) if m.__name__ != "__init__"]
     return {i.argval for m in methods for i in _instructions(m.__code__) if i.opname == "STORE_ATTR"}
 
@@ -194,7 +194,7 @@ def _surroundings(function: types.FunctionType) -> tuple[dict[str, str], list[An
 
 
 def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
-    """Those of a function and of the functions inside it."""
+    """The instructions of a function and of the functions inside it."""
     for instruction in dis.get_instructions(code):
         yield instruction
         if isinstance(instruction.argval, types.CodeType):
@@ -216,7 +216,7 @@ def _digest(functions: list[types.FunctionType]) -> str:
 
 
 def _source(thing: Any) -> list[str]:
-    """Without comments and docstrings; nothing where there is none."""
+    """The lines of its source without comments and docstrings; empty where there is no source."""
     try:
         with _PARSER:
             tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
@@ -236,7 +236,7 @@ def _values(held: Mapping[str, Any], mutable: bool = False) -> dict[str, str]:
 
 
 def _value(value: Any, mutable: bool = False) -> str | None:
-    """A plain value, if it cannot change while it is held (or may), or the digest of an array; None for others."""
+    """A plain value as text, or the digest of an array; None for others, and for lists and dicts unless `mutable`."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
         return repr(value)
     if isinstance(value, tuple) or (mutable and isinstance(value, list)):
@@ -274,7 +274,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
                 lines.append(f"layer {name}: {before} there, {after} now")
         lines += _code_differences(there["code"], now["code"])
     if old.get("start") != new.get("start"):
-        lines.append("the weights that training starts from are others")
+        lines.append("the weights that training starts from differ")
     return lines
 
 

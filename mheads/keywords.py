@@ -1,4 +1,4 @@
-"""Messages in the words of whoever calls: config keys as the keywords of `fit`."""
+"""Messages in the words of the caller: config keys become keywords of `fit`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mheads import config as configs
 from mheads.errors import UserError
 from mheads.hints import EPOCHS, meaning
 
-# What fit calls otherwise than a config does.
+# What has another name in fit than in a config.
 MEANT = {
     "name": "optimizer",
     "optimiser": "optimizer",
@@ -34,7 +34,7 @@ _SECTIONS = re.compile(r"(?<![\w./])(optim|data|engine|log|sampling)\.(schedule\
 
 
 def refuse_unknown(unknown: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Names the keyword of the function that is meant by one that it does not have."""
+    """Refuses a keyword that the function does not have, and names the one that is meant."""
     for name in unknown:
         keywords = [key for key in function.__annotations__ if key not in ("unknown", "return")]
         meant = "epochs" if meaning(name) == EPOCHS else MEANT.get(name) or in_python(meaning(name) or "")
@@ -62,7 +62,7 @@ def in_python(message: str) -> str:
 
 @contextmanager
 def speaking_python() -> Iterator[None]:
-    """Whatever a user did wrong inside is said in the words of Python."""
+    """Inside, messages about a user's mistakes name keywords of Python instead of config keys."""
     try:
         yield
     except UserError as error:

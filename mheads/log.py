@@ -1,4 +1,4 @@
-"""What grows while a run is trained: metrics.jsonl, and who owned which class."""
+"""Records of a run that grow during training: metrics.jsonl, and who owned which class."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MetricsLog:
             warn(f"{path} is damaged: {lost:,} bytes of its lines are left out, the {len(content):,} others kept")
             files.write_atomically(path, content)
         with saving(path):
-            # No buffer: what does not fit on the disk is an error here, not at close.
+            # No buffer, so that a full disk is an error at the write, not at close.
             self._file = os.fdopen(files.open_in_place(path), "r+b", buffering=0)
             self._file.truncate(len(content))
             self._file.seek(0, os.SEEK_END)
@@ -50,7 +50,7 @@ class MetricsLog:
                 content = content[self._file.write(content) or 0 :]
 
     def mark(self) -> list[list[Any]]:
-        """The parts so far, safely on the disk; another one begins."""
+        """Flushes the lines to the disk and begins another part; returns the parts so far."""
         with saving(self._path):
             os.fsync(self._file.fileno())
         if self._bytes:
@@ -63,7 +63,7 @@ class MetricsLog:
 
 
 def good_lines(path: Path, parts: list[list[Any]]) -> tuple[bytes, set[int]]:
-    """The content of those parts that are as they were written, and which are not."""
+    """The content of the undamaged parts, and the numbers of the damaged ones."""
     try:
         content = files.read(path)
     except FileNotFoundError:

@@ -2,8 +2,8 @@
 
     {"files": {"config.yaml": ["9f86..."], ...}, "sha256": "of the rest"}
 
-A file and the manifest cannot be replaced at once. So the manifest is told first, and knows the old and the new digest
-until the next time: whatever kills the process between the two, the file that is there is known.
+A file and the manifest cannot be replaced at once. So the manifest is written first, with both the old and the new
+digest until the next time: if the process is killed between the two, the file that is there is still known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AGAIN = "the command that trained the run, given again, makes it anew from the n
 
 
 class DamageError(UserError):
-    """A file of a run is not what was written."""
+    """Raised when a file of a run is not what was written."""
 
 
 class Manifest:
@@ -30,7 +30,7 @@ class Manifest:
 
     @cached_property
     def digests(self) -> dict[str, list[str]]:
-        """Of each file: what it may be."""
+        """The digests that each file may have."""
         try:
             content = from_json(files.read(self.path))
             digests = {str(name): [str(digest) for digest in known] for name, known in content["files"].items()}
@@ -44,18 +44,18 @@ class Manifest:
         return digests
 
     def renew(self) -> None:
-        """Knows of no file."""
+        """Starts afresh, with no files."""
         self.digests = {}
 
     def expect(self, path: Path, content: bytes) -> None:
-        """The file is about to be replaced by one of this content."""
+        """Notes that the file is about to be replaced by one with this content."""
         known = self.digests.get(path.name, [])
         now = files.digest(path) if known and path.is_file() else None
         old = [digest for digest in known if digest == now]
         self._write({**self.digests, path.name: [*old, hashlib.sha256(content).hexdigest()]})
 
     def forget(self, path: Path) -> None:
-        """The file is about to be changed in place."""
+        """Drops a file that is about to be changed in place."""
         if path.name in self.digests:
             self._write({name: known for name, known in self.digests.items() if name != path.name})
 

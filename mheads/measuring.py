@@ -21,7 +21,7 @@ Inputs = Callable[[Any, torch.dtype], Any]  # raw examples to what a network tak
 
 
 class GivesOutputs(Protocol):
-    """The part of an engine that measuring needs; of several ranks one leads, and gets the outputs."""
+    """The part of an engine that measuring needs; of several ranks, the lead gets the outputs."""
 
     lead: bool
 
@@ -74,7 +74,7 @@ def measure(
 
 
 class Models:
-    """Any models, one after the other, in the part of an engine that gives outputs."""
+    """Any models, run one after the other; stands in for an engine."""
 
     lead = True
 
@@ -89,7 +89,7 @@ class Models:
 
 @contextmanager
 def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the modules are in eval mode; afterwards in whichever they were."""
+    """Inside, the modules are in eval mode; afterwards in the mode that they were in."""
     modes = [(m, m.training) for module in modules for m in module.modules()]
     for module in modules:
         module.eval()

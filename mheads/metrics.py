@@ -23,7 +23,7 @@ class PlainResult:
     """A dataclass of numbers in lists and dicts that goes to JSON and back."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; what is not finite is null."""
+        """The fields ready for JSON; numbers that are not finite become null."""
 
         def plain(name: str) -> Any:
             # + 0 turns -0.0 to 0.0
@@ -38,7 +38,7 @@ class PlainResult:
         return cls(**{f.name: _map(lambda x: math.nan if x is None else x, values[f.name]) for f in found})
 
     def rounded(self, name: str, x: float) -> float:
-        """A number of a field as JSON has it: six digits."""
+        """A number of a field, rounded for JSON to six digits."""
         return x if isinstance(x, int) else float(f"{x:.6g}")
 
 
@@ -78,7 +78,7 @@ class Result(PlainResult):
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> Result:
-        """Of what was not evaluated."""
+        """The result where nothing was evaluated."""
         nan, pair = math.nan, {"single": math.nan, "ensemble_mean": math.nan}
         top = {name: [nan] * min(members, classes) for name in pair}
         square, owned = [[nan] * members] * members, [[0] * classes] * members
@@ -228,7 +228,7 @@ def _single_and_mean(values: Tensor) -> dict[str, float]:
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """The function of every number in nested dicts and lists."""
+    """Applies a function to every number in nested dicts and lists."""
     if isinstance(value, dict):
         return {key: _map(function, item) for key, item in value.items()}
     if isinstance(value, list):

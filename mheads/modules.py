@@ -1,4 +1,4 @@
-"""What can be asked of any torch module."""
+"""Questions about any torch module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mheads.errors import UserError
 
 
 def call(layer: nn.Module, x: Any, side: dict[str, Any] | None = None) -> Any:
-    """The layer on x, and on the side inputs that it asks for: its attribute `takes` is a name, or a tuple of names."""
+    """Calls the layer on x and the side inputs that its attribute `takes` asks for: a name, or a tuple of names."""
     takes = getattr(layer, "takes", None)
     if takes is None:
         return layer(x)

@@ -1,4 +1,4 @@
-"""Optimizers and schedules: one torch optimizer a stage, all at one rate that the schedule gives."""
+"""Optimizers and schedules: one torch optimizer per stage, all at the rate that the schedule gives."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Optimizer:
         self.names = {id(p): name for name, p in net.named_parameters()}
 
     def set_rate(self, rate: float) -> None:
-        """The rate of the next update, times each layer's own multiplier."""
+        """Sets the rate of the next update; each layer's own multiplier applies on top."""
         for optimizer in self.stages.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
@@ -39,7 +39,7 @@ class Optimizer:
         self.rate = rate
 
     def update(self, stage: str, gradients: list[Tensor]) -> None:
-        """One step of a stage. A member that learned nothing still decays and keeps its momentum."""
+        """Takes one step of a stage. A member that learned nothing still decays and keeps its momentum."""
         if stage not in self.stages:
             return
         for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):
@@ -49,7 +49,7 @@ class Optimizer:
             parameter.grad = None
 
     def forget(self) -> None:
-        """Momentum zero, as at the start."""
+        """Sets momentum to zero, as at the start."""
         for optimizer in self.stages.values():
             optimizer.state.clear()
 
@@ -132,7 +132,7 @@ class Schedule:
         return rate
 
     def observe(self, loss: float) -> None:
-        """The training loss of an iteration: the plateau rule drops the rate when windows stop improving."""
+        """Takes in the training loss of an iteration: the plateau rule drops the rate when windows stop improving."""
         if self.options.name != "plateau":
             return
         self.total, self.count = self.total + loss, self.count + 1

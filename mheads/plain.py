@@ -1,6 +1,6 @@
-"""Plain data from text that others wrote: YAML and JSON within limits, so that no file can exhaust whoever opens it.
+"""Plain data from text that others wrote: YAML and JSON within limits, so that no file can exhaust the machine.
 
-Whatever is wrong raises ValueError with a message that goes after the name of the file.
+Mistakes raise ValueError with a message that goes after the name of the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TAG = "tag:yaml.org,2002:"
 
 
 def from_yaml(text: str) -> Any:
-    """Mappings with text for keys, lists, text, numbers, true, false and null."""
+    """The value of a YAML text: mappings with text for keys, lists, text, numbers, true, false and null."""
     if len(text) > MAX_TEXT:
         raise ValueError(f"it has {len(text):,} characters: at most {MAX_TEXT:,} are read")
     try:
@@ -31,7 +31,7 @@ def from_yaml(text: str) -> Any:
 
 
 def from_json(text: str | bytes) -> Any:
-    """What JSON says; nested too deeply, it is not valid either."""
+    """The value of a JSON text; one that is nested too deeply is refused."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -39,7 +39,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 class _Refused(yaml.YAMLError):
-    """YAML that is right and still not taken."""
+    """Valid YAML that is still refused."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -107,7 +107,7 @@ for _kind in ("int", "float"):
 
 
 def _count(node: yaml.Node, sizes: dict[int, int | None]) -> int:
-    """Values below a node, aliases written out."""
+    """The number of values below a node, with aliases written out."""
     if isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) in sizes:
@@ -125,7 +125,7 @@ def _count(node: yaml.Node, sizes: dict[int, int | None]) -> int:
 
 
 def short(value: Any) -> str:
-    """A value as messages show it."""
+    """The text of a value for messages, cut if it is long."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits; lists in lists in lists

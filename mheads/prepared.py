@@ -38,10 +38,10 @@ def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
     """Examples of the run's shape as `Split.read` gives them: uint8 images NHWC, float images NCHW, vectors [B, F]."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of arrays that cannot be written: nobody writes
+            warnings.simplefilter("ignore")  # about read-only arrays: nobody writes to them
             raw = x if isinstance(x, Tensor) else torch.as_tensor(stacked(x, what))
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{what} are no array ({error}); give arrays of shape {('N', *data.shape)}") from error
+        raise UserError(f"{what} are not an array ({error}); give arrays of shape {('N', *data.shape)}") from error
     if not raw.numel() and raw.shape[:1] in ((), (0,)):
         raise UserError(f"{what} are empty: give at least one, as an array of shape {('N', *data.shape)}")
     if raw.dim() == 3 and data.shape[0] == 1 and len(data.shape) == 3:

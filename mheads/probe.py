@@ -31,7 +31,7 @@ def check_layers(
 ) -> Value:
     """Runs the layers of a network one by one, in both modes; returns what comes out in training.
 
-    `splits` names the layers that a stage ends with and another goes on from.
+    `splits` names the layers after which members part.
     """
     if any(getattr(nn.modules.module, name, None) for name in GLOBAL_HOOKS):
         raise UserError(
@@ -135,21 +135,21 @@ def _remembering_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None
             return name
         try:
             other = trial.call(layer, other, side)
-        except Exception:  # it does not run on just any example
+        except Exception:  # it does not run on every example
             return None
     return None
 
 
 def _mixing_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None:
-    """The first layer whose output for one example changes with the others, though it did not say that it would."""
+    """The first layer whose output for one example changes with the others, though it does not declare that."""
     if values.num_rows(x) < 2 or side or any(hasattr(m, "takes") for m in chain.modules()):
-        return None  # which rows belong together only the batch knows
+        return None  # only the batch knows which rows belong together
     try:  # other weights, since zeros hide what a layer does
         return _find_mixing(chain, x, trial.shaken)
-    except Exception:  # which not every layer can run on: they must be positive, say
+    except Exception:  # not every layer runs with them: some weights must be positive, say
         try:
             return _find_mixing(chain, x, lambda layer: nullcontext())
-        except Exception:  # nor on other examples
+        except Exception:  # nor does every layer run on other examples
             return None
 
 
@@ -162,7 +162,7 @@ def _find_mixing(
     for name, layer in children(chain):
         with weights(layer):
             plain, *others = [trial.call(layer, h, None) for h in given]
-        if has_batch_statistics(layer):  # as it said: from here on the example in question is the same again
+        if has_batch_statistics(layer):  # it may mix: go on with the same example on both sides
             others = [
                 values.map_leaves(lambda a, b, r=r: _with_row_of(a, b, rows, r), plain, h)
                 for r, h in zip(KEPT, others, strict=True)
@@ -173,7 +173,7 @@ def _find_mixing(
             for r, h in zip(KEPT, others, strict=True)
             for a, b in zip(values.leaves(plain), values.leaves(h), strict=True)
         )
-        suspect = (suspect or name) if differs else None  # rows may stand elsewhere for a while: sequence first
+        suspect = (suspect or name) if differs else None  # rows may stand elsewhere on the way: sequence first
     return suspect
 
 
@@ -209,7 +209,7 @@ def hooks_on_the_network(network: str) -> UserError:
 
 @torch.no_grad()
 def compare_with_forward(network: str, module: nn.Module, x: Value) -> None:
-    """The children in a row must give what the module's own forward gives, with the same gradients.
+    """Refuses a module whose children in a row do not give the outputs and gradients of its own forward.
 
     In both modes, and with other weights too, since zeros hide whatever follows them.
     """
@@ -244,7 +244,7 @@ def _same_results(network: str, module: nn.Module, chain: nn.Module, x: Value, m
         )
     try:
         got = _results(chain, module, x)
-    except Exception:  # whatever a layer says to an input that is not its own
+    except Exception:  # a layer may raise anything on an input that is not its own
         return False
     return all(map(trial.close, got, expected))
 

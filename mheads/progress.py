@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """Hears of the progress of training."""
+    """Is told of the progress of training."""
 
     def built(self, folder: Path) -> None: ...
     def training(self, total: int, done: int) -> AbstractContextManager[None]: ...
@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
 
 class Silent:
-    """Says nothing but warnings."""
+    """Shows nothing but warnings."""
 
     def built(self, folder: Path) -> None:
         pass
@@ -102,7 +102,7 @@ class Terminal:
         self._bar.update(self._task, completed=step, info=step_line(loss, rate, self._pace.add(images), shares))
 
     def _foretell(self, step: int) -> None:
-        """Where no bar is shown, one line says how long it will take, if it takes more than a minute."""
+        """Says in one line how long training will take, if no bar is shown and it takes more than a minute."""
         done, began = self._first
         if step - done == 3:  # the first steps are the slowest
             left = (time.monotonic() - began) / 3 * (self._total - step)
@@ -153,7 +153,7 @@ class Notebook:
         self._output = display(self, display_id=True)
 
     def _repr_html_(self) -> str:
-        """What the cell shows: the bar, a table of the evaluations, and whatever was said."""
+        """What the cell shows: the bar, a table of the evaluations, and the messages."""
         found = [{"iteration": f"{step:,}", **result.headline()} for step, result in self._evaluations]
         rows = "".join(f"<tr>{''.join(f'<td>{text}</td>' for text in row.values())}</tr>" for row in found)
         head = "".join(f"<th>{name}</th>" for name in found[0]) if found else ""
@@ -161,7 +161,7 @@ class Notebook:
         return "".join(f"<div>{escape(line)}</div>" for line in self._lines) + self._bar + table
 
     def __repr__(self) -> str:
-        """Where the output is plain text, as in a console or a saved log."""
+        """What is shown where the output is plain text, as in a console or a saved log."""
         return "\n".join([*self._lines, *(evaluation_line(*found) for found in self._evaluations)]) or self.label
 
     def _show(self, at_once: bool = True) -> None:
@@ -212,7 +212,7 @@ class Notebook:
 
 
 class Pace:
-    """Images a second over the last twenty steps or so."""
+    """Images per second over the last twenty steps or so."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, int]] = [(time.perf_counter(), 0)]
@@ -241,7 +241,7 @@ def in_notebook() -> bool:
 
 
 def watcher(show: bool | None) -> Watcher:
-    """What shows the progress of Python calls: a notebook's cell, a terminal, or nothing where nobody looks."""
+    """Where the progress of Python calls is shown: a notebook's cell, a terminal, or nowhere if nobody looks."""
     import sys
 
     if show is None:

@@ -1,4 +1,4 @@
-"""A trained ensemble, as Python has it."""
+"""A trained ensemble in Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Temporary:
-    """A folder on disk that goes when the last run that lives in it does."""
+    """A folder on disk that is removed with the last run that lives in it."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="mheads-"))
@@ -49,7 +49,7 @@ class Temporary:
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A trained ensemble, what training said of it, and its folder.
+    """A trained ensemble with its result, history and folder.
 
     `history.steps` and `history.evaluations` are lists of plain dicts, as pandas.DataFrame takes them.
     """
@@ -58,7 +58,7 @@ class Run:
     config: Config
     net: TreeNet
     data: DataFacts
-    result: Any  # metrics.Result, or what else the problem measures
+    result: Any  # metrics.Result, or the result of another problem
     summary: dict[str, Any]
     history: Log = field(default_factory=Log)
     _temporary: Temporary | None = field(default=None, compare=False)
@@ -78,7 +78,7 @@ class Run:
         )
 
     def __post_init__(self) -> None:
-        # What `evaluate` warns of, since the net alone does not do it.
+        # `evaluate` warns of it, since the net alone does not preprocess.
         self.net.__dict__["preprocessing"] = str(self.data.preprocess)
 
     @torch.inference_mode()
@@ -111,13 +111,13 @@ class Run:
         return Prepared(self.net.member(m), self.data).eval()
 
     def plot_ownership(self) -> Figure:
-        """Who owns which class of the test set."""
+        """Draws who owns which class of the test set."""
         from mheads.report.figures import ownership_figure
 
         return ownership_figure(np.asarray(self.result.ownership), self.data.problem.groups)
 
     def plot_history(self) -> Figure:
-        """How the losses of training and the accuracies of the evaluations went."""
+        """Draws the losses of training and the accuracies of the evaluations."""
         from mheads.report.figures import history_figure
 
         measure = "accuracy, %" if self.data.problem.name == "classification" else "root mean square error"
@@ -131,7 +131,7 @@ def opened(
     warn: Callable[[str], None],
     temporary: Temporary | None = None,
 ) -> Run:
-    """The run in a folder, with its newest weights in the net; `warn` hears what is unfinished about it."""
+    """The run in a folder, with its newest weights in the net; `warn` is told if it is unfinished."""
     weights = folder.load_weights(net, warn)
     net.eval()
     data = folder.read_data()
@@ -151,7 +151,7 @@ def opened(
 
 
 def labelled(given: Any, problem: Problem | None, where: str) -> tuple[ArraySplit | DatasetSplit, Problem]:
-    """Examples with targets of the problem, or of the one that they look like.
+    """Examples with their targets, and the problem: the given one, or the one that fits the targets.
 
     Labels that are names need a problem that knows them, since a test set may lack some.
     """

@@ -1,4 +1,4 @@
-"""Run folders: one training, one folder on disk. Opening one runs no code: `trust` is asked for where it names some.
+"""Run folders: one training, one folder on disk. Opening one runs no code; running code that it names needs `trust`.
 
 config.yaml        the resolved config                    metrics.jsonl      a line per log step and evaluation
 data.safetensors   preprocessing, class names             assignments.npz    who owns which class, over training
@@ -97,12 +97,12 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.manifest = Manifest(path)
         self._lock: int | None = None
-        self._begun = self._made = False  # by this process: what is in the folder, and the folder itself
+        self._begun = self._made = False  # whether this process began the run, and made the folder
 
     # Opening it for training.
 
     def prepare(self, config: Config, data: DataFacts, what: dict[str, Any], warn: Warn) -> bool:
-        """Makes the folder, or makes sure that it holds this very experiment. True if there is one to resume.
+        """Makes the folder, or checks that it holds this very experiment. True if there is one to resume.
 
         `what` describes the network and the loss, see `identity.py`. Files that are damaged are mended.
         """
@@ -112,7 +112,7 @@ class RunFolder:
             self._mend(data, warn)
             self._refuse_differences(config, data, what)
             return True
-        # A process that was killed here may have left some of what is written before the config.
+        # A process that was killed here may have left files that are written before the config.
         before = (self.manifest.path, self.data, self.identity, self.config)
         begun = {".lock", *(name for path in before for name in (path.name, files.hidden_name(path).name))}
         if self.path.is_dir() and any(entry.name not in begun for entry in self.path.iterdir()):
@@ -141,7 +141,7 @@ class RunFolder:
         return False
 
     def discard(self) -> None:
-        """Removes what this process began here: what did not come to its first checkpoint leaves nothing."""
+        """Removes what this process began here: a run without a first checkpoint leaves nothing."""
         if not self._begun or self._lock is None:
             return
         for path in (*vars(self).values(), self.manifest.path, self.path / ".lock"):
@@ -151,7 +151,7 @@ class RunFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _refuse_links(self) -> None:
-        """What lies in a run folder is its own; the folder itself may be a link."""
+        """Refuses links inside the run folder; the folder itself may be one."""
         for path in (*vars(self).values(), self.manifest.path, self.path / ".lock"):
             if isinstance(path, Path) and path != self.path and path.is_symlink():
                 raise UserError(
@@ -160,7 +160,7 @@ class RunFolder:
                 )
 
     def _acquire(self) -> None:
-        """Two processes must not train into one folder; the lock goes away with the process, however it ends."""
+        """Locks the folder, so that no two processes train into it; the lock ends with the process, however it ends."""
         try:
             self._lock = files.open_in_place(self.path / ".lock")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,9 +180,9 @@ class RunFolder:
             self._lock = None
 
     def _mend(self, data: DataFacts, warn: Warn) -> None:
-        """Writes anew what is damaged of config, identity and facts of the data: from a checkpoint, and from `data`.
+        """Writes a damaged config or identity anew from a checkpoint, and damaged facts of the data from `data`.
 
-        What else is damaged is written anew when training comes to its end.
+        Other damaged files are written anew at the end of training.
         """
         mended = (self.config, self.identity, self.data)
         try:
@@ -202,7 +202,7 @@ class RunFolder:
                 raise DamageError(f"{path} {problem}, and there is no checkpoint to mend it from; {ELSEWHERE}")
             warn(f"{path} {problem}; written anew")
             if path == self.data:
-                self._write_facts(data)  # if it is the same data: identity.json knows
+                self._write_facts(data)  # identity.json knows whether it is the same data
             elif checkpoint is not None:
                 state = checkpoint.state
                 self._write(path, state["config"].encode() if path == self.config else _json(state["identity"]))
@@ -230,7 +230,7 @@ class RunFolder:
         self._refuse_shortening(before, config)
 
     def _refuse_shortening(self, before: Config, config: Config) -> None:
-        """Fewer iterations are the end at a checkpoint, if there is one to end at; a finished run stays as it is."""
+        """Refuses fewer iterations if the run is finished, or is past that end and has no checkpoint exactly there."""
         old, new = before.optim.iterations, config.optim.iterations
         if new >= old:
             return
@@ -247,7 +247,7 @@ class RunFolder:
         )
 
     def beside(self) -> RunFolder:
-        """The first free name beside this one."""
+        """A run folder of the first free name beside this one."""
         number = 2
         while (path := self.path.with_name(f"{self.path.name}-{number}")).exists():
             number += 1
@@ -264,12 +264,12 @@ class RunFolder:
         self._refuse_links()
 
     def finished(self, total: int) -> bool:
-        """Whether it was trained so far; a run that is given more iterations keeps its old result until the end."""
+        """Whether it was trained for `total` iterations; a run that gets more keeps its old result until the end."""
         sound = not any(self.manifest.problem(path) for path in (self.result, self.model))
         return sound and self.read_result()["iterations"] == total
 
     def problems(self) -> dict[Path, str]:
-        """Files that are not what was written, or gone, and what is wrong with them."""
+        """Files that are damaged or missing, and what is wrong with them."""
         paths = (self.path / name for name in self.manifest.digests)
         return {path: problem for path in paths if (problem := self.manifest.problem(path))}
 
@@ -277,7 +277,7 @@ class RunFolder:
         return Checkpoints(self.checkpoints, run=run).newest(warn)
 
     def final_weights(self) -> Weights:
-        """Those of a finished run."""
+        """The weights of a finished run."""
         self.require()
         if not self.model.is_file() or not self.result.is_file():
             raise UserError(
@@ -292,7 +292,7 @@ class RunFolder:
             raise DamageError(f"{self.model} cannot be read ({error}); {AGAIN}") from error
 
     def newest_weights(self, warn: Warn) -> Weights:
-        """The final weights, or those of the newest checkpoint, of which `warn` is told."""
+        """The final weights, or else those of the newest checkpoint, after telling `warn`."""
         self.require()
         steps = Checkpoints(self.checkpoints).steps()
         ended = self.result.is_file() and self.model.is_file()
@@ -394,11 +394,11 @@ class RunFolder:
         return [from_json(line) for line in content.splitlines()]
 
     def read_log(self, known: list[list[Any]] | None = None) -> Log:
-        """What metrics.jsonl tells: see `read_metrics`."""
+        """The content of metrics.jsonl, steps and evaluations apart: see `read_metrics`."""
         return Log.of(self.read_metrics(known))
 
     def seal_metrics(self) -> None:
-        """Training is at its end: no line will follow."""
+        """Enters metrics.jsonl in the manifest at the end of training, when no line will follow."""
         self.manifest.expect(self.metrics, files.read(self.metrics))
 
     def write_assignments(self, arrays: dict[str, np.ndarray]) -> None:

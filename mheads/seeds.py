@@ -35,7 +35,7 @@ def generator(*key: int | str) -> torch.Generator:
 
 
 def numpy_generator(*key: int | str) -> np.random.Generator:
-    """The same for numpy; Philox, because its stream is the same in every numpy version."""
+    """A fresh numpy generator for this key alone; Philox, whose stream is the same in every numpy version."""
     import numpy as np
 
     return np.random.Generator(np.random.Philox(derive(*key)))
@@ -43,9 +43,9 @@ def numpy_generator(*key: int | str) -> np.random.Generator:
 
 @contextmanager
 def seeded(*key: int | str) -> Iterator[None]:
-    """Inside, the global generators of torch, numpy and `random` start from this key; after it, from where they were.
+    """Inside, the global generators of torch, numpy and `random` start from this key; then they are put back.
 
-    For code that is not ours and draws from them: the factories of networks. Other threads that want the same wait.
+    For code that is not ours and draws from them, such as factories of networks. Other threads wait for their turn.
     """
     import numpy as np
     import torch
@@ -65,7 +65,7 @@ def seeded(*key: int | str) -> Iterator[None]:
 
 
 def global_states() -> tuple[Any, ...]:
-    """Where these generators are: equal as long as nobody draws from them."""
+    """The states of these generators: equal as long as nobody draws from them."""
     import numpy as np
     import torch
 

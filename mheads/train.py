@@ -33,8 +33,8 @@ from mheads.run_folder import DataFacts, RunFolder
 from mheads.tree import TreeNet
 
 
-class Stopped(Exception):  # noqa: N818, it is no error
-    """A signal asked training to stop after `iteration`; everything so far is saved."""
+class Stopped(Exception):  # noqa: N818, it is not an error
+    """Raised when a signal has stopped training after `iteration`; everything so far is saved."""
 
     def __init__(self, signum: int, iteration: int, seconds: float) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -46,7 +46,7 @@ class Stopped(Exception):  # noqa: N818, it is no error
 def train_config(
     config: Config, folder: RunFolder, watcher: Watcher, build: Callable[[Config], Experiment] = build
 ) -> dict[str, Any]:
-    """From a config to a trained run: what does not fit together is refused before anything is written."""
+    """Trains the run of a config; what does not fit together is refused before anything is written."""
     experiment = build(config)
     watcher.built(folder.path)
     return train(experiment, folder, watcher)
@@ -63,7 +63,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     optimizer = Optimizer(net, config.optim)
     lr = config.optim.lr
     if experiment.loss.averaged and config.loss.scale_rate and config.optim.name == "sgd":
-        lr *= net.num_members  # averaging divides every member's gradient by M, which Adam's step does not feel
+        lr *= net.num_members  # averaging divides every member's gradient by M, which does not change Adam's step
     schedule = Schedule(config.optim.schedule, lr, config.optim.iterations)
     state = _Progress(net.num_members, data.problem)
     total = config.pretrain + config.optim.iterations
@@ -139,7 +139,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             folder.seal_metrics()
             folder.write_model(part(tensors, "model/"))
             folder.write_result(summary(result, net, experiment.evaluated_on, state.step, state.seconds))
-        return folder.read_result()  # whoever asked to stop meanwhile: it is finished
+        return folder.read_result()  # even if a signal asked to stop meanwhile: it is finished
     except UserError:
         checkpoints.close()  # one may be under way
         if lead and not checkpoints.steps():
@@ -171,7 +171,7 @@ def _open(
     for path, problem in folder.problems().items():
         if found["finished"] and not steps:
             watch.warn(f"{path} {problem}, and there is no checkpoint to make it anew from")
-        elif found["finished"] or path.exists():  # a file that a killed process did not come to write is no damage
+        elif found["finished"] or path.exists():  # a file that a killed process had yet to write is not damaged
             watch.warn(f"{path} {problem}; made anew")
             found["finished"] = False
     if found["finished"]:
@@ -211,7 +211,7 @@ def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: 
 
 
 class _Progress:
-    """Where training stands, beside the weights: all of it is in the checkpoint."""
+    """Where training stands, besides the weights: all of it is in the checkpoint."""
 
     def __init__(self, members: int, problem: Problem) -> None:
         self.problem = problem
@@ -224,7 +224,7 @@ class _Progress:
         self._start_window()
 
     def _start_window(self) -> None:
-        """The means since the last line of the log."""
+        """Begins new means, for the next line of the log."""
         self.loss, self.count, self.window_seconds = 0.0, 0, 0.0
         self.member_losses = np.zeros(len(self.owned))
         self.wins = np.zeros(len(self.owned))
@@ -244,7 +244,7 @@ class _Progress:
         self.window_seconds += seconds
 
     def shares(self) -> list[float]:
-        """How the assignment is shared among the members, lately."""
+        """Each member's share of the assignment since the last line of the log."""
         return (self.wins / max(self.wins.sum(), 1e-12)).tolist()
 
     def line(self, rate: float, batch_size: int) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def _refuse_nonfinite_loss(report: StepReport, iteration: int, checkpoints: Chec
 def _refuse_nonfinite_weights(
     net: TreeNet, tensors: dict[str, torch.Tensor], iteration: int, checkpoints: Checkpoints
 ) -> None:
-    """The step before a loss that is not finite may have left weights that are not: they must not be saved."""
+    """Refuses to save weights that are not finite: the step before a loss that is not finite may have left some."""
     for name, node in net.tree.nodes.items():
         weights = [t for key, t in part(tensors, f"model/stages.{name}.").items() if net.is_parameter(key)]
         if not all(torch.isfinite(weight).all() for weight in weights):
@@ -346,7 +346,7 @@ def _diverged(what: str, checkpoints: Checkpoints) -> UserError:
 
 @contextmanager
 def _signals(tell: Callable[[int], None]) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM are told, so that the step in hand is finished first. A second one acts at once."""
+    """Inside, SIGINT and SIGTERM call `tell`, so that the current step is finished first. A second one acts at once."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return

@@ -163,7 +163,7 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
 
 
 def whole_spec(members: int | None, split: Spec | str | None) -> Spec:
-    """The specification that a number of members and a split, or the lack of one, are short for."""
+    """The full specification of a tree that is given as a number of members and a split, or none."""
     if members is not None and members < 1:
         raise UserError(f"members must be at least 1, not {members}")
     if split is None:
@@ -311,17 +311,17 @@ class TreeNet(nn.Module):
         return values.map_leaves(lambda *parts: torch.stack(parts), *(given[n.name] for n in self.tree.leaves))
 
     def member(self, m: int) -> nn.Sequential:
-        """Member m as an ordinary network; it shares its weights with this tree (deepcopy it to part them)."""
+        """Member m as an ordinary network; it shares its weights with this tree (deepcopy it to separate them)."""
         if not 0 <= m < self.num_members:
             raise UserError(f"member {m} of {self.num_members}: they are counted from 0 to {self.num_members - 1}")
         return Stage(OrderedDict(pair for node in self.tree.path(m) for pair in children(self.stage(node.name))))
 
     def num_parameters(self) -> int:
-        """Of the whole tree, wherever its stages are."""
+        """Parameters of the whole tree, wherever its stages are."""
         return sum(self._facts.size(node) for node in self.tree.nodes.values())
 
     def num_bytes(self, stages: Collection[str] | None = None) -> int:
-        """Of the weights of these stages, by default of those that are here."""
+        """Bytes of the weights of these stages, by default of those that are here."""
         here = self.stages if stages is None else stages
         size = torch.empty(0, dtype=self._facts.dtype).element_size()
         return size * sum(self._facts.size(self.tree.nodes[name]) for name in here)
@@ -336,9 +336,9 @@ class TreeNet(nn.Module):
 
     @torch.no_grad()
     def take_weights(self, tree: Tree, weights: Mapping[str, Tensor]) -> None:
-        """Those of a tree of the same layers, by the names of its state; see `copy_weights`.
+        """Takes over the weights of a tree of the same layers, by the names in its state; see `copy_weights`.
 
-        What members share here they must share there: layers trained apart from those below them do not go together.
+        Layers that members share here must be shared there too: layers that were not trained together do not fit.
         """
         owner = {(m, layer): n.name for n in tree.nodes.values() for m in n.members for layer in n.layers}
         one = tree.num_members == 1
@@ -361,7 +361,7 @@ class TreeNet(nn.Module):
                 tensor.copy_(donor)
 
     def identical_members(self) -> Iterator[tuple[int, int]]:
-        """Pairs of members that are one network: all weights, buffers and layers equal, and shared by as many.
+        """Pairs of members that are the same network: weights, buffers and layers are equal, and shared by as many members.
 
         Where stages are in other processes, two members are drawn to see whether their weights follow the seed.
         """
@@ -423,7 +423,7 @@ class TreeNet(nn.Module):
 
 
 class _Factory:
-    """The user's factory, or copies of a built network; a pickled tree goes without one that cannot be pickled."""
+    """The user's factory, or copies of a built network; left out of a pickled tree if it cannot be pickled."""
 
     def __init__(self, function: Callable[[], nn.Module] | nn.Module) -> None:
         self.function = function
@@ -448,7 +448,7 @@ def _lost() -> nn.Module:
 
 @dataclass(frozen=True)
 class _LayerFacts:
-    """What is known of the layers of every member from looking at one."""
+    """Facts about the layers of every member, found by looking at one."""
 
     names: frozenset[str]  # of the parameters
     parameters: dict[str, dict[int, int]]  # of each layer: identity -> size, since layers may share a weight
@@ -477,7 +477,7 @@ class _LayerFacts:
 
 
 def _contents(stage: Stage) -> tuple[Any, list[Tensor]]:
-    """What two stages have in common if they are the same: a key to find it by, and the tensors to compare."""
+    """A key and tensors: stages that are the same have equal ones."""
     tensors = [t.detach() for t in (*stage.parameters(), *stage.buffers())]
     return (repr(stage), tuple((t.shape, t.sum().item()) for t in tensors)), tensors
 

@@ -1,4 +1,4 @@
-"""Running a module to see what it does, and leaving no trace of it."""
+"""Runs a module to see what it does, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, global generators are not those of the process, and one thread computes: enough for a few rows, and
-    several processes that start at once do not wait for each other's threads."""
+    """Inside, the global generators are seeded anew and put back afterwards, and one thread computes: enough for a
+    few rows, and several processes that start at once do not wait for each other's threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -39,7 +39,7 @@ def apart() -> Iterator[None]:
 
 @contextmanager
 def as_it_was(module: nn.Module) -> Iterator[None]:
-    """Whatever happens inside, buffers and modes are afterwards what they were."""
+    """Puts buffers and modes back afterwards, whatever happens inside."""
     stores = [m._buffers for m in module.modules()]
     kept = [(s, key, b, b.clone()) for s in stores for key, b in s.items() if b is not None]
     modes = [(m, m.training) for m in module.modules()]
@@ -60,7 +60,7 @@ def shaken(module: nn.Module, seed: int = 0) -> Iterator[None]:
     before = [p.detach().clone() for p in weights]
     with as_it_was(module):
         try:
-            for p in weights:  # by as much as keeps what goes through layers of weights at its size
+            for p in weights:  # by amounts that keep the outputs of the layers at their size
                 inputs = p.numel() // max(1, len(p)) if p.dim() > 1 else 1
                 p.add_(noise(p, generator), alpha=0.5 / max(1, inputs) ** 0.5)
             for m in module.modules():
@@ -81,14 +81,14 @@ def noise(t: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Also in what is not a number."""
+    """Whether two tensors are equal, NaN counting as equal to NaN."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def close(got: list[Tensor], expected: list[Tensor]) -> bool:
-    """Equal but for rounding, which is measured by the largest value among them."""
+    """Whether they are equal up to rounding, relative to the largest value among them."""
     kinds, wanted = ([(t.shape, t.dtype) for t in tensors] for tensors in (got, expected))
     if kinds != wanted:
         return False

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: of one network for all members, or of a whole tree, by the names that they have there."""
+"""Weights from elsewhere, by name: of one network for all members, or of a whole tree."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def by_name(found: Any, where: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_into(net: TreeNet, weights: Mapping[str, Tensor], where: str = "the weights") -> list[str]:
-    """Copies weights into a tree; returns the names that found no place.
+    """Copies weights into a tree; returns the names that fit nowhere.
 
     They are the tree's own (`stages.trunk.conv1.weight`), or those of one network (`conv1.weight`), for every member.
     """

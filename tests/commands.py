@@ -1,4 +1,4 @@
-"""Running commands, and comparing the run folders they leave."""
+"""Runs commands, and compares the run folders that they leave."""
 
 import json
 import multiprocessing.forkserver
@@ -37,7 +37,7 @@ _context.set_forkserver_preload(
 
 
 def start_server():
-    """Has it begin its imports now, in the environment of this moment."""
+    """Has the server begin its imports now, in the current environment."""
     multiprocessing.forkserver.ensure_running()
 
 
@@ -136,7 +136,7 @@ def weights(run):
 
 
 def log_lines(run):
-    """metrics.jsonl without what a clock says."""
+    """The lines of metrics.jsonl without times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
 
@@ -152,7 +152,7 @@ def result(run):
 
 
 def assert_same_run(run, other):
-    """Every bit that does not come from a clock."""
+    """Compares every bit that does not come from a clock."""
     assert weights(run) == weights(other)
     assert log_lines(run) == log_lines(other)
     assert ownership(run) == ownership(other)

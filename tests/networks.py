@@ -119,7 +119,7 @@ def shifted():
 
 
 class Regions(nn.Module):
-    """Images and places in them to a row for each place: what a detector does."""
+    """Turns images and places in them into a row for each place, as a detector does."""
 
     takes = ("where", "counts")
 
@@ -134,7 +134,7 @@ def detector() -> nn.Sequential:
 
 
 class Scenes:
-    """Images with some regions each, which are drawn anew whenever an image is seen in training; of one, none."""
+    """Images with some regions each (one has none), which are drawn anew whenever an image is seen in training."""
 
     shape, margin = (2, 8, 8), 0
 
@@ -181,7 +181,7 @@ class Scenes:
 
 
 def register_scenes() -> None:
-    """A dataset of the tests' own, in this process."""
+    """Adds a dataset of the tests' own, in this process."""
 
     def read(mirror=False):
         return Scenes(40, 0), Scenes(20, 1), Classification(("low", "middle", "high"))

@@ -168,7 +168,7 @@ def fit_plain(*args, **options):
         (lambda: fit_plain(learning_rate=1), "no keyword 'learning_rate': did you mean lr"),
         (lambda: fit_plain(num_epochs=1), "did you mean epochs"),
         (lambda: fit_plain(lr=-1), "fit: lr = -1"),
-        (lambda: fit_plain("mlc"), "loss='mlc' is no loss"),
+        (lambda: fit_plain("mlc"), "loss='mlc' is not a loss"),
         (lambda: fit_plain(mheads.losses.mcl), r"call it, mheads.losses.mcl\(\)"),
         (lambda: fit_plain(nn.CrossEntropyLoss()), r"is mheads.losses.independent\(\)"),
         (lambda: fit_plain(classes=["a"] * 10), "a name is there twice"),
@@ -418,7 +418,7 @@ def test_mistakes_in_the_data_are_named(call, message):
         (X[0, 0], r"shape \(8,\)"),
         (np.where(X[:9] > 0.99, np.nan, X[:9]), "NaN or infinity"),
         (X[:2].astype(int), "dtype int64"),
-        (["a"], "no array"),
+        (["a"], "not an array"),
     ],
     ids=str,
 )

@@ -52,7 +52,7 @@ def imports(file):
 
 
 def existing(*modules):
-    """The file of the first of these modules that is one."""
+    """The file of the first of these modules that has one."""
     for module in modules:
         path = "/".join(module.split(".")[1:])
         for file in (f"{path}.py", f"{path}/__init__.py"):

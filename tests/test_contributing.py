@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says about adding things is all that it takes: done to a copy of the package, as it says."""
+"""Following CONTRIBUTING.md is all that adding something takes: tried on a copy of the package."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def blocks():
 
 
 def insert(file, line, last):
-    """Adds an entry to a table of a file, after the last that is there, and the import before the first."""
+    """Adds an entry to a table in a file, after the last one, and the import before the first import."""
     text = file.read_text()
     assert text.count(last) == 1, f"{file} has another last line"
     *imports, entry = line.splitlines()

@@ -1,4 +1,4 @@
-"""Configs that nobody would write: each is one, or is refused with a message; nothing else happens."""
+"""Configs that nobody would write: each is valid, or is refused with a message; nothing else happens."""
 
 import re
 import shutil

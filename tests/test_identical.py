@@ -1,4 +1,4 @@
-"""Members that would stay one network for ever are refused, whatever made them equal; weights follow the seed."""
+"""Members that would stay equal for ever are refused, whatever made them equal; weights follow the seed."""
 
 import random
 from collections import OrderedDict

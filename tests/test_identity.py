@@ -1,4 +1,4 @@
-"""What a network and a loss are: which changes are refused on resuming, and which are none."""
+"""What a network and a loss are: which changes are refused on resuming, and which do not count."""
 
 import functools
 import importlib
@@ -134,7 +134,7 @@ def test_a_fit_with_another_seed_or_start_of_the_net_is_refused(tmp_path):
     changed = make()
     with torch.no_grad():
         changed.member(0)[0].weight += 1
-    with pytest.raises(UserError, match="weights that training starts from are others"):
+    with pytest.raises(UserError, match="weights that training starts from differ"):
         package.fit(changed, run=run.folder, **QUICK)
     again = package.fit(make(), run=run.folder, **QUICK)
     assert again.summary == run.summary
@@ -157,7 +157,7 @@ def test_a_net_that_was_trained_in_a_folder_finds_it_finished_and_goes_on_in_it(
     assert identity.weights(longer.net.state_dict()) == identity.weights(straight.net.state_dict())
     with torch.no_grad():
         net.member(0)[0].weight += 1  # by hand
-    with pytest.raises(UserError, match="starts from are others"):
+    with pytest.raises(UserError, match="starts from differ"):
         package.fit(net, run=tmp_path / "other", **QUICK)
 
 

@@ -1,4 +1,4 @@
-"""What the package asks of whoever installs it, and what `make` installs."""
+"""What the package requires, and what `make` installs."""
 
 import tomllib
 from pathlib import Path

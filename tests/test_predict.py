@@ -48,7 +48,7 @@ def test_predict_takes_npz_and_csv_and_answers_each_row(mheads, vectors, tmp_pat
     [
         ("a.csv", "", "holds no rows of numbers"),
         ("a.csv", "a,b\n", "holds no rows of numbers"),
-        ("a.csv", "1,2\n3,4\n", "2 numbers a row.*examples of 64"),
+        ("a.csv", "1,2\n3,4\n", "2 numbers per row.*examples of 64"),
         ("a.csv", "1,2\n3\n", "line 2 has 1 values, the first row 2"),
         ("a.csv", "1,2\n\n3,x\n", "line 3 has 'x'"),
         ("a.csv", ",".join(["nan"] * 64), "NaN or infinity"),

@@ -11,7 +11,7 @@ from mheads.metrics import Result
 
 @pytest.fixture
 def shown(monkeypatch):
-    """Trains `total` steps of so many seconds in front of a file, and gives what it wrote."""
+    """Writes the progress of `total` steps of `seconds` each to a file, and returns the text."""
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
 

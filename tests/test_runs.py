@@ -45,7 +45,7 @@ def copied(tmp_path, undisturbed):
 
 @pytest.fixture
 def unfinished(copied):
-    """One that was killed at iteration 20, of which 18 are saved."""
+    """A run that was killed at iteration 20, of which 18 are saved."""
     return unfinish(copied)
 
 
@@ -83,7 +83,7 @@ STRANGE = {
 
 @pytest.mark.parametrize("kind", STRANGE)
 def test_a_strangers_run_folder_runs_nothing(mheads, plain, tmp_path, monkeypatch, kind):
-    """In eval, predict, load and init; only a loss that nobody needs is no reason to refuse."""
+    """Neither eval, predict, load nor init does; a loss alone is not refused, since they do not need it."""
     run = shutil.copytree(plain, tmp_path / "stranger")
     edit_config(run, **STRANGE[kind])
     (tmp_path / "acts.py").write_text("from pathlib import Path\nPath('ran').touch()\nfactory = loss = print\n")
@@ -133,7 +133,7 @@ def listed(run):
 
 @pytest.mark.parametrize("state", ["finished", "unfinished"])
 def test_each_bit_that_flips_in_a_file_is_noticed_or_harmless(copied, state, monkeypatch):
-    """Noticed by whoever needs the file; harmless if load, or a step of training, gives the same bits as before."""
+    """Noticed where the file is needed; harmless if load, or a step of training, gives the same bits as before."""
     if state == "unfinished":
         unfinish(copied)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
@@ -164,7 +164,7 @@ def put_back(run, content):
 
 
 class Stepped(Exception):  # noqa: N818
-    """Training has taken a step, and that is enough."""
+    """Raised when training has taken a step, which is enough."""
 
 
 class OneStep(Silent):
@@ -176,7 +176,7 @@ class OneStep(Silent):
 
 
 def read(run, built, start):
-    """What load gives, what training makes of the folder with one step from there, and what is said about it."""
+    """What load gives, what one step of training makes of the folder, and the messages about it."""
     said = []
     try:
         loaded = package.load(run, networks.with_dropout, warn=said.append)
@@ -439,7 +439,7 @@ def test_a_donor_that_was_trained_on_is_another_start(mheads, plain, tmp_path):
     assert train_from(mheads, donor, tmp_path).code == 0
     assert "nothing to do" in train_from(mheads, donor, tmp_path).out
     assert mheads("train", "digits", *SMALL, "optim.iterations=9", "--run", donor).code == 0
-    assert "weights that training starts from are others" in train_from(mheads, donor, tmp_path).err
+    assert "weights that training starts from differ" in train_from(mheads, donor, tmp_path).err
 
 
 # Evaluating on something else.

@@ -37,7 +37,7 @@ def words(text):
 
 
 def printed(thing, columns):
-    """The words of what is printed on a terminal of so many columns, no line of it longer than that."""
+    """The words printed on a terminal of this many columns; asserts that no line is longer."""
     console = Console()
     console.file, console.width = io.StringIO(), columns
     console.print(thing)

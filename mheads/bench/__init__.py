@@ -1,1 +1,1 @@
-"""Speed and memory, side by side with what people would write otherwise. See benchmarks/README.md."""
+"""Measures speed and memory, side by side with what people would write otherwise. See benchmarks/README.md."""

@@ -1,7 +1,7 @@
 """What communication costs on two ranks: for each layer that can be shared, and beside the engine of one process.
 
 A step is timed as it is, and with the bytes of its tensors left out (the same tasks and messages, zeros at the
-receiver): the difference is what sending adds to the step, the exposed time. Beside it stand the time that the bytes
+receiver): the difference is what sending adds to the step, the exposed time. Reported with it are the time that bytes
 take when nothing else is done, and what the planner predicts.
 """
 
@@ -42,7 +42,7 @@ class Network:
         return Case(self.model, split, self.members, self.rows, self.micro_batches)
 
 
-# Of CaffeNet fewer rows than the 256 of its recipe, so that a step takes seconds, in as many micro-batches.
+# CaffeNet gets fewer rows than the 256 of its recipe, so that a step takes seconds, in one micro-batch.
 CIFAR10_QUICK = Network("cifar10_quick", 4, 350, 4, ("conv1", "conv2", "conv3", "ip1"))
 CAFFENET = Network("caffenet", 5, 16, 1, ("conv1", "conv2", "conv3", "conv4", "conv5", "fc6", "fc7"), rounds=0.34)
 
@@ -50,7 +50,7 @@ CAFFENET = Network("caffenet", 5, 16, 1, ("conv1", "conv2", "conv3", "conv4", "c
 def measure(
     progress: Progress, rounds: int, networks: Sequence[Network] = (CIFAR10_QUICK, CAFFENET), beside: str = "conv2"
 ) -> dict[str, Any]:
-    """Every layer of every network; then the first network split at `beside`, in turn with the threads engine."""
+    """Measures every layer of every network; then the first one split at `beside`, in turn with the threads engine."""
     result: dict[str, Any] = {}
     layers = [(network, split) for network in networks for split in network.splits]
     with closing(RemoteRanks()) as ranks:
@@ -68,7 +68,7 @@ def measure(
 
 
 def share_layer(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
-    """Forward and backward without the optimizer, as the paper measures it, in the default placement."""
+    """Measures forward and backward without the optimizer, as the paper does, in the default placement."""
     placement, loads = default(case.tree, RANKS, case.micro_batches), case.loads()
     ranks.build(case, placement)
     times = interleave({"step": ranks.step, "bare": partial(ranks.step, payload=False)}, rounds, _nobody)
@@ -93,7 +93,7 @@ def share_layer(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
 
 
 def beside_threads(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
-    """Whole steps, with the optimizer: two ranks of one worker, in two placements, and one process of two workers."""
+    """Measures whole steps: two ranks of one worker, in two placements, and one process of two workers."""
     from mheads.bench.suites import Ours
 
     loads = case.loads()
@@ -129,7 +129,7 @@ def beside_threads(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any
 
 
 def exposed(step: Times, bare: Times) -> dict[str, float]:
-    """What the bytes add to a step: best against best, and over the rounds, the two steps of one round compared."""
+    """What the bytes add to a step: best against best, and over the rounds, comparing the two steps of a round."""
     pairs = [a - b for a, b in zip(step.seconds, bare.seconds, strict=True)]
     low, middle, high = (float(q) for q in np.percentile(pairs, (25, 50, 75)))
     return {
@@ -143,7 +143,7 @@ def exposed(step: Times, bare: Times) -> dict[str, float]:
 
 
 def best_loads(*turns: Mapping[str, StageLoad]) -> dict[str, StageLoad]:
-    """The best of what was measured before and after the steps: the machine may have been busy at either time."""
+    """The lower of the loads measured before and after the steps: the machine may have been busy at either time."""
     return {
         name: replace(
             load,
@@ -156,12 +156,12 @@ def best_loads(*turns: Mapping[str, StageLoad]) -> dict[str, StageLoad]:
 
 
 def prediction(case: Case, loads: Mapping[str, StageLoad], placement: Placement, ranks: RemoteRanks) -> Prediction:
-    """As `mheads plan`, with the bandwidth and the latency between these ranks."""
+    """What `mheads plan` predicts with the bandwidth and the latency between these ranks."""
     return predict(case.job, Cluster(RANKS, 1, ranks.bandwidth, ranks.latency(case)), loads, placement)
 
 
 def compare(found: Prediction, step: Times) -> dict[str, float]:
-    """The planner beside the clock: an error above 0 is a step that takes longer than predicted."""
+    """Compares the planner with the clock: an error above 0 is a step that takes longer than predicted."""
     return {
         "predicted_ms": _ms(found.step_seconds),
         "predicted_exposed_ms": _ms(found.exposed_seconds),
@@ -194,4 +194,4 @@ def _ms(seconds: float) -> float:
 
 
 def _nobody(done: int, total: int) -> None:
-    """Progress is told by the layer."""
+    """Ignores the progress of rounds: it is shown layer by layer."""

@@ -13,7 +13,7 @@ import torch
 
 from mheads.engine.threads import available_cores
 
-PAUSE = 0.03  # seconds: OpenMP's threads of one side spin for a while after it, and would tax the next
+PAUSE = 0.03  # seconds: OpenMP's threads of one side spin for a while afterwards, and would slow down the next side
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Times:
 def interleave(
     sides: dict[str, Callable[[], Any]], rounds: int, progress: Callable[[int, int], None], warmup: int = 2
 ) -> dict[str, Times]:
-    """Each side once a round, in an order that moves on by one each round.
+    """Times each side once per round, in an order that moves on by one each round.
 
     A side that returns seconds has timed itself, in another process.
     """
@@ -59,7 +59,7 @@ def interleave(
 
 
 def matmul_rate() -> Callable[[], None]:
-    """A side whose time gives the rate of float32 matrix products on all cores: `MATMUL_FLOPS` a call."""
+    """A side whose time gives the rate of float32 matrix products on all cores: `MATMUL_FLOPS` per call."""
     a, b = torch.randn(MATMUL_SIDE, MATMUL_SIDE), torch.randn(MATMUL_SIDE, MATMUL_SIDE)
     out = torch.empty(MATMUL_SIDE, MATMUL_SIDE)
 

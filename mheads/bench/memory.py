@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def peak_mb() -> float:
-    """Of this program: ru_maxrss would begin with the memory of whoever started it."""
+    """Peak memory of this program; ru_maxrss would begin with that of the process that started it."""
     status = Path("/proc/self/status")
     if status.exists():
         return int(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) / 1024

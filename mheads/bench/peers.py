@@ -21,7 +21,7 @@ RATE, MOMENTUM, DECAY = 0.001, 0.9, 0.004
 
 
 def groups(named: Sequence[tuple[str, Tensor]]) -> list[dict[str, Any]]:
-    """Caffe's multipliers: biases learn twice as fast."""
+    """Parameter groups with Caffe's multipliers: biases learn twice as fast."""
     weights = [p for name, p in named if not name.endswith("bias")]
     biases = [p for name, p in named if name.endswith("bias")]
     return [{"params": weights, "lr": RATE}, {"params": biases, "lr": 2 * RATE}]
@@ -37,7 +37,7 @@ def duplicate(net: nn.Module, memory_format: torch.memory_format = torch.contigu
 
 
 class Peer:
-    """One way to do a step; `weights` shows what came of it."""
+    """One way to do a step; `weights` gives the weights after it."""
 
     def __init__(self, step: Callable[[], Any], weights: Callable[[], Weights]) -> None:
         self.step, self.weights = step, weights
@@ -48,13 +48,13 @@ def states(nets: Sequence[nn.Module]) -> Callable[[], Weights]:
 
 
 def plain_loop(members: Sequence[nn.Module], x: Tensor, y: Tensor) -> Peer:
-    """A loop over M modules as one writes it: contiguous tensors, torch's own threads."""
+    """A loop over M modules as people write it: contiguous tensors, torch's own threads."""
     nets = [duplicate(net) for net in members]
     return Peer(_loop_step(nets, nets, x.contiguous(), y), states(nets))
 
 
 def channels_last_loop(members: Sequence[nn.Module], x: Tensor, y: Tensor) -> Peer:
-    """The same in channels-last."""
+    """The plain loop in channels-last."""
     nets = [duplicate(net, torch.channels_last) for net in members]
     return Peer(_loop_step(nets, nets, x.contiguous(memory_format=torch.channels_last), y), states(nets))
 

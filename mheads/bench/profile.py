@@ -21,7 +21,7 @@ ROWS, REPEATS = 88, 15
 
 
 def layer_times(name: str = "cifar10_quick") -> dict[str, float]:
-    """Best microseconds a row of each layer's forward and backward, as the engine runs them on a micro-batch."""
+    """Best microseconds per row of each layer's forward and backward, as the engine runs them on a micro-batch."""
     torch.set_num_threads(1)
     stage = TreeNet(MODELS[name], members=1).stage("trunk")
     x = canonical(50 * torch.randn(ROWS, *INPUT_SHAPES[name]))

@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own, which step only when told to: so they can be timed turn by turn with others."""
+"""Two ranks in processes of their own, which step only when told to, so that they can take turns with others."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Case:
         return Batch(images, targets, Preprocess(mean=torch.full(shape, 127.5)))
 
     def loads(self) -> dict[str, StageLoad]:
-        """What the stages take on this machine, as `mheads plan` measures them."""
+        """The loads of the stages on this machine, as `mheads plan` measures them."""
         return measured_loads(self.job, MODELS[self.model](), INPUT_SHAPES[self.model])
 
 
 class RemoteRanks:
-    """The ranks, by their pipes. `bandwidth` is what they measured between them, in bytes a second."""
+    """The ranks, reached by pipes. `bandwidth` is what they measured between them, in bytes per second."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -80,7 +80,7 @@ class RemoteRanks:
         self.bandwidth: float = self._answers()[0]
 
     def build(self, case: Case, placement: Placement, update: bool = False) -> None:
-        """What to step from now on; with `update`, a step includes that of the optimizer."""
+        """Sets what the ranks step from now on; with `update`, a step includes the optimizer's."""
         self._call("build", case, placement, update)
 
     def step(self, payload: bool = True) -> float:
@@ -89,13 +89,13 @@ class RemoteRanks:
         return max(end for _, end in spans) - min(began for began, _ in spans)
 
     def latency(self, case: Case, turns: int = 20) -> float:
-        """Seconds that a message of the case, almost empty, is under way: half of there and back."""
+        """Seconds that an almost empty message takes: half of there and back."""
         edge = Edge("", 0, 1, case.rows, case.rows)
         return min(self.transfer(edge, case) for _ in range(turns)) / (2 * case.micro_batches)
 
     def transfer(self, edge: Edge, case: Case) -> float:
-        """Seconds to move what a step moves over an edge, micro-batch by micro-batch, there and back, doing nothing
-        else."""
+        """Seconds to move what a step moves over an edge, micro-batch by micro-batch, there and back,
+        while nothing is computed."""
         return self._call("transfer", edge, case)[edge.source]
 
     def close(self) -> None:
@@ -125,10 +125,10 @@ def _serve(pipe: Connection, launch: Launch) -> None:
     from mheads.distributed.world import World
 
     world = World(launch)
-    world.watch.timeout = 3600.0  # between two steps others are timed: that is no sign of a fault
+    world.watch.timeout = 3600.0  # others are timed between two steps: a long wait is not a fault
     served = _Rank(world)
     pipe.send(world.bandwidth())
-    with suppress(EOFError, BrokenPipeError):  # whoever measured has gone
+    with suppress(EOFError, BrokenPipeError):  # the process that measured has gone
         while (command := pipe.recv()) is not None:
             name, *args = command
             try:
@@ -154,7 +154,7 @@ class _Rank:
         if self.engine is not None:
             self.engine.close()
             self.world.courier.close()
-            self.world.courier = None  # closed: the world need not
+            self.world.courier = None  # closed, so the world need not close it
             self.engine = None
 
     def build(self, case: Case, placement: Placement, update: bool) -> None:
@@ -188,7 +188,7 @@ class _Rank:
         floats, messages = edge.forward // case.rows, edge.backward // edge.forward
         values = [torch.ones(stop - start, floats) for start, stop in cuts(case.rows, case.micro_batches)]
         began = 0.0
-        for value in (None, *values):  # the first only to know that the other one is there
+        for value in (None, *values):  # the first only shows that the other rank is there
             if self.world.rank == edge.source:
                 courier.send(edge.target, [channel], value)
                 for _ in range(messages):

@@ -1,4 +1,4 @@
-"""Peers live in a process of their own, as their users have them.
+"""Runs peers in a process of their own, as their users do.
 
 Our engine tells malloc to keep freed memory, which acts on the whole process: in ours, the peers would be faster than
 anybody ever sees them. They are still timed turn by turn with us, one at a time.
@@ -28,7 +28,7 @@ class RemotePeers:
         self._process = context.Process(target=_serve, args=(other, build), daemon=True)
         self._process.start()
         other.close()
-        # After one step each: what the weights are now, to be compared with ours.
+        # The weights after one step of each peer, to be compared with ours.
         self.weights: dict[str, list[dict[str, np.ndarray]]]
         self.weights, self.failed = self._pipe.recv()
 

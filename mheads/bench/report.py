@@ -20,7 +20,7 @@ from mheads.files import write_atomically
 def run_suites(
     name: str, rounds: int, json_file: Path | None, console: Console, figure_file: Path | None = None
 ) -> None:
-    """One suite or all; JSON holds the one result, or one for each name."""
+    """Runs one suite or all; the JSON file holds the one result, or one for each name."""
     if name != "all" and name not in SUITES:
         raise UserError(f"there is no benchmark {name!r}: give {', '.join(SUITES)} or all")
     if figure_file is not None:
@@ -58,7 +58,7 @@ def by_network(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-# Sides by the names that JSON gives them; any other is called what it is called there.
+# What the table calls the sides in the JSON; others keep their name.
 SIDES = {
     "ours": "mheads",
     "ours_score_averaged": "mheads, score-averaged",
@@ -74,7 +74,7 @@ SIDES = {
     "single": "single model",
     "single_one_core": "single model, one core",
 }
-BASES = {"mcl": "dense", "tree": "independent"}  # what the ratios of a suite are to; elsewhere it is ours
+BASES = {"mcl": "dense", "tree": "independent"}  # what a suite's ratios compare with; elsewhere it is ours
 
 
 def table(result: dict[str, Any]) -> RenderableType:
@@ -103,7 +103,7 @@ def table(result: dict[str, Any]) -> RenderableType:
 
 
 def compared(result: dict[str, Any], side: str) -> str:
-    """A side beside the one that its ratio is to; best against best, and in brackets median against median."""
+    """Compares a side with the base of its ratio: best against best, and in brackets median against median."""
     if f"ratio_{side}" not in result:
         return ""
     base = "ours_score_averaged" if side.endswith("fusion") else BASES.get(result["suite"], "ours")

@@ -78,7 +78,7 @@ class Ours:
 
 
 def optimizer(net: TreeNet) -> Optimizer:
-    """That of the peers."""
+    """An optimizer like that of the peers."""
     found = Optimizer(net, OptimOptions(lr=peers.RATE, momentum=peers.MOMENTUM, weight_decay=peers.DECAY))
     found.set_rate(peers.RATE)
     return found
@@ -246,7 +246,7 @@ def evaluation_loops() -> dict[str, Callable[[], peers.Peer]]:
 
 
 def scale(progress: Progress, rounds: int) -> dict[str, Any]:
-    """The cost of a member as their number grows; tiny ones up to a thousand, where all but the arithmetic shows."""
+    """The cost per member as their number grows; with tiny members up to a thousand, where all the overhead shows."""
     sides = {f"m{m}": Ours(m, losses.independent()) for m in (1, 2, 4, 8, 16)}
     small = {f"tiny_m{m}": Ours(m, losses.independent(), rows=32, factory=tiny) for m in (10, 100, 1000)}
     with running(*sides.values(), *small.values()):
@@ -295,7 +295,7 @@ def profile(progress: Progress, rounds: int) -> dict[str, Any]:
 
 def comm(progress: Progress, rounds: int) -> dict[str, Any]:
     """What communication costs on two ranks."""
-    from mheads.bench.comm import measure  # which takes from here what it compares with
+    from mheads.bench.comm import measure  # here, since it imports this module
 
     return measure(progress, rounds)
 
@@ -313,5 +313,5 @@ SUITES: dict[str, Callable[[Progress, int], dict[str, Any]]] = {
 
 
 def run(name: str, progress: Progress, rounds: int) -> dict[str, Any]:
-    """One suite, with what it was measured on."""
+    """Runs one suite; the result also says which machine it was measured on."""
     return {"suite": name, "machine": machine(), "rounds": rounds, **SUITES[name](progress, rounds)}

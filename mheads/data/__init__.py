@@ -1,4 +1,4 @@
-"""Datasets, how they are fetched and cached, and who learns from which example."""
+"""Datasets, how they are fetched and cached, and which member learns from which example."""
 
 from mheads.data.arrays import ArraySplit
 from mheads.data.cache import cache_dir

@@ -78,7 +78,7 @@ class ArraySplit:
 
 @dataclass(frozen=True, eq=False)
 class Unlabelled:
-    """Raw examples, as `Split.read` gives them, without targets: what a run is asked about."""
+    """Raw examples without targets, as `Split.read` gives them: what a run predicts."""
 
     raw: torch.Tensor
     side: dict[str, np.ndarray] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class Unlabelled:
 
 
 def augmented(batch: np.ndarray, seeds: np.ndarray | None, *, pad: int, mirror: bool) -> torch.Tensor:
-    """Raw examples as `Split.read` gives them, from images [b, H, W, C] of the caller's own or vectors [b, F]."""
+    """Raw examples as `Split.read` gives them, from vectors [b, F] or images [b, H, W, C], which may be overwritten."""
     if seeds is not None and (pad or mirror):
         batch = crop_and_mirror(batch, np.asarray(seeds), pad=pad, mirror=mirror)
     raw = torch.from_numpy(batch)
@@ -122,7 +122,7 @@ def augmented_places(seeds: np.ndarray, *, pad: int, mirror: bool) -> torch.Tens
 
 
 def with_augmentation(split: Any, *, pad: int, mirror: bool, where: str) -> Any:
-    """The split, moved and mirrored in training; refuses what has no meaning for its examples."""
+    """The split with examples moved and mirrored in training; refuses that for examples that are not images."""
     if pad < 0:
         raise UserError(f"{where}: data.pad is {pad}; it counts pixels, so give 0 or more")
     if (pad or mirror) and len(split.shape) != 3:
@@ -147,7 +147,7 @@ def as_split(examples: Any, labels: Any, where: str, side: Any = None) -> ArrayS
 
 
 def as_side(side: Any, count: int | None, where: str) -> dict[str, np.ndarray]:
-    """Side inputs by name, each with a row per example; of one example (`count` None) without."""
+    """Side inputs by name, each with one row per example; with `count` None, those of a single example."""
     if side is None:
         return {}
     if not isinstance(side, Mapping) or not all(isinstance(name, str) for name in side):
@@ -161,7 +161,7 @@ def as_side(side: Any, count: int | None, where: str) -> dict[str, np.ndarray]:
             raise UserError(f"{where}: side input {name!r} has dtype {array.dtype}; give numbers")
         if count is not None and array.shape[:1] != (count,):
             raise UserError(
-                f"{where}: side input {name!r} has shape {list(array.shape)} for {count} examples; give each a row"
+                f"{where}: side input {name!r} has shape {list(array.shape)} for {count} examples; give each one row"
             )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise UserError(f"{where}: side input {name!r} holds NaN or infinity; take these rows out")
@@ -177,7 +177,7 @@ def digest_side(digest: Any, side: Mapping[str, np.ndarray]) -> None:
 
 
 def as_examples(examples: Any, where: str) -> np.ndarray:
-    """Images [N, H, W, C] or vectors [N, F], checked; copied only where the memory is laid out otherwise."""
+    """Images [N, H, W, C] or vectors [N, F], checked; copied only if the memory layout must change."""
     x = stacked(examples, f"{where} examples")
     if x.dtype != np.uint8 and x.dtype.newbyteorder("=") not in (np.float16, np.float32, np.float64):
         raise UserError(f"{where} examples have dtype {x.dtype}; convert them to uint8 or float32")
@@ -218,7 +218,7 @@ def as_targets(labels: Any, where: str) -> np.ndarray:
 
 
 def stacked(values: Any, what: str) -> np.ndarray:
-    """One array of an array, a tensor, or a list of numbers, names, arrays, tensors or Pillow images."""
+    """One array from an array, a tensor, or a list of numbers, names, arrays, tensors or Pillow images."""
     if isinstance(values, torch.Tensor):
         return (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()
     try:
@@ -230,7 +230,7 @@ def stacked(values: Any, what: str) -> np.ndarray:
             array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError, AttributeError) as error:
         raise UserError(
-            f"{what} are of several sizes, or no arrays ({error}); make them all alike to be stacked"
+            f"{what} are of several sizes, or not arrays ({error}); make them all alike, so that they can be stacked"
         ) from error
     if array.dtype == object:
         if array.size and all(isinstance(value, str) for value in array.flat):

@@ -35,7 +35,7 @@ def assemble(
     """Data from its two splits.
 
     `auto` is the scale that uint8 gets by default; `statistics` caps the number of examples that the mean is measured
-    on; with the seed `hold_out` the test split is a tenth of the training examples, of each class its share.
+    on; with the seed `hold_out` the test split is a tenth of the training examples, in proportion to the classes.
     """
     if not len(train):
         raise UserError(f"{name}: there are no training examples")
@@ -78,7 +78,7 @@ def assemble(
     sides = [split.beside(first, None).side.keys() for split in (train, test) if len(split)]
     if any(side != sides[0] for side in sides):
         given, lacking = (", ".join(sorted(side)) or "none" for side in sides)
-        raise UserError(f"{name}: the side inputs of training are {given}, of the test set {lacking}; give both all")
+        raise UserError(f"{name}: the side inputs of training are {given}, of the test set {lacking}; give all to both")
     problem.check_targets(train.targets, f"{name}: train")
     problem.check_targets(test.targets, f"{name}: test")
     if importance is not None:
@@ -97,14 +97,14 @@ def _groups(split: Split, problem: Problem) -> np.ndarray:
 
 
 def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Rows of `count` examples, sorted: of each class its share, rounded, and drawn by the seed.
+    """Rows of `count` examples, sorted: drawn by the seed, in proportion to the classes, rounded.
 
     A class of a single example keeps it for training.
     """
     classes, sizes = np.unique(labels, return_counts=True)
     shares = count * sizes / len(labels)
     taken = np.minimum(np.floor(shares).astype(int), sizes - 1)
-    for c in np.argsort(taken - shares, kind="stable"):  # the largest rests first
+    for c in np.argsort(taken - shares, kind="stable"):  # the largest remainders first
         if taken.sum() < count and taken[c] < sizes[c] - 1:
             taken[c] += 1
     if not taken.any():
@@ -115,7 +115,7 @@ def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def _refuse_sorted(labels: np.ndarray, validation: int, name: str) -> None:
-    """The last examples of a set that is sorted by class are no sample of it."""
+    """Refuses to hold out the last examples of a set that is sorted by class: they are not a sample of it."""
     last = set(labels[len(labels) - validation :].tolist())
     lacking = sorted(set(labels.tolist()) - last)
     mixed = 1 - np.sum((np.unique(labels, return_counts=True)[1] / len(labels)) ** 2)  # share of changes in any order
@@ -123,7 +123,7 @@ def _refuse_sorted(labels: np.ndarray, validation: int, name: str) -> None:
         raise UserError(
             f"{name}: the training examples are sorted by class, so the last {validation} (data.validation) hold none"
             f" of class {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}; shuffle the examples"
-            " before, or let fit hold out a part of each class by leaving test and validation away"
+            " before, or leave out test and validation, so that fit holds out a part of each class"
         )
 
 

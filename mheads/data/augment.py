@@ -1,7 +1,7 @@
 """Random crops and mirrors of whole batches, each example by its own seed.
 
-Neither the batch that an example is in nor the thread that reads it has a say, so cutting batches otherwise
-changes no pixel.
+They depend neither on the batch that an example is in nor on the thread that reads it, so cutting batches in another
+way changes no pixel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def uniforms(seeds: np.ndarray, count: int) -> np.ndarray:
     SplitMix64: a counter through a bijective mixer, which numpy runs over all seeds at once where a generator
     per example would cost more than the image.
     """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is meant
+    with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is intended
         steps = np.arange(1, count + 1, dtype=np.uint64)[:, None] * np.uint64(0x9E3779B97F4A7C15)
         bits = _mix(_mix(seeds.astype(np.uint64))[None, :] + steps)
     return (bits >> np.uint64(11)) * 2.0**-53

@@ -21,10 +21,10 @@ from mheads.values import Value
 class Batch:
     """The examples of a step, or of one micro-batch of it. B rows, M members.
 
-    `inputs` is what the data gives (pixels as uint8, say) and `preprocess` makes of it what the network takes. Each
+    `inputs` is what the data gives (pixels as uint8, say); `preprocess` turns it into what the network takes. Each
     example has one row of targets, or `counts[i]` of them. `prior` [M, B] says who may learn from which row, None
     meaning all; `ties` [M, B] are the random keys that break ties; `side` holds side inputs of layers that ask for
-    them. Inputs may be those of some examples only, from `first_input` on, or None where they are not needed.
+    them. Inputs may be there for some examples only, from `first_input` on, or None where they are not needed.
     """
 
     inputs: Value
@@ -37,7 +37,7 @@ class Batch:
     counts: Tensor | None = None
 
     def __len__(self) -> int:
-        """How many examples there are: a batch is cut between these."""
+        """How many examples there are: a batch is cut between examples."""
         return self.num_rows if self.counts is None else len(self.counts)
 
     @property
@@ -70,7 +70,7 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """The same on a device."""
+        """The batch on a device."""
         if device.type == "cpu":
             return self
 
@@ -78,7 +78,7 @@ class Batch:
             return None if value is None else values.map_leaves(lambda t: t.to(device, non_blocking=True), value)
 
         parts = {name: move(getattr(self, name)) for name in ("inputs", "targets", "prior", "ties", "side")}
-        return replace(self, **parts)  # counts stay: they are asked for by Python
+        return replace(self, **parts)  # counts stay on the CPU: Python reads them
 
     def network_inputs(self, dtype: torch.dtype) -> Value:
         return self.preprocess(self.inputs, dtype)
@@ -89,16 +89,16 @@ class Batch:
 
 
 class Batches(Protocol):
-    """The batches of a training."""
+    """The batches of a training run."""
 
     def batch(self, step: int) -> Batch: ...
     def close(self) -> None: ...
 
 
 class BatchStream:
-    """The batch of any step, from the seed alone; the next one is read while this one is worked on.
+    """Gives the batch of any step, from the seed alone; the next one is read while this one is worked on.
 
-    `inputs` are the examples of a batch whose inputs are wanted here, all by default.
+    `inputs` says for which examples of a batch inputs are wanted here; by default for all.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class BatchStream:
     def read(self, step: int) -> Batch:
         start = step * self.batch_size
         rows, _ = stream(self.seed, len(self.data.train), start, start + self.batch_size)
-        # One seed an example, so that its augmentation does not depend on the batch it happens to be in.
+        # One seed per example, so that its augmentation does not depend on the batch it happens to be in.
         augmentation = seeds.numpy_generator(self.seed, "augment", step).integers(2**63, size=len(rows))
         beside = self.data.train.beside(rows, augmentation)
         prior = None if self.prior is None else self.prior[:, torch.from_numpy(rows)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from mheads.errors import UserError
 
 MANIFEST = "manifest.json"
-STALE_SECONDS = 24 * 3600  # older leftovers of a killed process belong to nobody
+STALE_SECONDS = 24 * 3600  # leftovers that are older come from a killed process
 
 
 def cache_dir() -> Path:
@@ -32,8 +32,8 @@ def cache_dir() -> Path:
 def building(target: Path) -> Iterator[Path]:
     """An empty folder that takes the place of `target` when the block ends well, and vanishes otherwise.
 
-    It lies beside `target`, hence on the same file system, and is renamed at the end: whatever kills the
-    process, nothing half-made ever bears the final name.
+    It lies beside `target`, hence on the same file system, and is renamed at the end: even if the process is
+    killed, nothing half-made ever has the final name.
     """
     prefix, suffix = f".{target.name}-", ".partial"
     try:
@@ -56,7 +56,7 @@ def building(target: Path) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, source: str) -> None:
-    """Record size and SHA-256 of every file of the folder, and where they came from."""
+    """Records size and SHA-256 of every file of the folder, and where they came from."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in sorted(folder.iterdir())

@@ -1,4 +1,4 @@
-"""The datasets by name: an entry says all that is particular to one."""
+"""The datasets by name: an entry holds all that is particular to one."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from mheads.problems import Problem
 
 @dataclass(frozen=True)
 class Dataset:
-    """All that is particular to a dataset. Its functions are given those keys of `load` that are their arguments.
+    """All that is particular to a dataset. Its functions get those keys of `load` that are their arguments.
 
     `read(root, path, mirror, resize, crop, grey, need_test)` gives the training and the test split and the problem.
     Splits that it mirrors itself are left alone; others are arrays, moved and mirrored by `pad` and `mirror`. Without
     `need_test`, examples for testing will be held out of the training split, and the test split may be empty.
 
-    `shape` is that of an example, or a function that says it without reading the examples, None where it cannot.
-    `image(file, shape, resize, stretch, where)` makes an example, uint8 [C, H, W], of an image that a run is asked
-    about; `stretch` brings it to the shape whatever its size, and `where` names the run in messages.
+    `shape` is that of an example, or a function that finds it without reading the examples (None if it cannot).
+    `image(file, shape, resize, stretch, where)` turns an image to predict into an example, uint8 [C, H, W];
+    `stretch` brings it to the shape whatever its size, and `where` names the run in messages.
 
-    `scale` is what uint8 is multiplied by unless a config says otherwise, `statistics` how many examples the mean is
-    measured on at most, and `find(root)` where a set lies that is fetched.
+    `scale` is what uint8 is multiplied by unless a config says otherwise, `statistics` caps the number of examples
+    that the mean is measured on, and `find(root)` says where a fetched set lies.
     """
 
     name: str
@@ -74,15 +74,15 @@ class Dataset:
         return True
 
     def takes(self, key: str) -> bool:
-        """Whether this key of a config means something to its reader."""
+        """Whether its reader takes this key of a config."""
         return key in inspect.signature(self.read).parameters
 
     def example_shape(self, **keys: Any) -> tuple[int, ...] | None:
-        """Of an example, if it is known before the data are read."""
+        """The shape of an example, if it is known before the data are read."""
         return self.shape if isinstance(self.shape, tuple) else _call(self.shape, keys)
 
     def example(self, file: Path, shape: tuple[int, ...], **keys: Any) -> np.ndarray:
-        """An image as an example, uint8 [C, H, W]."""
+        """Reads an image as an example, uint8 [C, H, W]."""
         return _call(partial(self.image, file, shape), keys)
 
 
@@ -188,13 +188,13 @@ def load(
 
 
 def _call(function: Callable[..., Any], keys: dict[str, Any]) -> Any:
-    """With those of the keys that are its arguments."""
+    """Calls a function with those of the keys that are its arguments."""
     arguments = inspect.signature(function).parameters
     return function(**{key: value for key, value in keys.items() if key in arguments})
 
 
 def _refuse_useless(entry: Dataset, keys: dict[str, Any]) -> None:
-    """A key that means nothing to this dataset is a mistake, not to be ignored."""
+    """Refuses keys that mean nothing to this dataset, instead of ignoring them."""
     name = entry.name
 
     def those(key: str) -> list[str]:

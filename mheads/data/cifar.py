@@ -91,7 +91,7 @@ def read_cifar(layout: Layout, folder: Path) -> tuple[ArraySplit, ArraySplit, tu
 
 
 def write_records(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
-    """Write CIFAR-10 records of images uint8 [N, 32, 32, 3] and labels [N]."""
+    """Writes CIFAR-10 records of images uint8 [N, 32, 32, 3] and labels [N]."""
     planes = images.transpose(0, 3, 1, 2).reshape(len(labels), PIXELS)
     records = np.concatenate([labels.astype(np.uint8)[:, None], planes], axis=1)
     path.write_bytes(records.tobytes())

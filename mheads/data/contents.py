@@ -42,9 +42,9 @@ def digests(root: Path, names: Sequence[str], threads: int) -> list[str]:
 
 
 def _entry(path: Path, known: list | None) -> list:
-    """Digest, size and times; the digest is the known one if the others are."""
+    """Digest, size and times of a file; a known digest is kept if size and times are as known."""
     try:
-        # The time of the last change of the entry cannot be set back, as that of its contents can.
+        # ctime, unlike mtime, cannot be set back.
         facts = path.stat()
         stamp = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
         if known is not None and known[1:] == stamp:
@@ -80,14 +80,14 @@ def _remember(store: Path | None, found: dict[str, list]) -> None:
         store.parent.mkdir(parents=True, exist_ok=True)
         with _writing, tempfile.TemporaryDirectory(dir=store.parent) as work:
             made = Path(work, store.name)
-            made.write_text(json.dumps(_remembered(store) | found))  # two splits may be of one folder
+            made.write_text(json.dumps(_remembered(store) | found))  # two splits may share a folder
             made.replace(store)
     except OSError:
         pass  # only the next start is slower
 
 
 class _Shown:
-    """A line on a terminal, once it takes longer."""
+    """Shows a line on a terminal if reading takes long."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -95,7 +95,7 @@ class _Shown:
         self.written = False
 
     def advance(self) -> None:
-        self.done += 1  # off by a few when threads meet, and only shown
+        self.done += 1  # off by a few when threads meet, but it is only shown
         if time.monotonic() > self.next:
             self.next = time.monotonic() + 0.5
             self.written = True

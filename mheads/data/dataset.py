@@ -24,7 +24,7 @@ from mheads.errors import UserError
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
 class DatasetSplit:
-    """Rows of a dataset, each asked for when it is read; `pad` and `mirror` as in `ArraySplit`.
+    """Rows of a dataset, each made when it is read; `pad` and `mirror` as in `ArraySplit`.
 
     What the dataset draws from the generators of torch, numpy and random while it makes an item follows from the
     seed of that example, or from its row where there is none: random transforms are as repeatable as our own.
@@ -87,7 +87,7 @@ class DatasetSplit:
 
 
 def read_dataset(dataset: Any, where: str) -> DatasetSplit:
-    """The split of a dataset, whose items are all looked at once: for labels, range and checksum."""
+    """The split of a dataset; looks at all items once, for labels, range and checksum."""
     count = len(dataset)
     if not count:
         raise UserError(f"{where}: the dataset is empty; give one with at least one example")
@@ -110,7 +110,7 @@ def read_dataset(dataset: Any, where: str) -> DatasetSplit:
             lows[row], highs[row] = array.min(), array.max()
             digest.update(np.ascontiguousarray(array).data)
     assert first is not None
-    as_examples(first[None], where)  # refuses what is no example
+    as_examples(first[None], where)  # refuses what is not an example
     digest.update(repr((first.shape, first.dtype.str)).encode())
     known, given = as_targets(labels, where), stack_side(sides, where)
     digest_side(digest, given)
@@ -128,14 +128,14 @@ def stack(items: Sequence[Item], where: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def stack_side(sides: Sequence[Any], where: str) -> dict[str, np.ndarray]:
-    """Side inputs [N, ...] by name, of those of single examples."""
+    """Side inputs [N, ...] by name, stacked from those of single examples."""
     rows = [as_side(side, None, f"{where} item {row}") for row, side in enumerate(sides)]
     together = {name: [side[name] for side in rows] for name in same_names(rows, where)}
     return as_side(together, len(rows), where)
 
 
 def same_names(sides: Sequence[dict[str, np.ndarray]], where: str) -> list[str]:
-    """The names of the side inputs, which all must have."""
+    """The names of the side inputs, which must be the same for all examples."""
     for row, side in enumerate(sides):
         if side.keys() != sides[0].keys():
             raise UserError(
@@ -214,7 +214,7 @@ def _refuse_other(example: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, 
 
 
 def _refuse_unrepeatable(dataset: Any, seed: Any, key: int, before: np.ndarray, where: str) -> None:
-    """The same key must give the same values: runs are resumed and compared by it."""
+    """Refuses a dataset that gives other values for the same key: runs could not be resumed or compared."""
     if not np.array_equal(_example(dataset, 0, seed, key, where), before, equal_nan=before.dtype.kind == "f"):
         raise UserError(
             f"{where} item 0 differs each time it is read, and not by the generators of torch, numpy or random, which"

@@ -12,7 +12,7 @@ LEVELS = 16  # the brightest of their 17 levels of grey
 
 
 def read_digits() -> tuple[ArraySplit, ArraySplit, Problem]:
-    """1,437 training and 360 test images, uint8 0..16 [N, 8, 8, 1], each class in both by its share; ten classes.
+    """1,437 training and 360 test images, uint8 0..16 [N, 8, 8, 1], with the same share of each class; ten classes.
 
     The split is the same for every run seed, so that runs can be compared.
     """

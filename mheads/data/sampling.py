@@ -99,7 +99,7 @@ def _subset(seed: int, members: int, n: int, fraction: float) -> np.ndarray:
 
 
 def _random_groups(seed: int, members: int, num_classes: int) -> list[list[int]]:
-    """Every class to one member; 10 classes over 4 members are dealt 3, 3, 2 and 2."""
+    """Deals every class to one member; 10 classes over 4 members are dealt 3, 3, 2 and 2."""
     if members > num_classes:
         raise UserError(
             f"{members} specialists cannot share {num_classes} classes; train at most {num_classes} members,"

@@ -1,4 +1,4 @@
-"""What training saw: the range of its raw examples, so that what comes later is brought to it, or refused."""
+"""The range of the raw examples that training saw, so that later ones are brought to it, or refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def survey(examples: np.ndarray, where: str) -> Seen:
 
 
 def of_rows(lows: np.ndarray, highs: np.ndarray, where: str) -> Seen:
-    """The same from the lowest and highest value of each row, in which NaN and infinity show."""
+    """Like `survey`, from the lowest and highest value of each row, where NaN and infinity show."""
     bad = np.flatnonzero(~(np.isfinite(lows) & np.isfinite(highs)))
     if len(bad):
         raise UserError(

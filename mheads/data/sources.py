@@ -60,9 +60,9 @@ def from_arrays(
 
     Examples: images [N, C, H, W] or [N, H, W], uint8 or float, or vectors [N, F]; items of a list or Dataset may be
     Pillow images. Labels: integers [N], or names. Without `test` (and without `validation`) the test split is empty,
-    or with the seed `hold_out` a tenth of the training examples, of each class its share. Without `classes` they are
-    the sorted names of the training labels, or numbered up to the largest label. `weights` [N] say how much each
-    training example counts. The other options are those of `load`.
+    or with the seed `hold_out` a tenth of the training examples, in proportion to the classes. Without `classes`
+    they are the sorted names of the training labels, or numbered up to the largest label. `weights` [N] say how much
+    each training example counts. The other options are those of `load`.
     """
     given = {"train": as_source(train, f"{name}: train")}
     if test is not None:
@@ -83,7 +83,7 @@ def from_arrays(
 
 
 def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
-    """A split of whatever is given; labels that are names stay names."""
+    """A split of what the user gives; labels that are names stay names."""
     if isinstance(given, DataLoader):
         return _of_loader(given, where)
     if isinstance(given, TensorDataset) and len(given.tensors) == 2:
@@ -121,7 +121,7 @@ def read_arrays(
 
 
 def posed(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], Problem]:
-    """The splits with targets as the problem has them, and that problem: numbers are regression, all else classes.
+    """The splits with the problem's targets, and the problem: regression for numbers, classification for all else.
 
     Names of classes are numbered by `classes`, or in sorted order of those in training.
     """
@@ -181,7 +181,7 @@ def _stacked(items: Sequence[Item], where: str) -> ArraySplit:
 
 
 def _of_loader(loader: DataLoader, where: str) -> ArraySplit | DatasetSplit:
-    """The loader's dataset where it gives each of its items once; else what it gives in one go through it."""
+    """The loader's dataset if the loader gives each item once; else what the loader gives in one pass."""
     dataset, sampler = loader.dataset, loader.sampler
     if loader.batch_sampler is not None:  # batches, put together by collate_fn
         sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
@@ -199,7 +199,7 @@ def _of_loader(loader: DataLoader, where: str) -> ArraySplit | DatasetSplit:
     if loader.batch_sampler is None:
         return _stacked(_items(loader, where), where)
     examples, labels, sides = [], [], []
-    with repeatable() as seed:  # a loader that shuffles must do it alike when the run is resumed
+    with repeatable() as seed:  # a loader that shuffles must do so in the same way when the run is resumed
         seed(seeds.derive("stream"))
         batches = list(loader)
     for row, batch in enumerate(batches):

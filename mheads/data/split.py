@@ -1,4 +1,4 @@
-"""What the rest of the package knows of data: splits of labelled examples, and a named pair of them."""
+"""What the rest of the package knows of data: splits of labelled examples, and a dataset's two splits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mheads.values import Value
 
 @dataclass(frozen=True)
 class Beside:
-    """What stands beside the inputs of b examples.
+    """What goes with the inputs of b examples.
 
     `targets` have a row for each example, or `counts[i]` rows for example i (the regions of an image, say). `side`
     holds the side inputs of layers that ask for them by name; they have the rows of the targets.
@@ -33,11 +33,11 @@ class Split(Protocol):
 
     @property
     def targets(self) -> np.ndarray:
-        """What is to be learned of each example: class numbers int64 [N], or numbers float32 [N, D]."""
+        """What is to be learned for each example: class numbers int64 [N], or numbers float32 [N, D]."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one example as the network sees it: (C, H, W), or (F,) for vectors."""
+        """The shape of one example as the network sees it: (C, H, W), or (F,) for vectors."""
 
     def __len__(self) -> int: ...
 
@@ -59,7 +59,7 @@ class Split(Protocol):
 
 
 class Source(Split, Protocol):
-    """A split as a dataset gives it, before parts of it are held out or left away."""
+    """A split as a dataset gives it, before parts of it are held out or left out."""
 
     def part(self, rows: slice) -> Source:
         """The examples of this range, without copying them."""

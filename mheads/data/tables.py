@@ -53,7 +53,7 @@ def read_csv(path: Path) -> np.ndarray:
     for number, line in lines:
         wrong = next((cell for cell in line if not _is_number(cell)), None)
         if wrong is not None or len(line) != width:
-            said = f"{len(line)} values, the first row {width}" if wrong is None else f"{wrong!r}, which is no number"
+            said = f"{len(line)} values, the first row {width}" if wrong is None else f"{wrong!r}, not a number"
             raise UserError(f"{path}: line {number} has {said}; give rows of numbers, as many in each")
     return np.array([line for _, line in lines], np.float64)
 

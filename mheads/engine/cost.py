@@ -26,7 +26,7 @@ class StageCost:
     output_floats: int
 
     def step(self, root: bool) -> int:
-        """Of a training step; the gradient of the data is useful to nobody."""
+        """Multiply-adds of a training step; nobody needs the gradient of the data."""
         return self.forward + self.weights + self.inputs - (self.first_input if root else 0)
 
 

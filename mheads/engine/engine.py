@@ -1,4 +1,4 @@
-"""What the training loop asks of an engine, whichever it is."""
+"""What the training loop asks of any engine."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Engine(Protocol):
         """Outputs [M, b, C] and targets of each batch in order, without dropout; the lead gets them."""
 
     def ask_to_stop(self, signum: int) -> None:
-        """Called by a signal's handler: the report of the next step that all processes agree on says so."""
+        """Called by a signal's handler; the report of the next step that all processes agree on passes it on."""
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        """What the lead decides: plain data for all, and something that only the lead gets."""
+        """Has the lead decide: returns plain data to all, and something else to the lead alone."""
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by name of all stages, at the lead."""
+        """Brings the tensors of all stages, by name, to the lead."""
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the lead's tensors, those of the stages that are here."""
+        """Hands out the lead's tensors: returns those of the stages that are here."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Freed memory stays with the process.
+"""Keeps freed memory in the process.
 
 A step allocates and frees the same activations again and again. glibc gives large blocks back to the system at once,
 and every page that is taken anew costs a fault: on CIFAR10-Quick that is a fifth of the step, and shows up as slow
@@ -17,7 +17,7 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20  # glibc takes no more
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Tells glibc's malloc so, once a process; False where it is another malloc, or the user has set it up."""
+    """Tells glibc's malloc so, once per process; returns False for another malloc, or one that the user has set up."""
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ) or "malloc" in os.environ.get(
         "LD_PRELOAD", ""
     ):

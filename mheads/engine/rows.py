@@ -24,10 +24,10 @@ class Rows:
 
     @staticmethod
     def where(mask: Tensor, exactly: bool = False) -> Rows | None:
-        """The rows where the mask is true; None for all, or for so many that leaving the others out gains nothing.
+        """The rows where the mask is true; None for all, or if leaving the others out gains nothing.
 
-        `exactly`: nothing fills up, for layers that would see it. Statistics of fewer than two rows are none, so then
-        all are taken.
+        `exactly` adds no filling rows, for layers whose statistics would include them; since fewer than two rows have
+        no statistics, all are then taken.
         """
         total = len(mask)
         index = mask.nonzero().flatten()
@@ -50,7 +50,7 @@ class Rows:
         return values.map_leaves(lambda t: self.pick(canonical(t)), value)
 
     def take_gradient(self, value: Value) -> Value:
-        """As `take`, with zeros in the rows that only fill up."""
+        """Like `take`, with zeros in the filling rows."""
 
         def pick(t: Tensor) -> Tensor:
             t = self.pick(canonical(t))
@@ -60,7 +60,7 @@ class Rows:
         return values.map_leaves(pick, value)
 
     def put(self, value: Value) -> Value:
-        """Back to all rows, with zeros in the others."""
+        """Puts a value of these rows back among all rows, with zeros in the others."""
 
         def spread(t: Tensor) -> Tensor:
             full = canonical(t.new_empty((self.total, *t.shape[1:]))).zero_()
@@ -70,7 +70,7 @@ class Rows:
         return values.map_leaves(spread, value)
 
     def within(self, mask: Tensor) -> Tensor:
-        """A mask over all rows as one over these, false where they only fill up."""
+        """A mask over all rows cut to these rows, false in the filling ones."""
         mask = mask[self.index]
         mask[self.count :] = False
         return mask

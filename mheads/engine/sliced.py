@@ -1,4 +1,4 @@
-"""Backward of some rows only, layer by layer.
+"""Runs the backward of some rows only, layer by layer.
 
 Autograd takes all rows back or none. For stages made of the layers below, the one forward keeps what each layer's
 backward needs, and the backward runs on the rows that a member learns from. Each step is the adjoint that autograd
@@ -66,7 +66,7 @@ def linear(layer: nn.Linear, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
 
 
 def relu(layer: nn.ReLU, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
-    # In place where nobody else looks at x: the layers that keep their own output say so by `owned`.
+    # `owned`: nobody else looks at x, so it may be overwritten.
     y = x.relu_() if owned else x.relu()
 
     def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
@@ -180,7 +180,7 @@ def layers(stage: nn.Module) -> Iterator[nn.Module]:
 
 
 def supports(stage: nn.Module) -> bool:
-    """Whether every layer of the stage has its step here, and nobody's hooks want to see it run."""
+    """Whether every layer of the stage is among these, and no hook wants to see it run."""
     found = list(layers(stage))
     parameters = [id(p) for layer in found for p in layer.parameters()]
     tied = len(set(parameters)) < len(parameters)
@@ -190,7 +190,7 @@ def supports(stage: nn.Module) -> bool:
 
 
 def takes(x: object) -> bool:
-    """Whether the steps are made for such an input: images or vectors."""
+    """Whether the layers here can take this input: images or vectors."""
     return isinstance(x, Tensor) and x.dim() in (2, 4)
 
 
@@ -198,7 +198,7 @@ def _plain(layer: nn.Module) -> bool:
     if hasattr(layer, "takes") or torch.nn.utils.parametrize.is_parametrized(layer):
         return False
     if isinstance(layer, nn.Conv2d | nn.Linear) and not {"weight", "bias"} <= layer._parameters.keys():
-        return False  # made of something else, which autograd knows
+        return False  # computed from other tensors, which only autograd knows
     if isinstance(layer, nn.Conv2d):
         return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     if isinstance(layer, nn.MaxPool2d):
@@ -250,9 +250,9 @@ def pooled_maxima(x: Tensor, kernel: list[int], stride: list[int], ceil_mode: bo
 def backward(
     backwards: list[Backward], d: Tensor, rows: Rows | None, input_gradient: bool
 ) -> tuple[Tensor | None, Learned]:
-    """From the gradient of the output (of `rows` only, if given) to those of the input and of each parameter.
+    """Turns the gradient of the output (of `rows` only, if given) into those of the input and of each parameter.
 
-    Empties the list as it goes: what a layer kept is freed as soon as it was used.
+    Empties the list as it goes, so that what a layer kept is freed as soon as it was used.
     """
     picked: dict[int, Tensor] = {}  # a layer's input is the output of the one before, and both may have kept it
 
@@ -280,8 +280,8 @@ def _learned(layer: nn.Conv2d | nn.Linear, d_weight: Tensor | None, d_bias: Tens
 
 
 def _like(x: Tensor) -> Callable[[int], Tensor]:
-    """Makes stand-ins of x with so many rows: pooling's backward looks at the shape and strides of its input, and at
-    nothing in it, so x itself need not be kept."""
+    """A function that makes stand-ins of x with a given number of rows: pooling's backward looks only at the shape and
+    strides of its input, so x itself need not be kept."""
     shape, strides, dtype, device = x.shape[1:], x.stride(), x.dtype, x.device
     return lambda num_rows: torch.empty_strided((num_rows, *shape), strides, dtype=dtype, device=device)
 

@@ -51,9 +51,9 @@ class Stages:
         return self.facts[name]
 
     def here(self, names: tuple[str, ...]) -> list[Node]:
-        """Those of these stages that are here."""
+        """The stages among these that are here."""
         return [self.tree.nodes[name] for name in names if name in self.facts]
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """A place for the gradients of each stage."""
+        """Tensors to hold the gradients of each stage."""
         return {name: [torch.zeros_like(p) for p in facts.parameters] for name, facts in self.facts.items()}

@@ -26,7 +26,7 @@ class PairwiseSum:
         self._waiting: dict[tuple[int, int], Gradients] = {}
 
     def add(self, index: int, terms: Gradients) -> Gradients | None:
-        """Takes over entry `index`, a list that is emptied as it is added; the sum, if this was the last one."""
+        """Takes over entry `index`, a list that is emptied on the way; returns the sum if this was the last entry."""
         for level, size in enumerate(self.sizes):
             if size == 1:
                 break

@@ -37,8 +37,8 @@ class Tape(Protocol):
 @dataclass(frozen=True)
 class Context:
     """What a stage runs in: the key of its dropout masks, which are drawn for all rows of the micro-batch and cut to
-    `rows`, side inputs, whether anybody wants the gradient of its input, and, where the engine has looked already,
-    the stage's trainable parameters and whether all its layers are known to `sliced`."""
+    `rows`; side inputs; whether the gradient of its input is wanted; and, None if nobody has looked yet, its trainable
+    parameters and whether all its layers are known to `sliced`."""
 
     key: tuple[int | str, ...]
     num_rows: int
@@ -62,7 +62,7 @@ def record(stage: Stage, x: Value, context: Context, rows: Rows | None = None, s
     """
     if rows is not None:
         return PartialTape(record(stage, rows.take(x), context.only(rows.index), None, share), rows)
-    x = values.map_leaves(canonical, x)  # whatever the engine that brought the value did with its strides
+    x = values.map_leaves(canonical, x)  # whatever strides the engine gave it
     known = sliced.supports(stage) if context.known is None else context.known
     if known and sliced.takes(x):
         return SlicedTape(stage, x, context)
@@ -72,7 +72,7 @@ def record(stage: Stage, x: Value, context: Context, rows: Rows | None = None, s
 
 
 class AutogradTape:
-    """Any stage; all rows are taken back."""
+    """Takes all rows of any stage back."""
 
     def __init__(self, stage: Stage, x: Value, context: Context) -> None:
         self.parameters = trainable(stage) if context.parameters is None else context.parameters
@@ -111,7 +111,7 @@ class AutogradTape:
 
 
 class RecomputingTape:
-    """Outputs of all rows without a graph; forward and backward again for the rows that learn."""
+    """Computes outputs of all rows without a graph; then forward and backward again for the rows that learn."""
 
     def __init__(self, stage: Stage, x: Value, context: Context) -> None:
         self.stage, self.input, self.context = stage, x, context
@@ -131,7 +131,7 @@ class RecomputingTape:
 
 
 class SlicedTape:
-    """Stages of known layers: the one forward keeps what each layer needs, and only the rows that learn go back."""
+    """For stages of known layers: the one forward keeps what each layer needs, and only rows that learn go back."""
 
     def __init__(self, stage: Stage, x: Tensor, context: Context) -> None:
         self.parameters = trainable(stage) if context.parameters is None else context.parameters
@@ -152,7 +152,7 @@ class SlicedTape:
 
 
 class PartialTape:
-    """A tape of some rows, seen as one of all."""
+    """Makes a tape of some rows look like one of all rows."""
 
     def __init__(self, tape: Tape, rows: Rows) -> None:
         self.tape, self.rows = tape, rows
@@ -165,5 +165,5 @@ class PartialTape:
 
 
 def trainable(stage: nn.Module) -> list[Tensor]:
-    """The parameters that a tape's gradients stand for, in their order."""
+    """The parameters that a tape's gradients belong to, in the same order."""
     return [p for p in stage.parameters() if p.requires_grad]

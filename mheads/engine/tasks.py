@@ -1,6 +1,6 @@
-"""What a step is: the tasks (stage, micro-batch, forward or backward) and what each of them sets off.
+"""What a step is: the tasks (stage, micro-batch, forward or backward) and what each of them spawns.
 
-An engine runs the tasks in any order that it likes: each is spawned when what it needs is there, and every sum has an
+An engine may run the tasks in any order: each is spawned when what it needs is there, and every sum has an
 order of its own. M members, B batch, b micro-batch, C classes.
 """
 
@@ -26,7 +26,7 @@ from mheads.losses import Loss
 from mheads.tree import Node, canonical
 from mheads.values import Value
 
-# Phases of a micro-batch, the most advanced first: what frees memory goes before what takes it.
+# Phases of a micro-batch, the most advanced first: tasks that free memory go before those that take it.
 BACKWARD, LOSS, FORWARD, PREPARE = range(4)
 
 
@@ -38,7 +38,7 @@ class Spawn(Protocol):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a training step says of itself: the loss, the signal that asks to stop after it (0: none), and, where
+    """What a training step reports: the loss, the signal that asks to stop after it (0: none), and, where
     the step is logged, [M, B] losses and assignment."""
 
     loss: float
@@ -55,9 +55,9 @@ def cuts(num_rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 class TrainingStep:
-    """Forward, loss and backward of one batch, which leave every stage's gradients in `gradients`.
+    """Forward, loss and backward of one batch; leaves every stage's gradients in `gradients`.
 
-    Of the tree the stages that the net holds are run, on the micro-batches `mine` of all. Whatever goes from one stage
+    It runs the stages that the net holds, on the micro-batches `mine` of all. Whatever goes from one stage
     to another is handed on by a method of its own, so that an engine of several processes can send it instead.
     """
 
@@ -99,7 +99,7 @@ class TrainingStep:
         self._of_mean = self.losses.new_ones(()) / max(1, self.num_rows)  # the gradient of the rows' mean by their sum
 
     def start(self) -> None:
-        # Running statistics are updated in the order of the micro-batches, so these follow one another.
+        # Running statistics are updated in the order of the micro-batches, so these run one after the other.
         for i in self.mine[:1] if self.stages.statistics else self.mine:
             if self.stages.roots:
                 self._spawn(PREPARE, i, None, self.prepare)
@@ -171,12 +171,12 @@ class TrainingStep:
     # What goes from one stage to another.
 
     def hand_down(self, i: int, node: Node, output: Value) -> None:
-        """The output of a stage to those of its children that are here."""
+        """Gives the output of a stage to those of its children that are here."""
         for child in self.stages.here(node.children):
             self._spawn(FORWARD, i, child, self.forward, output)
 
     def hand_over(self, i: int, member: int, output: Value) -> None:
-        """The output of a member to the loss."""
+        """Gives the output of a member to the loss."""
         with self._lock:
             outputs = self._outputs[i]
             outputs[member] = output
@@ -185,11 +185,11 @@ class TrainingStep:
             self._spawn(LOSS, i, None, self.apply_loss)
 
     def hand_back(self, i: int, leaf: Node, d_output: Value, learn: Tensor | None) -> None:
-        """The gradient of a member's output from the loss; `learn` says in which rows there is one."""
+        """Gives a member the gradient of its output from the loss; `learn` marks the rows that have one."""
         self._spawn(BACKWARD, i, leaf, self.backward, d_output, learn)
 
     def hand_up(self, i: int, node: Node, d_input: Value) -> None:
-        """The gradient of a stage's input to its parent.
+        """Gives the gradient of a stage's input to its parent.
 
         These are added in member order: the adjoint of handing all children the same value.
         """
@@ -197,7 +197,7 @@ class TrainingStep:
         self.collect(i, self.tree.nodes[node.parent], {node.name: d_input})
 
     def collect(self, i: int, parent: Node, d_children: dict[str, Value]) -> None:
-        """Gradients from children of a stage; None for one that is in the sum of those before it already."""
+        """Takes in gradients from children of a stage; None for one that is already in the sum of those before it."""
         with self._lock:
             found = self._d_children[parent.name, i]
             found |= d_children
@@ -208,16 +208,16 @@ class TrainingStep:
             self._spawn(BACKWARD, i, parent, self.backward_of_sum, terms)
 
     def keep(self, name: str, total: Gradients) -> None:
-        """The gradients of a stage, summed over the micro-batches.
+        """Keeps the gradients of a stage, summed over the micro-batches, in tensors that outlive the step.
 
-        Into tensors that outlive the step: a sum that stayed where it was would split the memory of activations that
-        the next member could use again. Nothing learned is -0.0, which changes no sum that it is added to.
+        A sum that stayed where it was would split the memory of activations that the next member could use again.
+        Nothing learned is -0.0, which changes no sum that it is added to.
         """
         for kept, found in zip(self.gradients[name], total, strict=True):
             kept.fill_(-0.0) if found is None else kept.copy_(found)
 
     def _apply_loss(self, i: int, member: int | None, outputs: Sequence[Value]) -> Value:
-        """The gradient of the loss with respect to the outputs of all members, or of one if they are separable."""
+        """The gradient of the loss with respect to the outputs of all members, or of one if the loss is separable."""
         batch = self.batches[i]
         which = slice(None) if member is None else slice(member, member + 1)
         with torch.enable_grad():
@@ -237,7 +237,7 @@ class TrainingStep:
         return values.rebuild(stacked, filled)
 
     def report(self, stop: int = 0) -> StepReport:
-        """When no task is left."""
+        """The report of the step, once no task is left."""
         total = sum(self.totals[key] for key in sorted(self.totals))  # an order of its own, as every sum
         return StepReport(total / max(1, self.num_rows), self.losses, self.assignment, stop)
 

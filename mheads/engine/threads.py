@@ -33,7 +33,7 @@ class Workers:
     def __init__(self, count: int) -> None:
         self.count = count
         lock = threading.Lock()
-        self._work = threading.Condition(lock)  # something is queued, or all is over
+        self._work = threading.Condition(lock)  # something is queued, or the workers are closed
         self._idle = threading.Condition(lock)  # nothing is queued or running
         self._queue: list[tuple[tuple[int, ...], int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = itertools.count()
@@ -43,7 +43,7 @@ class Workers:
         self.finished = 0  # tasks so far
         self._error: BaseException | None = None
         self._closed = False
-        self._watched = False  # whoever waits wants to hear of each task
+        self._watched = False  # whether `wait` wants to be woken after each task
         self._threads = [
             threading.Thread(target=self._run, name=f"mheads-worker-{i}", daemon=True) for i in range(count)
         ]
@@ -52,7 +52,7 @@ class Workers:
         for thread in self._threads:
             thread.start()
         self._started.wait()
-        # What a worker sets for itself is also what torch gives to threads that come later: not ours to decide.
+        # What a worker sets for itself torch also gives to later threads, which is not ours to decide.
         torch.set_num_threads(intra_op)
 
     def spawn(self, priority: tuple[int, ...], function: Callable[..., None], *args: object) -> None:
@@ -62,7 +62,7 @@ class Workers:
             self._work.notify()
 
     def hold(self, count: int = 1) -> None:
-        """Something is to be waited for that is no task of ours, until as many `release`."""
+        """Makes `wait` also wait for things that are not tasks, until `release` was called for each."""
         with self._work:
             self._held += count
 
@@ -72,7 +72,7 @@ class Workers:
             self._idle.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits, now or later, gets this error; what is held will never come."""
+        """Makes `wait` raise this error, now or later; what is held will never come."""
         with self._work:
             self._error = self._error or error
             self._drop_queue()
@@ -80,7 +80,7 @@ class Workers:
             self._idle.notify_all()
 
     def wait(self, until: Callable[[], bool] | None = None) -> None:
-        """Until no task is queued or running and nothing is held, or until `until`; raises what a task raised."""
+        """Waits until no task is queued or running and nothing is held, or until `until`; raises what a task raised."""
         with self._idle:
             self._watched = until is not None
             self.waiting = True
@@ -90,12 +90,12 @@ class Workers:
             error, self._error = self._error, None
         if error is not None:
             self._held = 0
-            self.wait()  # for those that were running
+            self.wait()  # for tasks that were still running
             raise error
 
     @property
     def busy(self) -> bool:
-        """Whether anything is queued or running, or nobody waits for it: then something is going on elsewhere."""
+        """Whether anything is queued or running; also true if nobody waits, since then work goes on elsewhere."""
         return self._unfinished > 0 or not self.waiting
 
     def _drop_queue(self) -> None:
@@ -131,7 +131,7 @@ class Workers:
             with self._work:
                 if error is not None:
                     self._error = self._error or error
-                    self._drop_queue()  # what is queued depends on what failed
+                    self._drop_queue()  # queued tasks may depend on the one that failed
                 self._unfinished -= 1
                 self.finished += 1
                 if error is not None or not self._unfinished or self._watched:
@@ -184,11 +184,11 @@ class ThreadsEngine:
 
     @cached_property
     def gradients(self) -> dict[str, list[Tensor]]:
-        """A place for the gradients of each stage, made when training begins: an evaluation needs none."""
+        """Tensors to hold the gradients of each stage, made when training begins: an evaluation needs none."""
         return self.stages.gradients()
 
     def parts(self, num_examples: int) -> int:
-        """How many micro-batches a step of so many examples has."""
+        """How many micro-batches a step of this many examples has."""
         return min(self.micro_batches, num_examples)
 
     def update(self, update_stage: Callable[[str, list[Tensor]], None]) -> None:
@@ -211,9 +211,9 @@ class ThreadsEngine:
                 yield one.outputs, one.targets
                 one.outputs = None
         finally:
-            self.workers.wait()  # whoever asked may have lost interest before the end
+            self.workers.wait()  # the caller may have stopped asking before the end
 
-    # What several processes have to agree on or to bring together; one has it.
+    # What several processes must agree on or bring together; a single process has it already.
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
         return decide()

@@ -4,8 +4,8 @@
     value = loss(outputs, y)
     value.total, value.assignment, value.losses
 
-A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it;
-what of its arguments a config may give, `options.py` says.
+A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it,
+and `options.py` says which of its arguments a config may give.
 """
 
 from collections.abc import Callable

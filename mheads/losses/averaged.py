@@ -1,4 +1,4 @@
-"""Losses of the ensemble's mean: the members answer together, and are blamed together."""
+"""Losses of the ensemble's mean: the members answer together and learn together."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mheads.values import Value
 class LossValue:
     """A loss on B examples.
 
-    `total` is the sum over examples, to be divided by the batch size by whoever knows it, so that cutting a batch
+    `total` is the sum over examples; the caller divides it by the size of the whole batch, so that cutting a batch
     changes nothing but rounding. `assignment` [M, B] says how much each member learns from each example; `losses`
     [M, B] are the members' own cross-entropies.
     """
@@ -48,12 +48,12 @@ class Loss:
     `separable`: the loss of a member does not depend on the outputs of the others, so each member's forward and
     backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
-    divides their gradients by M and gives priors on examples no meaning. `check_members`: refuses a number of members
-    that it cannot teach. `options`: those that it was made with.
+    divides their gradients by M and makes priors on examples meaningless. `check_members`: refuses a number of members
+    that it cannot teach. `options`: the options that it was made with.
 
     `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
-    [M, B]: that of the problem where none is given, which looks at the answer alone where a network gives more;
-    cross-entropy without a problem.
+    [M, B]. Without it, it is the problem's loss, which looks at the answer alone where a network gives more, or
+    cross-entropy if there is no problem.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Loss:
 
     @cached_property
     def _num_arguments(self) -> int:
-        """How many of (outputs, y, prior, ties) the function wants: options of its own that have defaults are not."""
+        """How many of (outputs, y, prior, ties) the function wants; further options that have defaults do not count."""
         parameters = self._parameters
         if parameters is None:
             return 2

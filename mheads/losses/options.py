@@ -1,4 +1,4 @@
-"""What of a loss a config may decide: the arguments of its factory whose annotations say what they mean.
+"""The options of losses in a config: the arguments of a loss's factory whose annotations say what they mean.
 
 def mcl(k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 1) -> Loss:
 """
@@ -37,7 +37,7 @@ def options(factory: Callable[..., Any]) -> dict[str, Option]:
 
 
 def keys(factories: Mapping[str, Callable[..., Any]]) -> dict[str, tuple[Option, list[str]]]:
-    """Each option with the losses that have it. A key means one thing: losses that share one declare it alike."""
+    """Each option with the losses that have it. Losses that share an option must declare it alike."""
     found: dict[str, tuple[Option, list[str]]] = {}
     for loss, factory in factories.items():
         for key, option in options(factory).items():

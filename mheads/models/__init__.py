@@ -64,7 +64,7 @@ def resolve(name: str) -> Callable[..., nn.Module]:
 
 
 def import_factory(name: str, what: str) -> Callable[..., Any]:
-    """What `package.module:factory` names; `what` it makes is said in messages."""
+    """Imports what `package.module:factory` names; `what` says in messages what that makes."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise UserError(f"{what} {name!r}: expected package.module:factory, both sides of the colon")

@@ -1,1 +1,1 @@
-"""What a step on ranks will take, worked out before any rank is started."""
+"""Predicts how long a step on ranks takes, before any rank is started."""

@@ -1,4 +1,4 @@
-"""What is to be done, and by whom: the two things that every prediction is about."""
+"""What is to be done, and by which ranks: the two things that every prediction is about."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a stage takes: counted from the shapes of its layers, or measured on this machine.
+"""How long a stage takes: counted from the shapes of its layers, or measured on this machine.
 
-Either looks at one network only, whatever the size of the tree: stages of the same layers take the same.
+Either way looks at one network only, whatever the size of the tree: stages of the same layers take equally long.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _measure(net: TreeNet, x: Value, input_gradient: bool, share: float, seconds
             d_output = values.map_leaves(lambda d: d * learn.view(-1, *(1,) * (d.dim() - 1)), d_output)
         start = time.perf_counter()
         _, gradients = tape.backward(d_output, learn)
-        # Each micro-batch's gradients are added to others or kept: either is one pass over them.
+        # The gradients of each micro-batch are added to others or kept: both are one pass over them.
         for place, found in zip(kept, gradients, strict=True):
             if found is not None:
                 place.copy_(found)

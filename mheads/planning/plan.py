@@ -1,4 +1,4 @@
-"""What training a config on ranks would take, placed in one or more ways; also as JSON."""
+"""Predicts how long training a config on ranks would take, placed in one or more ways; also as JSON."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Plan:
 
 
 def make_plan(config: Config, cluster: Cluster, flops: float | None, how: str | None, name: str) -> Plan:
-    """`flops` operations a second a rank, or measured on this machine; `how`, or as the config says and auto."""
+    """The plan at `flops` per second and rank (None: measured), placed by `how` (None: the config's way, and auto)."""
     if flops is not None and not flops > 0:
         raise UserError(f"--flops is {flops:g}: it must be above 0")
     job = job_of(config)
@@ -71,7 +71,7 @@ def make_plan(config: Config, cluster: Cluster, flops: float | None, how: str | 
     for way, value in ways.items():
         placement = place(value, job, cluster, loads)
         found[way] = (placement, predict(job, cluster, loads, placement))
-    speed = "measured on this machine" if flops is None else f"{flops / 1e12:g} TFLOP/s a rank"
+    speed = "measured on this machine" if flops is None else f"{flops / 1e12:g} TFLOP/s per rank"
     return Plan(name, job, cluster, speed, found)
 
 

@@ -1,5 +1,5 @@
-"""What a config would have ranks do, known before anything is started: one of its networks and the shape of its data
-are enough. `place("auto", job_of(config), Cluster(4))` is the placement for it on four ranks.
+"""What ranks would do for a config, found before anything is started: one network and the shape of the data are
+enough. `place("auto", job_of(config), Cluster(4))` is the placement for it on four ranks.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from mheads.tree import TreeNet, describe, parse, whole_spec
 
 @dataclass(frozen=True)
 class RecipeJob(Job):
-    """A step of a config, and one network of it, from which costs are found."""
+    """A step of a config, with one of its networks, from which costs are found."""
 
     config: Config = field(kw_only=True)
     net: TreeNet = field(kw_only=True)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Of an example, one that the network takes; asked for only where costs are."""
+        """The shape of an example, checked with the network; found only when costs are asked for."""
         shape = input_shape(self.config)
         self.net.probe(torch.zeros(2, *shape, dtype=self.net.dtype))
         return shape
 
     def measured(self) -> dict[str, StageLoad]:
-        """What the stages take on this machine."""
+        """The loads of the stages, measured on this machine."""
         return measured_loads(self, self.net.member(0), self.shape)
 
     def counted(self, flops: float) -> dict[str, StageLoad]:
-        """What they would take at `flops` operations per second and core."""
+        """The loads of the stages at `flops` operations per second and core."""
         return counted_loads(self, self.net.member(0), self.shape, flops)
 
 
 def job_of(config: Config) -> RecipeJob:
-    """What a step of this config is; of its networks one is built."""
+    """The job of a step of this config; only one of its networks is built."""
     net = TreeNet(factory(config), members=1)
     tree = parse(whole_spec(config.members, config.split), describe(net.member(0)), config.members, config.model)
     loss = build_loss(config)
@@ -59,7 +59,7 @@ def job_of(config: Config) -> RecipeJob:
 def place(
     how: str | Mapping[str, int], job: RecipeJob, cluster: Cluster, loads: Mapping[str, StageLoad] | None = None
 ) -> Placement:
-    """As a config says: default, auto (by these loads, or measured ones), or a rank for each stage."""
+    """The placement that a config names: default, auto (by these loads, or measured ones), or a rank for each stage."""
     if how == "default":
         return default(job.tree, cluster.ranks, job.micro_batches)
     if isinstance(how, Mapping):
@@ -70,7 +70,7 @@ def place(
 
 
 def input_shape(config: Config) -> tuple[int, ...]:
-    """The shape of an example: what its data set is known for, or else what its network is."""
+    """The shape of an example, as its dataset or else its network is known to have it."""
     entry = DATASETS.get(config.data.name)
     shape = None if entry is None else entry.example_shape(**config.data.model_dump())
     if shape is None:

@@ -1,7 +1,7 @@
-"""What a step on several ranks will take, and where the stages are best held.
+"""Predicts how long a step on several ranks takes, and finds where the stages are best held.
 
-`predict` plays the tasks and messages of the ranks engine in simulated time; `auto` looks for the placement with the
-least of it.
+`predict` plays the tasks and messages of the ranks engine in simulated time; `auto` looks for the placement that takes
+least time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def traffic(job: Job, loads: Mapping[str, StageLoad], placement: Placement) -> l
         size = job.rows * loads[name].output_floats
         held = [slot[child] for child in node.children]
         for target in sorted(set(held) - {slot[name]}):
-            # The first children, where they are together, add their gradients before they send.
+            # If the first children are together, their gradients are added before they are sent.
             messages = held.count(target) - (num_first_together(held) - 1 if target == held[0] else 0)
             edges.append(Edge(name, slot[name], target, size, messages * size))
         loss = slot[tree.roots[0].name]
@@ -57,8 +57,8 @@ def exchanged(loads: Mapping[str, StageLoad], placement: Placement) -> int:
 class Prediction:
     """A training step with its update: its time, the part in which cores have nothing to do, and what is sent.
 
-    `compute_seconds` are those of all workers of each rank. `exposed_seconds`: what the step would take less if sending
-    took no time. `floats_sent` counts weight gradients between replicas too, which no edge does.
+    `compute_seconds` are those of all workers of each rank. `exposed_seconds`: how much shorter the step would be if
+    sending took no time. `floats_sent` also counts weight gradients between replicas, which no edge does.
     """
 
     step_seconds: float
@@ -70,7 +70,7 @@ class Prediction:
 
 
 def predict(job: Job, cluster: Cluster, loads: Mapping[str, StageLoad], placement: Placement) -> Prediction:
-    """What a step will take."""
+    """Predicts a step."""
     simulation = Simulation(job, loads, cluster.workers)
     seconds, compute = simulation.run(placement, cluster.seconds_per_float, cluster.latency)
     ideal, _ = simulation.run(placement, 0.0, 0.0)
@@ -88,7 +88,7 @@ def predict(job: Job, cluster: Cluster, loads: Mapping[str, StageLoad], placemen
 def auto(job: Job, cluster: Cluster, loads: Mapping[str, StageLoad]) -> Placement:
     """The placement with the least predicted step time that a bounded search finds, never worse than the default.
 
-    Equally fast ones: fewer floats sent, then more slots.
+    Among equally fast ones, it takes the one with fewer floats sent, then more slots.
     """
     return _Search(job, cluster, loads).best()
 
@@ -97,7 +97,7 @@ Score = tuple[float, int, int]
 
 
 class _Search:
-    """Every mesh with two simple placements each; then moves and swaps of stages in the best meshes."""
+    """Tries two simple placements on every mesh; then moves and swaps stages in the best ones."""
 
     def __init__(self, job: Job, cluster: Cluster, loads: Mapping[str, StageLoad]) -> None:
         self.job, self.cluster, self.loads, self.tree = job, cluster, loads, job.tree
@@ -127,7 +127,7 @@ class _Search:
         return min(ends, key=lambda pair: pair[0])[1]
 
     def meshes(self) -> list[tuple[int, int]]:
-        """The most promising first; of very many slots, only some numbers."""
+        """The meshes to try, the most promising first; if they are very many, only some numbers of slots."""
         ranks = self.cluster.ranks
         found = meshes(len(self.tree.nodes), ranks, self.job.micro_batches)
         most = max(slots for slots, _ in found)
@@ -137,7 +137,7 @@ class _Search:
         return sorted(found, key=lambda mesh: (self.bound(*mesh), -mesh[0] * mesh[1], -mesh[0]))
 
     def bound(self, slots: int, replicas: int) -> float:
-        """Seconds that no placement on this mesh can do without."""
+        """Seconds that every placement on this mesh takes at least."""
         simulation = self.simulation
         rows = sum(simulation.sizes[: len(simulation.sizes) // replicas])
         spread_evenly = rows * sum(self.work.values()) / (slots * simulation.workers)
@@ -147,7 +147,7 @@ class _Search:
         return max(spread_evenly, in_a_row, sending)
 
     def cost(self, replicas: int) -> int:
-        """Tasks in a simulation."""
+        """The number of tasks in a simulation."""
         return 2 * len(self.tree.nodes) * len(self.simulation.sizes) // replicas
 
     def score(self, placement: Placement) -> Score:
@@ -161,9 +161,9 @@ class _Search:
         return self.scores[key]
 
     def longest_first(self, slots: int) -> dict[str, int]:
-        """Each stage, those with the most work first, to the slot that has the least so far."""
+        """Gives each stage, those with the most work first, to the slot that has the least work so far."""
         stages: dict[str, int] = {}
-        held = [(0.0, 0)] * slots  # work, and stages, so that nobody is left without
+        held = [(0.0, 0)] * slots  # work and number of stages, so that no slot is left empty
         for name in sorted(self.tree.nodes, key=lambda name: -self.work[name]):
             slot = min(range(slots), key=lambda slot: held[slot])
             held[slot] = (held[slot][0] + self.work[name], held[slot][1] + 1)

@@ -1,4 +1,4 @@
-"""The tasks and messages of a step on ranks, played in simulated time.
+"""Plays the tasks and messages of a step on ranks in simulated time.
 
 Left out, being small or unknown: preparing the data, the loss itself, and what sending costs the cores. `mheads bench
 comm` compares predictions with the clock.
@@ -18,7 +18,7 @@ from mheads.planning.loads import StageLoad
 
 
 class Simulation:
-    """The tasks of a step, whatever the placement. Stages go by their index in the tree, parents before children."""
+    """The tasks of a step, for any placement. Stages go by their index in the tree, parents before children."""
 
     def __init__(self, job: Job, loads: Mapping[str, StageLoad], workers: int) -> None:
         tree = job.tree
@@ -32,7 +32,7 @@ class Simulation:
         self.children = [[index[child] for child in node.children] for node in nodes]
         self.roots = [s for s, parent in enumerate(self.parents) if parent < 0]
         self.leaves = [s for s, below in enumerate(self.children) if not below]
-        # As in tasks.py: members that have nothing in common one after the other, if the loss allows it.
+        # As in tasks.py: members that have nothing in common run one after the other, if the loss allows it.
         order = {s: i for i, s in enumerate(self.roots)} if job.separable else {}
         self.groups = [order.get(s, 0) for s in range(len(nodes))]
         self.paths = [load.forward + load.backward for load in self.loads]  # seconds per row from the root on
@@ -46,7 +46,7 @@ class Simulation:
         shares, played = self._play(placement, seconds_per_float, latency)
         held = [placement.stages[name] for name in self.names]
         done = [max(replica.done[slot] for replica in played.values()) for slot in range(placement.slots)]
-        # Reports to rank 0, and its decision back; then every rank updates what it holds, a stage a task.
+        # Reports go to rank 0 and its decision comes back; then every rank updates its stages, one task per stage.
         seconds = max(done) + (2 * latency if placement.ranks > 1 else 0)
         updates = [[0.0] * self.workers for _ in range(placement.slots)]
         for slot, load in zip(held, self.loads, strict=True):
@@ -67,7 +67,7 @@ class Simulation:
     def _play(
         self, placement: Placement, seconds_per_float: float, latency: float
     ) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], _Replica]]:
-        """The micro-batches of each replica by their sizes, and what happens: replicas of equal sizes do the same."""
+        """The sizes of each replica's micro-batches, and one replica played for all that have the same sizes."""
         held = [placement.stages[name] for name in self.names]
         each = len(self.sizes) // placement.replicas
         shares = [tuple(self.sizes[r * each : (r + 1) * each]) for r in range(placement.replicas)]
@@ -77,7 +77,7 @@ class Simulation:
 
 
 class _Replica:
-    """One replica on micro-batches of these sizes: `done`, when each slot has finished, and `computed` seconds."""
+    """Plays a replica on micro-batches of these sizes: `done` is when each slot finishes, `computed` its seconds."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class _Replica:
         slots = placement.slots
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[..., None], tuple]] = []
-        self.numbers = itertools.count()  # of two things at once, what was there first goes first
+        self.numbers = itertools.count()  # of two things at the same time, the earlier one goes first
         self.queues: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(slots)]
         self.woken: set[int] = set()  # slots where there may be something to start
         self.idle = [step.workers] * slots
@@ -128,7 +128,7 @@ class _Replica:
                 while self.queues[slot] and self.idle[slot]:
                     self._start(slot, heappop(self.queues[slot]))
             self.woken.clear()
-            # All that happens at once, before anybody chooses what to do next.
+            # Everything that happens at this time, before any slot chooses what to do next.
             self.now = self.events[0][0] if self.events else self.now
             while self.events and self.events[0][0] == self.now:
                 _, _, happen, args = heappop(self.events)
@@ -179,7 +179,7 @@ class _Replica:
     # What goes from one stage to another.
 
     def _hand_up(self, slot: int, i: int, s: int, parent: int) -> None:
-        """The gradient of a stage's input; the first children wait for each other where they are together."""
+        """Sends the gradient of a stage's input; the first children wait for each other where they are together."""
         if self.together[s] > 1:
             self.added[parent, i] += 1
             if self.added[parent, i] < self.together[s]:
@@ -197,7 +197,7 @@ class _Replica:
             self._spawn(LOSS, i, self.step.roots[:1])
 
     def _keep(self, slot: int, s: int) -> None:
-        """Gradients of a stage, once they are complete: a part to each replica that adds it up, and the sums back.
+        """Exchanges the complete gradients of a stage: each replica adds up a part of them and sends the sum back.
 
         The other replicas do the same, so what comes in from them is what this one sends.
         """
@@ -211,7 +211,7 @@ class _Replica:
         self.done[slot] = self.now
 
     def _send(self, source: int, target: int, i: int, s: int, arrive: Callable[..., None], *args: object) -> None:
-        """A tensor like the output of stage s on micro-batch i."""
+        """Sends a tensor like the output of stage s on micro-batch i."""
         if source == target:
             arrive(*args)
         else:

@@ -1,11 +1,11 @@
-"""Problems: what is learned. Each says what a target is, how an output must look, the loss of one member on one
+"""Problems: what is learned. Each defines what a target is, how an output must look, the loss of one member on one
 example, the metrics, and the groups that ownership counts.
 
     problem = Classification(("cat", "dog"))
     problem.losses(outputs, targets)          # [M, B]
     metrics = problem.metrics(members=4)
 
-`PROBLEMS` turns the name in a file into the class that reads the rest of it.
+`PROBLEMS` turns the name in a file into the class that reads the rest of the file.
 """
 
 from typing import Any

@@ -11,7 +11,7 @@ from mheads.values import Value
 
 
 class Result(Protocol):
-    """What was measured of an ensemble: plain data, by names that JSON has too."""
+    """The measures of an ensemble: plain data, under the same names as in JSON."""
 
     problem: ClassVar[str]  # its name
 
@@ -53,16 +53,16 @@ class Problem(Protocol):
         """The loss of each member's answer on each example, [M, B]."""
 
     def check_output(self, output: Value, network: str, data: str) -> None:
-        """Refuses a network whose output [B, ...] is no answer to these data."""
+        """Refuses a network whose output [B, ...] cannot be an answer for these data."""
 
     def check_targets(self, targets: np.ndarray, where: str) -> None: ...
     def metrics(self, members: int) -> Metrics: ...
     def read_result(self, values: dict[str, Any]) -> Any: ...
     def unknown(self, members: int) -> Any:
-        """The result of nothing: not a number throughout."""
+        """The result where nothing was evaluated: NaN throughout."""
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-        """What a table shows of a result, as (name, text)."""
+        """The lines of a table of a result, as (name, text)."""
 
     def to_dict(self) -> dict[str, Any]: ...

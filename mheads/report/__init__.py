@@ -1,1 +1,1 @@
-"""Files of runs that one opens to look at: figures."""
+"""Figures of runs, to look at."""

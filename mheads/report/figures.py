@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as PlainFigure
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 COLOURS = "Blues"  # one hue from light to dark, which every kind of colour vision can order
 MANY_CLASSES = 30  # from here on cells are too narrow for a value, and ensembles stand one above the other
-MOST_LABELS = 150  # of more classes only every other one is named, or every third, ...
+MOST_LABELS = 150  # with more classes, only every second or third, ... is named
 DPI = 150
 
 
@@ -107,8 +107,8 @@ def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]
     """The share of the forward-backward pass against the floats of the shared layer.
 
     networks: by title, then by layer, what `mheads bench comm` found (`floats_forward`, `transfer_fraction`,
-    `exposed_fraction_median` and the quartiles). Above: the time of the bytes alone, in which ranks may compute, and
-    the line closest to it. Below: by how much the step is longer for them.
+    `exposed_fraction_median` and the quartiles). Above: the time of the bytes alone, while ranks may compute, and
+    the line closest to it. Below: by how much they make the step longer.
     """
     figure = Figure(figsize=(4.6 * len(networks), 6.4), dpi=DPI, layout="constrained")
     panels = figure.subplots(2, len(networks), squeeze=False, sharex="col")
@@ -143,7 +143,7 @@ def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 
 def _name_points(panel: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, line: Sequence[float]) -> None:
-    """Names beside their points, where they cover no point and no other name, and the line (slope, start) least."""
+    """Puts names beside their points, where they cover no point or other name, and the line (slope, start) least."""
     (left, right), (bottom, top) = panel.get_xlim(), panel.get_ylim()
     points = np.stack([(x - left) / (right - left), (y - bottom) / (top - bottom)], 1)  # all in parts of the panel
     slope, start = line
@@ -192,7 +192,7 @@ def _shares(counts: np.ndarray) -> np.ma.MaskedArray:
 
 
 def _label(panel: Axes, num_members: int, classes: Sequence[str], many: bool) -> None:
-    """Names of members and classes, and white lines between the cells."""
+    """Adds the names of members and classes, and white lines between the cells."""
     if many:
         style: dict[str, Any] = {"fontsize": 6, "rotation": 90}
     elif max(len(name) for name in classes) <= 4:
@@ -210,7 +210,7 @@ def _label(panel: Axes, num_members: int, classes: Sequence[str], many: bool) ->
 
 
 def _write_values(panel: Axes, shares: np.ma.MaskedArray) -> None:
-    """Each share as a whole number in its cell: light on dark, and pale where it is nothing."""
+    """Writes each share as a whole number in its cell: light on dark, and pale for zero."""
     for member, column in zip(*np.nonzero(~np.ma.getmaskarray(shares)), strict=True):
         share = round(shares[member, column])
         colour = "white" if share > 55 else "black" if share > 0 else "0.6"

@@ -1,4 +1,4 @@
-"""What the members of a run answer, as tables."""
+"""Tables of what the members of a run answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 
 def numbers_of_rows(file: Path, outputs: torch.Tensor) -> Group:
-    """Outputs [M, N, D] of the examples of a file: a line each."""
+    """A table of outputs [M, N, D], with a line for each example of a file."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("row", "Ensemble-Mean", *(f"member {m}" for m in range(len(outputs)))):
         table.add_column(name, no_wrap=True)
@@ -24,7 +24,7 @@ def numbers_of_rows(file: Path, outputs: torch.Tensor) -> Group:
 
 
 def answers_to_image(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
-    """Probabilities [M, C] of one image."""
+    """A table of the probabilities [M, C] of one image."""
     votes = probabilities.argmax(-1)
     mean = probabilities.mean(0)
     answer = int(mean.argmax())
@@ -44,7 +44,7 @@ def answers_to_image(image: Path, probabilities: torch.Tensor, classes: Sequence
 
 
 def answers_to_rows(file: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
-    """Probabilities [M, N, C] of the rows of a file: a line each."""
+    """A table of the probabilities [M, N, C], with a line for each row of a file."""
     votes, mean = probabilities.argmax(-1), probabilities.mean(0)
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("row", "Ensemble-Mean", "agree", *(f"member {m}" for m in range(len(votes)))):

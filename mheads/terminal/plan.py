@@ -1,4 +1,4 @@
-"""What training a config on ranks would take, in the terminal."""
+"""A plan in the terminal: how long training a config on ranks would take."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _figures(plan: Plan) -> Table:
         "speed-up": [f"{first / p.step_seconds:.2f}" for _, p in found],
         "idle": [f"{100 * p.idle_share:.1f}%" for _, p in found],
         "exposed communication": [seconds(p.exposed_seconds) for _, p in found],
-        "floats a step": [f"{p.floats_sent:,}" for _, p in found],
+        "floats per step": [f"{p.floats_sent:,}" for _, p in found],
         "replicas x slots": [f"{m.replicas} x {m.slots}" for m, _ in found],
     }
     for name, cells in rows.items():
@@ -60,7 +60,7 @@ def _figures(plan: Plan) -> Table:
 
 
 def _holdings(way: str, tree: Tree, placement: Placement, prediction: Prediction, cluster: Cluster) -> RenderableType:
-    """Which ranks hold what, and how busy that keeps them; slots that hold alike in one line if there are many."""
+    """Which ranks hold what, and how busy that keeps them; of many slots, those that hold the same share a line."""
     held = [placement.owned(slot) for slot in range(placement.slots)]
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for slot, stages in enumerate(held):

@@ -16,7 +16,7 @@ COMMENTS_AT = 40  # where comments begin, unless a value is longer
 
 
 def recipe_table() -> Table:
-    """`mheads recipes`: what comes with the package."""
+    """The table of `mheads recipes`: what comes with the package."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("name", no_wrap=True)
     table.add_column("what it trains")

@@ -12,7 +12,7 @@ from mheads.data.catalog import DATASETS
 
 
 def result_table(result: dict[str, Any]) -> Table:
-    """One run: its members, the two measures, and the rest."""
+    """A table of one run: its members, the two measures, and the rest."""
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column(justify="left")
@@ -24,7 +24,7 @@ def result_table(result: dict[str, Any]) -> Table:
 
 
 def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
-    """Several runs side by side."""
+    """A table of several runs side by side."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("", "members", "mean\nmember", "Ens.-\nMean", "Oracle", "para-\nmeters", "seconds"):
         table.add_column(name, justify="left" if name in ("", "members") else "right", no_wrap=True)
@@ -42,7 +42,7 @@ def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
 
 
 def dataset_table() -> Table:
-    """`mheads data list`."""
+    """The table of `mheads data list`."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("name", "what", "here"):
         table.add_column(name, no_wrap=name != "what")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def draw(config: Config, ranks: int | None = None) -> Group:
-    """Every stage with its layers, members and parameters, and what the sharing saves.
+    """Draws every stage with its layers, members and parameters, and what the sharing saves.
 
     With a number of ranks also who would hold each stage, and what goes from rank to rank.
     """
@@ -57,7 +57,7 @@ def draw(config: Config, ranks: int | None = None) -> Group:
 
 
 def _placed(config: Config, ranks: int) -> tuple[RecipeJob, Placement, int]:
-    from mheads.planning.job import Cluster  # only now: without ranks a tree needs none of it
+    from mheads.planning.job import Cluster  # only here: a tree without ranks does not need it
     from mheads.planning.recipe import job_of, place
 
     job = job_of(config)
@@ -69,7 +69,7 @@ def _rank_text(placement: Placement, stage: str) -> str:
 
 
 def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableType]:
-    """The mesh, and a line for each output that goes to other ranks; alike ones together."""
+    """The mesh, and a line for each output that goes to other ranks; equal lines are joined."""
     from mheads.planning.search import exchanged, traffic
 
     loads = job.counted(1.0)
@@ -79,7 +79,7 @@ def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableT
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for title in ("output of", "from slot" if placement.replicas > 1 else "from rank", "to"):
             table.add_column(title)
-        for title in ("floats a batch", "back"):
+        for title in ("floats per batch", "back"):
             table.add_column(title, justify="right")
         for (there, back, _), group in groupby(
             edges, key=lambda e: (e.forward, e.backward, _is_leaf(job.tree, e.stage))
@@ -95,7 +95,7 @@ def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableT
             )
         texts.append(table)
     sent = sum(e.forward + e.backward for e in edges), exchanged(loads, placement)
-    text = f"{sum(sent):,} floats a step between ranks"
+    text = f"{sum(sent):,} floats per step between ranks"
     if placement.replicas > 1:
         text += f", {sent[1]:,} of them gradients of weights between replicas"
     return [*texts, Text(text)]

@@ -1,4 +1,4 @@
-"""Ranks, stages and counts in few words."""
+"""Writes ranks, stages and counts in few words."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def mesh_text(placement: Placement, ranks: int) -> str:
-    """The mesh in words, and whether anybody is left over."""
+    """The mesh in words, and how many ranks are left over."""
     where = count(placement.slots, "rank")
     text = f"one tree on {where}" if placement.replicas == 1 else f"{placement.replicas} replicas of {where} each"
     if placement.ranks < ranks:
@@ -51,7 +51,7 @@ def names(stages: Iterable[str]) -> str:
 
 
 def some(texts: list[str]) -> str:
-    """All of a few, the first and the last of many."""
+    """Joins all texts if they are few, else the first two and the last."""
     return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "...", texts[-1]])
 
 

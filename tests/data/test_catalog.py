@@ -1,4 +1,4 @@
-"""The datasets by name: digits, npz files, and what is said about wrong names and options."""
+"""The datasets by name: digits, npz files, and the messages about wrong names and options."""
 
 import numpy as np
 import pytest

@@ -93,7 +93,7 @@ def test_a_balanced_pipeline_has_no_gap_but_at_its_ends():
 
 def test_messages_are_hidden_behind_the_work_of_other_micro_batches():
     loads = {"trunk": StageLoad(1, 1, 10, 0), "a/0": StageLoad(0.5, 0.5, 2, 0), "a/1": StageLoad(0.5, 0.5, 2, 0)}
-    wires = {"bandwidth": 100.0, "latency": 0.0}  # 0.4 a message
+    wires = {"bandwidth": 100.0, "latency": 0.0}  # 0.4 per message
     found = predict(Job(TREE, 16, 16, True), Cluster(9, 1, **wires), loads, APART)
     assert found.step_seconds == pytest.approx(34 + 0.4 + 0.4)  # the first there and the last back
 
@@ -406,7 +406,7 @@ def test_the_tree_shows_who_holds_what_and_what_is_sent(mheads):
     lines = [line.split() for line in done.out.splitlines()]
     assert ["trunk", "0", "1", "716,800", "716,800"] in lines
     assert ["conv2/0-2", "1", "0", "3,500", "each", "3,500", "each"] in lines
-    assert "1,454,600 floats a step between ranks" in done.out
+    assert "1,454,600 floats per step between ranks" in done.out
 
 
 def test_the_tree_shows_replicas(mheads):

@@ -356,7 +356,7 @@ class TreeNet(nn.Module):
                 tensor.copy_(donor)
 
     def identical_members(self) -> Iterator[tuple[int, int]]:
-        """Pairs of members that are the same network: weights, buffers and layers are equal, and shared by as many members.
+        """Pairs of members that are the same network: weights, buffers and layers are equal, and shared by as many.
 
         Where stages are in other processes, two members are drawn to see whether their weights follow the seed.
         """

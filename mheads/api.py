@@ -201,7 +201,7 @@ def _train(experiment: experiments.Experiment, run: str | Path | None, watch: Wa
 def _refuse_modes() -> None:
     """Refuses to run in contexts that the caller may have forgotten, and that fit could not honour."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        raise UserError("fit is called under torch.no_grad() or inference_mode(), and it learns: call it outside")
+        raise UserError("fit is called under torch.no_grad() or inference_mode(), but has to learn: call it outside")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UserError("fit is called under torch.autocast, which does not reach its threads: call it outside")
 

@@ -56,7 +56,7 @@ def draw_mask(shape: torch.Size, p: float, like: Tensor) -> Tensor | None:
     if computed * each != shape[0]:
         raise UserError(
             f"dropout meets {shape[0]} rows where {computed} examples of {masks.num_rows} are computed: a layer before "
-            "it makes several rows of an example, and not as many of each; let that layer take a side input"
+            "it makes several rows per example, but not equally many; let that layer take a side input"
         )
     num_rows = shape[0] if masks.rows is None else masks.num_rows * each
     mask = torch.empty((num_rows, *shape[1:]), dtype=like.dtype)

@@ -129,7 +129,7 @@ class Terminal:
         self.say(f"resuming at iteration {step} of {total}")
 
     def finished(self, folder: Path) -> None:
-        text = f"{folder} is finished: nothing to do (more optim.iterations would go on)"
+        text = f"{folder} is finished: nothing to do (give more optim.iterations to go on)"
         self.say(text)
 
     def say(self, message: str) -> None:
@@ -201,7 +201,7 @@ class Notebook:
         self.say(f"resuming at iteration {step} of {total}")
 
     def finished(self, folder: Path) -> None:
-        self.say(f"{folder} is finished: nothing to do (more iterations would go on)")
+        self.say(f"{folder} is finished: nothing to do (give more iterations to go on)")
 
     def say(self, message: str) -> None:
         self._lines.append(message)

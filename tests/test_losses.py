@@ -181,7 +181,7 @@ def test_the_direct_form_of_prob_averaging_loses_its_gradient():
 def test_the_direct_form_of_prob_averaging_has_caffes_gradient(dtype):
     """Softmax, Eltwise (mean) and MultinomialLogisticLoss, layer by layer as Caffe takes them back."""
     outputs, y = problem(10)
-    outputs[:, 0, y[0]] -= 52  # p of about 1e-23: below the threshold, but no zero
+    outputs[:, 0, y[0]] -= 52  # p of about 1e-23: below the threshold, but not zero
     outputs[:2, 1, y[1]] -= 60
     outputs = outputs.to(dtype).requires_grad_()
     value = losses.prob_averaged(stable=False)(outputs, y)

@@ -163,7 +163,7 @@ def test_a_network_that_gives_more_than_an_answer_predicts_the_answer():
     members = [run.net.member(m) for m in range(2)]
     assert mheads.evaluate(members, (X[200:], Y[200:])).members == pytest.approx(run.result.members, rel=1e-4)
 
-    # Pretraining, and the losses that come with the package, teach the answer: what else there is stays as it is.
+    # Pretraining, and the losses that come with the package, teach the answer; other outputs stay as they are.
     def second(net):
         return torch.cat([net.member(m)[0].weight[2:].flatten() for m in range(2)])
 
@@ -174,7 +174,7 @@ def test_a_network_that_gives_more_than_an_answer_predicts_the_answer():
         assert run.summary["iterations"] == 6
         own = given is loss or given.of is loss
         assert torch.equal(drawn, second(net)) is not own
-    with pytest.raises(UserError, match=r"prob_averaged\(stable=False\) takes scores alone, not a tuple"):
+    with pytest.raises(UserError, match=r"prob_averaged\(stable=False\) takes scores, not a tuple"):
         prob_averaged(stable=False).on(Classification(("a", "b")))((torch.ones(2, 3, 2),), torch.zeros(3, dtype=int))
 
 

@@ -261,7 +261,7 @@ def test_a_file_size_limit_at_the_log_or_a_checkpoint_is_a_message_too(tmp_path)
     assert done.code == 2, done.err
     assert "no space left" in done.err
     assert "Traceback" not in done.err
-    assert not run.exists()  # it did not come to its first checkpoint
+    assert not run.exists()  # it ended before its first checkpoint
 
 
 def test_pretraining_is_the_independent_run_and_then_the_loss_takes_over(tmp_path, mheads):
@@ -294,7 +294,7 @@ def test_averaged_losses_multiply_the_rate_by_the_members_unless_told_not_to(tmp
     assert mheads("train", "digits", *common, "optim.name=adamw", "--run", tmp_path / "c").code == 0
     assert log_lines(tmp_path / "a")[0]["rate"] == pytest.approx(0.015)
     assert log_lines(tmp_path / "b")[0]["rate"] == pytest.approx(0.005)
-    assert log_lines(tmp_path / "c")[0]["rate"] == pytest.approx(0.005)  # the size of a gradient is nothing to it
+    assert log_lines(tmp_path / "c")[0]["rate"] == pytest.approx(0.005)  # no gradient changes the size of its step
 
 
 def test_two_accumulated_batches_of_50_are_one_batch_of_100(tmp_path, mheads):

@@ -49,12 +49,12 @@ def _prob_averaged(
 ) -> LossValue:
     _refuse(prior)
     if y.is_floating_point():
-        raise UserError("prob_averaged averages probabilities of classes, and the targets are numbers: score_averaged")
+        raise UserError("prob_averaged averages probabilities of classes, but targets are numbers: use score_averaged")
     if stable:
         losses = of(outputs, y)
         total = (torch.logsumexp(-losses, 0) - math.log(len(losses))).neg().sum()
     elif not isinstance(outputs, Tensor):
-        raise UserError(f"prob_averaged(stable=False) takes scores alone, not a {type(outputs).__name__}: stable=True")
+        raise UserError(f"prob_averaged(stable=False) takes scores, not a {type(outputs).__name__}: use stable=True")
     else:
         p_y = outputs.softmax(-1).mean(0).gather(1, y[:, None])
         clamped = p_y.detach().clamp_min(CAFFE_LOG_THRESHOLD)

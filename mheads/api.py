@@ -24,7 +24,7 @@ from mheads.data.batch import Batch
 from mheads.distributed.launch import detect
 from mheads.errors import UserError
 from mheads.keywords import refuse_unknown, speaking_python
-from mheads.losses import LOSSES, Loss, independent
+from mheads.losses import LOSSES, Loss, independent, of
 from mheads.measuring import Models, answers, in_eval_mode, measure
 from mheads.prepared import Prepared
 from mheads.problems import Classification
@@ -143,7 +143,11 @@ def fit(
                 "members": net.num_members,
                 "split": net.spec,
                 "sampling": sampling,
-                "loss": {**({"name": loss.name, **loss.options} if known else own), "scale_rate": scale_rate},
+                "loss": {
+                    **({"name": loss.name, **loss.options} if known else own),
+                    "of": of.named(loss.member_loss),
+                    "scale_rate": scale_rate,
+                },
                 "pretrain": pretrain,
                 "data": {"name": "arrays", "validation": validation, **arrays},
                 "engine": {"workers": workers, "micro_batches": micro_batches},

@@ -30,7 +30,7 @@ from pydantic import (
 from mheads import plain
 from mheads.errors import UserError
 from mheads.hints import meaning
-from mheads.losses import LOSSES, options
+from mheads.losses import LOSSES, MEMBER_LOSSES, of, options
 
 
 def _option(default: Any, description: str, **limits: Any) -> Any:
@@ -75,6 +75,13 @@ def _loss_name(name: str) -> str:
     return name
 
 
+def _member_loss(given: Any) -> Any:
+    try:
+        return of.checked(given)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
 class LossSection(_Section):
     """The keys that every loss has; the others in the section are options of single losses."""
 
@@ -82,6 +89,11 @@ class LossSection(_Section):
         "independent", f"{', '.join(LOSSES)}, or package.module:factory of your own"
     )
     args: dict[str, Any] = _option({}, "arguments of the factory of your own loss")
+    of: Annotated[str | dict[str, Any] | None, AfterValidator(_member_loss)] = _option(
+        None,
+        f"the loss of one member on one example: {', '.join(MEMBER_LOSSES)}, or package.module:function of your own, "
+        "with its options {name: smooth_l1, beta: 0.5}; none: that of the problem",
+    )
     scale_rate: bool = _option(True, "averaged losses with sgd: multiply the rate by the number of members")
 
     @property

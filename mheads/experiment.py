@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -320,7 +320,10 @@ def _look_in(place: str | None, name: str) -> None:
 
 def build_loss(config: Config) -> Loss:
     """The loss of a config, if it fits the members and the sampling."""
-    loss = _make_loss(config)
+    loss, of = _make_loss(config), config.loss.of
+    if of is not None and not loss.takes_of:
+        raise UserError(f"loss.of = {of!r}: {loss.name} has a loss of its own for each example; leave loss.of out")
+    loss = loss if of is None else replace(loss, of=of)
     loss.check(config.members, config.sampling.name)
     return loss
 

@@ -1,11 +1,12 @@
-"""Losses: plain functions of outputs [M, B, C] and labels [B].
+"""Losses: plain functions of outputs [M, B, C] and labels [B], or of what else the problem has for these.
 
     loss = mheads.losses.mcl(k=1)
     value = loss(outputs, y)
     value.total, value.assignment, value.losses
 
-A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it,
-and `options.py` says which of its arguments a config may give.
+A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it;
+what of its arguments a config may give, `options.py` says. `MEMBER_LOSSES` has the losses of one member on one example
+by name, `of="mae"`.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from mheads.losses.averaged import prob_averaged, score_averaged
 from mheads.losses.independent import independent
 from mheads.losses.loss import Loss, LossValue
 from mheads.losses.mcl import assign, mcl
-from mheads.problems import cross_entropies, squared_errors
+from mheads.problems import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 
 LOSSES: dict[str, Callable[..., Loss]] = {
     "independent": independent,
@@ -23,4 +24,14 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "mcl": mcl,
 }
 
-__all__ = ["LOSSES", "Loss", "LossValue", "assign", "cross_entropies", "squared_errors", *LOSSES]
+__all__ = [
+    "LOSSES",
+    "MEMBER_LOSSES",
+    "Loss",
+    "LossValue",
+    "MemberLoss",
+    "assign",
+    "cross_entropies",
+    "squared_errors",
+    *LOSSES,
+]

@@ -12,13 +12,15 @@ from torch import Tensor
 
 from mheads import values
 from mheads.errors import UserError
-from mheads.losses.loss import Loss, LossValue, MemberLoss
+from mheads.losses.loss import Loss, LossValue
+from mheads.losses.of import Of
+from mheads.problems import MemberLoss, cross_entropies
 from mheads.values import Value
 
 CAFFE_LOG_THRESHOLD = 1e-20
 
 
-def score_averaged(of: MemberLoss | None = None) -> Loss:
+def score_averaged(of: Of = None) -> Loss:
     """The loss of the mean output; for classes the cross-entropy of its softmax: -log softmax(mean_m outputs_m)_y."""
     return Loss("score_averaged", _score_averaged, averaged=True, of=of)
 
@@ -44,14 +46,16 @@ def _score_averaged(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tenso
     return _value(of(mean, y).sum(), outputs, y, of)
 
 
-def _prob_averaged(
-    outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, stable: bool
-) -> LossValue:
+def _prob_averaged(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, stable: bool) -> LossValue:
     _refuse(prior)
-    if y.is_floating_point():
-        raise UserError("prob_averaged averages probabilities of classes, but targets are numbers: use score_averaged")
+    if y.is_floating_point() or y.dim() != 1:
+        found = "numbers" if y.is_floating_point() else "classes of pixels"
+        raise UserError(
+            f"prob_averaged averages probabilities of one class for each example, and the targets are {found}: "
+            "use score_averaged"
+        )
     if stable:
-        losses = of(outputs, y)
+        losses = cross_entropies(outputs, y)
         total = (torch.logsumexp(-losses, 0) - math.log(len(losses))).neg().sum()
     elif not isinstance(outputs, Tensor):
         raise UserError(f"prob_averaged(stable=False) takes scores, not a {type(outputs).__name__}: use stable=True")
@@ -60,7 +64,7 @@ def _prob_averaged(
         clamped = p_y.detach().clamp_min(CAFFE_LOG_THRESHOLD)
         # Caffe's gradient goes through the clamp: -1 / clamped, also where it is the threshold.
         total = (-clamped.log() - (p_y - p_y.detach()) / clamped).sum()
-    return _value(total, outputs, y, of)
+    return _value(total, outputs, y, cross_entropies)
 
 
 def _value(total: Tensor, outputs: Value, y: Tensor, of: MemberLoss) -> LossValue:

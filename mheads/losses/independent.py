@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mheads.losses.loss import Loss, LossValue, MemberLoss, ones_or
+from mheads.losses.loss import Loss, LossValue, ones_or
+from mheads.losses.of import Of
+from mheads.problems import MemberLoss
 from mheads.values import Value
 
 
-def independent(of: MemberLoss | None = None) -> Loss:
+def independent(of: Of = None) -> Loss:
     """Each member by itself: sum over m and i of w_mi * l_mi, with w the prior.
 
     l_mi is the problem's own loss, -log p_y(m, i) for classes, or `of`.

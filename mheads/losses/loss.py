@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from mheads import values
 from mheads.errors import UserError
-from mheads.problems import Problem, cross_entropies
+from mheads.losses.of import Of, member_loss, named
+from mheads.problems import MemberLoss, Problem, cross_entropies
 from mheads.values import Value
 
 
@@ -35,9 +36,6 @@ class LossValue:
         return self.total / self.losses.shape[1]
 
 
-MemberLoss = Callable[[Any, Any], Tensor]  # of one member on one example: [M, B, ...], targets -> [M, B]
-
-
 @dataclass(frozen=True)
 class Loss:
     """A loss function with what an engine must know of it.
@@ -52,8 +50,8 @@ class Loss:
     that it cannot teach. `options`: the options that it was made with.
 
     `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
-    [M, B]. Without it, it is the problem's loss, which looks at the answer alone where a network gives more, or
-    cross-entropy if there is no problem.
+    [M, B], as `of.py` says; that of the problem where none is given, which looks at the answer alone where a network
+    gives more; cross-entropy without a problem.
     """
 
     name: str
@@ -62,12 +60,26 @@ class Loss:
     winners: int | None = None
     averaged: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    of: MemberLoss | None = None
+    of: Of = None
     check_members: Callable[[int], None] | None = None
 
     def on(self, problem: Problem) -> Loss:
-        """This loss for a problem."""
-        return self if self.of is not None else replace(self, of=problem.losses)
+        """This loss for a problem; refuses the loss of an example that is for other targets."""
+        if self.of is None:
+            return replace(self, of=problem.losses)
+        said = named(self.member_loss)
+        name = said["name"] if isinstance(said, dict) else said
+        if name is not None and name not in problem.member_losses:
+            raise UserError(
+                f"loss.of = {name} does not go with {problem.name}: there it is {' or '.join(problem.member_losses)}, "
+                "or a function of your own"
+            )
+        return self
+
+    @property
+    def member_loss(self) -> MemberLoss | None:
+        """`of`, which is a function since the loss was made."""
+        return self.of  # type: ignore[return-value]
 
     def check(self, members: int, sampling: str) -> None:
         """Refuses a number of members, or a sampling, that it cannot take."""
@@ -80,6 +92,7 @@ class Loss:
             )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "of", member_loss(self.of))
         if not 2 <= self._num_arguments <= 4:
             raise UserError(
                 f"the function of loss {self.name!r} asks for {self._num_arguments} arguments: "
@@ -88,8 +101,8 @@ class Loss:
 
     def __call__(self, outputs: Value, y: Value, prior: Tensor | None = None, ties: Tensor | None = None) -> LossValue:
         """The loss of outputs [M, B, C] on labels [B], given priors [M, B] and tie-breaking keys [M, B]."""
-        named = {"of": self.of or cross_entropies} if self._takes_of else {}
-        found = self.function(*(outputs, y, prior, ties)[: self._num_arguments], **named)
+        further = {"of": self._of} if self.takes_of else {}
+        found = self.function(*(outputs, y, prior, ties)[: self._num_arguments], **further)
         shape = values.leaves(outputs)[0].shape[:2]
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in values.leaves(outputs))
         if isinstance(found, Tensor):
@@ -115,8 +128,22 @@ class Loss:
         wanted = [p for p in positional if p.default is p.empty or p.name in ("prior", "ties")]
         return len([p for p in wanted if p.name != "of"])
 
+    def _of(self, outputs: Value, y: Value) -> Tensor:
+        """The losses [M, B] of the members by themselves."""
+        found = (self.member_loss or cross_entropies)(outputs, y)
+        shape = values.leaves(outputs)[0].shape[:2]
+        if not isinstance(found, Tensor) or found.shape != shape:
+            kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
+            raise UserError(
+                f"the loss of one member on one example, of = {self.of!r}, gives a value of {kind}; give the losses of "
+                f"all members on all examples, [M, B] (here {list(shape)}: reduction='none', and a mean over what "
+                "belongs to an example?)"
+            )
+        return found
+
     @cached_property
-    def _takes_of(self) -> bool:
+    def takes_of(self) -> bool:
+        """Whether the function asks for the loss of one member on one example."""
         return any(p.name == "of" and p.default is p.empty for p in self._parameters or ())
 
     @cached_property

@@ -10,14 +10,16 @@ from pydantic import Field
 from torch import Tensor
 
 from mheads.errors import UserError
-from mheads.losses.loss import Loss, LossValue, MemberLoss, ones_or
+from mheads.losses.loss import Loss, LossValue, ones_or
+from mheads.losses.of import Of
+from mheads.problems import MemberLoss
 from mheads.values import Value
 
 
 def mcl(
     k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 1,
     ce_weight: Annotated[float, Field(ge=0, description="weight of the cross-entropy of all members mixed in")] = 0.0,
-    of: MemberLoss | None = None,
+    of: Of = None,
 ) -> Loss:
     """The oracle set-loss: sum over i and m of (a_mi + ce_weight) * w_mi * l_mi.
 

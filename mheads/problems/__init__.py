@@ -10,15 +10,18 @@ example, the metrics, and the groups that ownership counts.
 
 from typing import Any
 
-from mheads.problems.classification import Classification, cross_entropies
+from mheads.problems.classification import Classification
+from mheads.problems.member_losses import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 from mheads.problems.problem import Metrics, Problem, Result
-from mheads.problems.regression import Regression, squared_errors
+from mheads.problems.regression import Regression
 
 PROBLEMS: dict[str, Any] = {"classification": Classification, "regression": Regression}
 
 __all__ = [
+    "MEMBER_LOSSES",
     "PROBLEMS",
     "Classification",
+    "MemberLoss",
     "Metrics",
     "Problem",
     "Regression",

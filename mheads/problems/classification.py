@@ -6,20 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch.nn.functional as F
 from torch import Tensor
 
 from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import Metrics, Result
+from mheads.problems.member_losses import cross_entropies
 from mheads.values import Value
-
-
-def cross_entropies(outputs: Tensor, y: Tensor) -> Tensor:
-    """-log p_y of every member on every example: [M, B, C], [B] -> [M, B]."""
-    m, b, c = outputs.shape
-    flat = F.cross_entropy(outputs.reshape(m * b, c), y if m == 1 else y.repeat(m), reduction="none")
-    return flat.view(m, b)
 
 
 @dataclass(frozen=True)
@@ -29,6 +22,8 @@ class Classification:
     classes: tuple[str, ...]
     name: ClassVar[str] = "classification"
     unit: ClassVar[str] = "%"
+    measure: ClassVar[str] = "accuracy, %"
+    member_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -41,7 +36,7 @@ class Classification:
         return values.leaves(outputs)[0]  # scores come first
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
-        return cross_entropies(self.answer(outputs), targets)
+        return cross_entropies(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
         scores = values.leaves(output)[0]

@@ -38,6 +38,8 @@ class Problem(Protocol):
 
     name: ClassVar[str]
     unit: ClassVar[str]  # of the measures in the headline: "%", or nothing
+    measure: ClassVar[str]  # what is measured in the headline, with its unit
+    member_losses: ClassVar[tuple[str, ...]]  # those in `member_losses.py` that fit, its own first
 
     @property
     def groups(self) -> tuple[str, ...]:

@@ -13,12 +13,8 @@ from torch import Tensor
 from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import PlainResult
+from mheads.problems.member_losses import squared_errors
 from mheads.values import Value
-
-
-def squared_errors(outputs: Tensor, y: Tensor) -> Tensor:
-    """mean_d (output_d - target_d)^2 of every member on every example: [M, B, D], [B, D] -> [M, B]."""
-    return (outputs - y).square().mean(-1)
 
 
 @dataclass(frozen=True)
@@ -83,11 +79,13 @@ class RegressionMetrics:
 
 @dataclass(frozen=True)
 class Regression:
-    """Targets are numbers [B, D], answers are [M, B, D]; the loss is the squared error."""
+    """Targets are numbers [B, D], answers are [M, B, D]; the loss is the squared error unless another is named."""
 
     num_values: int
     name: ClassVar[str] = "regression"
     unit: ClassVar[str] = ""
+    measure: ClassVar[str] = "root mean square error"
+    member_losses: ClassVar[tuple[str, ...]] = ("mse", "mae", "smooth_l1", "gaussian_nll")
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -100,7 +98,7 @@ class Regression:
         return values.leaves(outputs)[0]
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
-        return squared_errors(self.answer(outputs), targets)
+        return squared_errors(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
         found = values.leaves(output)[0]

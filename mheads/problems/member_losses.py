@@ -1,0 +1,113 @@
+"""The loss of one member on one example, each a function of outputs [M, B, ...] and targets that gives [M, B].
+
+Arguments that are annotated with a `Field` are options that a config may give, `loss.of: {name: smooth_l1, beta: 0.5}`.
+Where a network gives several tensors, the first is the answer, and the only one that is looked at; `gaussian_nll` takes
+two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from mheads import values
+from mheads.errors import UserError
+from mheads.values import Value
+
+MemberLoss = Callable[..., Tensor]  # of one member on one example: [M, B, ...], targets -> [M, B]
+IGNORED = -100  # the class of pixels that do not count
+
+
+def cross_entropies(
+    outputs: Value,
+    y: Tensor,
+    smoothing: Annotated[float, Field(ge=0, lt=1, description="the part of each label that all classes share")] = 0.0,
+) -> Tensor:
+    """-log p_y of every member on every example: [M, B, C], [B] -> [M, B].
+
+    With soft labels [B, C] it is - sum_c y_c log p_c. With a class for each pixel, [M, B, C, H, W] and [B, H, W], it is
+    the mean over the pixels that count. `smoothing` s puts (1 - s) y + s / C in the place of the labels y.
+    """
+    scores = values.leaves(outputs)[0]
+    m, b = scores.shape[:2]
+    labels = y.to(scores.dtype) if y.is_floating_point() else y
+    labels = labels if m == 1 else labels.repeat(m, *[1] * (y.dim() - 1))
+    flat = scores.reshape(m * b, *scores.shape[2:])
+    losses = F.cross_entropy(flat, labels, reduction="none", label_smoothing=smoothing)
+    if losses.dim() > 1:
+        losses = losses.flatten(1).sum(1) / (labels != IGNORED).flatten(1).sum(1).clamp_min(1)
+    return losses.view(m, b)
+
+
+def binary_cross_entropies(outputs: Value, y: Tensor) -> Tensor:
+    """mean_c of -log p_c where label c is there and -log(1 - p_c) where not: [M, B, C], [B, C] of 0 and 1 -> [M, B].
+
+    p_c is the sigmoid of score c.
+    """
+    scores, y = _same_shape("bce", outputs, y)
+    labels = y.to(scores.dtype).expand_as(scores)
+    return F.binary_cross_entropy_with_logits(scores, labels, reduction="none").mean(-1)
+
+
+def squared_errors(outputs: Value, y: Tensor) -> Tensor:
+    """mean_d (output_d - target_d)^2 of every member on every example: [M, B, D], [B, D] -> [M, B]."""
+    found, y = _same_shape("mse", outputs, y)
+    return (found - y).square().mean(-1)
+
+
+def absolute_errors(outputs: Value, y: Tensor) -> Tensor:
+    """mean_d |output_d - target_d| of every member on every example: [M, B, D], [B, D] -> [M, B]."""
+    found, y = _same_shape("mae", outputs, y)
+    return (found - y).abs().mean(-1)
+
+
+def smooth_absolute_errors(
+    outputs: Value,
+    y: Tensor,
+    beta: Annotated[float, Field(gt=0, description="errors below it count by their square")] = 1.0,
+) -> Tensor:
+    """mean_d of e^2 / (2 beta) where e = |output_d - target_d| is below beta, e - beta / 2 elsewhere -> [M, B]."""
+    found, y = _same_shape("smooth_l1", outputs, y)
+    return F.smooth_l1_loss(found, y.to(found.dtype).expand_as(found), reduction="none", beta=beta).mean(-1)
+
+
+def gaussian_nlls(outputs: Value, y: Tensor) -> Tensor:
+    """-log N(y; mean, variance) without its constant, mean_d (s_d + (mean_d - y_d)^2 exp(-s_d)) / 2 -> [M, B].
+
+    The network gives a pair: the mean, which is the answer, and s, the logarithm of the variance, each [B, D].
+    """
+    parts = values.leaves(outputs)
+    if len(parts) != 2 or parts[0].shape != parts[1].shape:
+        shapes = " and ".join(str(list(t.shape[2:])) for t in parts)
+        raise UserError(
+            f"gaussian_nll: the network gives outputs of shape {shapes} for an example; let it give a pair, the mean "
+            "and the logarithm of the variance, both of the shape of the targets: a last layer that returns "
+            "x.chunk(2, -1), say"
+        )
+    mean, y = _same_shape("gaussian_nll", outputs, y)
+    return (parts[1] + (mean - y).square() * (-parts[1]).exp()).mean(-1) / 2
+
+
+def _same_shape(name: str, outputs: Value, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The answer and targets of its shape: others would be spread over each other."""
+    found = values.leaves(outputs)[0]
+    if found.shape[1:] != y.shape:
+        raise UserError(
+            f"{name} compares outputs with targets of their shape, and these are {list(found.shape[1:])} and "
+            f"{list(y.shape)}: give [B, D] both"
+        )
+    return found, y
+
+
+MEMBER_LOSSES: dict[str, MemberLoss] = {
+    "cross_entropy": cross_entropies,
+    "bce": binary_cross_entropies,
+    "mse": squared_errors,
+    "mae": absolute_errors,
+    "smooth_l1": smooth_absolute_errors,
+    "gaussian_nll": gaussian_nlls,
+}

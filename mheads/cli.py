@@ -172,6 +172,25 @@ def predict(
 
 
 @app.command(rich_help_panel="Train and look")
+def export(
+    run: RunPath,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file: .pt2 (torch.export) or .onnx.")],
+    what: Annotated[
+        str, typer.Option(help="mean: the ensemble's answer; members: outputs [M, B, ...]; member:N: those of one.")
+    ] = "mean",
+    trust: Trust = False,
+) -> None:
+    """One file for anywhere: the ensemble and its preprocessing, raw examples in, checked against the run's answers.
+
+    Example: mheads export runs/mcl -o mcl.onnx
+    """
+    from mheads.evaluation import export_run
+    from mheads.progress import Terminal
+
+    export_run(run, output, what, Terminal(console), trust)
+
+
+@app.command(rich_help_panel="Train and look")
 def tree(
     recipe: Recipe,
     overrides: Overrides = None,

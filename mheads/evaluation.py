@@ -18,6 +18,7 @@ from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
+from mheads.export import export
 from mheads.files import write_atomically
 from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.problems import Classification
@@ -150,6 +151,13 @@ def _examples(folder: RunFolder, overrides: Sequence[str], split: str | None) ->
         )
     there.check_targets(examples.targets, f"{data.name}: {split}")
     return facts, examples, split
+
+
+def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = False) -> None:
+    """Writes a run to one file that needs no mheads, and says what it takes and gives: see `export.py`."""
+    run = api.load(path, trust=trust, warn=watch.warn)
+    difference = export(run, file, what)
+    watch.say(f"{file}: {what}, within {difference:.1g} of the run's own answers")
 
 
 def predict_images(

@@ -110,6 +110,17 @@ class Run:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
         return Prepared(self.net.member(m), self.data).eval()
 
+    def export(self, path: str | Path, what: str = "mean", examples: Any = None) -> Path:
+        """Writes the ensemble and its preprocessing to one .pt2 or .onnx file that needs no mheads: see `export.py`.
+
+        `what` is in it: the mean, the outputs of all members, or member:N. Its answers are compared with the run's on
+        `examples`, by default those that the run was evaluated on, before there is a file.
+        """
+        from mheads.export import export
+
+        export(self, Path(path), what, examples)
+        return Path(path)
+
     def plot_ownership(self) -> Figure:
         """Draws who owns which class of the test set."""
         from mheads.report.figures import ownership_figure

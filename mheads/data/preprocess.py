@@ -52,7 +52,7 @@ class Preprocess:
         if self.mean is not None and places is not None and self.has_mean_image:
             out.sub_(_at_places(self.mean, places, out))
         elif self.mean is not None:
-            flat.sub_(_spread(_centre(self.mean, out), out))
+            flat.sub_(_spread(centre(self.mean, out), out))
         if self.std is not None:
             flat.div_(_spread(self.std, out))
         out = out.to(dtype)
@@ -89,7 +89,7 @@ def pixels_last(raw: torch.Tensor) -> torch.Tensor:
     return raw.permute(0, 2, 3, 1) if raw.ndim == 4 and raw.is_floating_point() else raw
 
 
-def _centre(mean: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def centre(mean: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The part of a mean image under a centre crop [b, H, W, C]; other means as they are."""
     if mean.ndim < 3 or mean.shape[1:] == (1, 1):
         return mean

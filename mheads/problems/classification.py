@@ -35,6 +35,9 @@ class Classification:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]  # scores come first
 
+    def mean(self, answers: Tensor) -> Tensor:
+        return answers.softmax(-1).mean(0)  # of probabilities
+
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return cross_entropies(outputs, targets)
 

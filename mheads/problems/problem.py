@@ -51,6 +51,9 @@ class Problem(Protocol):
     def answer(self, outputs: Value) -> Tensor:
         """The leaf of all members' outputs that is the answer, [M, B, ...]; others serve the loss."""
 
+    def mean(self, answers: Tensor) -> Tensor:
+        """What the ensemble answers, from the answers of all members: [M, B, ...] -> [B, ...]."""
+
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         """The loss of each member's answer on each example, [M, B]."""
 

@@ -97,6 +97,9 @@ class Regression:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]
 
+    def mean(self, answers: Tensor) -> Tensor:
+        return answers.mean(0)
+
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return squared_errors(outputs, targets)
 

@@ -117,6 +117,12 @@ def test_side_inputs_travel_to_ranks(recipe, tmp_path, reader, placement):
     assert_same_run(tmp_path / "run", one)
 
 
+def test_what_stages_with_side_inputs_cost_is_not_guessed(recipe, mheads):
+    done = mheads("plan", recipe[0], "--ranks", 2)
+    assert done.code == 2
+    assert "has a Shift, which takes a side input" in done.err and "placement=default" in done.err
+
+
 def test_a_run_with_side_inputs_is_killed_and_goes_on(recipe, tmp_path):
     path, one = recipe
     killed = process("train", path, "-f", tmp_path / "run", stop=(signal.SIGKILL, "os.rename", "step-00000008"))

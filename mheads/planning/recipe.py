@@ -33,6 +33,12 @@ class RecipeJob(Job):
     def shape(self) -> tuple[int, ...]:
         """The shape of an example, checked with the network; found only when costs are asked for."""
         shape = input_shape(self.config)
+        sided = next((m for m in self.net.modules() if hasattr(m, "takes")), None)
+        if sided is not None:
+            raise UserError(
+                f"{self.config.model} has a {type(sided).__name__}, which takes a side input: the costs of its stages "
+                "are not known without the data; give placement=default, or a rank for each stage"
+            )
         self.net.probe(torch.zeros(2, *shape, dtype=self.net.dtype))
         return shape
 

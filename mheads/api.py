@@ -27,7 +27,7 @@ from mheads.keywords import refuse_unknown, speaking_python
 from mheads.losses import LOSSES, Loss, independent, of
 from mheads.measuring import Models, answers, in_eval_mode, measure
 from mheads.prepared import Prepared
-from mheads.problems import Classification
+from mheads.problems import Classification, Segmentation
 from mheads.progress import Silent, Watcher, watcher
 from mheads.run import Run, Temporary, labelled, opened
 from mheads.run_folder import RunFolder
@@ -70,6 +70,7 @@ def fit(
     pretrain: int = 0,
     sampling: str | dict[str, Any] = "full",
     classes: Sequence[str] | None = None,
+    problem: str = "auto",
     normalize: str = "none",
     scale: float | str = "auto",
     pad: int = 0,
@@ -86,9 +87,10 @@ def fit(
     """Trains a tree of members on labelled examples.
 
     `train` and `test` are (inputs, labels), lists of pairs, torch Datasets or DataLoaders; labels are class numbers or
-    names. Without a test set a tenth of the training set is held out, in proportion to the classes, drawn by the seed;
-    `validation=n` holds out the last n. `weights` [N] say how much each training example counts. `scale`
-    multiplies the inputs; auto brings uint8 to 0..1 and leaves floats alone.
+    names, or other targets (docs/data.md): `problem` says what they are where they alone do not decide, as in
+    `problem="soft_labels"`. Without a test set a tenth of the training set is held out, in proportion to the classes,
+    drawn by the seed; `validation=n` holds out the last n. `weights` [N] say how much each training example
+    counts. `scale` multiplies the inputs; auto brings uint8 to 0..1 and leaves floats alone.
 
     `loss` is a loss, its name, a function of outputs and labels, or None for independent cross-entropy.
     `iterations` counts steps (1,000 by default); `epochs` is another way to say it: passes over the training set.
@@ -128,7 +130,9 @@ def fit(
         loss = _as_loss(loss)
         known = loss.name in LOSSES  # a loss of the user's own is kept as it is, not imported again
         own = {"name": f"__main__:{loss.name}", "args": loss.options}
-        arrays: dict[str, Any] = {"normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror}
+        arrays: dict[str, Any] = {
+            "problem": problem, "normalize": normalize, "scale": scale, "pad": pad, "mirror": mirror,
+        }  # fmt: skip
         data = datasets.from_arrays(
             train, test, classes=classes, validation=validation, hold_out=seed, weights=weights, **arrays
         )
@@ -288,11 +292,13 @@ def evaluate(
     test: Any,
     *,
     classes: Sequence[str] | None = None,
+    problem: str = "auto",
     batch_size: int = 100,
 ) -> Any:
     """Measures an ensemble on labelled examples: a tree, one model, or a list of models that give logits [B, C].
 
-    `test` is (inputs, labels), a list of pairs, a Dataset or a DataLoader; `classes` numbers labels that are names.
+    `test` is (inputs, labels), a list of pairs, a Dataset or a DataLoader; `classes` number labels that are names, and
+    `problem` says what is learned where the labels alone do not decide.
     Inputs are given to the models as they are, in float; members from `run.member(m)` bring the preprocessing of their
     run, and `run.evaluate(x, y)` measures a whole run. Modules are in eval mode meanwhile.
     """
@@ -325,20 +331,21 @@ def evaluate(
         found = [model(first if isinstance(model, Prepared) else x) for model in members]
         return values.map_leaves(lambda *parts: torch.stack(parts), *found)
 
-    given = None if classes is None else Classification(tuple(map(str, classes)))
-    split, problem = labelled(test, given, "the test examples")
+    split, solved = labelled(test, "the test examples", classes=classes, name=problem)
     engine, plain = Models(forward), Preprocess()
     with in_eval_mode(modules):
-        found, _ = next(answers(engine, split, plain, problem, rows=batch_size))
-        if found.dim() != 3:
-            raise UserError(f"each model must give logits [B, C], not {tuple(found.shape[1:])}")
-        if given is None and isinstance(problem, Classification):  # as many classes as there are scores
-            largest = int(split.targets.max())
+        found, _ = next(answers(engine, split, plain, solved, rows=batch_size))
+        pixels = isinstance(solved, Segmentation)
+        if found.dim() != (5 if pixels else 3):
+            wanted = "[B, C, H, W]" if pixels else "[B, C]"
+            raise UserError(f"each model must give logits {wanted}, not {tuple(found.shape[1:])}")
+        if classes is None and isinstance(solved, Classification | Segmentation):  # as many classes as there are scores
+            largest = len(solved.classes) - 1
             if largest >= found.shape[2]:
                 raise UserError(f"label {largest}, but the models give {found.shape[2]} scores")
-            problem = Classification(tuple(map(str, range(found.shape[2]))))
-        problem.check_output(found[0], "a model", "the test set")
-        return measure(engine, split, plain, problem, rows=batch_size)
+            solved = replace(solved, classes=tuple(map(str, range(found.shape[2]))))
+        solved.check_output(found[0], "a model", "the test set")
+        return measure(engine, split, plain, solved, rows=batch_size)
 
 
 def load(

@@ -125,6 +125,9 @@ class DataOptions(_Section):
     name: str = _option("digits", "a dataset by name: `mheads data list` shows them")
     root: Path | None = _option(None, "where a fetched set lies, if not in the cache")
     path: Path | None = _option(None, "the folder or file of your own data: folder, npz")
+    problem: Literal["auto", "classification", "regression", "multilabel", "soft_labels", "segmentation"] = _option(
+        "auto", "npz: what is learned; auto: what the targets look like"
+    )
     validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std"] = _option("none", "what is subtracted and divided by")
     scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = _option(

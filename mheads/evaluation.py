@@ -14,6 +14,7 @@ from rich.console import Group
 
 from mheads import api, experiment
 from mheads import config as configs
+from mheads.data import POSED
 from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
 from mheads.data.tables import ARRAYS, read_array, read_csv
@@ -21,11 +22,10 @@ from mheads.errors import UserError
 from mheads.export import export
 from mheads.files import write_atomically
 from mheads.measuring import all_answers, in_eval_mode, measure
-from mheads.problems import Classification
 from mheads.progress import Watcher
 from mheads.run import Run
 from mheads.run_folder import DataFacts, RunFolder
-from mheads.terminal.answers import answers_to_image, answers_to_rows, numbers_of_rows
+from mheads.terminal.answers import answers as shown
 from mheads.train import summary
 from mheads.values import Value
 
@@ -126,8 +126,12 @@ def _examples(folder: RunFolder, overrides: Sequence[str], split: str | None) ->
     held_out = config
     if split == "test":  # the real one, which training did not look at
         held_out = config.model_copy(update={"data": config.data.model_copy(update={"validation": 0})})
-    data = experiment.load_data(held_out)
     same = config.data == trained.data
+    if overrides and DATASETS[config.data.name].takes("problem") and facts.problem.name in POSED:
+        # Other targets are read as those of the run, whatever they look like.
+        update = {"data": held_out.data.model_copy(update={"problem": facts.problem.name})}
+        held_out = held_out.model_copy(update=update)
+    data = experiment.load_data(held_out)
     before = experiment.load_data(config).fingerprint if same and held_out is not config else data.fingerprint
     if same and before != facts.fingerprint:
         raise UserError(
@@ -174,12 +178,7 @@ def predict_images(
         rows = {file: run.predict(read_examples(file, run)).double() for file in files if file not in answers}
     problem = run.data.problem
     for file in files:
-        if not isinstance(problem, Classification):
-            yield numbers_of_rows(file, rows[file] if file in rows else answers[file][:, None])
-        elif file in answers:
-            yield answers_to_image(file, answers[file].softmax(-1), problem.classes)
-        else:
-            yield answers_to_rows(file, rows[file].softmax(-1), problem.classes)
+        yield shown(file, rows[file] if file in rows else answers[file][:, None], problem, image=file in answers)
 
 
 def read_image(path: Path, run: Run, resize: bool) -> np.ndarray:

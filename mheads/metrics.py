@@ -7,8 +7,8 @@ be recomputed from saved outputs to the last digit shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -33,17 +33,36 @@ class PlainResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`, up to its rounding; other keys are ignored."""
-        found = fields(cls)  # type: ignore[arg-type]
-        return cls(**{f.name: _map(lambda x: math.nan if x is None else x, values[f.name]) for f in found})
+        """The inverse of `to_dict`, up to its rounding; other keys are ignored, and an older file may lack some."""
+        found = [f.name for f in fields(cls) if f.name in values or f.default is f.default_factory is MISSING]  # type: ignore[arg-type]
+        return cls(**{name: _map(lambda x: math.nan if x is None else x, values[name]) for name in found})
 
     def rounded(self, name: str, x: float) -> float:
         """A number of a field, rounded for JSON to six digits."""
         return x if isinstance(x, int) else float(f"{x:.6g}")
 
 
+class PercentResult(PlainResult):
+    """A result whose measures are in percent."""
+
+    members: list[float]
+    single: float
+    ensemble_mean: float
+    oracle: float
+
+    def rounded(self, name: str, x: float) -> float:
+        return round(x, 4)
+
+    def headline(self) -> dict[str, str]:
+        return {
+            "Ensemble-Mean": f"{self.ensemble_mean:.2f}",
+            "Oracle": f"{self.oracle:.2f}",
+            "members": " ".join(f"{a:.1f}" for a in self.members),
+        }
+
+
 @dataclass(frozen=True)
-class Result(PlainResult):
+class Result(PercentResult):
     """The metrics of one ensemble on one set of examples; accuracies and errors are in percent.
 
     `single` is always the mean over the members, `ensemble_mean` the mean of their probabilities taken as one
@@ -67,14 +86,7 @@ class Result(PlainResult):
     examples: int
 
     def rounded(self, name: str, x: float) -> float:
-        return round(x, 6 if name == "nll" else 4)
-
-    def headline(self) -> dict[str, str]:
-        return {
-            "Ensemble-Mean": f"{self.ensemble_mean:.2f}",
-            "Oracle": f"{self.oracle:.2f}",
-            "members": " ".join(f"{a:.1f}" for a in self.members),
-        }
+        return round(x, 6) if name == "nll" else super().rounded(name, x)
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> Result:
@@ -90,6 +102,8 @@ class Metrics:
 
     The members and, as row M, the mean of their probabilities are the M + 1 predictors of the arrays below.
     """
+
+    result_type: ClassVar[type[Result]] = Result
 
     def __init__(self, members: int, classes: int) -> None:
         self.members, self.classes = members, classes
@@ -116,7 +130,7 @@ class Metrics:
         totals = exps.sum(-1, keepdim=True)
         probabilities = exps / totals  # [M, b, C]
         losses = totals[..., 0].log() - _of_class(shifted, y)  # [M, b]
-        mean_probabilities = _mean_members(probabilities)  # [b, C]
+        mean_probabilities = mean_members(probabilities)  # [b, C]
         mean_loss = math.log(self.members) - torch.logsumexp(-losses, 0)  # no underflow to log 0
 
         member_ranks = _rank(logits, y)
@@ -124,15 +138,15 @@ class Metrics:
         confidence = torch.cat([probabilities.amax(-1), mean_probabilities.amax(-1)[None]])
         right = member_ranks == 0  # [M, b]
         answers = logits.argmax(-1)  # [M, b]
-        owner, owned = _owner(losses)
+        owner, owned = owner_of(losses)
 
         self.examples += len(y)
-        _add_counts(self._ranks, torch.arange(self.members + 1)[:, None], ranks)
+        add_counts(self._ranks, torch.arange(self.members + 1)[:, None], ranks)
         self._losses += torch.cat([losses, mean_loss[None]]).sum(1)
         self._bin(confidence, ranks == 0)
         self._differ += (answers[:, None] != answers).sum(-1)
-        _add_counts(self._ownership, owner[owned], y[owned])
-        self._scores_right += int((_rank(_mean_members(logits), y) == 0).sum())
+        add_counts(self._ownership, owner[owned], y[owned])
+        self._scores_right += int((_rank(mean_members(logits), y) == 0).sum())
         self._oracle_right += int(right.any(0).sum())
         self._owner_right += int((right.gather(0, owner[None])[0] & owned).sum())
 
@@ -149,7 +163,7 @@ class Metrics:
         top = self._percent(self._ranks.cumsum(1)[:, : min(self.members, self.classes)].double())
         pairs = self._percent(self._differ.double())
         num_pairs = max(self.members * (self.members - 1), 1)
-        return Result(
+        return self.result_type(
             members=top[:-1, 0].tolist(),
             single=top[:-1, 0].mean().item(),
             ensemble_mean=top[-1, 0].item(),
@@ -193,7 +207,7 @@ def _rank(scores: Tensor, y: Tensor) -> Tensor:
     return scores.shape[-1] - behind.sum(-1)
 
 
-def _owner(losses: Tensor) -> tuple[Tensor, Tensor]:
+def owner_of(losses: Tensor) -> tuple[Tensor, Tensor]:
     """The first member with the lowest loss, and whether there is one: [M, b] -> [b], [b].
 
     NaN never owns; an infinite loss does when nobody has a finite one.
@@ -208,7 +222,7 @@ def _of_class(scores: Tensor, y: Tensor) -> Tensor:
     return scores[..., torch.arange(len(y)), y]
 
 
-def _mean_members(values: Tensor) -> Tensor:
+def mean_members(values: Tensor) -> Tensor:
     """[M, ...] -> [...], added in member order: the same rounding, hence the same ties, for any shape."""
     total = values[0].clone()
     for value in values[1:]:
@@ -216,10 +230,16 @@ def _mean_members(values: Tensor) -> Tensor:
     return total / len(values)
 
 
-def _add_counts(table: Tensor, rows: Tensor, columns: Tensor) -> None:
+def add_counts(table: Tensor, rows: Tensor, columns: Tensor) -> None:
     """table[row, column] += 1 for each pair of the broadcast rows and columns."""
     cells = (rows * table.shape[1] + columns).flatten()
     table += torch.bincount(cells, minlength=table.numel()).view_as(table)
+
+
+def by_predictor(values: Sequence[float]) -> dict[str, Any]:
+    """[M + 2] -> the value of each member and their mean, of the ensemble mean, and of the Oracle."""
+    *members, mean, oracle = map(float, values)
+    return {"members": members, "single": sum(members) / len(members), "ensemble_mean": mean, "oracle": oracle}
 
 
 def _single_and_mean(values: Tensor) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,7 +99,7 @@ class Run:
         x and y are arrays as `fit` takes them; without y, x is a pair of them, a list of pairs, a Dataset or a
         DataLoader.
         """
-        split, _ = labelled(x if y is None else (x, y), self.data.problem, "the examples")
+        split, _ = labelled(x if y is None else (x, y), "the examples", self.data.problem)
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")
@@ -131,8 +131,7 @@ class Run:
         """Draws the losses of training and the accuracies of the evaluations."""
         from mheads.report.figures import history_figure
 
-        measure = "accuracy, %" if self.data.problem.name == "classification" else "root mean square error"
-        return history_figure(*self.history, measure)
+        return history_figure(*self.history, self.data.problem.measure)
 
 
 def opened(
@@ -161,21 +160,24 @@ def opened(
     return Run(folder.path, config, net, data, data.problem.read_result(summary), summary, log, temporary)
 
 
-def labelled(given: Any, problem: Problem | None, where: str) -> tuple[ArraySplit | DatasetSplit, Problem]:
-    """Examples with their targets, and the problem: the given one, or the one that fits the targets.
+def labelled(
+    given: Any, where: str, problem: Problem | None = None, classes: Sequence[str] | None = None, name: str = "auto"
+) -> tuple[ArraySplit | DatasetSplit, Problem]:
+    """Examples with targets of the problem, or of the one with this name, or that they look like.
 
     Labels that are names need a problem that knows them, since a test set may lack some.
     """
     split = datasets.as_source(given, where)
     if not len(split):
         raise UserError(f"{where}: there are no examples; give at least one")
-    if split.targets.dtype.kind == "U" and problem is None:
+    if split.targets.dtype.kind == "U" and problem is None and classes is None:
         raise UserError(f"{where}: labels are names; say which number each class has, classes=[...] in that order")
     split.survey(where)
-    classes = problem.classes if isinstance(problem, Classification) else None
-    splits, found = datasets.posed({where: split}, classes)
-    if problem is not None and type(found) is not type(problem):
-        raise UserError(f"{where}: targets for {found.name}, but this is {problem.name}")
+    if problem is not None:
+        # Targets of a problem that is made from another are read as those of the other.
+        name = next((n for kind in type(problem).__mro__ if (n := getattr(kind, "name", "")) in datasets.POSED), name)
+        classes = problem.classes if isinstance(problem, Classification) else None
+    splits, found = datasets.posed({where: split}, classes, name)
     found = problem or found
     found.check_targets(splits[where].targets, where)
     return splits[where], found

@@ -109,6 +109,22 @@ def numbers() -> nn.Sequential:
     )
 
 
+def flags() -> nn.Sequential:
+    """Three numbers -> a score for each of three classes."""
+    return nn.Sequential(
+        OrderedDict(first=nn.Linear(3, 8), tanh=nn.Tanh(), drop=mheads.Dropout(0.1), out=nn.Linear(8, 3))
+    )
+
+
+def pixels() -> nn.Sequential:
+    """Images [B, 2, 6, 5] -> scores of three classes for each pixel."""
+    return nn.Sequential(
+        OrderedDict(
+            first=nn.Conv2d(2, 6, 3, padding=1), relu=nn.ReLU(), drop=mheads.Dropout(0.1), out=nn.Conv2d(6, 3, 1)
+        )
+    )
+
+
 class Shift(nn.Module):
     """Adds a side input."""
 

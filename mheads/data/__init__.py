@@ -7,11 +7,13 @@ from mheads.data.fetch import get
 from mheads.data.preprocess import Preprocess
 from mheads.data.sampling import order, priors, stream, weighted
 from mheads.data.seen import Seen
-from mheads.data.sources import as_source, from_arrays, posed
+from mheads.data.sources import as_source, from_arrays
 from mheads.data.split import Data, Split
+from mheads.data.targets import POSED, posed
 
 __all__ = [
     "DATASETS",
+    "POSED",
     "ArraySplit",
     "Data",
     "Preprocess",

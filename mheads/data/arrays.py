@@ -15,6 +15,7 @@ from mheads.data.augment import crop_and_mirror, places
 from mheads.data.images import pixels_of
 from mheads.data.seen import Seen, survey
 from mheads.data.split import Beside
+from mheads.data.targets import WAYS
 from mheads.errors import UserError
 
 
@@ -130,19 +131,22 @@ def with_augmentation(split: Any, *, pad: int, mirror: bool, where: str) -> Any:
             f"{where}: data.pad={pad} and data.mirror={mirror} are for images, but the examples are vectors"
             f" of {split.shape[0]} features; leave both out"
         )
+    if (pad or mirror) and split.targets.ndim == 3:
+        raise UserError(
+            f"{where}: data.pad={pad} and data.mirror={mirror} would move the images and not the classes of their "
+            "pixels; leave both out"
+        )
     return replace(split, pad=pad, mirror=mirror)
 
 
 def as_split(examples: Any, labels: Any, where: str, side: Any = None) -> ArraySplit:
     """Checked examples, labels and side inputs, images turned to NHWC; `where` names them in messages.
 
-    Labels that are names stay names: `sources.numbered` gives them numbers.
+    Labels stay what they are, names too: `targets.posed` decides what is to be learned of them.
     """
     x, y = as_examples(examples, where), as_targets(labels, where)
-    if y.shape[:1] != x.shape[:1] or (y.ndim > 1 and y.dtype.kind != "f"):
-        raise UserError(
-            f"{where}: {len(x)} examples but labels of shape {list(y.shape)}; give one label per example, [N]"
-        )
+    if y.shape[:1] != x.shape[:1]:
+        raise UserError(f"{where}: {len(x)} examples but labels of shape {list(y.shape)}; give one label per example")
     return ArraySplit(x, y, side=as_side(side, len(x), where))
 
 
@@ -198,23 +202,18 @@ def as_examples(examples: Any, where: str) -> np.ndarray:
 
 
 def as_targets(labels: Any, where: str) -> np.ndarray:
-    """Class numbers, int64 [N], or names, str [N]; or numbers to be learned, float32 [N, D]."""
+    """Class numbers, int64 [N], or names, str [N]; numbers to be learned, float32 [N, D]; or several for each example:
+    uint8 where they are bools or bytes, int64 where they are larger."""
     y = stacked(labels, f"{where} labels")
-    if y.dtype.kind in "iu":
-        return y.astype(np.int64, copy=False)
-    if y.dtype.kind in "US":
+    if y.dtype.kind in "US" and y.ndim == 1:
         return y.astype(str, copy=False)
+    if y.dtype.kind in "iu" and y.ndim <= 1:
+        return y.astype(np.int64, copy=False)
+    if y.dtype.kind in "biu" and y.ndim in (2, 3) and 0 not in y.shape[1:]:
+        return y.astype(np.uint8 if y.dtype.itemsize == 1 and y.dtype.kind != "i" else np.int64, copy=False)
     if y.dtype.kind == "f" and y.ndim in (1, 2) and 0 not in y.shape[1:]:
-        y = y[:, None] if y.ndim == 1 else y
-        if y.shape[1] > 1 and len(y) and np.isin(y, (0, 1)).all() and (y.sum(1) == 1).all():
-            raise UserError(
-                f"{where} labels are one-hot rows of shape {list(y.shape)}: they become class numbers by y.argmax(1)"
-            )
-        return np.ascontiguousarray(y, np.float32)
-    raise UserError(
-        f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; give class numbers as integers, such as "
-        "int64, or names; or numbers to be learned as floats, [N] or [N, D]"
-    )
+        return np.ascontiguousarray(y[:, None] if y.ndim == 1 else y, np.float32)
+    raise UserError(f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; give {WAYS}")
 
 
 def stacked(values: Any, what: str) -> np.ndarray:

@@ -29,9 +29,9 @@ from mheads.problems import Problem
 class Dataset:
     """All that is particular to a dataset. Its functions get those keys of `load` that are their arguments.
 
-    `read(root, path, mirror, resize, crop, grey, need_test)` gives the training and the test split and the problem.
-    Splits that it mirrors itself are left alone; others are arrays, moved and mirrored by `pad` and `mirror`. Without
-    `need_test`, examples for testing will be held out of the training split, and the test split may be empty.
+    `read(root, path, mirror, resize, crop, grey, problem, need_test)` gives the training and the test split and the
+    problem. Splits that it mirrors itself are left alone; others are arrays, moved and mirrored by `pad` and `mirror`.
+    Without `need_test`, examples for testing will be held out of the training split, and the test split may be empty.
 
     `shape` is that of an example, or a function that finds it without reading the examples (None if it cannot).
     `image(file, shape, resize, stretch, where)` turns an image to predict into an example, uint8 [C, H, W];
@@ -144,6 +144,7 @@ def load(
     crop: int | None = None,
     grey: bool = False,
     limit: int | None = None,
+    problem: str = "auto",
 ) -> Data:
     """A dataset by name, ready to train on.
 
@@ -155,7 +156,8 @@ def load(
     scale: multiplies the raw values first; auto brings uint8 pixels to 0..1 and leaves floats alone. pad, mirror:
     random crops of the zero-padded image and random mirrors, in training. resize, crop, grey: for folders, the
     shorter side, the square cut out of it, and whether images are read in one channel.
-    limit: keep only the first n training and the first n test examples, for quick trials.
+    limit: keep only the first n training and the first n test examples, for quick trials. problem: what the targets of
+    an npz file are, where they alone do not decide.
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
@@ -168,16 +170,17 @@ def load(
         "resize": resize,
         "crop": crop,
         "grey": grey,
+        "problem": problem,
     }
     _refuse_useless(entry, keys)
-    train, test, problem = _call(entry.read, {**keys, "need_test": validation == 0})
+    train, test, solved = _call(entry.read, {**keys, "need_test": validation == 0})
     if not entry.takes("mirror"):
         train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
     return assemble(
         name,
         train,
         test,
-        problem,
+        solved,
         normalize=normalize,
         validation=validation,
         scale=scale,
@@ -215,5 +218,10 @@ def _refuse_useless(entry: Dataset, keys: dict[str, Any]) -> None:
         )
     if not entry.takes("crop") and keys["crop"] is not None:
         raise UserError(f"data.crop is {keys['crop']}, but {name!r} keeps its size; use data.pad for random crops")
+    if not entry.takes("problem") and keys["problem"] != "auto":
+        raise UserError(
+            f"data.problem is {keys['problem']}, but {name!r} says itself what is learned; leave it out, or use "
+            f"{' or '.join(those('problem'))}"
+        )
     if not entry.takes("grey") and keys["grey"]:
         raise UserError(f"data.grey is for image folders, but {name!r} is not one; leave it out")

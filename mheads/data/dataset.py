@@ -104,6 +104,7 @@ def read_dataset(dataset: Any, where: str) -> DatasetSplit:
                 first = array
                 lows, highs = np.empty((2, count), array.dtype)
                 _refuse_unrepeatable(dataset, seed, key, array, where)
+                _refuse_moved(dataset, seed, as_label(y, f"{where} item 0"), where)
             _refuse_other(array, _seen_shape(first), first.dtype, f"{where} item {row}")
             labels.append(as_label(y, f"{where} item {row}"))
             sides.append(side)
@@ -185,8 +186,15 @@ def as_label(y: Any, where: str) -> int | str | np.ndarray:
     array = y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y)
     if array.dtype.kind == "f" and array.ndim < 2:
         return array.reshape(-1)
+    if array.dtype.kind in "biu" and (
+        array.ndim == 2 or (array.ndim == 1 < array.size and np.isin(array, (0, 1)).all())
+    ):
+        return array
     if array.size != 1 or array.dtype.kind not in "iu":
-        raise UserError(f"{where} has the label {y!r}; give a class number or a name, or numbers to be learned")
+        raise UserError(
+            f"{where} has the label {y!r}; give a class number or a name, numbers to be learned, several labels as "
+            "bools or 0 and 1, or a class for each pixel"
+        )
     return int(array.reshape(()))
 
 
@@ -220,6 +228,19 @@ def _refuse_unrepeatable(dataset: Any, seed: Any, key: int, before: np.ndarray, 
             f"{where} item 0 differs each time it is read, and not by the generators of torch, numpy or random, which"
             " follow the seed: let its transforms draw from these, or give list(dataset) to take the items as they are"
         )
+
+
+def _refuse_moved(dataset: Any, seed: Any, label: Any, where: str) -> None:
+    """Labels are read once: those that random transforms change along with the example would be wrong in training."""
+    if not isinstance(label, np.ndarray):
+        return
+    for key in range(8):
+        seed(keyed.derive("moved", key))
+        if not np.array_equal(as_label(item_of(dataset, 0, where).label, f"{where} item 0"), label):
+            raise UserError(
+                f"{where} item 0 has another label each time it is read, by random transforms: labels are read once, "
+                "so leave out of the dataset what changes them"
+            )
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from mheads.problems import Problem
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
 
 
-def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, Problem]:
+def read_npz(path: Path, problem: str = "auto") -> tuple[ArraySplit, ArraySplit, Problem]:
     """Train and test splits and the problem of a file with x_train, y_train, x_test, y_test.
 
     Arrays as `from_arrays` takes them. Optional: `classes`, an array of names; `side_NAME_train` and `side_NAME_test`,
@@ -40,7 +40,7 @@ def read_npz(path: Path) -> tuple[ArraySplit, ArraySplit, Problem]:
         ) from error
     names = arrays["classes"].ravel().tolist() if "classes" in arrays else None
     train, test = ((arrays[f"x_{part}"], arrays[f"y_{part}"], _side(arrays, part)) for part in ("train", "test"))
-    return read_arrays(train, test, str(path), classes=names)
+    return read_arrays(train, test, str(path), names, problem)
 
 
 def _side(arrays: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,9 @@ from mheads.data.dataset import (
     stack_side,
 )
 from mheads.data.split import Data
+from mheads.data.targets import posed
 from mheads.errors import UserError
-from mheads.problems import Classification, Problem, Regression
+from mheads.problems import Problem
 
 FORMS = "(examples, labels), (examples, labels, {name: side input}), a list of pairs, a torch Dataset or a DataLoader"
 
@@ -46,6 +46,7 @@ def from_arrays(
     test: Any,
     *,
     classes: Sequence[str] | None = None,
+    problem: str = "auto",
     normalize: str = "none",
     validation: int = 0,
     scale: float | str = "auto",
@@ -59,20 +60,21 @@ def from_arrays(
     """A dataset from (examples, labels), lists of pairs, torch Datasets or DataLoaders.
 
     Examples: images [N, C, H, W] or [N, H, W], uint8 or float, or vectors [N, F]; items of a list or Dataset may be
-    Pillow images. Labels: integers [N], or names. Without `test` (and without `validation`) the test split is empty,
-    or with the seed `hold_out` a tenth of the training examples, in proportion to the classes. Without `classes`
-    they are the sorted names of the training labels, or numbered up to the largest label. `weights` [N] say how much
-    each training example counts. The other options are those of `load`.
+    Pillow images. Labels: integers [N], or names; or other targets, as docs/data.md says; `problem` says what they are
+    where they alone do not decide. Without `test` (and without `validation`) the test split is empty,
+    or with the seed `hold_out` a tenth of the training examples, of each class its share. Without `classes` they are
+    the sorted names of the training labels, or numbered up to the largest label. `weights` [N] say how much each
+    training example counts. The other options are those of `load`.
     """
     given = {"train": as_source(train, f"{name}: train")}
     if test is not None:
         given["test"] = as_source(test, f"{name}: test")
-    sources, problem = posed(given, classes)
+    sources, solved = posed(given, classes, problem)
     return assemble(
         name,
         with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
         sources.get("test", sources["train"].part(slice(0))),
-        problem,
+        solved,
         normalize=normalize,
         validation=validation,
         scale=scale,
@@ -108,7 +110,11 @@ def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
 
 
 def read_arrays(
-    train: tuple[Any, ...], test: tuple[Any, ...], where: str, classes: Sequence[str] | None = None
+    train: tuple[Any, ...],
+    test: tuple[Any, ...],
+    where: str,
+    classes: Sequence[str] | None = None,
+    problem: str = "auto",
 ) -> tuple[ArraySplit, ArraySplit, Problem]:
     """Train and test splits and the problem of two pairs (examples, targets), as readers in the catalog give them.
 
@@ -116,55 +122,8 @@ def read_arrays(
     """
     pairs = {"train": train, "test": test}
     given = {part: as_split(x, y, f"{where}: {part}", *side) for part, (x, y, *side) in pairs.items()}
-    splits, problem = posed(given, classes)
-    return splits["train"], splits["test"], problem
-
-
-def posed(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], Problem]:
-    """The splits with the problem's targets, and the problem: regression for numbers, classification for all else.
-
-    Names of classes are numbered by `classes`, or in sorted order of those in training.
-    """
-    if classes is not None and len(set(map(str, classes))) < len(classes):
-        raise UserError(f"classes {', '.join(map(str, classes))}: a name is there twice; give each class its own")
-    kinds = {key: split.targets.dtype.kind for key, split in splits.items() if len(split)}
-    if "f" in kinds.values():
-        if set(kinds.values()) != {"f"} or classes is not None:
-            found = ", ".join(
-                f"{key} labels are {'floats' if kind == 'f' else 'classes'}" for key, kind in kinds.items()
-            )
-            raise UserError(
-                f"{found}{' and classes are named' if classes is not None else ''}: give all in the same way"
-            )
-        sizes = {key: split.targets.shape[1] for key, split in splits.items() if len(split)}
-        if len(set(sizes.values())) > 1:
-            raise UserError(f"targets have {' and '.join(f'{n} numbers in {key}' for key, n in sizes.items())}")
-        return splits, Regression(next(iter(sizes.values())))
-    splits, known = _numbered(splits, classes)
-    return splits, Classification(known)
-
-
-def _numbered(splits: dict[str, Any], classes: Sequence[str] | None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    by_name = {key: split.targets.dtype.kind == "U" for key, split in splits.items() if len(split)}
-    if not any(by_name.values()):
-        largest = max((int(split.targets.max()) for split in splits.values() if len(split)), default=-1)
-        return splits, tuple(map(str, range(largest + 1) if classes is None else classes))
-    if not all(by_name.values()):
-        kinds = ", ".join(f"{key} labels are {'names' if named else 'numbers'}" for key, named in by_name.items())
-        raise UserError(f"{kinds}; give both in the same way")
-    known = tuple(sorted(set(splits["train"].targets.tolist())) if classes is None else map(str, classes))
-    number = {name: i for i, name in enumerate(known)}
-    found = {}
-    for key, split in splits.items():
-        names = split.targets.tolist()
-        unknown = [row for row, name in enumerate(names) if name not in number]
-        if unknown:
-            raise UserError(
-                f"{key} example {unknown[0]} has the label {names[unknown[0]]!r}, which is none of the classes"
-                f" {', '.join(known[:10])}{', ...' if len(known) > 10 else ''} ({len(unknown)} such labels)"
-            )
-        found[key] = replace(split, targets=np.array([number[name] for name in names], np.int64))
-    return found, known
+    splits, solved = posed(given, classes, problem)
+    return splits["train"], splits["test"], solved
 
 
 def _items(items: Iterable[Any], where: str) -> list[Item]:

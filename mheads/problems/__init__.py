@@ -12,10 +12,19 @@ from typing import Any
 
 from mheads.problems.classification import Classification
 from mheads.problems.member_losses import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
+from mheads.problems.multilabel import MultiLabel
 from mheads.problems.problem import Metrics, Problem, Result
 from mheads.problems.regression import Regression
+from mheads.problems.segmentation import Segmentation
+from mheads.problems.soft_labels import SoftLabels
 
-PROBLEMS: dict[str, Any] = {"classification": Classification, "regression": Regression}
+PROBLEMS: dict[str, Any] = {
+    "classification": Classification,
+    "soft_labels": SoftLabels,
+    "multilabel": MultiLabel,
+    "segmentation": Segmentation,
+    "regression": Regression,
+}
 
 __all__ = [
     "MEMBER_LOSSES",
@@ -23,9 +32,12 @@ __all__ = [
     "Classification",
     "MemberLoss",
     "Metrics",
+    "MultiLabel",
     "Problem",
     "Regression",
     "Result",
+    "Segmentation",
+    "SoftLabels",
     "cross_entropies",
     "from_dict",
     "squared_errors",

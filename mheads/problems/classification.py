@@ -12,6 +12,7 @@ from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import Metrics, Result
 from mheads.problems.member_losses import cross_entropies
+from mheads.problems.problem import number, percent_rows
 from mheads.values import Value
 
 
@@ -70,18 +71,12 @@ class Classification:
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-        several = len(summary["members"]) > 1
-        found = [("members", "  ".join(f"{a:.2f}" for a in summary["members"]) + (" %" if not several else ""))]
-        if several:
-            found += [
-                ("mean member", f"{summary['single']:.2f} %"),
-                ("Ensemble-Mean", f"[bold]{summary['ensemble_mean']:.2f} %[/]"),
-                ("Oracle", f"[bold]{summary['oracle']:.2f} %[/]"),
-                ("disagreement", f"{summary['disagreement']:.2f} %"),
-            ]
+        found = percent_rows(summary, "members")
+        if len(summary["members"]) > 1:
+            found.append(("disagreement", f"{summary['disagreement']:.2f} %"))
         likelihood, calibration = (summary[key]["ensemble_mean"] for key in ("nll", "calibration_error"))
-        found.append(("negative log-likelihood", _number(likelihood, ".4f")))
-        found.append(("calibration error", _number(calibration, ".2f") + " %"))
+        found.append(("negative log-likelihood", number(likelihood, ".4f")))
+        found.append(("calibration error", number(calibration) + " %"))
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +85,3 @@ class Classification:
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Classification:
         return cls(tuple(map(str, facts["classes"])))
-
-
-def _number(value: float | None, form: str) -> str:
-    return "not finite" if value is None else format(value, form)

@@ -71,3 +71,29 @@ class Problem(Protocol):
         """The lines of a table of a result, as (name, text)."""
 
     def to_dict(self) -> dict[str, Any]: ...
+
+
+def percent_rows(summary: dict[str, Any], members: str) -> list[tuple[str, str]]:
+    """The rows of a table that results in percent have in common; `members` says what of the members is shown."""
+    several = len(summary["members"]) > 1
+    found = [(members, "  ".join(number(a) for a in summary["members"]) + (" %" if not several else ""))]
+    if several:
+        found += [
+            ("mean member", f"{number(summary['single'])} %"),
+            ("Ensemble-Mean", f"[bold]{number(summary['ensemble_mean'])} %[/]"),
+            ("Oracle", f"[bold]{number(summary['oracle'])} %[/]"),
+        ]
+    return found
+
+
+def further_row(measure: dict[str, Any], form: str = ".2f", unit: str = " %") -> str:
+    """What a table shows of a further measure: of one network, or of the members' mean, Ensemble-Mean and Oracle."""
+    shown = {name: number(measure[name], form) + unit for name in ("single", "ensemble_mean", "oracle")}
+    if len(measure["members"]) == 1:
+        return shown["single"]
+    return f"{shown['single']}, Ensemble-Mean {shown['ensemble_mean']}, Oracle {shown['oracle']}"
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number of a result as JSON has it."""
+    return "not finite" if value is None else format(value, form)

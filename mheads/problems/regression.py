@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from mheads import values
 from mheads.errors import UserError
-from mheads.metrics import PlainResult
-from mheads.problems.member_losses import squared_errors
+from mheads.metrics import PlainResult, by_predictor
+from mheads.problems.member_losses import absolute_errors, squared_errors
+from mheads.problems.problem import further_row
 from mheads.values import Value
 
 
 @dataclass(frozen=True)
 class RegressionResult(PlainResult):
-    """Root mean square errors, in the units of the targets."""
+    """Root mean square errors, in the units of the targets; `mae` and `r2` hold the same of other measures."""
 
     problem: ClassVar[str] = "regression"
 
@@ -30,6 +31,9 @@ class RegressionResult(PlainResult):
     spread: float  # how far members are from their mean, root mean square
     ownership: list[list[int]]  # [M][1] examples on which each member comes closest
     examples: int
+    mae: dict[str, Any] = field(default_factory=dict)  # mean absolute errors
+    r2: dict[str, Any] = field(default_factory=dict)  # the share of the targets' variance that is explained
+    spread_correlation: float = math.nan  # over examples, of the members' spread with the error of their mean
 
     def headline(self) -> dict[str, str]:
         return {
@@ -40,41 +44,74 @@ class RegressionResult(PlainResult):
 
     @classmethod
     def unknown(cls, members: int) -> RegressionResult:
-        nan = math.nan
-        return cls([nan] * members, nan, nan, nan, nan, [[0]] * members, 0)
+        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
+        return cls([nan] * members, nan, nan, nan, nan, [[0]] * members, 0, each, each)
 
 
 class RegressionMetrics:
-    """Sums of squares over a stream of outputs [M, b, D], in float64."""
+    """Sums over a stream of outputs [M, b, D], in float64.
+
+    The members, their mean and the Oracle are the M + 2 predictors of the arrays below. What a variance is made of is
+    counted from the first example on, so that large values cancel nothing.
+    """
 
     def __init__(self, members: int, num_values: int) -> None:
         self.num_values = num_values
         self.examples = 0
-        self._squares = torch.zeros(members, dtype=torch.float64)
+        self._squares = torch.zeros(members + 2, dtype=torch.float64)
+        self._distances = torch.zeros(members + 2, dtype=torch.float64)
         self._ownership = torch.zeros(members, dtype=torch.long)
-        self._mean = self._best = self._spread = 0.0
+        self._spread = 0.0
+        self._first: tuple[Tensor, Tensor] | None = None
+        self._targets = torch.zeros(2, num_values, dtype=torch.float64)  # sums of the values and of their squares
+        self._pairs = torch.zeros(5, dtype=torch.float64)  # sums of spread s, error e, ss, ee, se
 
     def update(self, outputs: Tensor, y: Tensor) -> None:
         outputs, y = outputs.detach().cpu().double(), y.detach().cpu().double()
         if outputs.shape[1:] != y.shape:
             raise ValueError(f"outputs are {tuple(outputs.shape)}, targets {tuple(y.shape)}")
-        errors = squared_errors(outputs, y)  # [M, b]
+        if not len(y):
+            return
         mean = outputs.mean(0)
+        predictors = torch.cat([outputs, mean[None]])
+        squares, distances = squared_errors(predictors, y), absolute_errors(predictors, y)  # [M + 1, b]
+        spreads = squared_errors(outputs, mean).mean(0)
         self.examples += len(y)
-        self._squares += errors.sum(1)
-        self._mean += squared_errors(mean[None], y).sum().item()
-        self._spread += squared_errors(outputs, mean).mean(0).sum().item()
-        best, owner = errors.nan_to_num(nan=math.inf).min(0)
-        self._best += best.sum().item()
-        self._ownership += torch.bincount(owner[~errors.isnan().all(0)], minlength=len(self._ownership))
+        best, owner = squares[:-1].nan_to_num(nan=math.inf).min(0)
+        nearest = distances[:-1].nan_to_num(nan=math.inf).amin(0)
+        self._squares += torch.cat([squares, best[None]]).sum(1)
+        self._distances += torch.cat([distances, nearest[None]]).sum(1)
+        self._spread += spreads.sum().item()
+        owned = owner[~squares[:-1].isnan().all(0)]
+        self._ownership += torch.bincount(owned, minlength=len(self._ownership))
+
+        pair = torch.stack([spreads, squares[-1]]).sqrt()
+        self._first = self._first or (y[0], pair[:, :1])
+        values, (s, e) = y - self._first[0], pair - self._first[1]
+        self._targets += torch.stack([values, values.square()]).sum(1)
+        self._pairs += torch.stack([s, e, s * s, e * e, s * e]).sum(1)
 
     def result(self) -> RegressionResult:
         if self.examples == 0:
             raise ValueError("no examples to measure")
-        members = (self._squares / self.examples).sqrt().tolist()
-        mean, best, spread = (math.sqrt(x / self.examples) for x in (self._mean, self._best, self._spread))
-        ownership = [[count] for count in self._ownership.tolist()]
-        return RegressionResult(members, float(np.mean(members)), mean, best, spread, ownership, self.examples)
+        *members, mean, best = (self._squares / self.examples).sqrt().tolist()
+        sums, squares = self._targets / self.examples
+        variance = (squares - sums.square()).mean().item()  # of all values together, about the mean of each
+        explained = 1 - self._squares / self.examples / (variance if variance > 0 else math.nan)
+        s, e, ss, ee, se = (self._pairs / self.examples).tolist()
+        deviations = math.sqrt(max(0.0, ss - s * s) * max(0.0, ee - e * e))
+        return RegressionResult(
+            members=members,
+            single=float(np.mean(members)),
+            ensemble_mean=mean,
+            oracle=best,
+            spread=math.sqrt(self._spread / self.examples),
+            ownership=[[count] for count in self._ownership.tolist()],
+            examples=self.examples,
+            mae=by_predictor((self._distances / self.examples).tolist()),
+            r2=by_predictor(explained.tolist()),
+            spread_correlation=(se - s * e) / deviations if deviations > 0 else math.nan,
+        )
 
 
 @dataclass(frozen=True)
@@ -139,8 +176,10 @@ class Regression:
                 ("mean member", f"{result.single:.4g}"),
                 ("Ensemble-Mean", f"[bold]{shown['Ensemble-Mean']}[/]"),
                 ("Oracle", f"[bold]{shown['Oracle']}[/]"),
-                ("spread", f"{result.spread:.4g}"),
+                ("spread", f"{result.spread:.4g}, its correlation with the error {result.spread_correlation:.2f}"),
             ]
+        if "mae" in summary:  # runs of older versions have none
+            found += [("MAE", further_row(summary["mae"], ".4g", "")), ("R²", further_row(summary["r2"], ".4f", ""))]
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,6 +11,21 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
+from mheads.problems import Classification, MultiLabel, Problem, Segmentation
+
+
+def answers(file: Path, outputs: torch.Tensor, problem: Problem, image: bool) -> Group:
+    """What is answered to the examples of a file, or to one `image`: outputs [M, N, ...]."""
+    if isinstance(problem, Segmentation):
+        return classes_of_pixels(file, outputs.softmax(2), problem.classes)
+    if isinstance(problem, MultiLabel):
+        return labels_of_rows(file, outputs.sigmoid(), problem.classes)
+    if not isinstance(problem, Classification):
+        return numbers_of_rows(file, outputs)
+    if image:
+        return answers_to_image(file, outputs[:, 0].softmax(-1), problem.classes)
+    return answers_to_rows(file, outputs.softmax(-1), problem.classes)
+
 
 def numbers_of_rows(file: Path, outputs: torch.Tensor) -> Group:
     """A table of outputs [M, N, D], with a line for each example of a file."""
@@ -20,6 +35,39 @@ def numbers_of_rows(file: Path, outputs: torch.Tensor) -> Group:
     for row in range(outputs.shape[1]):
         shown = (" ".join(f"{x:.4g}" for x in given[row]) for given in (outputs.mean(0), *outputs))
         table.add_row(str(row), *shown)
+    return Group(escape(str(file)), table)
+
+
+def labels_of_rows(file: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
+    """Probabilities [M, N, C] of several labels: those above 0.5, a line for each example."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("row", "Ensemble-Mean", "agree", *(f"member {m}" for m in range(len(probabilities)))):
+        table.add_column(name)
+    given, mean = probabilities > 0.5, probabilities.mean(0)
+    for row, p in enumerate(mean):
+        said = ", ".join(f"{escape(classes[c])} {100 * p[c]:.1f}%" for c in (p > 0.5).nonzero()[:, 0]) or "none"
+        agree = f"{int((given[:, row] == (p > 0.5)).all(-1).sum())} of {len(given)}"
+        names = (", ".join(escape(classes[c]) for c in one.nonzero()[:, 0]) or "none" for one in given[:, row])
+        table.add_row(str(row), said, agree, *names)
+    return Group(escape(str(file)), table)
+
+
+def classes_of_pixels(file: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
+    """Probabilities [M, N, C, H, W]: which part of the pixels has which class, a line for each image."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("row", "Ensemble-Mean", "agree", *(f"member {m}" for m in range(len(probabilities)))):
+        table.add_column(name)
+    votes, answer = probabilities.argmax(2), probabilities.mean(0).argmax(1)
+
+    def parts(pixels: torch.Tensor) -> str:
+        shares = pixels.flatten().bincount(minlength=len(classes)) / pixels.numel()
+        best = shares.topk(min(3, len(classes)))
+        pairs = zip(best.values, best.indices, strict=True)
+        return ", ".join(f"{escape(classes[c])} {100 * share:.1f}%" for share, c in pairs if share)
+
+    for row, pixels in enumerate(answer):
+        same = 100 * (votes[:, row] == pixels).all(0).double().mean()
+        table.add_row(str(row), parts(pixels), f"on {same:.1f}%", *(parts(one) for one in votes[:, row]))
     return Group(escape(str(file)), table)
 
 

@@ -1,0 +1,158 @@
+"""What is to be learned, decided from the targets, or said by name where they alone do not decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mheads.errors import UserError
+from mheads.problems import Classification, MultiLabel, Problem, Regression, Segmentation, SoftLabels
+from mheads.problems.member_losses import IGNORED
+
+Splits = dict[str, Any]
+Arrays = dict[str, np.ndarray]
+Classes = tuple[str, ...] | None
+WAYS = (
+    "class numbers as integers, such as int64, or names, [N]; numbers to be learned as floats, [N] or [N, D]; several "
+    "labels as bools or 0 and 1, [N, C]; or a class for each pixel as integers, [N, H, W]"
+)
+
+
+def posed(splits: Splits, classes: Sequence[str] | None, problem: str = "auto") -> tuple[Splits, Problem]:
+    """The splits with targets as the problem has them, and the problem: the one that is named, or that they look like.
+
+    Names of classes are numbered by `classes`, or in sorted order of those in training.
+    """
+    if problem not in ("auto", *POSED):
+        raise UserError(f"data.problem is {problem!r}; give auto, {', '.join(POSED)}")
+    names = None if classes is None else tuple(map(str, classes))
+    if names is not None and len(set(names)) < len(names):
+        raise UserError(f"classes {', '.join(names)}: a name is there twice; give each class its own")
+    targets = {key: split.targets for key, split in splits.items()}
+    found = {key: array for key, array in targets.items() if len(array)}
+    name = _look(found) if problem == "auto" else problem
+    known, solved = POSED[name](found, names)
+    empty = next(iter(known.values()), np.empty(0, np.int64))[:0]
+    return {key: replace(split, targets=known.get(key, empty)) for key, split in splits.items()}, solved
+
+
+def _look(targets: Arrays) -> str:
+    """The problem that these targets look like."""
+    kinds = {key: "floats" if array.dtype.kind == "f" else "classes" for key, array in targets.items()}
+    if len(set(kinds.values())) > 1:
+        said = ", ".join(f"{key} labels are {kind}" for key, kind in kinds.items())
+        raise UserError(f"{said}: give all in the same way")
+    if all(array.ndim == 1 for array in targets.values()):
+        return "classification"
+    if all(array.ndim == 3 and array.dtype.kind in "iu" for array in targets.values()):
+        return "segmentation"
+    floats = "floats" in kinds.values()
+    if floats or all(array.dtype == np.uint8 and array.ndim == 2 for array in targets.values()):
+        flags = [array.shape[1] > 1 and bool(np.isin(array, (0, 1)).all()) for array in targets.values()]
+        single = [flag and bool((a.sum(1) == 1).all()) for flag, a in zip(flags, targets.values(), strict=True)]
+        if all(flags) and not all(single):
+            return "multilabel"
+        if single[0]:
+            raise UserError(
+                f"labels are one-hot rows of shape {list(next(iter(targets.values())).shape)}: they become class "
+                "numbers by y.argmax(1); or say what they are, data.problem=soft_labels or multilabel"
+            )
+    if floats:
+        return "regression"
+    raise _other(targets, f"give {WAYS}")
+
+
+def _classification(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
+    if any(array.ndim != 1 or array.dtype.kind not in "iU" for array in targets.values()):
+        raise _other(targets, "for classification give class numbers as integers, or names, [N]")
+    targets, known = _numbered(targets, classes)
+    return targets, Classification(known)
+
+
+def _regression(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
+    if classes is not None:
+        raise UserError(f"{', '.join(f'{key} labels are floats' for key in targets)} and classes are named: give all"
+                        " in the same way")  # fmt: skip
+    if any(array.ndim > 2 or array.dtype.kind not in "iuf" for array in targets.values()):
+        raise _other(targets, "for regression give numbers, [N] or [N, D]")
+    sizes = {key: array.reshape(len(array), -1).shape[1] for key, array in targets.items()}
+    if len(set(sizes.values())) > 1:
+        raise UserError(f"targets have {' and '.join(f'{n} numbers in {key}' for key, n in sizes.items())}")
+    found = {key: _floats(array).reshape(len(array), -1) for key, array in targets.items()}
+    return found, Regression(next(iter(sizes.values()), 1))
+
+
+def _rows_of_classes(name: str, make: Callable[[tuple[str, ...]], Problem]) -> Any:
+    """Targets [N, C], a number for each class."""
+
+    def pose(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
+        if any(array.ndim != 2 or array.shape[1] < 2 or array.dtype.kind not in "iuf" for array in targets.values()):
+            raise _other(targets, f"for {name} give a number for each class, [N, C] with two classes or more")
+        sizes = {key: array.shape[1] for key, array in targets.items()}
+        count = next(iter(sizes.values()), 0)
+        if len(set(sizes.values())) > 1:
+            raise UserError(f"labels have {' and '.join(f'{n} classes in {key}' for key, n in sizes.items())}")
+        if classes is not None and len(classes) != count:
+            raise UserError(f"{len(classes)} classes are named, but labels have {count}: name each")
+        return {key: _floats(a) for key, a in targets.items()}, make(classes or tuple(map(str, range(count))))
+
+    return pose
+
+
+def _segmentation(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
+    if any(array.ndim != 3 or array.dtype.kind not in "iu" for array in targets.values()):
+        raise _other(targets, "for segmentation give a class for each pixel as integers, [N, H, W]")
+    sizes = {key: array.shape[1:] for key, array in targets.items()}
+    if len(set(sizes.values())) > 1:
+        said = " and ".join(f"{h} x {w} pixels in {key}" for key, (h, w) in sizes.items())
+        raise UserError(f"targets have {said}; make them the same size")
+    found = {key: np.where(a == 255, IGNORED, a.astype(np.int64)) for key, a in targets.items()}
+    largest = max((int(array.max()) for array in found.values()), default=-1)
+    known = classes or tuple(map(str, range(largest + 1)))
+    if len(known) > 255:
+        raise UserError(f"{len(known)} classes for pixels: 255 is for pixels that do not count, so give at most 255")
+    return found, Segmentation(known, next(iter(sizes.values()), (0, 0)))
+
+
+POSED: dict[str, Callable[[Arrays, Classes], tuple[Arrays, Problem]]] = {
+    "classification": _classification,
+    "regression": _regression,
+    "multilabel": _rows_of_classes("multilabel", MultiLabel),
+    "soft_labels": _rows_of_classes("soft_labels", SoftLabels),
+    "segmentation": _segmentation,
+}
+
+
+def _floats(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, np.float32)
+
+
+def _other(targets: Arrays, ways: str) -> UserError:
+    said = ", ".join(f"{key} labels have dtype {a.dtype} and shape {list(a.shape)}" for key, a in targets.items())
+    return UserError(f"{said}; {ways}")
+
+
+def _numbered(targets: Arrays, classes: Classes) -> tuple[Arrays, tuple[str, ...]]:
+    by_name = {key: array.dtype.kind == "U" for key, array in targets.items()}
+    if not any(by_name.values()):
+        largest = max((int(array.max()) for array in targets.values()), default=-1)
+        return targets, tuple(map(str, range(largest + 1) if classes is None else classes))
+    if not all(by_name.values()):
+        kinds = ", ".join(f"{key} labels are {'names' if named else 'numbers'}" for key, named in by_name.items())
+        raise UserError(f"{kinds}; give both in the same way")
+    known = classes or tuple(sorted(set(targets["train"].tolist())))
+    number = {name: i for i, name in enumerate(known)}
+    found = {}
+    for key, array in targets.items():
+        names = array.tolist()
+        unknown = [row for row, name in enumerate(names) if name not in number]
+        if unknown:
+            raise UserError(
+                f"{key} example {unknown[0]} has the label {names[unknown[0]]!r}, which is none of the classes"
+                f" {', '.join(known[:10])}{', ...' if len(known) > 10 else ''} ({len(unknown)} such labels)"
+            )
+        found[key] = np.array([number[name] for name in names], np.int64)
+    return found, known

@@ -1,0 +1,172 @@
+"""Several labels for each example, any number of the classes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mheads import values
+from mheads.errors import UserError
+from mheads.metrics import PercentResult, by_predictor, mean_members, owner_of
+from mheads.problems.member_losses import binary_cross_entropies
+from mheads.problems.problem import further_row, percent_rows
+from mheads.values import Value
+
+
+@dataclass(frozen=True)
+class MultiLabelResult(PercentResult):
+    """Mean average precisions, in percent; `f1_micro` and `f1_macro` hold the same of other measures."""
+
+    problem: ClassVar[str] = "multilabel"
+
+    members: list[float]  # of each
+    single: float  # the mean of these
+    ensemble_mean: float  # of the mean of the members' probabilities
+    oracle: float  # of the scores of the member with the lowest loss on each example
+    f1_micro: dict[str, Any]  # of all labels of all classes together
+    f1_macro: dict[str, Any]  # the mean of that of each class
+    ownership: list[list[int]]  # [M][1] examples on which each member has the lowest loss
+    examples: int
+
+    @classmethod
+    def unknown(cls, members: int) -> MultiLabelResult:
+        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
+        return cls([nan] * members, nan, nan, nan, each, each, [[0]] * members, 0)
+
+
+class MultiLabelMetrics:
+    """Keeps the scores [M, b, C] and labels [b, C] of a stream: a precision depends on how all examples are ranked."""
+
+    def __init__(self, members: int, classes: int) -> None:
+        self.members, self.classes = members, classes
+        self._scores: list[Tensor] = []
+        self._labels: list[Tensor] = []
+
+    def update(self, outputs: Tensor, y: Tensor) -> None:
+        expected = (self.members, len(y), self.classes)
+        if tuple(outputs.shape) != expected or y.shape != outputs.shape[1:]:
+            shapes = f"outputs are {tuple(outputs.shape)} and labels {tuple(y.shape)}"
+            raise ValueError(f"{shapes}, expected (M, b, C) = {expected} and (b, C)")
+        self._scores.append(outputs.detach().cpu())
+        self._labels.append(y.detach().cpu() > 0.5)
+
+    def result(self) -> MultiLabelResult:
+        if not sum(map(len, self._labels)):
+            raise ValueError("no examples to measure")
+        scores, labels = torch.cat(self._scores, 1).double(), torch.cat(self._labels)
+        owner, owned = owner_of(binary_cross_entropies(scores, labels.double()))
+        oracle = scores[owner, torch.arange(len(labels))].masked_fill(~owned[:, None], math.nan)
+        mean = mean_members(scores.sigmoid())
+        precisions = [mean_average_precision(one, labels) for one in (*scores, mean, oracle)]
+        answers = [*(scores > 0), mean > 0.5, oracle > 0]
+        micro, macro = zip(*(f1(one, labels) for one in answers), strict=True)
+        counts = torch.bincount(owner[owned], minlength=self.members).tolist()
+        return MultiLabelResult(
+            **by_predictor([100 * x for x in precisions]),
+            f1_micro=by_predictor([100 * x for x in micro]),
+            f1_macro=by_predictor([100 * x for x in macro]),
+            ownership=[[count] for count in counts],
+            examples=len(labels),
+        )
+
+
+def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
+    """Of scores [N, C] and bools [N, C], over the classes that some example has; NaN where there is none.
+
+    The average precision of a class is the sum over its ranked examples of precision times the gain in recall; equal
+    scores are one step. A score that is NaN comes last.
+    """
+    ranked, order = scores.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf).sort(0, descending=True)
+    right = labels.gather(0, order).double()
+    places = torch.arange(len(labels))[:, None].expand_as(order)
+    precision = right.cumsum(0) / (places + 1)
+    last = torch.ones_like(labels)
+    last[:-1] = ranked[:-1] != ranked[1:]
+    # The precision of an example is that at the last of its equals.
+    steps = places.where(last, torch.tensor(len(labels))).flip(0).cummin(0).values.flip(0)
+    found, there = (right * precision.gather(0, steps)).sum(0), labels.sum(0)
+    return (found / there)[there > 0].mean().item()
+
+
+def f1(answers: Tensor, labels: Tensor) -> tuple[float, float]:
+    """2 right / (answered + there) of bools [N, C]: of all classes together, and the mean of each class's own.
+
+    A class that is neither there nor answered has 0.
+    """
+    right, there = (answers & labels).sum(0).double(), (answers.sum(0) + labels.sum(0)).double()
+    return (2 * right.sum() / there.sum().clamp_min(1)).item(), (2 * right / there.clamp_min(1)).mean().item()
+
+
+@dataclass(frozen=True)
+class MultiLabel:
+    """Targets are 0 and 1 [B, C], answers are scores [M, B, C], whose sigmoids are probabilities."""
+
+    classes: tuple[str, ...]
+    name: ClassVar[str] = "multilabel"
+    unit: ClassVar[str] = "%"
+    measure: ClassVar[str] = "mean average precision, %"
+    member_losses: ClassVar[tuple[str, ...]] = ("bce",)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return ("all",)  # an example has several labels, and is owned once
+
+    def group(self, targets: Tensor) -> Tensor:
+        return torch.zeros(len(targets), dtype=torch.long, device=targets.device)
+
+    def answer(self, outputs: Value) -> Tensor:
+        return values.leaves(outputs)[0]
+
+    def losses(self, outputs: Value, targets: Tensor) -> Tensor:
+        return binary_cross_entropies(outputs, targets)
+
+    def check_output(self, output: Value, network: str, data: str) -> None:
+        found, count = values.leaves(output)[0], len(self.classes)
+        if found.dim() != 2 or found.shape[1] != count:
+            raise UserError(
+                f"{network} gives outputs of shape {tuple(found.shape[1:])}, but {data} has {count} classes, of "
+                f"which an example may have several; a network gives one score per class (model_args.classes={count}?)"
+            )
+
+    def check_targets(self, targets: np.ndarray, where: str) -> None:
+        if not len(targets):
+            return
+        if targets.shape[1:] != (len(self.classes),):
+            raise UserError(
+                f"{where}: labels of shape {list(targets.shape)}, but there are {len(self.classes)} classes"
+            )
+        bad = np.flatnonzero(~np.isin(targets, (0, 1)).all(1))
+        if len(bad):
+            raise UserError(
+                f"{where}: example {bad[0]} has labels {targets[bad[0]].tolist()[:10]} ({len(bad)} such); give 1 for "
+                "each class that it has and 0 for the others"
+            )
+
+    def metrics(self, members: int) -> MultiLabelMetrics:
+        return MultiLabelMetrics(members, len(self.classes))
+
+    def read_result(self, values: dict[str, Any]) -> MultiLabelResult:
+        return MultiLabelResult.from_dict(values)
+
+    def unknown(self, members: int) -> MultiLabelResult:
+        return MultiLabelResult.unknown(members)
+
+    @staticmethod
+    def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+        return [
+            *percent_rows(summary, "mean AP of members"),
+            ("F1, micro", further_row(summary["f1_micro"])),
+            ("F1, macro", further_row(summary["f1_macro"])),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "classes": list(self.classes)}
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> MultiLabel:
+        return cls(tuple(map(str, facts["classes"])))

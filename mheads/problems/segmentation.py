@@ -1,0 +1,194 @@
+"""One class for each pixel of an image."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mheads import values
+from mheads.errors import UserError
+from mheads.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of
+from mheads.problems.member_losses import IGNORED, cross_entropies
+from mheads.problems.problem import further_row, percent_rows
+from mheads.values import Value
+
+CHUNK = 2**22  # numbers that are looked at together, to bound the memory
+
+
+@dataclass(frozen=True)
+class SegmentationResult(PercentResult):
+    """Mean intersections over unions, in percent; `pixel_accuracy` holds the same of another measure."""
+
+    problem: ClassVar[str] = "segmentation"
+
+    members: list[float]  # of each
+    single: float  # the mean of these
+    ensemble_mean: float  # of the mean of the members' probabilities
+    oracle: float  # of the member with the best mean IoU on each image
+    pixel_accuracy: dict[str, Any]
+    ownership: list[list[int]]  # [M][C] images, by the class of most of their pixels, of which each has the lowest loss
+    examples: int
+
+    @classmethod
+    def unknown(cls, members: int, classes: int) -> SegmentationResult:
+        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
+        return cls([nan] * members, nan, nan, nan, each, [[0] * classes] * members, 0)
+
+
+class SegmentationMetrics:
+    """Counts over a stream of scores [M, b, C, H, W] and classes [b, H, W].
+
+    The members, the mean of their probabilities and the Oracle are the M + 2 predictors. A pixel with a score that is
+    NaN is answered with no class, which is column C.
+    """
+
+    def __init__(self, members: int, classes: int) -> None:
+        self.members, self.classes = members, classes
+        self.examples = 0
+        self._confusion = torch.zeros(members + 2, classes, classes + 1, dtype=torch.long)  # [predictor, true, answer]
+        self._right = torch.zeros(members + 2, dtype=torch.long)
+        self._ownership = torch.zeros(members, classes, dtype=torch.long)
+
+    def update(self, outputs: Tensor, y: Tensor) -> None:
+        expected = (self.members, len(y), self.classes, *y.shape[1:])
+        if tuple(outputs.shape) != expected:
+            raise ValueError(f"outputs are {tuple(outputs.shape)}, expected (M, b, C, H, W) = {expected}")
+        pixels = y[:1].numel()
+        rows = max(1, CHUNK // max(1, self.members * self.classes * max(pixels, self.classes + 1)))
+        for scores, labels in zip(outputs.split(rows, 1), y.split(rows), strict=True):
+            self._add(scores.detach().cpu().double(), labels.detach().cpu().long())
+
+    def _add(self, scores: Tensor, y: Tensor) -> None:
+        mean = mean_members(F.softmax(scores, 2))
+        predictors = torch.cat([scores, mean[None]])
+        answers = predictors.argmax(2).masked_fill(predictors.isnan().any(2), self.classes)  # [M + 1, b, H, W]
+        tables = self._tables(answers, y)  # [M + 1, b, C, C + 1]
+        right = _diagonal(tables).sum(-1)  # [M + 1, b]
+        best = mean_iou(tables[:-1]).nan_to_num(nan=-1).argmax(0)
+        chosen = tables[best, torch.arange(len(y))]
+        owner, owned = owner_of(cross_entropies(scores, y))
+        self.examples += len(y)
+        self._confusion += torch.cat([tables, chosen[None]]).sum(1)
+        self._right += torch.cat([right.sum(1), right[:-1].amax(0).sum()[None]])
+        add_counts(self._ownership, owner[owned], most_frequent(y, self.classes)[owned])
+
+    def _tables(self, answers: Tensor, y: Tensor) -> Tensor:
+        """How often which class is answered with which, for each predictor and image."""
+        c = self.classes
+        image = torch.arange(answers.shape[0] * len(y)).view(answers.shape[0], len(y), 1, 1)
+        cells = (image * c + y) * (c + 1) + answers
+        counts = torch.bincount(cells[(y != IGNORED).expand_as(cells)], minlength=image.numel() * c * (c + 1))
+        return counts.view(*answers.shape[:2], c, c + 1)
+
+    def result(self) -> SegmentationResult:
+        if self.examples == 0:
+            raise ValueError("no examples to measure")
+        counted = self._confusion[0].sum()
+        return SegmentationResult(
+            **by_predictor((100 * mean_iou(self._confusion)).tolist()),
+            pixel_accuracy=by_predictor((100 * self._right / counted).tolist()),
+            ownership=self._ownership.tolist(),
+            examples=self.examples,
+        )
+
+
+def mean_iou(tables: Tensor) -> Tensor:
+    """Of counts [..., true class, answered class]: the mean of right / (there or answered) over those that are."""
+    right = _diagonal(tables)
+    union = tables.sum(-1) + tables[..., : tables.shape[-2]].sum(-2) - right
+    return torch.where(union > 0, right / union.clamp_min(1).double(), 0.0).sum(-1) / (union > 0).sum(-1)
+
+
+def _diagonal(tables: Tensor) -> Tensor:
+    return tables.diagonal(dim1=-2, dim2=-1)
+
+
+def most_frequent(y: Tensor, classes: int) -> Tensor:
+    """The class that most pixels of each image have, the lower number among equals: [b, H, W] -> [b]."""
+    flat = y.flatten(1)
+    counted = flat != IGNORED
+    counts = torch.zeros(len(y), classes, dtype=torch.long, device=y.device)
+    return counts.scatter_add_(1, flat.where(counted, 0), counted.long()).argmax(1)
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Targets are class numbers [B, H, W], -100 where a pixel does not count; answers are scores [M, B, C, H, W]."""
+
+    classes: tuple[str, ...]
+    size: tuple[int, int]
+    name: ClassVar[str] = "segmentation"
+    unit: ClassVar[str] = "%"
+    measure: ClassVar[str] = "mean IoU, %"
+    member_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return self.classes
+
+    def group(self, targets: Tensor) -> Tensor:
+        return most_frequent(targets, len(self.classes))
+
+    def answer(self, outputs: Value) -> Tensor:
+        return values.leaves(outputs)[0]
+
+    def losses(self, outputs: Value, targets: Tensor) -> Tensor:
+        return cross_entropies(outputs, targets)
+
+    def check_output(self, output: Value, network: str, data: str) -> None:
+        found, expected = values.leaves(output)[0], (len(self.classes), *self.size)
+        if tuple(found.shape[1:]) != expected:
+            raise UserError(
+                f"{network} gives outputs of shape {tuple(found.shape[1:])}, but {data} has {expected[0]} classes for "
+                f"each of {self.size[0]} x {self.size[1]} pixels; a network gives one score per class and pixel, "
+                f"{expected}"
+            )
+
+    def check_targets(self, targets: np.ndarray, where: str) -> None:
+        if not len(targets):
+            return
+        count = len(self.classes)
+        if targets.shape[1:] != self.size:
+            raise UserError(f"{where}: classes of {targets.shape[1:]} pixels, but the network gives {self.size}")
+        bad = np.flatnonzero((((targets < 0) & (targets != IGNORED)) | (targets >= count)).any((1, 2)))
+        if len(bad):
+            found = sorted(set(np.unique(targets[bad[0]]).tolist()) - {IGNORED, *range(count)})
+            raise UserError(
+                f"{where}: pixels of example {bad[0]} have the class {found[0]}, but the {count} classes are numbered "
+                f"0 to {count - 1}, and {IGNORED} or 255 where a pixel does not count ({len(bad)} such examples)"
+            )
+        empty = np.flatnonzero((targets == IGNORED).all((1, 2)))
+        if len(empty):
+            raise UserError(
+                f"{where}: no pixel of example {empty[0]} counts ({len(empty)} such examples); take them out"
+            )
+
+    def metrics(self, members: int) -> SegmentationMetrics:
+        return SegmentationMetrics(members, len(self.classes))
+
+    def read_result(self, values: dict[str, Any]) -> SegmentationResult:
+        return SegmentationResult.from_dict(values)
+
+    def unknown(self, members: int) -> SegmentationResult:
+        return SegmentationResult.unknown(members, len(self.classes))
+
+    @staticmethod
+    def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+        return [
+            *percent_rows(summary, "mean IoU of members"),
+            ("pixel accuracy", further_row(summary["pixel_accuracy"])),
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "classes": list(self.classes), "size": list(self.size)}
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> Segmentation:
+        height, width = facts["size"]
+        return cls(tuple(map(str, facts["classes"])), (int(height), int(width)))

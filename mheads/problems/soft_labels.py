@@ -1,0 +1,64 @@
+"""Probabilities of the classes for each example: several people's votes, or what another network says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+
+from mheads.errors import UserError
+from mheads.metrics import Metrics, Result
+from mheads.problems.classification import Classification
+
+TOLERANCE = 1e-3  # of a row's sum: float16 is not more exact
+
+
+@dataclass(frozen=True)
+class SoftLabelsResult(Result):
+    """The metrics of classification, with the most probable class for the label."""
+
+    problem: ClassVar[str] = "soft_labels"
+
+
+class SoftLabelsMetrics(Metrics):
+    result_type = SoftLabelsResult
+
+    def update(self, outputs: Tensor, y: Tensor) -> None:
+        super().update(outputs, y.argmax(-1))
+
+
+@dataclass(frozen=True)
+class SoftLabels(Classification):
+    """Targets are probabilities [B, C], answers are scores [M, B, C]."""
+
+    name: ClassVar[str] = "soft_labels"
+
+    def group(self, targets: Tensor) -> Tensor:
+        return targets.argmax(-1)
+
+    def check_targets(self, targets: np.ndarray, where: str) -> None:
+        if not len(targets):
+            return
+        if targets.shape[1:] != (len(self.classes),):
+            raise UserError(
+                f"{where}: labels of shape {list(targets.shape)}, but there are {len(self.classes)} classes"
+            )
+        with np.errstate(invalid="ignore"):
+            good = (targets >= 0).all(1) & (np.abs(targets.sum(1, dtype=np.float64) - 1) <= TOLERANCE)
+        bad = np.flatnonzero(~good)
+        if len(bad):
+            raise UserError(
+                f"{where}: example {bad[0]} has the soft label {targets[bad[0]].tolist()[:10]} ({len(bad)} such); give "
+                "probabilities: numbers of 0 or more whose sum is 1"
+            )
+
+    def metrics(self, members: int) -> SoftLabelsMetrics:
+        return SoftLabelsMetrics(members, len(self.classes))
+
+    def read_result(self, values: dict[str, Any]) -> SoftLabelsResult:
+        return SoftLabelsResult.from_dict(values)
+
+    def unknown(self, members: int) -> Result:
+        return SoftLabelsResult.unknown(members, len(self.classes))

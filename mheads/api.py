@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never
@@ -56,6 +57,7 @@ def fit(
     epochs: float | None = None,
     run: str | Path | None = None,
     init: str | Path | Mapping[str, Tensor] | TreeNet | Run | None = None,
+    freeze: Sequence[str] | None = None,
     show: bool | None = None,
     optimizer: str = "sgd",
     lr: float = 0.01,
@@ -94,7 +96,8 @@ def fit(
     `iterations` counts steps (1,000 by default); `epochs` is another way to say it: passes over the training set.
     `run` is a folder, and the same call on the same folder resumes; without it nothing is kept longer than the run
     that is returned. `init` is where the weights come from, if not from the net as it is: a file of weights, a
-    state dict of one network or of the whole tree, the folder of a run, a run, or another tree. `show` decides
+    state dict of one network or of the whole tree, the folder of a run, a run, or another tree. `freeze` names stages
+    or layers that do not learn here, instead of those that `net.freeze` named. `show` decides
     about progress in the terminal or the notebook; by default it is shown where somebody looks. The other keywords
     are keys of the config, under the same names (docs/configuration.md): `optimizer` is `optim.name`,
     `schedule="cosine"` or `{"name": "step", "every": 500}`, `log={"evaluate_every": 100}`.
@@ -124,7 +127,7 @@ def fit(
         raise UserError(f"log={log!r}: give a dict such as {{'evaluate_every': 100}}")
     _refuse_modes()
     watch = watcher(show)
-    with speaking_python():
+    with speaking_python(), _frozen(net, freeze):
         loss = _as_loss(loss)
         known = loss.name in LOSSES  # one of the user's own is remembered, not imported again
         own = {"name": f"__main__:{loss.name}", "args": loss.options}
@@ -142,6 +145,7 @@ def fit(
                 "model": net.network_path,
                 "members": net.num_members,
                 "split": net.spec,
+                "freeze": list(net.frozen),
                 "sampling": sampling,
                 "loss": {**({"name": loss.name, **loss.options} if known else own), "scale_rate": scale_rate},
                 "pretrain": pretrain,
@@ -196,6 +200,17 @@ def _train(experiment: experiments.Experiment, run: str | Path | None, watch: Wa
         raise
     finally:
         _leave(net, folder, start, config.init)
+
+
+@contextmanager
+def _frozen(net: TreeNet, names: Sequence[str] | None) -> Iterator[None]:
+    """Inside, these stages and layers do not learn, or those of the net itself; afterwards those again."""
+    before = net.frozen
+    try:
+        net.freeze(before if names is None else names)
+        yield
+    finally:
+        net.freeze(before)
 
 
 def _refuse_modes() -> None:

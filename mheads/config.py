@@ -177,6 +177,7 @@ class Config(_Section):
         None, "the last shared layer, or a tree such as {conv1: [{conv2: 2}, 2]}; none: independent members"
     )
     init: str = _option("random", "random, same, or the folder of a finished run to start from")
+    freeze: list[str] = _option([], "stages, layers or modules inside layers that do not learn: [trunk], [conv1]")
     sampling: Annotated[Sampling, BeforeValidator(_named)] = _option(Sampling(), "who learns from which examples")
     loss: Annotated[LossOptions, BeforeValidator(_named)] = _option(LossOptions(), "the loss")
     pretrain: int = _option(0, "iterations of independent cross-entropy before the loss takes over", ge=0)

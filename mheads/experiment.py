@@ -206,6 +206,7 @@ def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
     net = TreeNet(factory(config), config.members, config.split, seed=config.seed, init=init, only=only)
     if config.init not in ("random", "same"):
         start_from(net, config.init)
+    net.freeze(config.freeze)
     return net
 
 

@@ -27,7 +27,7 @@ from mheads import probe as probing
 from mheads.device import refuse_beyond_memory
 from mheads.dropout import CHANNELWISE, Dropout, is_dropout, replace_dropout
 from mheads.errors import UserError
-from mheads.modules import call, children, has_batch_statistics, is_hooked
+from mheads.modules import call, children, has_batch_statistics, has_fixed_statistics, is_hooked
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -186,6 +186,13 @@ class Stage(nn.Sequential):
             x = call(layer, x, side)
         return x
 
+    def train(self, mode: bool = True) -> Stage:
+        super().train(mode)
+        for module in self.modules():
+            if has_fixed_statistics(module):
+                module.training = False
+        return self
+
 
 @cache
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
@@ -237,6 +244,8 @@ class TreeNet(nn.Module):
         self.init = init
         self.trained = 0  # iterations that have changed its weights
         self.failed = False  # whether training ended by an error, somewhere on the way
+        self.frozen: tuple[str, ...] = ()  # stages and layers that do not learn
+        self._froze: set[str] = set()  # the parameters that would learn otherwise
 
         self.seed = seed
         self._factory = _Factory(network_factory)
@@ -315,6 +324,59 @@ class TreeNet(nn.Module):
         if not 0 <= m < self.num_members:
             raise UserError(f"member {m} of {self.num_members}: they are counted from 0 to {self.num_members - 1}")
         return Stage(OrderedDict(pair for node in self.tree.path(m) for pair in children(self.stage(node.name))))
+
+    def freeze(self, names: Collection[str] = ()) -> None:
+        """Has these stages, layers or modules inside layers learn nothing; what was frozen before learns again.
+
+        `trunk` is a stage, `conv1` that layer wherever it is. Frozen BatchNorm normalises by the statistics that it
+        has; dropout drops.
+        """
+        if isinstance(names, str):
+            raise UserError(f"freeze={names!r}: give a list of names, freeze=[{names!r}]")
+        for name in names:
+            self._check_frozen(name)
+        self.frozen = tuple(dict.fromkeys(names))
+        for name, parameter in self.named_parameters():
+            if name in self._froze:
+                parameter.requires_grad_(True)
+        self._froze = set()
+        for stage in self.stages:
+            for key, parameter in self.stage(stage).named_parameters():
+                if parameter.requires_grad and self._is_frozen(stage, key):
+                    self._froze.add(f"stages.{stage}.{key}")
+                    parameter.requires_grad_(False)
+            for key, module in self.stage(stage).named_modules():
+                module.__dict__.pop("fixed_statistics", None)
+                if self._is_frozen(stage, key):
+                    module.fixed_statistics = True
+        self.train(self.training)
+        if self.frozen and not any(map(self.learns, self.tree.nodes)):
+            frozen = ", ".join(self.frozen)
+            self.freeze()
+            raise UserError(f"freeze = [{frozen}] leaves nothing to learn: leave some stage or layer out")
+
+    def _check_frozen(self, name: str) -> None:
+        layers = [layer.name for layer in self.layers]
+        if name in self.tree.nodes or name in layers or name in dict(self._first_member().named_modules()):
+            return
+        stages = list(self.tree.nodes)
+        shown = ", ".join(stages[:8]) + (", ..." if len(stages) > 8 else "")
+        raise UserError(
+            f"freeze: there is no stage and no layer {name!r}; the stages are {shown}, the layers of "
+            f"{self.network_name} {', '.join(layers)}"
+        )
+
+    def _is_frozen(self, stage: str, key: str) -> bool:
+        """Whether a parameter or module of a stage, by its name in the network, is."""
+        return stage in self.frozen or any(key == name or key.startswith(f"{name}.") for name in self.frozen)
+
+    def learns(self, stage: str) -> bool:
+        """Whether anything in a stage learns, wherever it is."""
+        if stage in self.stages:
+            return any(p.requires_grad for p in self.stage(stage).parameters())
+        layers = tuple(f"{layer}." for layer in self.tree.nodes[stage].layers)
+        own = (name for name in self._facts.trainable if name.startswith(layers))
+        return any(not self._is_frozen(stage, name) for name in own)
 
     def num_parameters(self) -> int:
         """Of the whole tree, wherever its stages are."""
@@ -395,7 +457,12 @@ class TreeNet(nn.Module):
     def batch_statistics_layers(self) -> list[str]:
         """Layers anywhere in the tree that need the whole batch."""
         found = self._facts.statistics
-        return [f"{node.name}.{name}" for node in self.tree.nodes.values() for name in node.layers if name in found]
+        return [
+            f"{node.name}.{name}"
+            for node in self.tree.nodes.values()
+            for name in node.layers
+            if name in found and not self._is_frozen(node.name, name)
+        ]
 
     def probe(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Runs a member on some examples and refuses networks that a tree would silently get wrong.
@@ -451,6 +518,7 @@ class _LayerFacts:
     """What is known of the layers of every member from looking at one."""
 
     names: frozenset[str]  # of the parameters
+    trainable: frozenset[str]  # of those that learn
     parameters: dict[str, dict[int, int]]  # of each layer: identity -> size, since layers may share a weight
     statistics: frozenset[str]
     dropout: frozenset[str]
@@ -462,8 +530,10 @@ class _LayerFacts:
     def of(network: nn.Module) -> _LayerFacts:
         layers = children(network)
         runs = (type(network).forward, type(network).__call__)
+        parameters = {f"{name}.{key}": p for name, layer in layers for key, p in layer.named_parameters()}
         return _LayerFacts(
-            frozenset(f"{name}.{key}" for name, layer in layers for key, _ in layer.named_parameters()),
+            frozenset(parameters),
+            frozenset(name for name, parameter in parameters.items() if parameter.requires_grad),
             {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers},
             frozenset(name for name, layer in layers if has_batch_statistics(layer)),
             frozenset(n for n, layer in layers if any(_drops(m) for m in layer.modules())),

@@ -244,6 +244,7 @@ class TreeNet(nn.Module):
         self.init = init
         self.trained = 0  # iterations that have changed its weights
         self.failed = False  # whether training ended by an error, somewhere on the way
+        self.origin = ""  # what there is to say of where its weights come from
         self.frozen: tuple[str, ...] = ()  # stages and layers that do not learn
         self._froze: set[str] = set()  # the parameters that would learn otherwise
 
@@ -325,6 +326,39 @@ class TreeNet(nn.Module):
             raise UserError(f"member {m} of {self.num_members}: they are counted from 0 to {self.num_members - 1}")
         return Stage(OrderedDict(pair for node in self.tree.path(m) for pair in children(self.stage(node.name))))
 
+    def keep(self, members: Collection[int]) -> TreeNet:
+        """A tree of these members alone, with copies of their weights."""
+        from mheads import surgery
+
+        return surgery.keep(self, members)
+
+    def without(self, members: Collection[int]) -> TreeNet:
+        """A tree of all members but these."""
+        from mheads import surgery
+
+        return surgery.without(self, members)
+
+    def with_members(self, n: int, at: str | None = None, like: int | None = None, seed: int | None = None) -> TreeNet:
+        """A tree with n more members, which part from the others at the split `at`.
+
+        None: they have nothing in common with them. Their own weights are drawn by the seed, by default the next one,
+        or those of the member `like`.
+        """
+        from mheads import surgery
+
+        return surgery.with_members(self, n, at, like, seed)
+
+    def fork(self, members: int, split: Spec | str | None = None) -> TreeNet:
+        """A tree whose members all start as copies of this one network."""
+        from mheads import surgery
+
+        return surgery.fork(self, members, split)
+
+    @property
+    def factory(self) -> Callable[[], nn.Module] | nn.Module:
+        """What one network is made by."""
+        return self._factory.function
+
     def freeze(self, names: Collection[str] = ()) -> None:
         """Has these stages, layers or modules inside layers learn nothing; what was frozen before learns again.
 
@@ -397,23 +431,30 @@ class TreeNet(nn.Module):
         self.take_weights(source.tree, source.state_dict())
 
     @torch.no_grad()
-    def take_weights(self, tree: Tree, weights: Mapping[str, Tensor]) -> None:
+    def take_weights(
+        self, tree: Tree, weights: Mapping[str, Tensor], members: Sequence[int | None] | None = None
+    ) -> None:
         """Those of a tree of the same layers, by the names of its state; see `copy_weights`.
 
         What members share here they must share there: layers trained apart from those below them do not go together.
+        `members` are those there that the members here start from, None for one that keeps what is its own.
         """
         owner = {(m, layer): n.name for n in tree.nodes.values() for m in n.members for layer in n.layers}
-        one = tree.num_members == 1
+        if members is None:
+            members = [0] * self.num_members if tree.num_members == 1 else range(self.num_members)
         for node in self.tree.nodes.values():
             for layer in node.layers:
-                if not one and len({owner.get((m, layer)) for m in node.members}) > 1:
+                sources = {m for m in (members[m] for m in node.members) if m is not None}
+                if len({owner.get((m, layer)) for m in sources}) > 1:
                     raise UserError(
                         f"cannot start from those weights: members {', '.join(map(str, node.members))} share {layer} "
                         "here, but each has its own there, trained together with its own later layers. What fits is "
                         "the same tree, one that splits earlier, or the weights of one member, which serve all"
                     )
         for name in self.stages:
-            member = 0 if one else self.tree.nodes[name].members[0]
+            member = next((members[m] for m in self.tree.nodes[name].members if members[m] is not None), None)
+            if member is None:
+                continue
             for key, tensor in self.stage(name).state_dict().items():
                 donor = weights.get(f"stages.{owner.get((member, key.split('.')[0]))}.{key}")
                 if donor is None or donor.shape != tensor.shape:
@@ -477,6 +518,10 @@ class TreeNet(nn.Module):
             network = replace_dropout(self._draw(0)).to(self.dtype)
             probing.compare_with_forward(self.network_name, network, x)
         return output
+
+    def network_state(self) -> dict[str, Tensor]:
+        """The state of one network like the members, by its own names."""
+        return self._first_member().state_dict()
 
     def _first_member(self) -> nn.Sequential:
         """Member 0, or a network like it where some of its stages are in other processes."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Never
@@ -56,6 +57,8 @@ def fit(
     epochs: float | None = None,
     run: str | Path | None = None,
     init: str | Path | Mapping[str, Tensor] | TreeNet | Run | None = None,
+    init_map: Mapping[str, str | None] | None = None,
+    freeze: Sequence[str] | None = None,
     show: bool | None = None,
     optimizer: str = "sgd",
     lr: float = 0.01,
@@ -96,8 +99,10 @@ def fit(
     `iterations` counts steps (1,000 by default); `epochs` is another way to say it: passes over the training set.
     `run` is a folder, and the same call on the same folder resumes; without it nothing is kept longer than the run
     that is returned. `init` is where the weights come from, if not from the net as it is: a file of weights, a
-    state dict of one network or of the whole tree, the folder of a run, a run, or another tree. `show` says whether
-    progress appears in the terminal or notebook; by default it does where somebody looks. The other keywords
+    state dict of one network or of the whole tree, the folder of a run, a run, or another tree; `init_map` says which
+    beginnings of names in a file or state dict are others here, None to leave some out. `freeze` names stages or
+    layers that do not learn here, instead of those that `net.freeze` named. `show` decides about progress in the
+    terminal or the notebook; by default it is shown where somebody looks. The other keywords
     are keys of the config, under the same names (docs/configuration.md): `optimizer` is `optim.name`,
     `schedule="cosine"` or `{"name": "step", "every": 500}`, `log={"evaluate_every": 100}`.
 
@@ -126,7 +131,7 @@ def fit(
         raise UserError(f"log={log!r}: give a dict such as {{'evaluate_every': 100}}")
     _refuse_modes()
     watch = watcher(show)
-    with speaking_python():
+    with speaking_python(), _frozen(net, freeze):
         loss = _as_loss(loss)
         known = loss.name in LOSSES  # a loss of the user's own is kept as it is, not imported again
         own = {"name": f"__main__:{loss.name}", "args": loss.options}
@@ -146,6 +151,8 @@ def fit(
                 "model": net.network_path,
                 "members": net.num_members,
                 "split": net.spec,
+                "init_map": dict(init_map or {}),
+                "freeze": list(net.frozen),
                 "sampling": sampling,
                 "loss": {
                     **({"name": loss.name, **loss.options} if known else own),
@@ -173,8 +180,8 @@ def fit(
             },
             "fit",
         )
-        # Only now: a call that is refused above has changed nothing.
-        config = config.model_copy(update={"init": _initialise(net, init, run, watch)})
+        # Only now: a call that is refused for what it asks has changed nothing.
+        config = config.model_copy(update={"init": _initialise(net, init, run, watch, init_map)})
         experiment = experiments.assemble(config, net, loss, data)
         return _train(experiment, run, watch)
 
@@ -206,6 +213,17 @@ def _train(experiment: experiments.Experiment, run: str | Path | None, watch: Wa
         _leave(net, folder, start, config.init)
 
 
+@contextmanager
+def _frozen(net: TreeNet, names: Sequence[str] | None) -> Iterator[None]:
+    """Inside, these stages and layers do not learn, or those of the net itself; afterwards those again."""
+    before = net.frozen
+    try:
+        net.freeze(before if names is None else names)
+        yield
+    finally:
+        net.freeze(before)
+
+
 def _refuse_modes() -> None:
     """Refuses to run in contexts that the caller may have forgotten, and that fit could not honour."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
@@ -214,8 +232,12 @@ def _refuse_modes() -> None:
         raise UserError("fit is called under torch.autocast, which does not reach its threads: call it outside")
 
 
-def _initialise(net: TreeNet, init: Any, run: str | Path | None, watch: Watcher) -> str:
-    """Gives the net its first weights; returns where they come from, as the config's `init`."""
+def _initialise(
+    net: TreeNet, init: Any, run: str | Path | None, watch: Watcher, renamed: Mapping[str, str | None] | None = None
+) -> str:
+    """Gives the net its first weights, and says where they come from as a config does."""
+    if renamed and (init is None or isinstance(init, Run | TreeNet)):
+        raise UserError("init_map renames what is in a file of weights or a state dict: give one of these as init")
     if init is None:
         _, starts = _left.get(net, ("", {}))
         _, known = starts.get(Path(run).resolve(), (None, net.init)) if run is not None else (None, net.init)
@@ -229,17 +251,17 @@ def _initialise(net: TreeNet, init: Any, run: str | Path | None, watch: Watcher)
     if isinstance(init, Mapping):
         found = weights_of.by_name(init, "init")
         name = f"{configs.GIVEN}{identity.weights(found)}"
-        left = weights_of.load_into(net, found, name)
+        said = str(weights_of.load_into(net, found, "init", renamed))
     elif isinstance(init, str | Path) and init not in ("random", "same"):
         name = str(Path(init).absolute())
-        left = experiments.start_from(net, name)
+        said = experiments.start_from(net, name, renamed)
     else:
         raise UserError(
             f"init={init!r}: give a file of weights, a state dict, the folder of a run, a run or a TreeNet; "
             "TreeNet(..., init='same') draws one network for all members"
         )
-    if left:
-        watch.say(f"{name}: no place for {len(left)} tensors: {', '.join(left[:4])}")
+    if said:
+        watch.say(said)
     return name
 
 

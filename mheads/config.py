@@ -191,7 +191,14 @@ class Config(_Section):
     split: Annotated[str | int | list[Any] | dict[str, Any] | None, BeforeValidator(_no_truth_value)] = _option(
         None, "the last shared layer, or a tree such as {conv1: [{conv2: 2}, 2]}; none: independent members"
     )
-    init: str = _option("random", "random, same, or the folder of a finished run to start from")
+    init: str = _option("random", "random, same, a file of weights, or the folder of a finished run to start from")
+    init_map: dict[str, str | None] = _option(
+        {}, "init: beginnings of the names in the file and what they are here, null to leave out: {backbone: features}"
+    )
+    init_members: list[Annotated[int, Field(ge=0)] | None] | None = _option(
+        None, "init: the member of that run that each member starts from, null for one that is drawn: [0, 2, null]"
+    )
+    freeze: list[str] = _option([], "stages, layers or modules inside layers that do not learn: [trunk], [conv1]")
     sampling: Annotated[Sampling, BeforeValidator(_named)] = _option(Sampling(), "who learns from which examples")
     loss: Annotated[LossOptions, BeforeValidator(_named)] = _option(LossOptions(), "the loss")
     pretrain: int = _option(0, "iterations of independent cross-entropy before the loss takes over", ge=0)
@@ -216,6 +223,10 @@ class Config(_Section):
             raise ValueError(
                 f"optim.batch_size x optim.accumulate is {self.optim.batch_size * self.optim.accumulate:,} examples "
                 f"per step: at most {MAX_ROWS:,}"
+            )
+        if self.init_members is not None and len(self.init_members) != self.members:
+            raise ValueError(
+                f"init_members names {len(self.init_members)} for {self.members} members: give one each, null for new"
             )
         groups = self.sampling.groups
         if self.sampling.name == "specialists" and isinstance(groups, list) and len(groups) != self.members:

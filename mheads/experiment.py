@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -203,37 +203,60 @@ def factory(config: Config) -> Callable[[], nn.Module]:
 def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
     """The tree of a config with its first weights, or `only` some stages."""
     init = config.init if config.init == "same" else "random"
-    net = TreeNet(factory(config), config.members, config.split, seed=config.seed, init=init, only=only)
+    # The next seed, as in surgery.py: a new member must not start where one of the same number there did.
+    seed = config.seed + (None in (config.init_members or ()))
+    net = TreeNet(factory(config), config.members, config.split, seed=seed, init=init, only=only)
     if config.init not in ("random", "same"):
-        start_from(net, config.init)
+        net.origin = start_from(net, config.init, config.init_map, config.init_members)
+    elif config.init_map or config.init_members is not None:
+        raise UserError(f"init_map and init_members are about weights to start from, but init is {config.init}")
+    net.freeze(config.freeze)
     return net
 
 
-def start_from(net: TreeNet, init: str) -> list[str]:
-    """Gives a net the weights in a file, or those of a run; returns the names in a file that fit nowhere."""
+def start_from(
+    net: TreeNet,
+    init: str,
+    renamed: Mapping[str, str | None] | None = None,
+    members: Sequence[int | None] | None = None,
+) -> str:
+    """Gives a net the weights in a file, or those of a run; returns what there is to say of it.
+
+    `renamed` is about the names in a file, see `weights.py`; `members` are those of the run that members start from,
+    None for one that is drawn.
+    """
     if Path(init).suffix in weights.SUFFIXES:
-        return weights.load_into(net, weights.read(Path(init)), init)
+        if members is not None:
+            raise UserError(f"init_members names members of a run, and init = {init!r} is a file of weights")
+        return str(weights.load_into(net, weights.read(Path(init)), init, renamed))
     donor = RunFolder(Path(init))
     if not donor.exists():
         raise UserError(
             f"init = {init!r}: give random, same, the folder of a finished run, or a file of weights "
             f"({', '.join(weights.SUFFIXES)})"
         )
+    if renamed:
+        raise UserError(f"init_map renames what is in a file of weights, and init = {init!r} is a run")
     there = donor.read_config()
-    if there.members not in (1, net.num_members):
+    if members is None and there.members not in (1, net.num_members):
         raise UserError(
             f"init = {init!r} has {there.members} members, this run {net.num_members}: "
-            "start from as many members, or from one to be copied to all"
+            "start from as many members, from one to be copied to all, or say with init_members which"
+        )
+    if members is not None and (bad := [m for m in members if m is not None and m >= there.members]):
+        raise UserError(
+            f"init_members names member {bad[0]}, but init = {init!r} has {there.members}, counted from 0 to "
+            f"{there.members - 1}"
         )
     try:
         # The donor's tree over the layers of this network: nothing that the donor names is built.
         tree = parse(whole_spec(there.members, there.split), net.layers, there.members, net.network_name)
-        net.take_weights(tree, donor.final_weights().tensors)
+        net.take_weights(tree, donor.final_weights().tensors, members)
     except UserError as error:
         raise UserError(f"init = {init!r}: {error}") from error
-    if there.members == 1:
+    if there.members == 1 if members is None else len(set(members)) == 1:
         net.init = "same"
-    return []
+    return ""
 
 
 def donor_digest(init: str) -> str | None:

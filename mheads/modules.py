@@ -33,14 +33,21 @@ def is_hooked(module: nn.Module) -> bool:
 def has_batch_statistics(module: nn.Module) -> bool:
     """Whether training it on some rows depends on the others, or on the order of calls: BatchNorm and its like.
 
-    A module of the user's own says so by an attribute `batch_statistics = True`.
+    A module of the user's own says so by an attribute `batch_statistics = True`. Frozen ones depend on nothing.
     """
 
     def depends(m: nn.Module) -> bool:
+        if has_fixed_statistics(m):
+            return False
         running = isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats
         return running or isinstance(m, nn.modules.batchnorm._BatchNorm) or getattr(m, "batch_statistics", False)
 
     return any(depends(m) for m in module.modules())
+
+
+def has_fixed_statistics(module: nn.Module) -> bool:
+    """Whether this module is frozen, so that it normalises by what it has seen so far: see `TreeNet.freeze`."""
+    return bool(module.__dict__.get("fixed_statistics", False))
 
 
 def children(network: nn.Module) -> list[tuple[str, nn.Module]]:

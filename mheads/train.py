@@ -163,6 +163,8 @@ def _open(
     resuming = folder.prepare(config, DataFacts.of(data), experiment.identity(), watch.warn)
     found: dict[str, Any] = {"resuming": resuming, "finished": False, "step": 0, "state": None}
     if not resuming:
+        if experiment.net.origin:
+            watch.say(experiment.net.origin)
         if differing := donor_differences(config, data):
             watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
         return found, {}

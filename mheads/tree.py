@@ -27,7 +27,7 @@ from mheads import probe as probing
 from mheads.device import refuse_beyond_memory
 from mheads.dropout import CHANNELWISE, Dropout, is_dropout, replace_dropout
 from mheads.errors import UserError
-from mheads.modules import call, children, has_batch_statistics, is_hooked
+from mheads.modules import call, children, has_batch_statistics, has_fixed_statistics, is_hooked
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -186,6 +186,13 @@ class Stage(nn.Sequential):
             x = call(layer, x, side)
         return x
 
+    def train(self, mode: bool = True) -> Stage:
+        super().train(mode)
+        for module in self.modules():
+            if has_fixed_statistics(module):
+                module.training = False
+        return self
+
 
 @cache
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
@@ -237,6 +244,9 @@ class TreeNet(nn.Module):
         self.init = init
         self.trained = 0  # iterations that have changed its weights
         self.failed = False  # whether training ended by an error, somewhere on the way
+        self.origin = ""  # what there is to say of where its weights come from
+        self.frozen: tuple[str, ...] = ()  # stages and layers that do not learn
+        self._froze: set[str] = set()  # the parameters that would learn otherwise
 
         self.seed = seed
         self._factory = _Factory(network_factory)
@@ -316,6 +326,92 @@ class TreeNet(nn.Module):
             raise UserError(f"member {m} of {self.num_members}: they are counted from 0 to {self.num_members - 1}")
         return Stage(OrderedDict(pair for node in self.tree.path(m) for pair in children(self.stage(node.name))))
 
+    def keep(self, members: Collection[int]) -> TreeNet:
+        """A tree of these members alone, with copies of their weights."""
+        from mheads import surgery
+
+        return surgery.keep(self, members)
+
+    def without(self, members: Collection[int]) -> TreeNet:
+        """A tree of all members but these."""
+        from mheads import surgery
+
+        return surgery.without(self, members)
+
+    def with_members(self, n: int, at: str | None = None, like: int | None = None, seed: int | None = None) -> TreeNet:
+        """A tree with n more members, which part from the others at the split `at`.
+
+        None: they have nothing in common with them. Their own weights are drawn by the seed, by default the next one,
+        or those of the member `like`.
+        """
+        from mheads import surgery
+
+        return surgery.with_members(self, n, at, like, seed)
+
+    def fork(self, members: int, split: Spec | str | None = None) -> TreeNet:
+        """A tree whose members all start as copies of this one network."""
+        from mheads import surgery
+
+        return surgery.fork(self, members, split)
+
+    @property
+    def factory(self) -> Callable[[], nn.Module] | nn.Module:
+        """What one network is made by."""
+        return self._factory.function
+
+    def freeze(self, names: Collection[str] = ()) -> None:
+        """Has these stages, layers or modules inside layers learn nothing; what was frozen before learns again.
+
+        `trunk` is a stage, `conv1` that layer wherever it is. Frozen BatchNorm normalises by the statistics that it
+        has; dropout drops.
+        """
+        if isinstance(names, str):
+            raise UserError(f"freeze={names!r}: give a list of names, freeze=[{names!r}]")
+        for name in names:
+            self._check_frozen(name)
+        self.frozen = tuple(dict.fromkeys(names))
+        for name, parameter in self.named_parameters():
+            if name in self._froze:
+                parameter.requires_grad_(True)
+        self._froze = set()
+        for stage in self.stages:
+            for key, parameter in self.stage(stage).named_parameters():
+                if parameter.requires_grad and self._is_frozen(stage, key):
+                    self._froze.add(f"stages.{stage}.{key}")
+                    parameter.requires_grad_(False)
+            for key, module in self.stage(stage).named_modules():
+                module.__dict__.pop("fixed_statistics", None)
+                if self._is_frozen(stage, key):
+                    module.fixed_statistics = True
+        self.train(self.training)
+        if self.frozen and not any(map(self.learns, self.tree.nodes)):
+            frozen = ", ".join(self.frozen)
+            self.freeze()
+            raise UserError(f"freeze = [{frozen}] leaves nothing to learn: leave some stage or layer out")
+
+    def _check_frozen(self, name: str) -> None:
+        layers = [layer.name for layer in self.layers]
+        if name in self.tree.nodes or name in layers or name in dict(self._first_member().named_modules()):
+            return
+        stages = list(self.tree.nodes)
+        shown = ", ".join(stages[:8]) + (", ..." if len(stages) > 8 else "")
+        raise UserError(
+            f"freeze: there is no stage and no layer {name!r}; the stages are {shown}, the layers of "
+            f"{self.network_name} {', '.join(layers)}"
+        )
+
+    def _is_frozen(self, stage: str, key: str) -> bool:
+        """Whether a parameter or module of a stage, by its name in the network, is."""
+        return stage in self.frozen or any(key == name or key.startswith(f"{name}.") for name in self.frozen)
+
+    def learns(self, stage: str) -> bool:
+        """Whether anything in a stage learns, wherever it is."""
+        if stage in self.stages:
+            return any(p.requires_grad for p in self.stage(stage).parameters())
+        layers = tuple(f"{layer}." for layer in self.tree.nodes[stage].layers)
+        own = (name for name in self._facts.trainable if name.startswith(layers))
+        return any(not self._is_frozen(stage, name) for name in own)
+
     def num_parameters(self) -> int:
         """Parameters of the whole tree, wherever its stages are."""
         return sum(self._facts.size(node) for node in self.tree.nodes.values())
@@ -335,23 +431,30 @@ class TreeNet(nn.Module):
         self.take_weights(source.tree, source.state_dict())
 
     @torch.no_grad()
-    def take_weights(self, tree: Tree, weights: Mapping[str, Tensor]) -> None:
-        """Takes over the weights of a tree of the same layers, by the names in its state; see `copy_weights`.
+    def take_weights(
+        self, tree: Tree, weights: Mapping[str, Tensor], members: Sequence[int | None] | None = None
+    ) -> None:
+        """Those of a tree of the same layers, by the names of its state; see `copy_weights`.
 
-        Layers that members share here must be shared there too: layers that were not trained together do not fit.
+        What members share here they must share there: layers trained apart from those below them do not go together.
+        `members` are those there that the members here start from, None for one that keeps what is its own.
         """
         owner = {(m, layer): n.name for n in tree.nodes.values() for m in n.members for layer in n.layers}
-        one = tree.num_members == 1
+        if members is None:
+            members = [0] * self.num_members if tree.num_members == 1 else range(self.num_members)
         for node in self.tree.nodes.values():
             for layer in node.layers:
-                if not one and len({owner.get((m, layer)) for m in node.members}) > 1:
+                sources = {m for m in (members[m] for m in node.members) if m is not None}
+                if len({owner.get((m, layer)) for m in sources}) > 1:
                     raise UserError(
                         f"cannot start from those weights: members {', '.join(map(str, node.members))} share {layer} "
                         "here, but each has its own there, trained together with its own later layers. What fits is "
                         "the same tree, one that splits earlier, or the weights of one member, which serve all"
                     )
         for name in self.stages:
-            member = 0 if one else self.tree.nodes[name].members[0]
+            member = next((members[m] for m in self.tree.nodes[name].members if members[m] is not None), None)
+            if member is None:
+                continue
             for key, tensor in self.stage(name).state_dict().items():
                 donor = weights.get(f"stages.{owner.get((member, key.split('.')[0]))}.{key}")
                 if donor is None or donor.shape != tensor.shape:
@@ -395,7 +498,12 @@ class TreeNet(nn.Module):
     def batch_statistics_layers(self) -> list[str]:
         """Layers anywhere in the tree that need the whole batch."""
         found = self._facts.statistics
-        return [f"{node.name}.{name}" for node in self.tree.nodes.values() for name in node.layers if name in found]
+        return [
+            f"{node.name}.{name}"
+            for node in self.tree.nodes.values()
+            for name in node.layers
+            if name in found and not self._is_frozen(node.name, name)
+        ]
 
     def probe(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Runs a member on some examples and refuses networks that a tree would silently get wrong.
@@ -410,6 +518,10 @@ class TreeNet(nn.Module):
             network = replace_dropout(self._draw(0)).to(self.dtype)
             probing.compare_with_forward(self.network_name, network, x)
         return output
+
+    def network_state(self) -> dict[str, Tensor]:
+        """The state of one network like the members, by its own names."""
+        return self._first_member().state_dict()
 
     def _first_member(self) -> nn.Sequential:
         """Member 0, or a network like it where some of its stages are in other processes."""
@@ -451,6 +563,7 @@ class _LayerFacts:
     """Facts about the layers of every member, found by looking at one."""
 
     names: frozenset[str]  # of the parameters
+    trainable: frozenset[str]  # of those that learn
     parameters: dict[str, dict[int, int]]  # of each layer: identity -> size, since layers may share a weight
     statistics: frozenset[str]
     dropout: frozenset[str]
@@ -462,8 +575,10 @@ class _LayerFacts:
     def of(network: nn.Module) -> _LayerFacts:
         layers = children(network)
         runs = (type(network).forward, type(network).__call__)
+        parameters = {f"{name}.{key}": p for name, layer in layers for key, p in layer.named_parameters()}
         return _LayerFacts(
-            frozenset(f"{name}.{key}" for name, layer in layers for key, _ in layer.named_parameters()),
+            frozenset(parameters),
+            frozenset(name for name, parameter in parameters.items() if parameter.requires_grad),
             {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers},
             frozenset(name for name, layer in layers if has_batch_statistics(layer)),
             frozenset(n for n, layer in layers if any(_drops(m) for m in layer.modules())),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,34 +50,90 @@ def by_name(found: Any, where: str) -> dict[str, Tensor]:
     return {str(name).removeprefix(prefix): tensor for name, tensor in found.items()}
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What became of weights by name: taken, missing there, and left over there."""
+
+    where: str
+    found: list[str]
+    missing: list[str]
+    left: list[str]
+
+    def __str__(self) -> str:
+        rows = [("found", self.found), ("missing, drawn", self.missing), ("left over", self.left)]
+        lines = [f"  {what:14} {len(names):5,}  {_some(names)}".rstrip() for what, names in rows]
+        return "\n".join([f"weights of {self.where}:", *lines])
+
+
 @torch.no_grad()
-def load_into(net: TreeNet, weights: Mapping[str, Tensor], where: str = "the weights") -> list[str]:
-    """Copies weights into a tree; returns the names that fit nowhere.
+def load_into(
+    net: TreeNet,
+    weights: Mapping[str, Tensor],
+    where: str = "the weights",
+    renamed: Mapping[str, str | None] | None = None,
+) -> Taken:
+    """Copies weights into a tree.
 
     They are the tree's own (`stages.trunk.conv1.weight`), or those of one network (`conv1.weight`), for every member.
+    `renamed` says which beginnings of their names are others here, None for what is to be left out. With it, what is
+    missing stays as it was drawn; without it, that is refused.
     """
-    whole = any(name in weights for name in net.state_dict())
-    wanted = {name: name if whole else _in_network(net, name) for name in net.state_dict()}
-    missing = sorted({name for name in wanted.values() if name not in weights})
-    if missing:
+    given = {name: name for name in weights} if not renamed else _renamed(weights, renamed, where)
+    whole = any(name in given for name in net.state_dict())
+    network = list(net.network_state())
+    # Of all stages, also of those in other processes: what is missing or left over is so for all.
+    wanted = {
+        f"stages.{node.name}.{key}": f"stages.{node.name}.{key}" if whole else key
+        for node in net.tree.nodes.values()
+        for key in network
+        if key.startswith(tuple(f"{layer}." for layer in node.layers))
+    }
+    names = list(dict.fromkeys(wanted.values()))
+    found, missing = [name for name in names if name in given], sorted(name for name in names if name not in given)
+    if missing and not (renamed and found):
         raise UserError(
-            f"{where} does not fit {net.network_name}: {len(missing)} of {len(set(wanted.values()))} tensors are "
-            f"missing ({_some(missing)}); there are {_some(list(weights))}"
+            f"{where} does not fit {net.network_name}: {len(missing)} of {len(names)} tensors are missing "
+            f"({_some(missing)}); there are {_some(list(given))}. init_map renames what begins otherwise there, "
+            "such as {backbone: features}, and then what is missing stays as it is drawn"
         )
-    tensors = net.state_dict()
-    for name, there in wanted.items():
-        if weights[there].shape != tensors[name].shape:
-            here = tuple(tensors[name].shape)
-            raise UserError(f"{where} does not fit: {there} is {tuple(weights[there].shape)} there, {here} here")
-    for name, there in wanted.items():
-        tensors[name].copy_(weights[there])
-    return sorted(set(weights) - set(wanted.values()))
+    tensors = {name: tensor for name, tensor in net.state_dict().items() if wanted[name] in given}
+    for name, tensor in tensors.items():
+        there = given[wanted[name]]
+        if weights[there].shape != tensor.shape:
+            raise UserError(
+                f"{where} does not fit: {there} is {tuple(weights[there].shape)} there, {tuple(tensor.shape)} here; "
+                f"init_map={{{there.rpartition('.')[0]}: null}} leaves it out"
+            )
+    for name, tensor in tensors.items():
+        tensor.copy_(weights[given[wanted[name]]])
+    used = {given[name] for name in found}
+    return Taken(where, found, missing, sorted(name for name in weights if name not in used))
 
 
-def _in_network(net: TreeNet, name: str) -> str:
-    """`stages.conv1/0.conv2.weight` -> `conv2.weight`."""
-    stage = next(stage for stage in net.tree.nodes if name.startswith(f"stages.{stage}."))
-    return name.removeprefix(f"stages.{stage}.")
+def _renamed(weights: Mapping[str, Tensor], renamed: Mapping[str, str | None], where: str) -> dict[str, str]:
+    """The names that weights have here, each with that in the file; the longest beginning counts."""
+    given: dict[str, str] = {}
+    unused = set(renamed)
+    for name in weights:
+        fits = [old for old in renamed if old == "" or name == old or name.startswith(f"{old}.")]
+        unused -= set(fits)
+        here: str | None = name
+        if fits:
+            old = max(fits, key=len)
+            new = renamed[old]
+            rest = name.removeprefix(old).removeprefix(".")
+            here = None if new is None else ".".join(part for part in (new, rest) if part)
+        if here is None:
+            continue
+        if here in given:
+            raise UserError(f"init_map gives {given[here]} and {name} of {where} the same name, {here}")
+        given[here] = name
+    if unused:
+        raise UserError(
+            f"init_map: nothing in {where} begins with {', '.join(map(repr, sorted(unused)))}; there are "
+            f"{_some(list(weights))}"
+        )
+    return given
 
 
 def _some(names: list[str]) -> str:

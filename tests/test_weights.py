@@ -106,7 +106,10 @@ def test_other_weights_are_another_run(trained, tmp_path):
 def test_weights_that_find_no_place_are_told(trained, capsys):
     state = {**trained.state_dict(), "fc.weight": torch.zeros(2)}
     mheads.fit(mheads.TreeNet(networks.Plain, members=2), "mcl", init=state, show=True, **QUICK)
-    assert "no place for 1 tensors: fc.weight" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "found              4  first.weight, first.bias, second.weight, second.bias" in said
+    assert "missing, drawn     0" in said
+    assert "left over          1  fc.weight" in said
 
 
 @pytest.mark.parametrize(
@@ -225,5 +228,5 @@ def test_a_network_with_a_child_called_stages_takes_its_own_weights():
 
     state = Network().state_dict()
     net = mheads.TreeNet(Network, members=2)
-    assert weights.load_into(net, state) == []
+    assert weights.load_into(net, state).left == []
     assert torch.equal(net.member(1).stages.weight, state["stages.weight"])

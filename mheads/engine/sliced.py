@@ -208,14 +208,18 @@ def _plain(layer: nn.Module) -> bool:
     return True
 
 
-def forward(stage: nn.Module, x: Tensor) -> tuple[Tensor, list[Backward]]:
-    """The stage's output on x and the backward of each of its layers."""
+def forward(stage: nn.Module, x: Tensor, input_gradient: bool = True) -> tuple[Tensor, list[Backward]]:
+    """The stage's output on x and the backward of each of its layers.
+
+    Without `input_gradient`, of those from the first one that learns: nobody asks what is before it.
+    """
     backwards: list[Backward] = []
     owned = False
     for layer in layers(stage):
         x, step = STEPS[type(layer)](layer, x, owned)
         owned = isinstance(layer, GIVES_AWAY)
-        backwards.append(step)
+        if backwards or input_gradient or any(p is not None and p.requires_grad for p in layer._parameters.values()):
+            backwards.append(step)
     return x, backwards
 
 

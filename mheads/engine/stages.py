@@ -39,10 +39,14 @@ class Stages:
         self.facts = {name: StageFacts.of(net.stage(name)) for name in net.stages}
         self.roots = [root for root in net.tree.roots if root.name in self.facts]
         self.statistics = bool(net.batch_statistics_layers())
+        learns = {name: net.learns(name) for name, node in net.tree.nodes.items() if node.children}
         self.groups: dict[str, int] = {}  # the number of the root above each stage
         numbers = {root.name: i for i, root in enumerate(net.tree.roots)}
         for name, node in net.tree.nodes.items():
             self.groups[name] = numbers[name] if node.parent is None else self.groups[node.parent]
+        self.wanted: dict[str, bool] = {}  # whether the gradient of a stage's input is: anything above it learns
+        for name, node in net.tree.nodes.items():
+            self.wanted[name] = node.parent is not None and (self.wanted[node.parent] or learns[node.parent])
 
     def __contains__(self, name: str) -> bool:
         return name in self.facts

@@ -64,11 +64,26 @@ def record(stage: Stage, x: Value, context: Context, rows: Rows | None = None, s
         return PartialTape(record(stage, rows.take(x), context.only(rows.index), None, share), rows)
     x = values.map_leaves(canonical, x)  # whatever strides the engine gave it
     known = sliced.supports(stage) if context.known is None else context.known
+    parameters = trainable(stage) if context.parameters is None else context.parameters
+    if not parameters and not context.input_gradient:
+        return FrozenTape(stage, x, context, known)
     if known and sliced.takes(x):
         return SlicedTape(stage, x, context)
     if share < RECOMPUTE_BELOW and not has_batch_statistics(stage):
         return RecomputingTape(stage, x, context)
     return AutogradTape(stage, x, context)
+
+
+class FrozenTape:
+    """A stage that has nothing to learn, nor has anything above it: its output is all there is."""
+
+    def __init__(self, stage: Stage, x: Value, context: Context, known: bool) -> None:
+        with torch.no_grad(), context.masks():
+            output = sliced.outputs(stage, x) if known and sliced.takes(x) else stage(x, context.side)
+        self.output = values.map_leaves(canonical, output)
+
+    def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
+        return None, []
 
 
 class AutogradTape:
@@ -137,7 +152,7 @@ class SlicedTape:
         self.parameters = trainable(stage) if context.parameters is None else context.parameters
         self.input_gradient = context.input_gradient
         with torch.no_grad(), context.masks():
-            output, self._backwards = sliced.forward(stage, x)
+            output, self._backwards = sliced.forward(stage, x, context.input_gradient)
         self.output = canonical(output)
 
     def backward(self, d_output: Tensor, learn: Tensor | None = None) -> tuple[Tensor | None, Gradients]:

@@ -124,7 +124,7 @@ class TrainingStep:
         if by_row and batch.prior is not None:
             rows = Rows.where(batch.prior[node.members[0]] > 0, exactly=facts.mixing)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
-        wanted = node.parent is not None
+        wanted = self.stages.wanted[node.name]
         context = Context(key, num_rows, batch.side_inputs(), wanted, None, facts.parameters, facts.known)
         share = self.share if by_row and not facts.mixing else 1.0
         tape = record(facts.module, x, context, rows, share)
@@ -160,7 +160,7 @@ class TrainingStep:
         if total is not None:
             self.keep(node.name, total)
         if node.parent is not None:
-            self.hand_up(i, node, d_input)
+            self.hand_up(i, node, () if d_input is None else d_input)  # whoever is above waits, learning or not
             return
         with self._lock:
             self._roots_left[i] -= 1

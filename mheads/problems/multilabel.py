@@ -122,6 +122,9 @@ class MultiLabel:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]
 
+    def mean(self, answers: Tensor) -> Tensor:
+        return answers.sigmoid().mean(0)  # of probabilities
+
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return binary_cross_entropies(outputs, targets)
 

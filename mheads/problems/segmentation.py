@@ -138,6 +138,9 @@ class Segmentation:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]
 
+    def mean(self, answers: Tensor) -> Tensor:
+        return answers.softmax(2).mean(0)  # of probabilities
+
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return cross_entropies(outputs, targets)
 

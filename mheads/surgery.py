@@ -1,0 +1,117 @@
+"""Trees made of trained trees: some members of one, more members on one, many members from one network.
+
+Each gives a new tree with weights of its own; the one that it was made of stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from mheads.errors import UserError
+from mheads.tree import Node, Spec, Tree, TreeNet
+
+Sources = list[int | None]  # the member that each member of the new tree comes from, None for one that is new
+
+
+def keep(net: TreeNet, members: Collection[int]) -> TreeNet:
+    """The members alone, in the order that they have. Stages that only one goes through become one stage."""
+    members = [_checked(net, m) for m in members]
+    if not members:
+        raise UserError(f"a tree needs at least one member: keep some of the {net.num_members}")
+    return _rebuilt(net, *_grown(net.tree, set(members)), net.seed, net.init)
+
+
+def without(net: TreeNet, members: Collection[int]) -> TreeNet:
+    """All members but these."""
+    gone = {_checked(net, m) for m in members}
+    return keep(net, [m for m in range(net.num_members) if m not in gone])
+
+
+def with_members(
+    net: TreeNet, n: int, at: str | None = None, like: int | None = None, seed: int | None = None
+) -> TreeNet:
+    """The tree with n more members, which share all up to the split `at` and are new from there on.
+
+    `at` is the layer where members part, or the stage that ends there; None for members with nothing in common. A
+    single network may be split anywhere. New members come after those that are there below the same split, and later
+    ones move up. Their weights are drawn, by a seed of their own, or those of the member `like`.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise UserError(f"with_members({n!r}): give how many, at least 1")
+    everyone = set(range(net.num_members))
+    if at is None:
+        spec, sources = _grown(net.tree, everyone, {None: n})
+    elif net.num_members == 1:
+        spec, sources = {at: n + 1}, [0, *[None] * n]
+    else:
+        spec, sources = _grown(net.tree, everyone, {_split_at(net.tree, at): n})
+    if like is not None:
+        like = _checked(net, like)
+        sources = [like if source is None else source for source in sources]
+    # The next seed, because a new member must not start where one of those that are there did.
+    return _rebuilt(net, spec, sources, net.seed + 1 if seed is None else seed, "random")
+
+
+def fork(net: TreeNet, members: int, split: Spec | str | None = None) -> TreeNet:
+    """One trained network as the start of many members; what parts them is the loss, the sampling or dropout."""
+    if net.num_members != 1:
+        raise UserError(f"fork copies one network, and this tree has {net.num_members}: net.keep([0]).fork({members})")
+    made = TreeNet(net.factory, members, split, seed=net.seed, init="same")
+    return _filled(made, net, [0] * made.num_members)
+
+
+def split_layer(node: Node) -> str:
+    """The layer after which the children of a stage part, as they are called: trunk -> conv1/0, conv1/1."""
+    prefix = "" if node.name == "trunk" else f"{node.name}/"
+    return node.children[0].removeprefix(prefix).removesuffix("/0")
+
+
+def _checked(net: TreeNet, member: int) -> int:
+    if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < net.num_members:
+        raise UserError(f"member {member!r} of {net.num_members}: they are counted from 0 to {net.num_members - 1}")
+    return member
+
+
+def _split_at(tree: Tree, at: str) -> str:
+    inner = [node for node in tree.nodes.values() if node.children]
+    found = [node.name for node in inner if at in (node.name, split_layer(node))]
+    if not found:
+        splits = ", ".join(dict.fromkeys(map(split_layer, inner))) or "nowhere"
+        raise UserError(f"at={at!r}: members of this tree part at {splits}; None adds members with nothing in common")
+    if len(found) > 1:
+        raise UserError(f"at={at!r} is where {len(found)} stages end: name one of them, {', '.join(found)}")
+    return found[0]
+
+
+def _grown(tree: Tree, members: Collection[int], more: dict[str | None, int] | None = None) -> tuple[Spec, Sources]:
+    """The specification of a tree with these of its members and `more` below some stages, and where each comes from."""
+    sources: Sources = []
+
+    def of(nodes: Sequence[Node], parent: str | None) -> Spec:
+        parts = [below(node) for node in nodes if not set(node.members).isdisjoint(members)]
+        new = (more or {}).get(parent, 0)
+        sources.extend([None] * new)
+        parts += [1] * new
+        return parts[0] if len(parts) == 1 else len(parts) if all(part == 1 for part in parts) else parts
+
+    def below(node: Node) -> Spec:
+        if node.children:
+            return {split_layer(node): of([tree.nodes[child] for child in node.children], node.name)}
+        sources.append(node.members[0])
+        return 1
+
+    return of(tree.roots, None), sources
+
+
+def _rebuilt(net: TreeNet, spec: Spec, sources: Sources, seed: int, init: str) -> TreeNet:
+    return _filled(TreeNet(net.factory, tree=spec, seed=seed, init=init), net, sources)
+
+
+def _filled(made: TreeNet, net: TreeNet, sources: Sources) -> TreeNet:
+    first = next(net.parameters())
+    made.to(device=first.device, dtype=first.dtype)
+    made.take_weights(net.tree, net.state_dict(), sources)
+    made.trained = net.trained
+    if "preprocessing" in net.__dict__:  # of the run that it was trained in
+        made.__dict__["preprocessing"] = net.__dict__["preprocessing"]
+    return made.train(net.training)

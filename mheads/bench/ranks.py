@@ -59,7 +59,8 @@ class Case:
 
     def loads(self) -> dict[str, StageLoad]:
         """What the stages take on this machine, as `mheads plan` measures them."""
-        return measured_loads(self.job, MODELS[self.model](), INPUT_SHAPES[self.model])
+        net = TreeNet(MODELS[self.model], tree={self.split: self.members}, only=())
+        return measured_loads(self.job, net, INPUT_SHAPES[self.model])
 
 
 class RemoteRanks:

@@ -19,7 +19,7 @@ from mheads.models import INPUT_SHAPES
 from mheads.planning.job import Cluster, Job
 from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.search import auto
-from mheads.tree import TreeNet, describe, parse, whole_spec
+from mheads.tree import TreeNet
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class RecipeJob(Job):
 
     def measured(self) -> dict[str, StageLoad]:
         """What the stages take on this machine."""
-        return measured_loads(self, self.net.member(0), self.shape)
+        return measured_loads(self, self.net, self.shape)
 
     def counted(self, flops: float) -> dict[str, StageLoad]:
         """What they would take at `flops` operations per second and core."""
-        return counted_loads(self, self.net.member(0), self.shape, flops)
+        return counted_loads(self, self.net, self.shape, flops)
 
 
 def job_of(config: Config) -> RecipeJob:
-    """What a step of this config is; of its networks one is built."""
-    net = TreeNet(factory(config), members=1)
-    tree = parse(whole_spec(config.members, config.split), describe(net.member(0)), config.members, config.model)
+    """What a step of this config is; of its networks one is drawn, and no stage is built."""
+    net = TreeNet(factory(config), config.members, config.split, only=())
+    tree = net.tree
     loss = build_loss(config)
     rows = config.optim.batch_size * config.optim.accumulate
     parts = min(micro_batches(config, net) * config.optim.accumulate, rows)

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mheads import seeds
 from mheads.errors import UserError
@@ -95,6 +97,36 @@ class Dropout(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}" + (", channelwise=True" if self.channelwise else "")
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """As torch's function of this name, with keyed masks inside an engine."""
+    return _dropped(x, p, training, False)
+
+
+def channelwise_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """As torch's dropout1d, dropout2d and dropout3d, with keyed masks inside an engine."""
+    return _dropped(x, p, training, True)
+
+
+def _dropped(x: Tensor, p: float, training: bool, channelwise: bool) -> Tensor:
+    return x * 0 if training and p >= 1 else Dropout(p, channelwise).train(training)(x)
+
+
+FUNCTIONS = {
+    F.dropout: dropout,
+    torch.dropout: dropout,
+    F.dropout1d: channelwise_dropout,
+    F.dropout2d: channelwise_dropout,
+    F.dropout3d: channelwise_dropout,
+}
+
+
+class KeyedFunctions(TorchFunctionMode):
+    """Inside, torch's functions for dropout draw keyed masks; it slows down all others."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
 
 
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)

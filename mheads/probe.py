@@ -7,44 +7,45 @@ must be all that the network does.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from mheads import seeds, trial, values
+from mheads.chain import Chain, Row, Stage
+from mheads.dropout import KeyedFunctions
 from mheads.errors import UserError
-from mheads.modules import children, has_batch_statistics
+from mheads.modules import has_batch_statistics
 from mheads.trial import Side
 from mheads.values import Value
 
+Layers = Sequence[tuple[str, nn.Module]]
 ONE_LAYER = "or give the whole network as one layer, nn.Sequential(net), which works without a split"
 GLOBAL_HOOKS = [f"_global_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre")]
 KEPT = (0, -1)  # both ends: what a row gives may depend on those before it or on those after it
 
 
 @torch.no_grad()
-def check_layers(
-    network: str, chain: nn.Sequential, x: Value, side: Side = None, splits: Collection[str] = ()
-) -> Value:
+def check_layers(network: str, layers: Layers, x: Value, side: Side = None, splits: Collection[str] = ()) -> Value:
     """Runs the layers of a network one by one, in both modes; returns what comes out in training.
 
-    `splits` names the layers after which members part.
+    Each is a stage of its own. `splits` names those that a stage ends with and another goes on from.
     """
     if any(getattr(nn.modules.module, name, None) for name in GLOBAL_HOOKS):
         raise UserError(
             "a hook on all modules is registered (torch.nn.modules.module.register_module_..._hook), but known layers "
             f"run without their modules and would not call it: remove it, and put hooks on layers of {network}"
         )
-    for name, parameter in chain.named_parameters():
+    chain = nn.ModuleList(layer for _, layer in layers)
+    for name, parameter in (pair for _, layer in layers for pair in layer.named_parameters()):
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise UserError(
                 f"{name} of {network} has a hook for when its gradient is accumulated, which never happens here: "
                 "gradients are summed apart and given to the optimizer; use register_hook"
             )
-    for name, module in chain.named_modules():
+    for name, module in (pair for _, layer in layers for pair in layer.named_modules()):
         if any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values()):
             raise UserError(
                 f"layer {name!r} of {network} is rewritten before each call (the old weight_norm, "
@@ -52,11 +53,11 @@ def check_layers(
             )
     with trial.as_it_was(chain), trial.apart():
         chain.train(False)
-        _check_in_a_row(network, chain, x, side, splits)
-        remembering = _remembering_layer(chain, x, side)
+        _check_in_a_row(network, layers, x, side, splits)
+        remembering = _remembering_layer(layers, x, side)
         chain.train(True)
-        output = _check_in_a_row(network, chain, x, side, splits)
-        mixing = _mixing_layer(chain, x, side)
+        output = _check_in_a_row(network, layers, x, side, splits)
+        mixing = _mixing_layer(layers, x, side)
     if remembering is not None:
         raise UserError(
             f"layer {remembering!r} of {network} gives something else when another batch runs in between: it keeps "
@@ -72,9 +73,9 @@ def check_layers(
     return output
 
 
-def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, splits: Collection[str]) -> Value:
+def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: Collection[str]) -> Value:
     rows, h = values.num_rows(x), x
-    for name, layer in children(chain):
+    for name, layer in layers:
         states, buffers = seeds.global_states(), trial.buffers(layer)
         weights = [p._version for p in layer.parameters()]
         given = h
@@ -104,8 +105,14 @@ def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, sp
         changed = [key for key in now if key not in buffers or not trial.equal(now[key], buffers[key])]
         if changed and not has_batch_statistics(layer):
             raise UserError(
-                f"layer {name!r} of {network} changes its buffer '{name}.{changed[0]}' as it runs, so micro-batches "
+                f"layer {name!r} of {network} changes its buffer {changed[0]!r} as it runs, so micro-batches "
                 "must not overlap; set batch_statistics = True on that module to have them run one by one"
+            )
+        shared = [key for key in changed if sum(key in other.state_dict() for _, other in layers) > 1]
+        if shared:
+            raise UserError(
+                f"layer {name!r} of {network} changes its buffer {shared[0]!r} as it runs, which other layers use too: "
+                f"each stage would have one of its own; use it in one layer, {ONE_LAYER}"
             )
         if [p._version for p in layer.parameters()] != weights:
             raise UserError(
@@ -121,15 +128,15 @@ def _check_in_a_row(network: str, chain: nn.Sequential, x: Value, side: Side, sp
     return h
 
 
-def _remembering_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None:
+def _remembering_layer(layers: Layers, x: Value, side: Side) -> str | None:
     """The first layer whose output depends on what ran since the layer before it."""
     rows = values.num_rows(x)
     alone, h = [], x
-    for _, layer in children(chain):
+    for _, layer in layers:
         h = trial.call(layer, h, side)
         alone.append(values.leaves(h))
     h, other = x, values.map_leaves(lambda t: _with_others(t, rows, 0), x)
-    for (name, layer), expected in zip(children(chain), alone, strict=True):
+    for (name, layer), expected in zip(layers, alone, strict=True):
         h = trial.call(layer, h, side)
         if not trial.close(values.leaves(h), expected):
             return name
@@ -140,26 +147,24 @@ def _remembering_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None
     return None
 
 
-def _mixing_layer(chain: nn.Sequential, x: Value, side: Side) -> str | None:
-    """The first layer whose output for one example changes with the others, though it does not declare that."""
-    if values.num_rows(x) < 2 or side or any(hasattr(m, "takes") for m in chain.modules()):
-        return None  # only the batch knows which rows belong together
+def _mixing_layer(layers: Layers, x: Value, side: Side) -> str | None:
+    """The first layer whose output for one example changes with the others, though it did not say that it would."""
+    if values.num_rows(x) < 2 or side or any(hasattr(m, "takes") for _, layer in layers for m in layer.modules()):
+        return None  # which rows belong together only the batch knows
     try:  # other weights, since zeros hide what a layer does
-        return _find_mixing(chain, x, trial.shaken)
-    except Exception:  # not every layer runs with them: some weights must be positive, say
+        return _find_mixing(layers, x, trial.shaken)
+    except Exception:  # which not every layer can run on: they must be positive, say
         try:
-            return _find_mixing(chain, x, lambda layer: nullcontext())
-        except Exception:  # nor does every layer run on other examples
+            return _find_mixing(layers, x, lambda layer: nullcontext())
+        except Exception:  # nor on other examples
             return None
 
 
-def _find_mixing(
-    chain: nn.Sequential, x: Value, weights: Callable[[nn.Module], AbstractContextManager[None]]
-) -> str | None:
+def _find_mixing(layers: Layers, x: Value, weights: Callable[[nn.Module], AbstractContextManager[None]]) -> str | None:
     rows = values.num_rows(x)
     given = [x, *(values.map_leaves(lambda t, r=r: _with_others(t, rows, r), x) for r in KEPT)]
     suspect: str | None = None
-    for name, layer in children(chain):
+    for name, layer in layers:
         with weights(layer):
             plain, *others = [trial.call(layer, h, None) for h in given]
         if has_batch_statistics(layer):  # it may mix: go on with the same example on both sides
@@ -208,31 +213,53 @@ def hooks_on_the_network(network: str) -> UserError:
 
 
 @torch.no_grad()
-def compare_with_forward(network: str, module: nn.Module, x: Value) -> None:
-    """Refuses a module whose children in a row do not give the outputs and gradients of its own forward.
+def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value) -> None:
+    """The layers in a row must give what the module's own forward gives, with the same gradients.
 
-    In both modes, and with other weights too, since zeros hide whatever follows them.
+    In both modes, with other weights too, since zeros hide whatever follows them, and with another number of rows.
     """
-    chain = nn.Sequential(OrderedDict(children(module)))
+    layers = chain.stage([layer.name for layer in chain.layers], module)
+    more = values.map_leaves(lambda t: torch.cat([t, t[:1]]), x)
     with trial.as_it_was(module), trial.apart():
         for training in (True, False):
             module.train(training)
-            for weights in (nullcontext(), trial.shaken(module, 0), trial.shaken(module, 1)):
+            layers.train(training)
+            first, second = trial.shaken(module, 0), trial.shaken(module, 1)
+            for weights, given in ((nullcontext(), x), (first, x), (second, more)):
                 with weights:
-                    same = _same_results(network, module, chain, x, must_run=isinstance(weights, nullcontext))
+                    same = _same_results(network, module, layers, given, must_run=isinstance(weights, nullcontext))
                 if not same:
-                    raise UserError(
-                        f"the children of {network} run one after the other do not give what its forward gives in "
-                        f"{'training' if training else 'evaluation'} (a reshape, activation, skip connection or "
-                        "detach inside forward?); make each such step a child, for example nn.Flatten(), wrap a block "
-                        f"with its skip connection in one module, {ONE_LAYER}"
-                    )
+                    mode = "training" if training else "evaluation"
+                    raise UserError(_differs(network, chain, mode))
 
 
-def _same_results(network: str, module: nn.Module, chain: nn.Module, x: Value, must_run: bool) -> bool:
+def cannot_follow(why: str) -> str:
+    return (
+        f"torch.fx cannot follow its forward: {why}; decide by nothing that is known only when it runs, make a module "
+        "of that part, or give the network a method stages() that returns its modules in order, by name"
+    )
+
+
+def _differs(network: str, chain: Chain, mode: str) -> str:
+    if not isinstance(chain, Row):
+        return (
+            f"the layers of {network} run one after the other do not give what its forward gives in {mode}: it does "
+            "something that a graph does not show (a hook inside forward, a type or a count of calls that decides); "
+            f"make a module of that part, {ONE_LAYER}"
+        )
+    cause = "" if chain.why is None else f"; it may do more, but {cannot_follow(chain.why)}"
+    return (
+        f"the children of {network} run one after the other do not give what its forward gives in {mode}{cause}; "
+        f"make each such step a child, {ONE_LAYER}"
+    )
+
+
+def _same_results(network: str, module: nn.Module, layers: nn.Module, x: Value, must_run: bool) -> bool:
     states = seeds.global_states()
+    keyed = nullcontext() if isinstance(layers, Stage) else KeyedFunctions()  # as in a graph
     try:
-        expected = _results(module, module, x)
+        with keyed:
+            expected = _results(module, module, x)
     except Exception as error:
         if must_run:
             raise UserError(f"the forward of {network} fails with {type(error).__name__}: {error}") from error
@@ -243,8 +270,8 @@ def _same_results(network: str, module: nn.Module, chain: nn.Module, x: Value, m
             f"the other would leave out; make it a child, nn.Dropout for example, {ONE_LAYER}"
         )
     try:
-        got = _results(chain, module, x)
-    except Exception:  # a layer may raise anything on an input that is not its own
+        got = _results(layers, module, x)
+    except Exception:  # whatever a layer says to an input that is not its own
         return False
     return all(map(trial.close, got, expected))
 
@@ -254,8 +281,8 @@ def _results(run: nn.Module, module: nn.Module, x: Value) -> tuple[list[Tensor],
     weights = [p for p in module.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(0)
     with trial.as_it_was(module):
-        with torch.enable_grad():
-            outputs = values.leaves(trial.call(run, values.map_leaves(Tensor.clone, x), None))
+        with torch.enable_grad(), trial.masks(x):
+            outputs = values.leaves(run(values.map_leaves(Tensor.clone, x)))
             ys = [y for y in outputs if y.requires_grad]
             ds = [trial.noise(y, generator) for y in ys]
             found = torch.autograd.grad(ys, weights, ds, allow_unused=True) if ys and weights else [None] * len(weights)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -24,22 +24,15 @@ from torch.nn.parameter import is_lazy
 
 from mheads import identity, seeds, values
 from mheads import probe as probing
+from mheads.chain import Chain, Layer, Row, is_sequential
 from mheads.device import refuse_beyond_memory
-from mheads.dropout import CHANNELWISE, Dropout, is_dropout, replace_dropout
+from mheads.dropout import CHANNELWISE, Dropout, replace_dropout
 from mheads.errors import UserError
-from mheads.modules import call, children, has_batch_statistics, has_fixed_statistics, is_hooked
+from mheads.graph import GraphChain, chain_of
+from mheads.modules import has_batch_statistics, is_hooked
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What a tree needs to know of a layer in order to split after it."""
-
-    name: str
-    has_parameters: bool
-    is_dropout: bool
 
 
 @dataclass(frozen=True)
@@ -85,23 +78,34 @@ class Tree:
 def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, network: str = "the network") -> Tree:
     """The tree of a specification over these layers; `members`, where given, must be its number of leaves."""
     names = [layer.name for layer in layers]
-    splittable = [layer.name for layer in layers if layer.has_parameters]
+    splittable = [layer.name for layer in layers if layer.has_parameters or layer.ends]
+    places = {name: layer.name for layer in layers for name in (layer.name, *layer.also)}
     nodes: dict[str, Node] = {}
     num_leaves = 0
 
     def last_shared(name: Any, start: int) -> int:
         """The index after the last layer of a stage that ends at layer `name`."""
-        if name not in names:
+        place = places.get(name)
+        for i, layer in enumerate(layers):
+            if place is None and name in dict(layer.refused):
+                before = [n for n in names[:i] if n in splittable][-1:]
+                after = [n for n in names[i:-1] if n in splittable][:1]
+                nearest = " and ".join([*(f"{n!r} before it" for n in before), *(f"{n!r} after it" for n in after)])
+                raise UserError(
+                    f"{network} cannot be split at {name!r}: {dict(layer.refused)[name]}; "
+                    + (f"the nearest cuts are {nearest}" if nearest else "it cannot be split anywhere")
+                )
+        if place is None:
             hint = " (in YAML a colon needs a space after it)" if ":" in str(name) else ""
             raise UserError(
                 f"split {name!r} is not a layer of {network}; layers with parameters: {', '.join(splittable)}{hint}"
             )
-        if name not in splittable:
+        if place not in splittable:
             raise UserError(
                 f"split {name!r} has no parameters, so sharing up to it means nothing of its own; "
                 f"{network} can be split at {', '.join(splittable)}"
             )
-        stop = names.index(name) + 1
+        stop = names.index(place) + 1
         if stop <= start:
             above = next(n for n in reversed(names[:start]) if n in splittable)
             raise UserError(f"split {name!r} lies before its parent's split {above!r}; splits go downwards")
@@ -144,7 +148,8 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
             layer, below = parts[0]
             stop = last_shared(layer, stop)
             parts = children_of(below)
-        prefix = layer if name == "trunk" else f"{name}/{layer}"
+        called = str(layer).replace(".", "-")  # names of modules hold no dots
+        prefix = called if name == "trunk" else f"{name}/{called}"
         child_names = tuple(f"{prefix}/{i}" for i in range(len(parts)))
         nodes[name] = Node(name, tuple(names[start:stop]), (), parent, child_names)
         below_members = [grow(p, c, stop, name) for p, c in zip(parts, child_names, strict=True)]
@@ -175,23 +180,11 @@ def whole_spec(members: int | None, split: Spec | str | None) -> Spec:
     return split
 
 
-class Stage(nn.Sequential):
-    """Consecutive named layers with weights of their own.
-
-    A layer whose attribute `takes` names side inputs of the batch (regions of interest, say) is called with them too.
-    """
-
-    def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
-        for layer in self:
-            x = call(layer, x, side)
-        return x
-
-    def train(self, mode: bool = True) -> Stage:
-        super().train(mode)
-        for module in self.modules():
-            if has_fixed_statistics(module):
-                module.training = False
-        return self
+def split_names(spec: Spec) -> set[str]:
+    """The layers that a specification names."""
+    if isinstance(spec, dict):
+        return {str(name) for name in spec} | {name for below in spec.values() for name in split_names(below)}
+    return {name for part in spec for name in split_names(part)} if isinstance(spec, list | tuple) else set()
 
 
 @cache
@@ -256,25 +249,29 @@ class TreeNet(nn.Module):
         qualified = getattr(network_factory, "__qualname__", f"<{self.network_name}>")
         module = getattr(network_factory, "__module__", "__main__") if "<" not in qualified else "__main__"
         self.network_path = f"{module}:{qualified}"
-        self.layers = describe(first)
-        self.tree = parse(spec, self.layers, members, self.network_name)
+        self.chain = chain_of(first, split_names(spec))
+        self.layers = self.chain.layers
+        self.tree = _parse_with(self.chain, spec, members, self.network_name)
+        self._structure = identity.structure(first)
         # What the whole network is, wherever its stages are: a run is not resumed with another one.
         self.identity = {
             "seed": str(seed),
             "init": init,
-            "layers": identity.structure(first),
+            "layers": self._structure,
             "code": identity.code(network_factory, first),
         }
-        self._facts = _LayerFacts.of(first)
+        self._facts = _LayerFacts.of(first, self.chain)
         own = [name for name in self.tree.nodes if only is None or name in only]
         refuse_beyond_memory(self.num_bytes(own), f"the weights of {self.num_members:,} members")
-        stages: dict[str, Stage] = {}
+        stages: dict[str, nn.Module] = {}
         for member in sorted({self.tree.nodes[name].members[0] for name in own}):
-            network = dict(children(first if member == 0 else self._draw(member)))
+            network = first if member == 0 else self._draw(member)
+            if isinstance(self.chain, GraphChain):
+                self._refuse_another_graph(network)
             for name in own:
                 node = self.tree.nodes[name]
                 if node.members[0] == member:
-                    stages[name] = Stage(OrderedDict((n, replace_dropout(network[n])) for n in node.layers))
+                    stages[name] = self.chain.stage(node.layers, network)
         self.stages = nn.ModuleDict({name: stages[name] for name in own})
         if sum(p.numel() for s in stages.values() for p in s.parameters()) != sum(p.numel() for p in self.parameters()):
             if len(self.tree.roots) == self.num_members:
@@ -302,6 +299,20 @@ class TreeNet(nn.Module):
             raise UserError(f"{lazy[0]} has no size yet: give the layer its number of inputs instead of a lazy one")
         return network
 
+    def _refuse_another_graph(self, network: nn.Module) -> None:
+        """A graph holds the numbers of the network that it was made of, so all must be built alike."""
+        there = identity.structure(network)
+        for name, said in self._structure.items():
+            if there.get(name) != said:
+                raise UserError(
+                    f"the factory of {self.network_name} builds networks that differ: {name} is {said} in one and "
+                    f"{there.get(name, 'not there')} in another; build all alike, their weights aside"
+                )
+
+    def network(self) -> nn.Module:
+        """One network as the factory draws it for the first member."""
+        return self._draw(0).to(self.dtype)
+
     @property
     def num_members(self) -> int:
         return self.tree.num_members
@@ -310,8 +321,8 @@ class TreeNet(nn.Module):
     def dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.parameters()), self._facts.dtype)
 
-    def stage(self, name: str) -> Stage:
-        return self.stages[name]  # type: ignore[return-value]
+    def stage(self, name: str) -> nn.Module:
+        return self.stages[name]
 
     def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Outputs of all members, [M, B, C]; every stage runs once."""
@@ -320,11 +331,11 @@ class TreeNet(nn.Module):
             given[node.name] = self.stage(node.name)(given[node.parent], side)
         return values.map_leaves(lambda *parts: torch.stack(parts), *(given[n.name] for n in self.tree.leaves))
 
-    def member(self, m: int) -> nn.Sequential:
+    def member(self, m: int) -> nn.Module:
         """Member m as an ordinary network; it shares its weights with this tree (deepcopy it to separate them)."""
         if not 0 <= m < self.num_members:
             raise UserError(f"member {m} of {self.num_members}: they are counted from 0 to {self.num_members - 1}")
-        return Stage(OrderedDict(pair for node in self.tree.path(m) for pair in children(self.stage(node.name))))
+        return self.chain.stage([n.name for n in self.layers], *(self.stage(node.name) for node in self.tree.path(m)))
 
     def keep(self, members: Collection[int]) -> TreeNet:
         """A tree of these members alone, with copies of their weights."""
@@ -391,7 +402,7 @@ class TreeNet(nn.Module):
 
     def _check_frozen(self, name: str) -> None:
         layers = [layer.name for layer in self.layers]
-        if name in self.tree.nodes or name in layers or name in dict(self._first_member().named_modules()):
+        if name in self.tree.nodes or name in layers or name in dict(self._one().named_modules()):
             return
         stages = list(self.tree.nodes)
         shown = ", ".join(stages[:8]) + (", ..." if len(stages) > 8 else "")
@@ -408,13 +419,17 @@ class TreeNet(nn.Module):
         """Whether anything in a stage learns, wherever it is."""
         if stage in self.stages:
             return any(p.requires_grad for p in self.stage(stage).parameters())
-        layers = tuple(f"{layer}." for layer in self.tree.nodes[stage].layers)
-        own = (name for name in self._facts.trainable if name.startswith(layers))
+        layers, facts = self.tree.nodes[stage].layers, self._facts
+        own = (name for name in facts.trainable if facts.layer_of[name] in layers)
         return any(not self._is_frozen(stage, name) for name in own)
 
     def num_parameters(self) -> int:
         """Parameters of the whole tree, wherever its stages are."""
         return sum(self._facts.size(node) for node in self.tree.nodes.values())
+
+    def layer_sizes(self) -> dict[str, int]:
+        """The number of parameters of each layer."""
+        return {name: sum(sizes.values()) for name, sizes in self._facts.parameters.items()}
 
     def num_bytes(self, stages: Collection[str] | None = None) -> int:
         """Bytes of the weights of these stages, by default of those that are here."""
@@ -456,7 +471,7 @@ class TreeNet(nn.Module):
             if member is None:
                 continue
             for key, tensor in self.stage(name).state_dict().items():
-                donor = weights.get(f"stages.{owner.get((member, key.split('.')[0]))}.{key}")
+                donor = weights.get(f"stages.{owner.get((member, self._facts.layer_of[key]))}.{key}")
                 if donor is None or donor.shape != tensor.shape:
                     got = "nothing" if donor is None else tuple(donor.shape)
                     here = tuple(tensor.shape)
@@ -513,25 +528,25 @@ class TreeNet(nn.Module):
         if self._facts.hooked:
             raise probing.hooks_on_the_network(self.network_name)
         splits = {node.layers[-1] for node in self.tree.nodes.values() if node.children}
-        output = probing.check_layers(self.network_name, self._first_member(), x, side, splits)
+        member = self._one()
+        layers = [(layer.name, self.chain.stage([layer.name], member)) for layer in self.layers]
+        output = probing.check_layers(self.network_name, layers, x, side, splits)
         if not self._facts.sequential and not side:
-            network = replace_dropout(self._draw(0)).to(self.dtype)
-            probing.compare_with_forward(self.network_name, network, x)
+            network = replace_dropout(self.network())
+            probing.compare_with_forward(self.network_name, network, self.chain, x)
         return output
 
     def network_state(self) -> dict[str, Tensor]:
         """The state of one network like the members, by its own names."""
-        return self._first_member().state_dict()
+        return self._one().state_dict()
 
-    def _first_member(self) -> nn.Sequential:
+    def _one(self) -> nn.Module:
         """Member 0, or a network like it where some of its stages are in other processes."""
-        if all(node.name in self.stages for node in self.tree.path(0)):
-            return self.member(0)
-        return Stage(OrderedDict(children(replace_dropout(self._draw(0))))).to(self.dtype)
+        here = all(node.name in self.stages for node in self.tree.path(0))
+        return self.member(0) if here else self.network()
 
-    def _drawn_stage(self, node: Node) -> Stage:
-        network = dict(children(self._draw(node.members[0])))
-        return Stage(OrderedDict((name, network[name]) for name in node.layers))
+    def _drawn_stage(self, node: Node) -> nn.Module:
+        return self.chain.stage(node.layers, self._draw(node.members[0]))
 
 
 class _Factory:
@@ -564,6 +579,7 @@ class _LayerFacts:
 
     names: frozenset[str]  # of the parameters
     trainable: frozenset[str]  # of those that learn
+    layer_of: dict[str, str]  # of parameters and buffers
     parameters: dict[str, dict[int, int]]  # of each layer: identity -> size, since layers may share a weight
     statistics: frozenset[str]
     dropout: frozenset[str]
@@ -572,18 +588,17 @@ class _LayerFacts:
     hooked: bool  # the network itself, which a tree never calls
 
     @staticmethod
-    def of(network: nn.Module) -> _LayerFacts:
-        layers = children(network)
-        runs = (type(network).forward, type(network).__call__)
-        parameters = {f"{name}.{key}": p for name, layer in layers for key, p in layer.named_parameters()}
+    def of(network: nn.Module, chain: Chain) -> _LayerFacts:
+        layers = {layer.name: chain.stage([layer.name], network) for layer in chain.layers}
         return _LayerFacts(
-            frozenset(parameters),
-            frozenset(name for name, parameter in parameters.items() if parameter.requires_grad),
-            {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers},
-            frozenset(name for name, layer in layers if has_batch_statistics(layer)),
-            frozenset(n for n, layer in layers if any(_drops(m) for m in layer.modules())),
+            frozenset(key for layer in layers.values() for key, _ in layer.named_parameters()),
+            frozenset(key for layer in layers.values() for key, p in layer.named_parameters() if p.requires_grad),
+            {key: name for name, layer in layers.items() for key in layer.state_dict()},
+            {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers.items()},
+            frozenset(name for name, layer in layers.items() if has_batch_statistics(layer)),
+            frozenset(n for n, layer in layers.items() if any(_drops(m) for m in layer.modules())),
             next(network.parameters()).dtype,
-            runs == (nn.Sequential.forward, nn.Module.__call__) and "forward" not in network.__dict__,
+            is_sequential(network) and isinstance(chain, Row),
             is_hooked(network) and "forward" not in network.__dict__,
         )
 
@@ -591,7 +606,7 @@ class _LayerFacts:
         return sum({k: v for name in node.layers for k, v in self.parameters[name].items()}.values())
 
 
-def _contents(stage: Stage) -> tuple[Any, list[Tensor]]:
+def _contents(stage: nn.Module) -> tuple[Any, list[Tensor]]:
     """A key and tensors: stages that are the same have equal ones."""
     tensors = [t.detach() for t in (*stage.parameters(), *stage.buffers())]
     return (repr(stage), tuple((t.shape, t.sum().item()) for t in tensors)), tensors
@@ -603,14 +618,18 @@ def _drops(module: nn.Module) -> bool:
     return (plain or isinstance(module, Dropout)) and bool(0 < module.p < 1)  # type: ignore[operator]
 
 
-def describe(network: nn.Module) -> list[Layer]:
-    """The layers of a network: its children, in order."""
-    layers = [
-        Layer(name, any(True for _ in child.parameters()), is_dropout(child)) for name, child in children(network)
-    ]
-    if not layers:
-        raise UserError(f"{type(network).__name__} has no children to make a tree of; return an nn.Sequential, say")
-    return layers
+def describe(network: nn.Module, spec: Spec = 1) -> list[Layer]:
+    """The layers that a network can be split after, for a tree that names some."""
+    return chain_of(network, split_names(spec)).layers
+
+
+def _parse_with(chain: Chain, spec: Spec, members: int | None, network: str) -> Tree:
+    try:
+        return parse(spec, chain.layers, members, network)
+    except UserError as error:
+        if chain.why is None:
+            raise
+        raise UserError(f"{error}; only its children are layers, since {probing.cannot_follow(chain.why)}") from error
 
 
 def _channels_last(x: Tensor) -> Tensor:

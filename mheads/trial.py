@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from mheads import modules, seeds, values
+from mheads import seeds, values
 from mheads.dropout import keyed_masks
 from mheads.values import Value
 
 Side = dict[str, Value] | None
 
 
-def call(layer: nn.Module, h: Value, side: Side) -> Value:
-    with keyed_masks(("probe",), values.num_rows(h)):
-        return modules.call(layer, h, side)
+def masks(x: Value) -> AbstractContextManager[None]:
+    return keyed_masks(("probe",), values.num_rows(x))
+
+
+def call(stage: nn.Module, x: Value, side: Side) -> Value:
+    with masks(x):
+        return stage(x, side)
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:

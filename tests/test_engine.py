@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mheads import TreeNet, UserError, losses
+from mheads.chain import Stage
 from mheads.data.batch import Batch
 from mheads.dropout import Dropout, keyed_masks
 from mheads.engine import sliced
@@ -20,7 +21,7 @@ from mheads.engine.sums import PairwiseSum
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
 from mheads.engine.tasks import cuts
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
-from mheads.tree import Stage, canonical
+from mheads.tree import canonical
 
 LOSSES = {
     "independent": losses.independent(),

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
+from mheads.chain import Stage
 from mheads.dropout import Dropout, keyed_masks
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record, trainable
 from mheads.models import MODELS
-from mheads.tree import Stage, canonical
+from mheads.tree import canonical
 
 LAYERS = {
     "conv": lambda: nn.Conv2d(6, 4, 3, padding=1),

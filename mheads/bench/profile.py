@@ -15,7 +15,8 @@ from torch import nn
 from mheads.engine import sliced
 from mheads.engine.memory import keep_freed_memory
 from mheads.models import INPUT_SHAPES, MODELS
-from mheads.tree import TreeNet, canonical, children
+from mheads.modules import children
+from mheads.tree import TreeNet, canonical
 
 ROWS, REPEATS = 88, 15
 

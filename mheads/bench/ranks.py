@@ -58,8 +58,9 @@ class Case:
         return Batch(images, targets, Preprocess(mean=torch.full(shape, 127.5)))
 
     def loads(self) -> dict[str, StageLoad]:
-        """The loads of the stages on this machine, as `mheads plan` measures them."""
-        return measured_loads(self.job, MODELS[self.model](), INPUT_SHAPES[self.model])
+        """What the stages take on this machine, as `mheads plan` measures them."""
+        net = TreeNet(MODELS[self.model], tree={self.split: self.members}, only=())
+        return measured_loads(self.job, net, INPUT_SHAPES[self.model])
 
 
 class RemoteRanks:

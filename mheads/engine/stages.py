@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mheads.engine import sliced
 from mheads.modules import has_batch_statistics
-from mheads.tree import Node, Stage, TreeNet
+from mheads.tree import Node, TreeNet
 
 
 @dataclass(frozen=True)
 class StageFacts:
     """`known`: all its layers are in `sliced.py`. `mixing`: it needs whole batches. `sided`: it takes side inputs."""
 
-    module: Stage
+    module: nn.Module
     parameters: Sequence[Tensor]
     known: bool
     mixing: bool
     sided: bool
 
     @staticmethod
-    def of(stage: Stage) -> StageFacts:
+    def of(stage: nn.Module) -> StageFacts:
         sided = any(hasattr(module, "takes") for module in stage.modules())
         parameters = [p for p in stage.parameters() if p.requires_grad]
         return StageFacts(stage, parameters, sliced.supports(stage), has_batch_statistics(stage), sided)

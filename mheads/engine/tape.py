@@ -21,7 +21,7 @@ from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.sums import Gradients
 from mheads.modules import has_batch_statistics
-from mheads.tree import Stage, canonical
+from mheads.tree import canonical
 from mheads.values import Value
 
 # Forward is a third of a step: computing it twice for a member's own rows pays while these are less than two thirds.
@@ -55,7 +55,7 @@ class Context:
         return replace(self, rows=index if self.rows is None else self.rows[index])
 
 
-def record(stage: Stage, x: Value, context: Context, rows: Rows | None = None, share: float = 1.0) -> Tape:
+def record(stage: nn.Module, x: Value, context: Context, rows: Rows | None = None, share: float = 1.0) -> Tape:
     """Runs the stage on x and records it; with `rows`, only these are computed, and the others get zeros.
 
     `share` is the part of the rows that the stage can be expected to learn from.
@@ -77,7 +77,7 @@ def record(stage: Stage, x: Value, context: Context, rows: Rows | None = None, s
 class FrozenTape:
     """A stage that has nothing to learn, nor has anything above it: its output is all there is."""
 
-    def __init__(self, stage: Stage, x: Value, context: Context, known: bool) -> None:
+    def __init__(self, stage: nn.Module, x: Value, context: Context, known: bool) -> None:
         with torch.no_grad(), context.masks():
             output = sliced.outputs(stage, x) if known and sliced.takes(x) else stage(x, context.side)
         self.output = values.map_leaves(canonical, output)
@@ -89,7 +89,7 @@ class FrozenTape:
 class AutogradTape:
     """Takes all rows of any stage back."""
 
-    def __init__(self, stage: Stage, x: Value, context: Context) -> None:
+    def __init__(self, stage: nn.Module, x: Value, context: Context) -> None:
         self.parameters = trainable(stage) if context.parameters is None else context.parameters
         self.input = values.map_leaves(Tensor.detach, x)
         self.wanted: list[Tensor] = []
@@ -128,7 +128,7 @@ class AutogradTape:
 class RecomputingTape:
     """Computes outputs of all rows without a graph; then forward and backward again for the rows that learn."""
 
-    def __init__(self, stage: Stage, x: Value, context: Context) -> None:
+    def __init__(self, stage: nn.Module, x: Value, context: Context) -> None:
         self.stage, self.input, self.context = stage, x, context
         # no_grad, not inference mode: what is computed here meets autograd later.
         with torch.no_grad(), context.masks():
@@ -148,7 +148,7 @@ class RecomputingTape:
 class SlicedTape:
     """For stages of known layers: the one forward keeps what each layer needs, and only rows that learn go back."""
 
-    def __init__(self, stage: Stage, x: Tensor, context: Context) -> None:
+    def __init__(self, stage: nn.Module, x: Tensor, context: Context) -> None:
         self.parameters = trainable(stage) if context.parameters is None else context.parameters
         self.input_gradient = context.input_gradient
         with torch.no_grad(), context.masks():

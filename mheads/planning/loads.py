@@ -5,7 +5,6 @@ Either way looks at one network only, whatever the size of the tree: stages of t
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,13 +15,15 @@ import torch
 from torch import nn
 
 from mheads import values
+from mheads.chain import Stage
 from mheads.config import OptimOptions
 from mheads.engine.cost import stage_costs
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.tape import Context, record, trainable
+from mheads.modules import children
 from mheads.optim import Optimizer
 from mheads.planning.job import Job
-from mheads.tree import Node, Tree, TreeNet, children
+from mheads.tree import Node, Tree, TreeNet
 from mheads.values import Value
 
 
@@ -37,13 +38,10 @@ class StageLoad:
     update: float = 0.0
 
 
-def counted_loads(job: Job, network: nn.Module, shape: tuple[int, ...], flops: float) -> dict[str, StageLoad]:
-    """Loads from counted multiply-adds, on cores of `flops` operations per second.
-
-    `network` is one member, whatever the size of the tree.
-    """
+def counted_loads(job: Job, net: TreeNet, shape: tuple[int, ...], flops: float) -> dict[str, StageLoad]:
+    """Loads from counted multiply-adds, on cores of `flops` operations per second."""
     found = {}
-    for node, piece, x in _pieces(job.tree, network, torch.zeros(1, *shape, dtype=next(network.parameters()).dtype)):
+    for node, piece, x in _pieces(job.tree, net, torch.zeros(1, *shape, dtype=net.dtype)):
         cost = stage_costs(piece, tuple(x.shape[1:]))["trunk"]
         backward = cost.step(node.parent is None) - cost.forward
         part = 1.0 if node.children else job.share
@@ -53,7 +51,7 @@ def counted_loads(job: Job, network: nn.Module, shape: tuple[int, ...], flops: f
     return {name: found[node.layers] for name, node in job.tree.nodes.items()}
 
 
-def measured_loads(job: Job, network: nn.Module, shape: tuple[int, ...], seconds: float = 0.4) -> dict[str, StageLoad]:
+def measured_loads(job: Job, net: TreeNet, shape: tuple[int, ...], seconds: float = 0.4) -> dict[str, StageLoad]:
     """Loads on this machine: the best of a few timed micro-batches on one core.
 
     The update is that of SGD with momentum: with many parameters and few rows it matters. Counted loads leave it out.
@@ -65,9 +63,7 @@ def measured_loads(job: Job, network: nn.Module, shape: tuple[int, ...], seconds
     rows = -(-job.rows // job.micro_batches)
     found = {}
     try:
-        for node, piece, x in _pieces(
-            job.tree, network, torch.randn(rows, *shape, dtype=next(network.parameters()).dtype)
-        ):
+        for node, piece, x in _pieces(job.tree, net, torch.randn(rows, *shape, dtype=net.dtype)):
             part = 1.0 if node.children else job.share
             forward, backward, floats = _measure(piece.train(), x, node.parent is not None, part, seconds)
             found[node.layers] = StageLoad(
@@ -78,14 +74,15 @@ def measured_loads(job: Job, network: nn.Module, shape: tuple[int, ...], seconds
     return {name: found[node.layers] for name, node in job.tree.nodes.items()}
 
 
-def _pieces(tree: Tree, network: nn.Module, x: Value) -> Iterator[tuple[Node, TreeNet, Value]]:
+def _pieces(tree: Tree, of: TreeNet, x: Value) -> Iterator[tuple[Node, TreeNet, Value]]:
     """Each distinct piece in the tree: a node that has it, a net of this one stage, and what it is given."""
-    layers = dict(children(copy.deepcopy(network)))  # running a layer may change it: batch statistics, modes
+    network = of.network()  # of its own: running a layer may change it, as batch statistics and modes
     outputs: dict[tuple[str, ...], Value] = {(): x}
     for node in tree.nodes.values():
         if node.layers in outputs:
             continue
-        piece = nn.Sequential(OrderedDict((name, layers[name]) for name in node.layers))
+        stage = of.chain.stage(node.layers, network)
+        piece = nn.Sequential(OrderedDict(children(stage))) if isinstance(stage, Stage) else nn.Sequential(stage)
         net = TreeNet(partial(_given, piece), members=1)
         given = outputs[tree.nodes[node.parent].layers if node.parent else ()]
         with torch.no_grad():

@@ -19,7 +19,7 @@ from mheads.models import INPUT_SHAPES
 from mheads.planning.job import Cluster, Job
 from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.search import auto
-from mheads.tree import TreeNet, describe, parse, whole_spec
+from mheads.tree import TreeNet
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RecipeJob(Job):
     def shape(self) -> tuple[int, ...]:
         """The shape of an example, checked with the network; found only when costs are asked for."""
         shape = input_shape(self.config)
-        sided = next((m for m in self.net.modules() if hasattr(m, "takes")), None)
+        sided = next((m for m in self.net.network().modules() if hasattr(m, "takes")), None)
         if sided is not None:
             raise UserError(
                 f"{self.config.model} has a {type(sided).__name__}, which takes a side input: the costs of its stages "
@@ -43,18 +43,18 @@ class RecipeJob(Job):
         return shape
 
     def measured(self) -> dict[str, StageLoad]:
-        """The loads of the stages, measured on this machine."""
-        return measured_loads(self, self.net.member(0), self.shape)
+        """What the stages take on this machine."""
+        return measured_loads(self, self.net, self.shape)
 
     def counted(self, flops: float) -> dict[str, StageLoad]:
-        """The loads of the stages at `flops` operations per second and core."""
-        return counted_loads(self, self.net.member(0), self.shape, flops)
+        """What they would take at `flops` operations per second and core."""
+        return counted_loads(self, self.net, self.shape, flops)
 
 
 def job_of(config: Config) -> RecipeJob:
-    """The job of a step of this config; only one of its networks is built."""
-    net = TreeNet(factory(config), members=1)
-    tree = parse(whole_spec(config.members, config.split), describe(net.member(0)), config.members, config.model)
+    """What a step of this config is; of its networks one is drawn, and no stage is built."""
+    net = TreeNet(factory(config), config.members, config.split, only=())
+    tree = net.tree
     loss = build_loss(config)
     rows = config.optim.batch_size * config.optim.accumulate
     parts = min(micro_batches(config, net) * config.optim.accumulate, rows)

@@ -14,7 +14,7 @@ from rich.tree import Tree as Drawing
 from mheads.config import Config
 from mheads.experiment import factory
 from mheads.terminal.words import mesh_text, names, numbers, ranks_of
-from mheads.tree import Node, Tree, children, describe, parse, whole_spec
+from mheads.tree import Node, Tree, TreeNet
 
 if TYPE_CHECKING:
     from mheads.distributed.placement import Placement
@@ -27,9 +27,9 @@ def draw(config: Config, ranks: int | None = None) -> Group:
     With a number of ranks also who would hold each stage, and what goes from rank to rank.
     """
     placed = None if ranks is None else _placed(config, ranks)
-    network = factory(config)() if placed is None else placed[0].net.member(0)  # one is enough to know all layers
-    sizes = {name: sum(p.numel() for p in layer.parameters()) for name, layer in children(network)}
-    tree = parse(whole_spec(config.members, config.split), describe(network), config.members, config.model)
+    # No stage is built: one network is enough to know all layers.
+    net = TreeNet(factory(config), config.members, config.split, only=()) if placed is None else placed[0].net
+    sizes, tree = net.layer_sizes(), net.tree
     members = f"{tree.num_members} member{'s' if tree.num_members != 1 else ''}"
     drawing = Drawing(Text(f"{config.model}, {members}", style="bold"), guide_style="dim")
 

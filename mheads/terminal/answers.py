@@ -12,15 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 
-def numbers_of_rows(file: Path, outputs: torch.Tensor) -> Group:
-    """Outputs [M, N, D] of the examples of a file: a line each."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("row", "Ensemble-Mean", *(f"member {m}" for m in range(len(outputs)))):
-        table.add_column(name, no_wrap=True)
+def numbers_of_rows(title: str, outputs: torch.Tensor, names: Sequence[str] | None = None) -> Group:
+    """Outputs [M, N, D] of examples, which have these names or are numbered: a line each."""
+    table = _lines("row" if names is None else "image", "Ensemble-Mean", *(f"member {m}" for m in range(len(outputs))))
     for row in range(outputs.shape[1]):
         shown = (" ".join(f"{x:.4g}" for x in given[row]) for given in (outputs.mean(0), *outputs))
-        table.add_row(str(row), *shown)
-    return Group(escape(str(file)), table)
+        table.add_row(str(row) if names is None else escape(names[row]), *shown)
+    return Group(escape(title), table)
 
 
 def answers_to_image(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
@@ -43,15 +41,24 @@ def answers_to_image(image: Path, probabilities: torch.Tensor, classes: Sequence
     return Group(title, table)  # a title of the table's own would be wrapped to its width
 
 
-def answers_to_rows(file: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
-    """Probabilities [M, N, C] of the rows of a file: a line each."""
+def answers_to_rows(
+    title: str, probabilities: torch.Tensor, classes: Sequence[str], names: Sequence[str] | None = None
+) -> Group:
+    """Probabilities [M, N, C] of examples, which have these names or are numbered: a line each."""
     votes, mean = probabilities.argmax(-1), probabilities.mean(0)
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("row", "Ensemble-Mean", "agree", *(f"member {m}" for m in range(len(votes)))):
-        table.add_column(name, no_wrap=True)
+    members = (f"member {m}" for m in range(len(votes)))
+    table = _lines("row" if names is None else "image", "Ensemble-Mean", "agree", *members)
     for row, p in enumerate(mean):
         answer = int(p.argmax())
         said = f"{escape(classes[answer])} {100 * p[answer]:.1f}%"
         agree = f"{int((votes[:, row] == answer).sum())} of {len(votes)}"
-        table.add_row(str(row), said, agree, *(escape(classes[c]) for c in votes[:, row]))
-    return Group(escape(str(file)), table)
+        name = str(row) if names is None else escape(names[row])
+        table.add_row(name, said, agree, *(escape(classes[c]) for c in votes[:, row]))
+    return Group(escape(title), table)
+
+
+def _lines(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    return table

@@ -27,7 +27,7 @@ from mheads import probe as probing
 from mheads.device import refuse_beyond_memory
 from mheads.dropout import CHANNELWISE, Dropout, is_dropout, replace_dropout
 from mheads.errors import UserError
-from mheads.modules import call, children, has_batch_statistics, has_fixed_statistics, is_hooked
+from mheads.modules import call, children, has_batch_statistics, has_fixed_statistics, is_hooked, takes_statistics
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -181,6 +181,8 @@ class Stage(nn.Sequential):
     A layer whose attribute `takes` names side inputs of the batch (regions of interest, say) is called with them too.
     """
 
+    holds_fixed = False  # frozen modules that stay in eval mode
+
     def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         for layer in self:
             x = call(layer, x, side)
@@ -188,9 +190,10 @@ class Stage(nn.Sequential):
 
     def train(self, mode: bool = True) -> Stage:
         super().train(mode)
-        for module in self.modules():
-            if has_fixed_statistics(module):
-                module.training = False
+        if self.holds_fixed:  # asked first: this is called at every step, of a thousand members as well
+            for module in self.modules():
+                if has_fixed_statistics(module):
+                    module.training = False
         return self
 
 
@@ -324,7 +327,10 @@ class TreeNet(nn.Module):
         """Member m as an ordinary network; it shares its weights with this tree (deepcopy it to part them)."""
         if not 0 <= m < self.num_members:
             raise UserError(f"member {m} of {self.num_members}: they are counted from 0 to {self.num_members - 1}")
-        return Stage(OrderedDict(pair for node in self.tree.path(m) for pair in children(self.stage(node.name))))
+        stages = [self.stage(node.name) for node in self.tree.path(m)]
+        whole = Stage(OrderedDict(pair for stage in stages for pair in children(stage)))
+        whole.holds_fixed = any(stage.holds_fixed for stage in stages)
+        return whole
 
     def keep(self, members: Collection[int]) -> TreeNet:
         """A tree of these members alone, with copies of their weights."""
@@ -370,19 +376,21 @@ class TreeNet(nn.Module):
         for name in names:
             self._check_frozen(name)
         self.frozen = tuple(dict.fromkeys(names))
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters(remove_duplicate=False):  # layers may share a weight
             if name in self._froze:
                 parameter.requires_grad_(True)
         self._froze = set()
-        for stage in self.stages:
-            for key, parameter in self.stage(stage).named_parameters():
-                if parameter.requires_grad and self._is_frozen(stage, key):
-                    self._froze.add(f"stages.{stage}.{key}")
+        for name in self.stages:
+            stage = self.stage(name)
+            for key, parameter in stage.named_parameters(remove_duplicate=False):
+                if parameter.requires_grad and self._is_frozen(name, key):
+                    self._froze.add(f"stages.{name}.{key}")
                     parameter.requires_grad_(False)
-            for key, module in self.stage(stage).named_modules():
+            stage.holds_fixed = False
+            for key, module in stage.named_modules():
                 module.__dict__.pop("fixed_statistics", None)
-                if self._is_frozen(stage, key):
-                    module.fixed_statistics = True
+                if self._is_frozen(name, key) and takes_statistics(module):
+                    module.fixed_statistics = stage.holds_fixed = True
         self.train(self.training)
         if self.frozen and not any(map(self.learns, self.tree.nodes)):
             frozen = ", ".join(self.frozen)
@@ -490,6 +498,14 @@ class TreeNet(nn.Module):
         """Whether two members draw masks of their own: dropout in a stage that they do not share."""
         own = [node for node in self.tree.path(a) if b not in node.members]
         return any(name in self._facts.dropout for node in own for name in node.layers)
+
+    def parted_by_freezing(self, a: int, b: int) -> bool:
+        """Whether one of two members learns where the other is frozen, in a stage that they do not share."""
+
+        def frozen(m: int, other: int) -> list[bool]:
+            return [node.name in self.frozen for node in self.tree.path(m) if other not in node.members]
+
+        return frozen(a, b) != frozen(b, a)
 
     def is_parameter(self, name: str) -> bool:
         """Whether `layer.name` is a weight, not a buffer."""

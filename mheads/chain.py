@@ -34,25 +34,31 @@ class Layer:
     ends: bool = False
 
 
+class Freezable(nn.Module):
+    """A stage in which frozen layers stay in eval mode: their statistics do not change."""
+
+    holds_fixed = False  # whether there are such
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self.holds_fixed:  # asked first: this is called at every step, of a thousand members as well
+            for module in self.modules():
+                if has_fixed_statistics(module):
+                    module.training = False
+        return self
+
+    def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
+        raise NotImplementedError
+
+
 class Chain(Protocol):
     """Where a network can be cut, and the stages that this gives."""
 
     layers: list[Layer]
     why: str | None  # no graph could be made of it, where one was looked for
 
-    def stage(self, layers: Sequence[str], *sources: nn.Module) -> nn.Module:
+    def stage(self, layers: Sequence[str], *sources: nn.Module) -> Freezable:
         """These consecutive layers, with the weights of a network or of the stages that hold them."""
-
-
-class Freezable(nn.Module):
-    """A stage in which frozen layers stay in eval mode: their statistics do not change."""
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        for module in self.modules():
-            if has_fixed_statistics(module):
-                module.training = False
-        return self
 
 
 class Stage(Freezable, nn.Sequential):
@@ -83,7 +89,9 @@ class Row:
 
     def stage(self, layers: Sequence[str], *sources: nn.Module) -> Stage:
         found = {name: child for source in sources for name, child in children(source)}
-        return Stage(OrderedDict((name, replace_dropout(found[name])) for name in layers))
+        stage = Stage(OrderedDict((name, replace_dropout(found[name])) for name in layers))
+        stage.holds_fixed = any(map(has_fixed_statistics, stage.modules()))
+        return stage
 
 
 def is_sequential(network: nn.Module) -> bool:

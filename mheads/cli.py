@@ -156,18 +156,22 @@ def evaluate(
 @app.command(rich_help_panel="Train and look")
 def predict(
     run: RunPath,
-    images: Annotated[list[Path], typer.Argument(help="Images, or .npz and .csv files of examples.")],
+    files: Annotated[list[Path], typer.Argument(help="Images, folders of images, or .npz and .csv files of examples.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the answers to this .csv, or outputs [M, N, ...] to this .npz."),
+    ] = None,
     resize: Annotated[bool, typer.Option(help="Scale images of another size to the one trained on.")] = False,
     trust: Trust = False,
 ) -> None:
     """Show every member's answer to an image, the ensemble's, and how far they agree.
 
-    Example: mheads predict runs/mcl cat.png
+    Example: mheads predict runs/mcl pictures -o answers.csv
     """
-    from mheads.evaluation import predict_images
+    from mheads.predictions import predict_files
     from mheads.progress import Terminal
 
-    for answers in predict_images(run, images, resize, Terminal(console), trust):
+    for answers in predict_files(run, files, resize, Terminal(console), trust, output):
         console.print(answers)
 
 

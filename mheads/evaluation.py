@@ -1,4 +1,4 @@
-"""Evaluates trained runs, and predicts with them."""
+"""What is done with finished runs: evaluate them on their test set, and take them elsewhere."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Group
 
 from mheads import api, experiment
 from mheads import config as configs
 from mheads.data import POSED
 from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
-from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
 from mheads.export import export
 from mheads.files import write_atomically
@@ -25,7 +23,6 @@ from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.progress import Watcher
 from mheads.run import Run
 from mheads.run_folder import DataFacts, RunFolder
-from mheads.terminal.answers import answers as shown
 from mheads.train import summary
 from mheads.values import Value
 
@@ -162,45 +159,3 @@ def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = 
     run = api.load(path, trust=trust, warn=watch.warn)
     difference = export(run, file, what)
     watch.say(f"{file}: {what}, within {difference:.1g} of the run's own answers")
-
-
-def predict_images(
-    path: Path, files: Sequence[Path], resize: bool, watch: Watcher, trust: bool = False
-) -> Iterator[Group]:
-    """A table for each image: the best answers of every member and of the ensemble; one for each file of arrays."""
-    run = api.load(path, trust=trust, warn=watch.warn)
-    if not files:
-        raise UserError("there is nothing to predict: give image, .npz or .csv files")
-    images = [file for file in files if file.suffix.lower() not in ARRAYS]
-    pixels = [read_image(image, run, resize) for image in images]
-    with telling(watch):
-        answers = dict(zip(images, run.predict(np.stack(pixels)).double().unbind(1), strict=True)) if images else {}
-        rows = {file: run.predict(read_examples(file, run)).double() for file in files if file not in answers}
-    problem = run.data.problem
-    for file in files:
-        yield shown(file, rows[file] if file in rows else answers[file][:, None], problem, image=file in answers)
-
-
-def read_image(path: Path, run: Run, resize: bool) -> np.ndarray:
-    """The image as uint8 [C, H, W] of the size that the run was trained on."""
-    if len(run.data.shape) != 3 or run.data.shape[0] not in (1, 3):
-        raise UserError(f"{run.folder} was trained on examples of shape {run.data.shape}, not on images")
-    if not path.is_file():
-        raise UserError(f"there is no image {path}")
-    # Arrays that Python gave to fit are like those of a file.
-    entry = DATASETS.get(run.config.data.name, DATASETS["npz"])
-    return entry.example(path, run.data.shape, resize=run.config.data.resize, stretch=resize, where=str(run.folder))
-
-
-def read_examples(path: Path, run: Run) -> np.ndarray:
-    """The examples [N, ...] of a .npz file (its array x, x_test or only one) or of a .csv file (rows of numbers)."""
-    if path.suffix.lower() == ".npz":
-        return read_array(path, ("x", "x_test"))
-    rows = read_csv(path)
-    values = int(np.prod(run.data.shape))
-    if rows.shape[1] != values:
-        raise UserError(
-            f"{path} has {rows.shape[1]} numbers per row, but {run.folder} was trained on examples of {values}: "
-            "give a row of these for each, without labels"
-        )
-    return rows.reshape(-1, *run.data.shape)

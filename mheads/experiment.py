@@ -130,7 +130,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     if all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):  # the loss does not tell members apart
         for a, b in net.identical_members():
             same_prior = prior is None or np.array_equal(prior[a], prior[b])
-            if same_prior and not net.parted_by_dropout(a, b):
+            if same_prior and not net.parted_by_dropout(a, b) and not net.parted_by_freezing(a, b):
                 raise _identical(net, loss, a, b)
     return Experiment(config, net, loss, data, datasets.weighted(prior, data.weights, net.num_members))
 

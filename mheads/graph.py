@@ -22,7 +22,7 @@ from mheads import values
 from mheads.chain import Chain, Freezable, Layer, Row, calls_its_children, is_sequential
 from mheads.dropout import FUNCTIONS, is_dropout, replace_dropout
 from mheads.errors import UserError
-from mheads.modules import children
+from mheads.modules import children, has_fixed_statistics
 from mheads.trace import TRAINING, CannotFollowError, Traced, trace
 from mheads.values import Value
 
@@ -150,6 +150,7 @@ class GraphChain:
         if last == len(names) - 1:
             for path in self.unused:
                 self._add_tensor(stage, path, sources)
+        stage.holds_fixed = any(map(has_fixed_statistics, stage.modules()))
         return stage
 
     def _add_tensor(self, stage: nn.Module, path: str, sources: Sequence[nn.Module]) -> None:

@@ -35,18 +35,18 @@ def has_batch_statistics(module: nn.Module) -> bool:
 
     A module of the user's own says so by an attribute `batch_statistics = True`. Frozen ones depend on nothing.
     """
+    return any(takes_statistics(m) and not has_fixed_statistics(m) for m in module.modules())
 
-    def depends(m: nn.Module) -> bool:
-        if has_fixed_statistics(m):
-            return False
-        running = isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats
-        return running or isinstance(m, nn.modules.batchnorm._BatchNorm) or getattr(m, "batch_statistics", False)
 
-    return any(depends(m) for m in module.modules())
+def takes_statistics(module: nn.Module) -> bool:
+    """Whether this very module does, if it is not frozen."""
+    running = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+    batch = isinstance(module, nn.modules.batchnorm._BatchNorm) or getattr(module, "batch_statistics", False)
+    return bool(running or batch)
 
 
 def has_fixed_statistics(module: nn.Module) -> bool:
-    """Whether this module is frozen, so that it normalises by what it has seen so far: see `TreeNet.freeze`."""
+    """Whether this module is frozen, and normalises by what it has seen so far: see `TreeNet.freeze`."""
     return bool(module.__dict__.get("fixed_statistics", False))
 
 

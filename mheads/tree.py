@@ -24,12 +24,12 @@ from torch.nn.parameter import is_lazy
 
 from mheads import identity, seeds, values
 from mheads import probe as probing
-from mheads.chain import Chain, Layer, Row, is_sequential
+from mheads.chain import Chain, Freezable, Layer, Row, is_sequential
 from mheads.device import refuse_beyond_memory
 from mheads.dropout import CHANNELWISE, Dropout, replace_dropout
 from mheads.errors import UserError
 from mheads.graph import GraphChain, chain_of
-from mheads.modules import has_batch_statistics, is_hooked
+from mheads.modules import has_batch_statistics, is_hooked, takes_statistics
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -321,8 +321,8 @@ class TreeNet(nn.Module):
     def dtype(self) -> torch.dtype:
         return next((p.dtype for p in self.parameters()), self._facts.dtype)
 
-    def stage(self, name: str) -> nn.Module:
-        return self.stages[name]
+    def stage(self, name: str) -> Freezable:
+        return self.stages[name]  # type: ignore[return-value]
 
     def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Outputs of all members, [M, B, C]; every stage runs once."""
@@ -335,7 +335,8 @@ class TreeNet(nn.Module):
         """Member m as an ordinary network; it shares its weights with this tree (deepcopy it to separate them)."""
         if not 0 <= m < self.num_members:
             raise UserError(f"member {m} of {self.num_members}: they are counted from 0 to {self.num_members - 1}")
-        return self.chain.stage([n.name for n in self.layers], *(self.stage(node.name) for node in self.tree.path(m)))
+        stages = (self.stage(node.name) for node in self.tree.path(m))
+        return self.chain.stage([layer.name for layer in self.layers], *stages)
 
     def keep(self, members: Collection[int]) -> TreeNet:
         """A tree of these members alone, with copies of their weights."""
@@ -381,19 +382,21 @@ class TreeNet(nn.Module):
         for name in names:
             self._check_frozen(name)
         self.frozen = tuple(dict.fromkeys(names))
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters(remove_duplicate=False):  # layers may share a weight
             if name in self._froze:
                 parameter.requires_grad_(True)
         self._froze = set()
-        for stage in self.stages:
-            for key, parameter in self.stage(stage).named_parameters():
-                if parameter.requires_grad and self._is_frozen(stage, key):
-                    self._froze.add(f"stages.{stage}.{key}")
+        for name in self.stages:
+            stage = self.stage(name)
+            for key, parameter in stage.named_parameters(remove_duplicate=False):
+                if parameter.requires_grad and self._is_frozen(name, key):
+                    self._froze.add(f"stages.{name}.{key}")
                     parameter.requires_grad_(False)
-            for key, module in self.stage(stage).named_modules():
+            stage.holds_fixed = False
+            for key, module in stage.named_modules():
                 module.__dict__.pop("fixed_statistics", None)
-                if self._is_frozen(stage, key):
-                    module.fixed_statistics = True
+                if self._is_frozen(name, key) and takes_statistics(module):
+                    module.fixed_statistics = stage.holds_fixed = True
         self.train(self.training)
         if self.frozen and not any(map(self.learns, self.tree.nodes)):
             frozen = ", ".join(self.frozen)
@@ -505,6 +508,14 @@ class TreeNet(nn.Module):
         """Whether two members draw masks of their own: dropout in a stage that they do not share."""
         own = [node for node in self.tree.path(a) if b not in node.members]
         return any(name in self._facts.dropout for node in own for name in node.layers)
+
+    def parted_by_freezing(self, a: int, b: int) -> bool:
+        """Whether one of two members learns where the other is frozen, in a stage that they do not share."""
+
+        def frozen(m: int, other: int) -> list[bool]:
+            return [node.name in self.frozen for node in self.tree.path(m) if other not in node.members]
+
+        return frozen(a, b) != frozen(b, a)
 
     def is_parameter(self, name: str) -> bool:
         """Whether `layer.name` is a weight, not a buffer."""

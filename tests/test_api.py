@@ -264,7 +264,7 @@ def test_uint8_arrays_train_without_being_scaled_by_hand(on_pixels):
 def test_image_files_and_arrays_get_the_same_answers_from_a_run_of_floats(trained, tmp_path):
     from PIL import Image
 
-    from mheads.evaluation import read_image
+    from mheads.predictions import read_image
 
     Image.fromarray(PIXELS[3, 0]).save(tmp_path / "three.png")
     from_file = trained.predict(read_image(tmp_path / "three.png", trained, False)[None])

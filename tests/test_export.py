@@ -72,16 +72,25 @@ def close(found, expected):
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_tree_on_pixels_gives_the_runs_answers(tree, tmp_path, suffix):
+@pytest.fixture(scope="module", params=SUFFIXES)
+def exported(request, tree, tmp_path_factory):
+    """The tree in files, by what they give; nothing else is in their folder."""
+    folder = tmp_path_factory.mktemp("exported")
+    found = {
+        what: tree.export(folder / f"{what.replace(':', '')}{request.param}", what, examples=X)
+        for what in ("mean", "members", "member:2")
+    }
+    assert sorted(folder.iterdir()) == sorted(found.values())
+    return found
+
+
+def test_a_tree_on_pixels_gives_the_runs_answers(tree, exported):
     outputs = tree.predict(X).double()
     expected = {"mean": outputs.softmax(-1).mean(0), "members": outputs, "member:2": outputs[2]}
     for what, want in expected.items():
-        path = tree.export(tmp_path / f"{what.replace(':', '')}{suffix}", what, examples=X)
-        close(answers(path, X), want)
-    for rows in (1, 3, 80):
-        close(answers(tmp_path / f"mean{suffix}", X[:rows]), expected["mean"][:rows])
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"{n}{suffix}" for n in ("mean", "members", "member2"))
+        close(answers(exported[what], X), want)
+    for rows in (1, 3, 79):
+        close(answers(exported["mean"], X[:rows]), expected["mean"][:rows])
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -91,21 +100,24 @@ def test_numbers_are_averaged_and_taken_in_the_precision_of_training(numbers, tm
     close(answers(run.export(tmp_path / f"all{suffix}", "members"), x), run.predict(x))
 
 
-def test_a_process_without_mheads_gives_our_outputs(tree, tmp_path):
-    tree.export(tmp_path / "all.pt2", "members", X)
+def test_a_process_without_mheads_gives_our_outputs(tree, exported, tmp_path):
+    if exported["members"].suffix != ".pt2":
+        pytest.skip("the ONNX file is run by onnxruntime, which knows no mheads either")
     np.save(tmp_path / "x.npy", X)
     script = """
 import sys
 sys.modules["mheads"] = None  # whatever imports it fails
 import json, numpy, torch
 facts = {"mheads.json": ""}
-program = torch.export.load("all.pt2", extra_files=facts).module()
+program = torch.export.load(sys.argv[1], extra_files=facts).module()
 x = torch.from_numpy(numpy.load("x.npy"))
 found = [program(x[:rows]).detach().numpy() for rows in (1, 2, 5, 80)]
 numpy.savez("found.npz", *found)
 print(facts["mheads.json"])
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script, exported["members"]], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
         "what": "members",
@@ -118,11 +130,18 @@ print(facts["mheads.json"])
             close(found[name], expected[:, :rows])
 
 
-def test_the_shared_layers_are_computed_once(tree, tmp_path):
-    tree.export(tmp_path / "all.pt2", "members", X)
-    called = [str(node.target) for node in torch.export.load(tmp_path / "all.pt2").graph.nodes]
-    assert sum("conv2d" in name for name in called) == 1 + 2  # conv; conv2 of two members, and of the third
-    assert sum("linear" in name for name in called) == 3
+def test_the_shared_layers_are_computed_once(exported):
+    path = exported["members"]
+    if path.suffix == ".pt2":
+        called = [str(node.target) for node in torch.export.load(path).graph.nodes]
+    else:
+        import onnx
+
+        called = [node.op_type for node in onnx.load(path).graph.node]
+    assert (
+        sum("conv" in name.lower() for name in called if ("getitem" not in name and "." in name) or "Conv" in name) == 3
+    )
+    assert sum(name == "Gemm" or "aten.linear" in name for name in called) == 3
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -187,6 +206,25 @@ def test_onnx_without_its_packages_is_refused(tree, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else find(name))
     with pytest.raises(UserError, match=r"needs .*onnxruntime: pip install 'mheads\[onnx\]'"):
         tree.export(tmp_path / "a.onnx")
+
+
+def test_what_cannot_be_run_again_is_refused(tree, tmp_path, monkeypatch):
+    def fails(x):
+        raise RuntimeError("no such batch")
+
+    monkeypatch.setattr("mheads.export._write_pt2", lambda program, path, facts: path.write_text("half") and fails)
+    with pytest.raises(UserError, match="cannot be run for any number of examples: no such batch"):
+        tree.export(tmp_path / "a.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+@ONNX
+def test_what_onnxruntime_does_not_know_is_refused(tmp_path):
+    net = mheads.TreeNet(lambda: nn.Sequential(nn.Conv2d(2, 2, 6), nn.Flatten(), nn.Linear(2, 3)), members=2).double()
+    run = mheads.fit(net, train=(X, Y), test=(X, Y), **QUICK)
+    with pytest.raises(UserError, match=r"the network cannot be written as ONNX: .*Conv.*; \.pt2 may hold it"):
+        run.export(tmp_path / "a.onnx")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_networks_that_no_exporter_can_follow_are_refused(tmp_path):

@@ -176,14 +176,13 @@ def test_frozen_batch_normalisation_lets_the_batch_be_cut():
 TREE = ["split={conv: [{hidden: 2}, 1]}"]
 
 
-@pytest.mark.parametrize("freeze", ["[trunk]", "[conv/1, hidden]"])
-def test_frozen_stages_have_the_same_bits_on_workers_ranks_and_after_a_stop(mheads, tmp_path, freeze):
+@pytest.mark.parametrize(("freeze", "size"), [("[trunk]", 3), ("[conv/1, hidden]", 2)])
+def test_frozen_stages_have_the_same_bits_on_workers_ranks_and_after_a_stop(mheads, tmp_path, freeze, size):
     command = ["train", "digits", *TINY, *TREE, f"freeze={freeze}", "optim.iterations=8"]
     assert mheads(*command, "engine.workers=1", "--run", tmp_path / "one").code == 0
-    for size in (2, 3):
-        for done in ranks(size, *command, "--run", tmp_path / f"ranks{size}"):
-            assert done.code == 0, done.err
-        assert_same_run(tmp_path / "one", tmp_path / f"ranks{size}")
+    for done in ranks(size, *command, "--run", tmp_path / "ranks"):
+        assert done.code == 0, done.err
+    assert_same_run(tmp_path / "one", tmp_path / "ranks")
     first = [part for part in command if "iterations" not in part]
     assert mheads(*first, "optim.iterations=6", "--run", tmp_path / "two").code == 0
     assert mheads(*command, "--run", tmp_path / "two").code == 0
@@ -216,3 +215,37 @@ def test_a_recipe_names_what_is_frozen(mheads, tmp_path):
     assert done.code == 2
     assert "freeze: there is no stage and no layer 'conv9'" in done.err
     assert not (tmp_path / "run").exists()
+
+
+def test_frozen_normalisation_stays_in_eval_mode_and_frozen_dropout_drops():
+    def dropping():
+        block = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(72, 8), nn.BatchNorm1d(8))
+        return nn.Sequential(OrderedDict(block=block, out=nn.Linear(8, 3)))
+
+    net = TreeNet(dropping, members=2, split="block")
+    net.freeze(["trunk"])
+    for module in (net, copy.deepcopy(net), net.member(0)):
+        modes = {type(m).__name__: m.training for m in module.train().modules()}
+        assert (modes["Dropout"], modes["BatchNorm1d"], modes["Linear"]) == (True, False, True)
+    net.freeze([])
+    assert all(module.training for module in net.train().modules())
+
+
+def test_a_weight_that_two_layers_share_is_frozen_by_either():
+    def tied():
+        made = nn.Sequential(
+            OrderedDict(flat=nn.Flatten(), a=nn.Linear(72, 72), b=nn.Linear(72, 72), c=nn.Linear(72, 3))
+        )
+        made.b.weight = made.a.weight
+        return made
+
+    net = TreeNet(tied, members=2)
+    found = changed(net, lambda net: package.fit(net, freeze=["b"], **QUICK))
+    assert {name.removeprefix("stages.0.") for name in found if "stages.0" in name} == {"a.bias", "c.weight", "c.bias"}
+    assert all(p.requires_grad for p in net.parameters())
+
+
+def test_equal_members_of_which_one_is_frozen_are_parted():
+    net = TreeNet(lambda: network(norm=False)).fork(2)
+    found = changed(net, lambda net: package.fit(net, freeze=["0"], **QUICK))
+    assert found == {name for name in net.state_dict() if name.startswith("stages.1.")}

@@ -1,5 +1,8 @@
 """`mheads predict` on files of examples, and the README's folder command from training to an answer."""
 
+import csv
+from pathlib import Path
+
 import networks
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import mheads as package
+from mheads import predictions
 
 X, Y = load_digits(return_X_y=True)
 
@@ -123,3 +127,118 @@ def test_outputs_of_any_split_are_those_that_eval_writes(mheads, tmp_path):
     assert torch.equal(package.outputs_of(package.load(run))[0], package.outputs_of(run, "validation")[0])
     with pytest.raises(package.UserError, match="there are train, validation, test"):
         package.outputs_of(run, "training")
+
+
+# Many examples, to files.
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A run on digits, and 130 of them as images in folders: two batches."""
+    folder = tmp_path_factory.mktemp("pictures")
+    images = (X.reshape(-1, 8, 8) * 15).astype(np.uint8)
+    net = package.TreeNet(networks.with_dropout, members=3, split="conv")
+    data = {"train": (images[200:], Y[200:]), "classes": [f"digit {d}" for d in range(10)]}
+    run = package.fit(net, iterations=30, lr=0.1, run=folder / "run", **data)
+    for i in range(130):
+        place = folder / "images" / f"{i % 2}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(images[i]).save(place / f"{i:03}.png")
+    (folder / "images" / "notes.txt").write_text("no image")
+    order = [*range(0, 130, 2), *range(1, 130, 2)]  # folders by name, files by name
+    return run, folder, images, order
+
+
+def read(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_folder_of_images_and_a_file_of_arrays_go_to_a_csv_file(mheads, pictures, tmp_path):
+    run, folder, images, order = pictures
+    np.savez(tmp_path / "x.npz", x=images[130:140])
+    done = mheads("predict", "--trust", run.folder, folder / "images", tmp_path / "x.npz", "-o", tmp_path / "out.csv")
+    assert done.code == 0, done.err
+    assert "out.csv: 140 examples" in done.out
+    lines = read(tmp_path / "out.csv")
+    outputs = run.predict(images[[*order, *range(130, 140)]]).double()
+    mean = outputs.softmax(-1).mean(0)
+    assert [Path(line["file"]).name for line in lines] == [f"{i:03}.png" for i in order] + ["x.npz"] * 10
+    assert [line["row"] for line in lines] == [""] * 130 + [str(i) for i in range(10)]
+    for i, line in enumerate(lines):
+        answer = mean[i].argmax()
+        votes = outputs[:, i].argmax(-1)
+        assert line["answer"] == f"digit {answer}"
+        assert float(line["probability"]) == pytest.approx(mean[i, answer].item(), rel=1e-4)
+        assert float(line["agreement"]) == pytest.approx((votes == answer).double().mean().item(), rel=1e-5)
+        assert [line[f"member_{m}"] for m in range(3)] == [f"digit {vote}" for vote in votes]
+
+
+def test_outputs_of_many_images_go_to_an_npz_file(mheads, pictures, tmp_path, monkeypatch):
+    run, folder, images, order = pictures
+    decoded = []
+    plain = predictions.ImageFiles.read
+    monkeypatch.setattr(predictions.ImageFiles, "read", lambda s, r, d: decoded.append(len(r)) or plain(s, r, d))
+    assert mheads("predict", "--trust", run.folder, folder / "images", "-o", tmp_path / "out.npz").code == 0
+    assert sorted(decoded) == [30, 100]  # batch by batch, not all at once
+    with np.load(tmp_path / "out.npz") as found:
+        assert np.array_equal(found["outputs"], run.predict(images[order]).numpy())
+        expected = torch.from_numpy(found["outputs"]).double().softmax(-1).mean(0)
+        assert np.allclose(found["probabilities"], expected)
+        assert found["names"].tolist() == [str(folder / "images" / f"{i % 2}" / f"{i:03}.png") for i in order]
+        assert found["classes"].tolist() == [f"digit {d}" for d in range(10)]
+    assert [p.name for p in tmp_path.iterdir()] == ["out.npz"]
+
+
+def test_numbers_go_to_a_csv_file_too(mheads, tmp_path):
+    x = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
+    net = package.TreeNet(networks.numbers, members=2)
+    run = package.fit(net, train=(x, x[:, :2]), test=(x, x[:, :2]), iterations=2, run=tmp_path / "run")
+    np.savez(tmp_path / "x.npz", x=x)
+    assert mheads("predict", "--trust", run.folder, tmp_path / "x.npz", "-o", tmp_path / "out.csv").code == 0
+    lines = read(tmp_path / "out.csv")
+    columns = ["mean_0", "mean_1", "member_0_0", "member_0_1", "member_1_0", "member_1_1"]
+    assert list(lines[0]) == ["file", "row", *columns]
+    outputs = run.predict(x).double()
+    expected = torch.cat([outputs.mean(0), outputs[0], outputs[1]], 1).numpy()
+    np.testing.assert_allclose([[float(line[c]) for c in columns] for line in lines], expected, rtol=1e-6)
+    assert mheads("predict", "--trust", run.folder, tmp_path / "x.npz", "-o", tmp_path / "out.npz").code == 0
+    with np.load(tmp_path / "out.npz") as found:
+        assert sorted(found) == ["names", "outputs"]
+        assert found["names"][3] == f"{tmp_path}/x.npz:3"
+
+
+def test_many_images_are_a_line_each_in_the_terminal_and_very_many_are_cut(mheads, pictures):
+    run, folder, _, _ = pictures
+    few = mheads("predict", "--trust", run.folder, *sorted((folder / "images" / "0").iterdir())[:12]).out
+    assert "12 images" in few
+    assert sum(".png" in line and "of 3" in line for line in few.splitlines()) == 12
+    assert "second" not in few  # the columns of one image's own table
+    many = mheads("predict", "--trust", run.folder, folder / "images").out
+    assert sum(".png" in line for line in many.splitlines()) == 100
+    assert "these are 100 of 130: -o answers.csv, or .npz, writes all" in many
+
+
+@pytest.mark.parametrize(
+    ("files", "output", "words"),
+    [
+        (["images"], "out.txt", "out.txt: answers are written to .csv, and outputs to .npz"),
+        (["images"], "gone/out.csv", "there is no folder"),
+        (["x.npz"], "x.npz", "is also what is asked about"),
+        (["empty"], "out.csv", "holds no image (.jpg"),
+        (["images", "missing.png"], "out.csv", "there is no image"),
+        (["images", "broken.png"], "out.csv", "broken.png cannot be read as an image"),
+        (["images", "broken.png"], "out.npz", "broken.png cannot be read as an image"),
+    ],
+)
+def test_what_cannot_be_asked_or_written_leaves_nothing(mheads, pictures, tmp_path, files, output, words):
+    run, folder, images, _ = pictures
+    (tmp_path / "images").symlink_to(folder / "images")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    np.savez(tmp_path / "x.npz", x=images[:3])
+    before = sorted(p.name for p in tmp_path.iterdir())
+    done = mheads("predict", "--trust", run.folder, *(tmp_path / file for file in files), "-o", tmp_path / output)
+    assert done.code == 2
+    assert words in done.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == before

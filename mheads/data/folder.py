@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -59,16 +60,13 @@ class FolderSplit:
         out = np.empty((len(rows), self.crop, self.crop, self.shape[0]), np.uint8)
         chances = None if seeds is None or not self.augment else uniforms(np.asarray(seeds), 3).T
 
-        def decode(start: int) -> None:
-            # A share of the batch per thread: a task per image would spend as long on handing it over.
-            for i in range(start, len(rows), cores()):
-                chance = None if chances is None else (chances[i, 0], chances[i, 1])
-                pixels = read_crop(self.root / self.files[rows[i]], self.resize, self.crop, chance, self.grey)
-                flip = chances is not None and self.mirror and chances[i, 2] < 0.5
-                out[i] = pixels[:, ::-1] if flip else pixels
+        def decode(i: int) -> None:
+            chance = None if chances is None else (chances[i, 0], chances[i, 1])
+            pixels = read_crop(self.root / self.files[rows[i]], self.resize, self.crop, chance, self.grey)
+            flip = chances is not None and self.mirror and chances[i, 2] < 0.5
+            out[i] = pixels[:, ::-1] if flip else pixels
 
-        for _ in _pool().map(decode, range(cores())):
-            pass  # taking the results raises the first error
+        in_threads(decode, len(rows))
         return torch.from_numpy(out)
 
     def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
@@ -108,6 +106,18 @@ class FolderSplit:
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def in_threads(decode: Callable[[int], None], count: int) -> None:
+    """Calls it for 0 to count - 1, on as many threads as there are cores; raises the first error."""
+
+    def share(start: int) -> None:
+        # A share of the images per thread: a task for each would spend as long on handing it over.
+        for i in range(start, count, cores()):
+            decode(i)
+
+    for _ in _pool().map(share, range(cores())):
+        pass  # taking the results raises
 
 
 @cache

@@ -72,7 +72,7 @@ class Loss:
         if name is not None and name not in problem.member_losses:
             raise UserError(
                 f"loss.of = {name} does not go with {problem.name}: there it is {' or '.join(problem.member_losses)}, "
-                "or a function of your own"
+                "or a function of your own. Are the targets something else? data.problem says what"
             )
         return self
 

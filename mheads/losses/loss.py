@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mheads import values
 from mheads.errors import UserError
 from mheads.losses.of import Of, member_loss, named
+from mheads.plain import short
 from mheads.problems import MemberLoss, Problem, cross_entropies
 from mheads.values import Value
 
@@ -135,9 +136,9 @@ class Loss:
         if not isinstance(found, Tensor) or found.shape != shape:
             kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
             raise UserError(
-                f"the loss of one member on one example, of = {self.of!r}, gives a value of {kind}; give the losses of "
-                f"all members on all examples, [M, B] (here {list(shape)}: reduction='none', and a mean over what "
-                "belongs to an example?)"
+                f"the loss of one member on one example, of = {short(self.of)}, gives a value of {kind}; give the "
+                f"losses of all members on all examples, [M, B] (here {list(shape)}: reduction='none', and a mean over "
+                "what belongs to an example?)"
             )
         return found
 

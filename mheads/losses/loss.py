@@ -25,7 +25,7 @@ class LossValue:
 
     `total` is the sum over examples, to be divided by the batch size by whoever knows it, so that cutting a batch
     changes nothing but rounding. `assignment` [M, B] says how much each member learns from each example; `losses`
-    [M, B] are the members' own cross-entropies.
+    [M, B] are the members' own losses.
     """
 
     total: Tensor

@@ -20,6 +20,7 @@ from mheads.errors import UserError
 from mheads.export import export
 from mheads.files import write_atomically
 from mheads.measuring import all_answers, in_eval_mode, measure
+from mheads.problems import Problem
 from mheads.progress import Watcher
 from mheads.run import Run
 from mheads.run_folder import DataFacts, RunFolder
@@ -61,7 +62,7 @@ def evaluate_run(
         arrays = {
             "outputs": np.concatenate([o for o, _ in kept], 1),
             "labels": np.concatenate([t for _, t in kept]),
-            "classes": np.array(data.problem.groups),
+            "classes": np.array(_classes(data.problem)),
         }
         write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
     return summary(result, net, split, weights.iteration, weights.seconds)
@@ -145,13 +146,19 @@ def _examples(folder: RunFolder, overrides: Sequence[str], split: str | None) ->
     here, there = data.problem, facts.problem
     if here.name != there.name:
         raise UserError(f"{data.name} is {here.name}, but {folder.path} was trained for {there.name}")
-    if here.groups != there.groups[: len(here.groups)]:
+    classes, known = _classes(here), _classes(there)
+    if classes != known[: len(classes)]:
         raise UserError(
-            f"the classes of {data.name} are {', '.join(here.groups)}; those that {folder.path} was trained on are "
-            f"{', '.join(there.groups)}: give data with the same classes in the same order"
+            f"the classes of {data.name} are {', '.join(classes)}; those that {folder.path} was trained on are "
+            f"{', '.join(known)}: give data with the same classes in the same order"
         )
     there.check_targets(examples.targets, f"{data.name}: {split}")
     return facts, examples, split
+
+
+def _classes(problem: Problem) -> tuple[str, ...]:
+    """The names of the classes; an example of several is in no group of theirs."""
+    return getattr(problem, "classes", problem.groups)
 
 
 def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = False) -> None:

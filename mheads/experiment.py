@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mheads import data as datasets
-from mheads import files, identity, models, seeds, values, weights
+from mheads import files, identity, models, plain, seeds, values, weights
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream, Reader
@@ -345,7 +345,9 @@ def build_loss(config: Config) -> Loss:
     """The loss of a config, if it fits the members and the sampling."""
     loss, of = _make_loss(config), config.loss.of
     if of is not None and not loss.takes_of:
-        raise UserError(f"loss.of = {of!r}: {loss.name} has a loss of its own for each example; leave loss.of out")
+        raise UserError(
+            f"loss.of = {plain.short(of)}: {loss.name} has a loss of its own for each example; leave loss.of out"
+        )
     loss = loss if of is None else replace(loss, of=of)
     loss.check(config.members, config.sampling.name)
     return loss

@@ -64,6 +64,8 @@ MEANINGS = {
     "bagging": "sampling.name=bagging",
     "criterion": "loss.name",
     "objective": "loss.name",
+    "label_smoothing": "loss.of={name: cross_entropy, smoothing: 0.1}",
+    "task": "data.problem",
     "random_state": "seed",
     "random_seed": "seed",
     "gpu": "device=cuda",

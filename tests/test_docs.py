@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if "```python" in page.read_text()]
@@ -31,3 +32,11 @@ def test_one_answer_prints_its_table(capsys):
     assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == list(example["LOSSES"])
     numbers = [[float(cell) for cell in line.strip("| ").split(" | ")[1:]] for line in lines[2:]]
     assert all(row[-1] >= max(row[0], row[1]) for row in numbers)  # nobody beats the Oracle
+
+
+def test_two_answers_are_shared_out_and_drawn(tmp_path, capsys):
+    example = runpy.run_path(str(ROOT / "examples/two_answers.py"), run_name="example")
+    ratio = example["main"](iterations=100, picture=tmp_path / "two.png")
+    assert ratio > 10  # the better of two members is so many times nearer than one network
+    assert f"{ratio:.1f} times less" in capsys.readouterr().out
+    assert imread(tmp_path / "two.png").std() > 0.05  # something is drawn

@@ -178,6 +178,7 @@ def test_a_config_says_what_is_wrong_with_it():
         configs.load("digits", ["loss.of=mee"])
     with pytest.raises(UserError, match=r"beta = -1: input should be greater than 0"):
         configs.load("digits", ["loss.of={name: smooth_l1, beta: -1}"])
+    assert configs.load("digits", ["loss.of=nowhere:f"]).loss.of == "nowhere:f"  # reading a config runs no code
     config = configs.load("digits", ["loss=prob_averaged", "loss.of=cross_entropy"])
     with pytest.raises(UserError, match=r"prob_averaged has a loss of its own for each example; leave loss.of out"):
         experiment.build_loss(config)
@@ -236,6 +237,8 @@ def test_a_network_says_how_sure_it_is_with_gaussian_nll():
         deviations = (run.net(ends)[1] / 2).exp()
     assert (deviations[:, 1] > 0.3).all()
     assert (deviations[:, 0] < 0.15).all()
+    with pytest.raises(UserError, match=r"let it give as many \(for gaussian_nll a pair of them: x.chunk"):
+        mheads.fit(mheads.TreeNet(partial(linear, 1, 2), members=2), losses.mcl(of="gaussian_nll"), train=(x, y))
     with pytest.raises(UserError, match="let it give a pair"):
         mheads.fit(mheads.TreeNet(partial(linear, 1, 1), members=2), losses.mcl(of="gaussian_nll"), train=(x, y))
 

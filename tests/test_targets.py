@@ -466,6 +466,20 @@ def test_a_recipe_is_trained_evaluated_and_asked(name, tmp_path, monkeypatch, mh
     assert "agree" in answers.out
 
 
+def test_other_data_is_read_as_targets_of_the_run_and_names_the_same_classes(tmp_path, monkeypatch, mheads):
+    monkeypatch.chdir(tmp_path)
+    assert mheads("train", write_recipe("multilabel", tmp_path), "--folder", "run").code == 0
+    one_hot = {"x_train": X[:9], "y_train": ONE_HOT[:9], "x_test": X[:9], "y_test": ONE_HOT[:9]}
+    np.savez("other.npz", **one_hot)
+    done = mheads("eval", "run", "--trust", "data.path=other.npz")
+    assert done.code == 0, done.err
+    assert "mean AP of members" in done.out
+    np.savez("named.npz", **one_hot, classes=["a", "b", "c"])
+    named = mheads("eval", "run", "--trust", "data.path=named.npz")
+    assert named.code == 2
+    assert "are a, b, c; those that run was trained on are 0, 1, 2" in named.err.replace("\n", " ")
+
+
 def test_pixels_are_learned_alike_on_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe("segmentation", tmp_path)

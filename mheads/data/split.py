@@ -33,7 +33,7 @@ class Split(Protocol):
 
     @property
     def targets(self) -> np.ndarray:
-        """What is to be learned for each example: class numbers int64 [N], or numbers float32 [N, D]."""
+        """What is to be learned of each example: class numbers int64 [N] or [N, H, W], or numbers float32 [N, D]."""
 
     @property
     def shape(self) -> tuple[int, ...]:

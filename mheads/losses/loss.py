@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mheads import values
 from mheads.errors import UserError
 from mheads.losses.of import Of, member_loss, named
+from mheads.plain import short
 from mheads.problems import MemberLoss, Problem, cross_entropies
 from mheads.values import Value
 
@@ -24,7 +25,7 @@ class LossValue:
 
     `total` is the sum over examples; the caller divides it by the size of the whole batch, so that cutting a batch
     changes nothing but rounding. `assignment` [M, B] says how much each member learns from each example; `losses`
-    [M, B] are the members' own cross-entropies.
+    [M, B] are the members' own losses.
     """
 
     total: Tensor
@@ -72,7 +73,7 @@ class Loss:
         if name is not None and name not in problem.member_losses:
             raise UserError(
                 f"loss.of = {name} does not go with {problem.name}: there it is {' or '.join(problem.member_losses)}, "
-                "or a function of your own"
+                "or a function of your own. Are the targets something else? data.problem says what"
             )
         return self
 
@@ -135,9 +136,9 @@ class Loss:
         if not isinstance(found, Tensor) or found.shape != shape:
             kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
             raise UserError(
-                f"the loss of one member on one example, of = {self.of!r}, gives a value of {kind}; give the losses of "
-                f"all members on all examples, [M, B] (here {list(shape)}: reduction='none', and a mean over what "
-                "belongs to an example?)"
+                f"the loss of one member on one example, of = {short(self.of)}, gives a value of {kind}; give the "
+                f"losses of all members on all examples, [M, B] (here {list(shape)}: reduction='none', and a mean over "
+                "what belongs to an example?)"
             )
         return found
 

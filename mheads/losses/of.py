@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from mheads.errors import UserError
 from mheads.losses.options import options
 from mheads.models import import_factory
+from mheads.plain import short
 from mheads.problems import MEMBER_LOSSES, MemberLoss
 
 Of = MemberLoss | str | Mapping[str, Any] | None
@@ -33,11 +34,11 @@ def checked(of: Any) -> Any:
     known = options(MEMBER_LOSSES[name])
     for key, value in given.items():
         if key not in known:
-            raise UserError(f"{name} has no option {key!r}; it has {', '.join(known) or 'none'}")
+            raise UserError(f"{name} has no option {short(key)}; it has {', '.join(known) or 'none'}")
         try:
             TypeAdapter(known[key].type).validate_python(value)
         except ValidationError as error:
-            raise UserError(f"{key} = {value!r}: {error.errors()[0]['msg'].lower()}") from None
+            raise UserError(f"{key} = {short(value)}: {error.errors()[0]['msg'].lower()}") from None
     return of
 
 
@@ -48,7 +49,7 @@ def member_loss(of: Of) -> MemberLoss | None:
     try:
         name, given = _parts(checked(of))
     except UserError as error:
-        raise UserError(f"loss.of = {of!r}: {error}") from None
+        raise UserError(f"loss.of = {short(of)}: {error}") from None
     function = MEMBER_LOSSES.get(name) or import_factory(name, "loss.of")
     return partial(function, **given) if given else function
 

@@ -91,7 +91,7 @@ def further_row(measure: dict[str, Any], form: str = ".2f", unit: str = " %") ->
     shown = {name: number(measure[name], form) + unit for name in ("single", "ensemble_mean", "oracle")}
     if len(measure["members"]) == 1:
         return shown["single"]
-    return f"{shown['single']}, Ensemble-Mean {shown['ensemble_mean']}, Oracle {shown['oracle']}"
+    return f"mean member {shown['single']}, Ensemble-Mean {shown['ensemble_mean']}, Oracle {shown['oracle']}"
 
 
 def number(value: float | None, form: str = ".2f") -> str:

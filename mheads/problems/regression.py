@@ -143,9 +143,12 @@ class Regression:
     def check_output(self, output: Value, network: str, data: str) -> None:
         found = values.leaves(output)[0]
         if found.dim() != 2 or found.shape[1] != self.num_values:
+            pair = (
+                " (for gaussian_nll a pair of them: x.chunk(2, -1))" if found.shape[-1] == 2 * self.num_values else ""
+            )
             raise UserError(
                 f"{network} gives outputs of shape {tuple(found.shape[1:])}, but the targets of {data} are "
-                f"{self.num_values} number{'s' if self.num_values > 1 else ''} per example: let it give as many. "
+                f"{self.num_values} number{'s' if self.num_values > 1 else ''} per example: let it give as many{pair}. "
                 "Are they classes? Then give class numbers as integers"
             )
 

@@ -224,8 +224,13 @@ def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value
         for training in (True, False):
             module.train(training)
             layers.train(training)
-            first, second = trial.shaken(module, 0), trial.shaken(module, 1)
-            for weights, given in ((nullcontext(), x), (first, x), (second, more)):
+            tries = [(nullcontext(), x), (trial.shaken(module, 0), x), (trial.shaken(module, 1), more)]
+            if chain.why is not None:  # it may decide by what it is given
+                others = (
+                    values.map_leaves(lambda t, f=f: f * t if t.is_floating_point() else t, x) for f in (-1, -9, 9)
+                )
+                tries += [(trial.shaken(module, seed), other) for seed, other in enumerate(others)]
+            for weights, given in tries:
                 with weights:
                     same = _same_results(network, module, layers, given, must_run=isinstance(weights, nullcontext))
                 if not same:

@@ -29,7 +29,7 @@ from mheads.device import refuse_beyond_memory
 from mheads.dropout import CHANNELWISE, Dropout, replace_dropout
 from mheads.errors import UserError
 from mheads.graph import GraphChain, chain_of
-from mheads.modules import has_batch_statistics, is_hooked
+from mheads.modules import avoid_overruns, has_batch_statistics, is_hooked
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -294,7 +294,7 @@ class TreeNet(nn.Module):
         lazy = [name for name, p in network.named_parameters() if is_lazy(p)]
         if lazy:
             raise UserError(f"{lazy[0]} has no size yet: give the layer its number of inputs instead of a lazy one")
-        return network
+        return avoid_overruns(network)
 
     def _refuse_another_graph(self, network: nn.Module) -> None:
         """A graph holds the numbers of the network that it was made of, so all must be built alike."""
@@ -485,7 +485,7 @@ class _LayerFacts:
             {key: name for name, layer in layers.items() for key in layer.state_dict()},
             {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers.items()},
             frozenset(name for name, layer in layers.items() if has_batch_statistics(layer)),
-            frozenset(n for n, layer in layers.items() if any(_drops(m) for m in layer.modules())),
+            chain.drops | {n for n, layer in layers.items() if any(_drops(m) for m in layer.modules())},
             next(network.parameters()).dtype,
             is_sequential(network) and isinstance(chain, Row),
             is_hooked(network) and "forward" not in network.__dict__,

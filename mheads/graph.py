@@ -268,13 +268,13 @@ class _Cutting:
             has, drops = any(weighted[start:stop]), any(dropping[start:stop])
             layers.append(Layer(name, has, drops, tuple(called[1:]), tuple(refused), bool(called)))
         statistics = getattr(self.network, "batch_statistics", False)
-        drops = frozenset(
+        by_function = frozenset(
             layer.name
             for layer, piece in zip(layers, pieces, strict=True)
             if any(node.target in FUNCTIONS.values() and node.kwargs.get("p", 0.5) != 0 for node in piece.nodes)
         )
         constants, unused = self.traced.constants, self.uses.unused
-        return GraphChain(layers, pieces, self.row_counts, constants, unused, statistics, drops)
+        return GraphChain(layers, pieces, self.row_counts, constants, unused, statistics, by_function)
 
     def _crossing(self, position: int) -> fx.Node | None:
         """The one value that goes on after the node at this position; None if there are more, or weights are tied."""

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import signal
 import threading
 from functools import partial
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from commands import Running, assert_same_run, process, ranks  # noqa: F401  # Running: see conftest.py
 from residual import Block, DenseNet, ResNet, Tokens, UNet, ViT, group_resnet
 from torch import nn
 
@@ -59,7 +61,6 @@ def test_a_cut_tree_gives_what_the_uncut_networks_give_and_keeps_names(name):
     names, x = list(factory().state_dict()), inputs_of(name)
     for tree in (2, *({split: 2} for split in splits), {above: [{below: 2}, 1]}):
         net = TreeNet(factory, tree=tree).double()
-        assert net.probe(x[:2]).shape == (2, 3 if name == "unet" else 10)
         for node in net.tree.nodes.values():
             assert isinstance(net.stage(node.name), GraphStage)
         for training in (True, False):
@@ -71,6 +72,7 @@ def test_a_cut_tree_gives_what_the_uncut_networks_give_and_keeps_names(name):
                 assert sorted(found) == sorted(names)
                 for key, tensor in reference.state_dict().items():
                     torch.testing.assert_close(found[key], tensor, rtol=1e-11, atol=1e-11)
+    assert net.probe(x[:2]).shape == (2, 3 if name == "unet" else 10)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -127,6 +129,33 @@ def test_any_number_of_workers_gives_the_same_bits_with_dropout_in_the_graph(fac
     state = torch.get_rng_state()
     step(net, losses.independent(), batch, 2, 1)
     assert torch.equal(torch.get_rng_state(), state)  # dropout drew from keys of its own
+
+
+RUN = [
+    "members=3", "loss=mcl", "data.limit=120", "optim.batch_size=24", "optim.iterations=10", "optim.lr=0.01",
+    "log.every=1", "log.evaluate_every=5", "log.checkpoint_every=4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["model=residual:ResNet", "split=layer2.0"],
+        ["model=residual:ViT", "split={blocks.0: [{blocks.1: 2}, 1]}", "engine.micro_batches=4"],
+    ],
+    ids=["resnet", "vit"],
+)
+def test_workers_ranks_and_a_kill_give_the_same_bits(options, tmp_path):
+    train = ("train", "digits", *options, *RUN, "--quiet", "--folder")
+    assert process(*train, tmp_path / "one", "engine.workers=1").code == 0
+    for done in ranks(3, *train, tmp_path / "ranks"):
+        assert done.code == 0, done.err
+    killed = process(*train, tmp_path / "killed", "engine.workers=4", stop=(signal.SIGKILL, "os.rename", "step-00000008"))
+    assert killed.code == -signal.SIGKILL
+    resumed = process(*train, tmp_path / "killed", "engine.workers=2")
+    assert resumed.code == 0, resumed.err
+    for other in ("ranks", "killed"):
+        assert_same_run(tmp_path / "one", tmp_path / other)
 
 
 def test_functional_dropout_belongs_to_the_branches_and_parts_members():
@@ -309,7 +338,7 @@ def test_control_flow_on_data_is_refused_with_its_line_and_stays_whole_inside_an
 def test_a_size_that_goes_past_a_cut_is_named():
     with pytest.raises(
         UserError,
-        match=r"'a': the connection from size 3 of the input .*size 2 of the input .*it cannot be split anywhere",
+        match=r"'a': .* from size 3 of the input .*size 2 .*it cannot be split anywhere",
     ):
         TreeNet(Sized, members=2, split="a")
     assert TreeNet(Sized, members=2).probe(torch.randn(2, 1, 8, 8)).shape == (2, 3)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from mheads import values
+from mheads.config import of_model
 from mheads.engine.cost import multiply_adds
 from mheads.errors import UserError
+from mheads.experiment import factory
+from mheads.models import INPUT_SHAPES
 from mheads.tree import TreeNet
 from mheads.values import Value
 
@@ -59,10 +62,23 @@ class Cuts:
     why: str | None
 
 
+def cuts_of(model: str, model_args: Sequence[str], shape: str | None) -> Cuts:
+    """The legal splits of a network by its name, with arguments key=value, for examples of a shape like 3,32,32."""
+    known = INPUT_SHAPES.get(model)
+    try:
+        wanted = known if shape is None else tuple(int(size) for size in shape.split(","))
+    except ValueError:
+        raise UserError(f"--shape {shape} is not the shape of an example: sizes with commas between, 3,32,32") from None
+    make = factory(of_model(model, model_args))
+    if wanted is None:
+        raise UserError(f"the shape of an example of {model} is not known: give --shape, 3,32,32 for example")
+    return find_cuts(make, wanted)
+
+
 @torch.no_grad()
-def find_cuts(factory: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
+def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
     """The legal splits of the network that a factory makes, for examples of this shape."""
-    net = TreeNet(factory, members=1, only=())
+    net = TreeNet(make, members=1, only=())
     network = net.network()
     x = _example(net, shape)
     layers = [(layer, net.chain.stage([layer.name], network)) for layer in net.layers]

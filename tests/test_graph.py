@@ -150,7 +150,9 @@ def test_workers_ranks_and_a_kill_give_the_same_bits(options, tmp_path):
     assert process(*train, tmp_path / "one", "engine.workers=1").code == 0
     for done in ranks(3, *train, tmp_path / "ranks"):
         assert done.code == 0, done.err
-    killed = process(*train, tmp_path / "killed", "engine.workers=4", stop=(signal.SIGKILL, "os.rename", "step-00000008"))
+    killed = process(
+        *train, tmp_path / "killed", "engine.workers=4", stop=(signal.SIGKILL, "os.rename", "step-00000008")
+    )
     assert killed.code == -signal.SIGKILL
     resumed = process(*train, tmp_path / "killed", "engine.workers=2")
     assert resumed.code == 0, resumed.err

@@ -56,6 +56,7 @@ class Chain(Protocol):
 
     layers: list[Layer]
     why: str | None  # no graph could be made of it, where one was looked for
+    drops: frozenset[str]  # layers that draw masks of dropout without a module for it
 
     def stage(self, layers: Sequence[str], *sources: nn.Module) -> Freezable:
         """These consecutive layers, with the weights of a network or of the stages that hold them."""
@@ -75,6 +76,8 @@ class Stage(Freezable, nn.Sequential):
 
 class Row:
     """A network whose children are called one after the other."""
+
+    drops: frozenset[str] = frozenset()
 
     def __init__(self, network: nn.Module, why: str | None = None) -> None:
         self.layers = [

@@ -356,6 +356,14 @@ def _forget_scale(tree: dict[str, Any], before: Any, overrides: Sequence[str]) -
         now.pop("scale", None)
 
 
+def of_model(model: str, model_args: Sequence[str]) -> Config:
+    """A config that says no more than its network; the arguments of the factory are given as key=value."""
+    tree: dict[str, Any] = {"model": model}
+    for argument in model_args:
+        _override(tree, f"model_args.{argument}")
+    return validate(tree, "the arguments")
+
+
 def _absolute(config: Config) -> Config:
     """The config with absolute paths, so that a run folder means the same from any current folder."""
     data = config.data.model_copy(

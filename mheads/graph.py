@@ -95,6 +95,7 @@ class GraphChain:
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     unused: tuple[str, ...] = ()  # parameters and buffers that no node uses: the last piece keeps them
     batch_statistics: bool = False
+    drops: frozenset[str] = frozenset()  # layers that call a function for dropout
     why: str | None = None
 
     def __post_init__(self) -> None:
@@ -208,8 +209,9 @@ class _Uses:
             for tensor in tensors:
                 found[id(tensor)].append(i)
         self.tied: dict[int, str] = {}  # the name of a weight that is used both up to a node and after it
-        for key in owned & names.keys():
-            self.tied |= dict.fromkeys(range(min(found[key]), max(found[key])), names[key])
+        for key, name in names.items():
+            if key in owned:
+                self.tied = dict.fromkeys(range(min(found[key]), max(found[key])), name) | self.tied
         self.unused = tuple(name for key, name in names.items() if key not in found)
 
 
@@ -267,7 +269,13 @@ class _Cutting:
             has, drops = any(weighted[start:stop]), any(dropping[start:stop])
             layers.append(Layer(name, has, drops, tuple(called[1:]), tuple(refused), bool(called)))
         statistics = getattr(self.network, "batch_statistics", False)
-        return GraphChain(layers, pieces, self.row_counts, self.traced.constants, self.uses.unused, statistics)
+        by_function = frozenset(
+            layer.name
+            for layer, piece in zip(layers, pieces, strict=True)
+            if any(node.target in FUNCTIONS.values() and node.kwargs.get("p", 0.5) != 0 for node in piece.nodes)
+        )
+        constants, unused = self.traced.constants, self.uses.unused
+        return GraphChain(layers, pieces, self.row_counts, constants, unused, statistics, by_function)
 
     def _crossing(self, position: int) -> fx.Node | None:
         """The one value that goes on after the node at this position; None if there are more, or weights are tied."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from mheads.errors import UserError
 
@@ -48,6 +49,31 @@ def takes_statistics(module: nn.Module) -> bool:
 def has_fixed_statistics(module: nn.Module) -> bool:
     """Whether this module is frozen, and normalises by what it has seen so far: see `TreeNet.freeze`."""
     return bool(module.__dict__.get("fixed_statistics", False))
+
+
+class StridedPointwise(nn.Conv2d):
+    """A 1x1 convolution with a stride: the pixels that it looks at, then one without.
+
+    oneDNN's gradient of the weights writes past its memory if such a layer sees few channels of channels-last images
+    (oneDNN issue 6035), which crashes the process or worse.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = self.stride
+        return F.conv2d(x[..., ::rows, ::columns], self.weight, self.bias, groups=self.groups)
+
+
+StridedPointwise.__name__ = "Conv2d"  # which it is to whoever prints or compares networks
+
+
+def avoid_overruns(network: nn.Module) -> nn.Module:
+    """The network, its strided 1x1 convolutions of few channels computed in a way that is safe."""
+    for module in network.modules():
+        if type(module) is nn.Conv2d and not isinstance(module.padding, str):
+            strided = set(module.kernel_size) == {1} and set(module.stride) != {1} and set(module.padding) == {0}
+            if strided and module.in_channels // module.groups < 16:
+                module.__class__ = StridedPointwise
+    return network
 
 
 def children(network: nn.Module) -> list[tuple[str, nn.Module]]:

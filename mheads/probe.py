@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -224,13 +225,20 @@ def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value
         for training in (True, False):
             module.train(training)
             layers.train(training)
-            first, second = trial.shaken(module, 0), trial.shaken(module, 1)
-            for weights, given in ((nullcontext(), x), (first, x), (second, more)):
-                with weights:
-                    same = _same_results(network, module, layers, given, must_run=isinstance(weights, nullcontext))
+            tries = [(None, x), (0, x), (1, more)]
+            if chain.why is not None:  # it may decide by what it is given
+                tries += [(i, values.map_leaves(partial(_times, by), x)) for i, by in enumerate((-1, -9, 9))]
+            for seed, given in tries:
+                shaken = nullcontext() if seed is None else trial.shaken(module, seed)
+                with shaken:
+                    same = _same_results(network, module, layers, given, must_run=seed is None)
                 if not same:
                     mode = "training" if training else "evaluation"
                     raise UserError(_differs(network, chain, mode))
+
+
+def _times(factor: float, t: Tensor) -> Tensor:
+    return factor * t if t.is_floating_point() else t
 
 
 def cannot_follow(why: str) -> str:
@@ -282,7 +290,9 @@ def _results(run: nn.Module, module: nn.Module, x: Value) -> tuple[list[Tensor],
     generator = torch.Generator().manual_seed(0)
     with trial.as_it_was(module):
         with torch.enable_grad(), trial.masks(x):
-            outputs = values.leaves(run(values.map_leaves(Tensor.clone, x)))
+            # The network's own forward may ask for the strides that everybody else gives it.
+            strides = torch.contiguous_format if run is module else torch.preserve_format
+            outputs = values.leaves(run(values.map_leaves(lambda t: t.clone(memory_format=strides), x)))
             ys = [y for y in outputs if y.requires_grad]
             ds = [trial.noise(y, generator) for y in ys]
             found = torch.autograd.grad(ys, weights, ds, allow_unused=True) if ys and weights else [None] * len(weights)

@@ -29,7 +29,7 @@ from mheads.device import refuse_beyond_memory
 from mheads.dropout import CHANNELWISE, Dropout, replace_dropout
 from mheads.errors import UserError
 from mheads.graph import GraphChain, chain_of
-from mheads.modules import has_batch_statistics, is_hooked, takes_statistics
+from mheads.modules import avoid_overruns, has_batch_statistics, is_hooked, takes_statistics
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -297,7 +297,7 @@ class TreeNet(nn.Module):
         lazy = [name for name, p in network.named_parameters() if is_lazy(p)]
         if lazy:
             raise UserError(f"{lazy[0]} has no size yet: give the layer its number of inputs instead of a lazy one")
-        return network
+        return avoid_overruns(network)
 
     def _refuse_another_graph(self, network: nn.Module) -> None:
         """A graph holds the numbers of the network that it was made of, so all must be built alike."""
@@ -422,8 +422,7 @@ class TreeNet(nn.Module):
         """Whether anything in a stage learns, wherever it is."""
         if stage in self.stages:
             return any(p.requires_grad for p in self.stage(stage).parameters())
-        layers, facts = self.tree.nodes[stage].layers, self._facts
-        own = (name for name in facts.trainable if facts.layer_of[name] in layers)
+        own = (name for name in self.names_in(stage) if name in self._facts.trainable)
         return any(not self._is_frozen(stage, name) for name in own)
 
     def num_parameters(self) -> int:
@@ -547,9 +546,12 @@ class TreeNet(nn.Module):
             probing.compare_with_forward(self.network_name, network, self.chain, x)
         return output
 
-    def network_state(self) -> dict[str, Tensor]:
-        """The state of one network like the members, by its own names."""
-        return self._one().state_dict()
+    def names_in(self, stage: str) -> list[str]:
+        """The parameters and buffers of a stage, wherever it is, by their names in the network."""
+        if stage in self.stages:
+            return list(self.stage(stage).state_dict())
+        layers = self.tree.nodes[stage].layers
+        return [name for name, layer in self._facts.layer_of.items() if layer in layers]
 
     def _one(self) -> nn.Module:
         """Member 0, or a network like it where some of its stages are in other processes."""
@@ -607,7 +609,7 @@ class _LayerFacts:
             {key: name for name, layer in layers.items() for key in layer.state_dict()},
             {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers.items()},
             frozenset(name for name, layer in layers.items() if has_batch_statistics(layer)),
-            frozenset(n for n, layer in layers.items() if any(_drops(m) for m in layer.modules())),
+            chain.drops | {n for n, layer in layers.items() if any(_drops(m) for m in layer.modules())},
             next(network.parameters()).dtype,
             is_sequential(network) and isinstance(chain, Row),
             is_hooked(network) and "forward" not in network.__dict__,

@@ -80,13 +80,11 @@ def load_into(
     """
     given = {name: name for name in weights} if not renamed else _renamed(weights, renamed, where)
     whole = any(name in given for name in net.state_dict())
-    network = list(net.network_state())
     # Of all stages, also of those in other processes: what is missing or left over is so for all.
     wanted = {
         f"stages.{node.name}.{key}": f"stages.{node.name}.{key}" if whole else key
         for node in net.tree.nodes.values()
-        for key in network
-        if key.startswith(tuple(f"{layer}." for layer in node.layers))
+        for key in net.names_in(node.name)
     }
     names = list(dict.fromkeys(wanted.values()))
     found, missing = [name for name in names if name in given], sorted(name for name in names if name not in given)

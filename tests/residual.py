@@ -36,7 +36,7 @@ class Block(nn.Module):
 class ResNet(nn.Module):
     """Images [B, 1, 8, 8] -> scores [B, 10], with layer1 to layer4 and functions in its forward."""
 
-    def __init__(self, width=4, squeeze=False):
+    def __init__(self, width=4, squeeze=False, drop=0.2):
         super().__init__()
         self.conv1 = nn.Conv2d(1, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -44,7 +44,7 @@ class ResNet(nn.Module):
         self.layer2 = nn.Sequential(Block(width, 2 * width, 2), Block(2 * width, 2 * width))
         self.layer3 = nn.Sequential(Block(2 * width, 2 * width, 1))
         self.layer4 = nn.Sequential(Block(2 * width, 2 * width, 1))
-        self.fc = nn.Linear(2 * width * 4, 10)
+        self.fc, self.drop = nn.Linear(2 * width * 4, 10), drop
 
     def forward(self, x):
         out = F.relu(self.bn1(self.conv1(x)))
@@ -52,14 +52,15 @@ class ResNet(nn.Module):
         out = self.layer4(self.layer3(self.layer2(out)))
         out = F.avg_pool2d(out, 2)
         out = out.view(out.size(0), -1)
-        return self.fc(F.dropout(out, 0.2, self.training))
+        return self.fc(F.dropout(out, self.drop, self.training))
 
 
 class UNet(nn.Module):
-    """Images [B, 1, 8, 8] -> scores of pixels [B, 3, 8, 8]: skip connections from end to end."""
+    """Images [B, 1, 8, 8] -> scores of pixels [B, 3, 8, 8], or their mean: skip connections from end to end."""
 
-    def __init__(self, width=2):
+    def __init__(self, width=2, pixels=True):
         super().__init__()
+        self.pixels = pixels
         self.stem = self._double(1, width)
         self.down1 = self._double(width, width)
         self.down2 = self._double(width, 2 * width)
@@ -83,7 +84,8 @@ class UNet(nn.Module):
         up = self.up(below)
         up = F.pad(up, [0, first.size(3) - up.size(3), 0, first.size(2) - up.size(2)])
         joined = F.relu(self.join(torch.cat([first, up], dim=1)))
-        return self.out(F.relu(self.refine(joined)))
+        scores = self.out(F.relu(self.refine(joined)))
+        return scores if self.pixels else scores.mean((2, 3))
 
 
 class DenseLayer(nn.Module):
@@ -134,11 +136,11 @@ class Attention(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    def __init__(self, width, heads):
+    def __init__(self, width, heads, drop):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
         self.norm2, self.mlp = nn.LayerNorm(width), nn.Sequential(nn.Linear(width, 8), nn.GELU(), nn.Linear(8, width))
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.Dropout(drop)
 
     def forward(self, x):
         x = x + self.drop(self.attention(self.norm1(x)))
@@ -148,12 +150,12 @@ class EncoderBlock(nn.Module):
 class ViT(nn.Module):
     """Images [B, 1, 8, 8] -> scores [B, 10]: patches, a token of its own and places, as parameters."""
 
-    def __init__(self, width=8, depth=3):
+    def __init__(self, width=8, depth=3, drop=0.1):
         super().__init__()
         self.patch = nn.Conv2d(1, width, 4, 4)
         self.cls = nn.Parameter(torch.randn(1, 1, width))
         self.places = nn.Parameter(torch.randn(1, 5, width))
-        self.blocks = nn.ModuleList(EncoderBlock(width, 2) for _ in range(depth))
+        self.blocks = nn.ModuleList(EncoderBlock(width, 2, drop) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, x):
@@ -167,15 +169,27 @@ class ViT(nn.Module):
         return self.head(x[:, 0].reshape(rows, -1))
 
 
+class CausalBlock(nn.Module):
+    """Torch's own attention, with a mask that all blocks of a network share."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x, mask):
+        _, length, _ = x.size()
+        h = self.norm(x)
+        return x + self.attention(h, h, h, attn_mask=mask[:length, :length], need_weights=False)[0]
+
+
 class Tokens(nn.Module):
-    """Tokens [B, T] of int64 -> scores [B, 10], with torch's own attention."""
+    """Tokens [B, T] of int64 -> scores [B, 10]."""
 
     def __init__(self, width=8, vocabulary=12):
         super().__init__()
         self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(9, width)
         self.register_buffer("mask", torch.triu(torch.full((9, 9), -math.inf), 1), persistent=False)
-        self.blocks = nn.ModuleList(nn.MultiheadAttention(width, 2, batch_first=True) for _ in range(2))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.blocks = nn.ModuleList(CausalBlock(width) for _ in range(2))
         self.out = nn.Linear(width, 10)
 
     def forward(self, tokens, scale=None):
@@ -184,9 +198,8 @@ class Tokens(nn.Module):
         x = self.words(tokens) + self.places(torch.arange(length, device=tokens.device)) / math.sqrt(2)
         if scale is not None:
             x = x * scale
-        for block, norm in zip(self.blocks, self.norms, strict=True):
-            h = norm(x)
-            x = x + block(h, h, h, attn_mask=self.mask[:length, :length], need_weights=False)[0]
+        for block in self.blocks:
+            x = block(x, self.mask)
         return self.out(x.mean(1).view(rows, -1))
 
 
@@ -194,13 +207,9 @@ def resnet():
     return ResNet()
 
 
-def squeezing():
-    return ResNet(squeeze=True)
-
-
-def group_resnet():
+def group_resnet(drop=0.2):
     """Without batch statistics, so that a batch is cut and members leave examples out."""
-    net = ResNet()
+    net = ResNet(squeeze=True, drop=drop)
     for module in list(net.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.BatchNorm2d):

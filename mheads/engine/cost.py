@@ -1,4 +1,4 @@
-"""What a stage costs: multiply-adds counted from the shapes of its layers, never from a clock."""
+"""What a stage costs: multiply-adds counted from shapes, never from a clock."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from mheads import values
 from mheads.tree import TreeNet
+from mheads.values import Value
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,8 @@ class StageCost:
 
 
 def stage_costs(net: TreeNet, shape: tuple[int, ...]) -> dict[str, StageCost]:
-    """The cost of each stage of the tree on examples of this shape. Convolutions and linear layers count."""
-    given: dict[str | None, Tensor] = {None: torch.zeros((1, *shape), dtype=next(net.parameters()).dtype)}
+    """The cost of each stage of the tree on examples of this shape: of its products, whatever computes them."""
+    given: dict[str | None, Value] = {None: torch.zeros((1, *shape), dtype=next(net.parameters()).dtype)}
     costs = {}
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
@@ -43,16 +46,30 @@ def stage_costs(net: TreeNet, shape: tuple[int, ...]) -> dict[str, StageCost]:
             for module in net.stage(name).modules()
             if isinstance(module, nn.Conv2d | nn.Linear)
         ]
-        with torch.no_grad():
-            given[name] = net.stage(name)(given[node.parent])
+        total, given[name] = multiply_adds(net.stage(name), given[node.parent])
         for handle in handles:
             handle.remove()
-        total = sum(counted)
         floats = sum(t.numel() for t in values.leaves(given[name]))
         costs[name] = StageCost(total, total, total, counted[0] if counted else 0, floats)
     for module, mode in modes:
         module.training = mode
     return costs
+
+
+@torch.no_grad()
+def multiply_adds(stage: nn.Module, x: Value) -> tuple[int, Value]:
+    """Those of a forward, per example, and what the stage gives.
+
+    Torch counts them operation by operation, so attention is computed by operations that it knows.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+            y = stage(x)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return counter.get_total_flops() // 2 // values.num_rows(x), y
 
 
 def step_multiply_adds(net: TreeNet, shape: tuple[int, ...]) -> int:

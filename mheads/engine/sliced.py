@@ -180,7 +180,9 @@ def layers(stage: nn.Module) -> Iterator[nn.Module]:
 
 
 def supports(stage: nn.Module) -> bool:
-    """Whether every layer of the stage is among these, and no hook wants to see it run."""
+    """Whether every layer of the stage has its step here, and nobody's hooks want to see it run."""
+    if not isinstance(stage, nn.Sequential):
+        return False  # a graph does more than its modules
     found = list(layers(stage))
     parameters = [id(p) for layer in found for p in layer.parameters()]
     tied = len(set(parameters)) < len(parameters)

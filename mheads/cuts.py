@@ -1,0 +1,115 @@
+"""Where a network can be split, and what lies above and below each place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mheads import values
+from mheads.config import of_model
+from mheads.engine.cost import multiply_adds
+from mheads.errors import UserError
+from mheads.experiment import factory
+from mheads.models import INPUT_SHAPES
+from mheads.tree import TreeNet
+from mheads.values import Value
+
+MEMBERS = 4  # what a split would cost is said for so many
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters, and multiply-adds of one example in a forward."""
+
+    parameters: int
+    multiply_adds: int
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.parameters + other.parameters, self.multiply_adds + other.multiply_adds)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A layer that a network can be split after: what is shared, what each member has, and what goes from one to the
+    other (shapes of an example)."""
+
+    name: str
+    also: tuple[str, ...]
+    above: Part
+    below: Part
+    crossing: tuple[tuple[int, ...], ...]
+
+    def share(self, members: int = MEMBERS) -> tuple[float, float]:
+        """Parameters and multiply-adds of so many members, as parts of what as many networks have."""
+        pairs = (
+            (self.above.parameters, self.below.parameters),
+            (self.above.multiply_adds, self.below.multiply_adds),
+        )
+        first, second = ((a + members * b) / (members * max(1, a + b)) for a, b in pairs)
+        return first, second
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """All of a network; `why` fx could not follow it further, if so."""
+
+    network: str
+    whole: Part
+    cuts: list[Cut]
+    why: str | None
+
+
+def cuts_of(model: str, model_args: Sequence[str], shape: str | None) -> Cuts:
+    """The legal splits of a network by its name, with arguments key=value, for examples of a shape like 3,32,32."""
+    known = INPUT_SHAPES.get(model)
+    try:
+        wanted = known if shape is None else tuple(int(size) for size in shape.split(","))
+    except ValueError:
+        raise UserError(f"--shape {shape} is not the shape of an example: sizes with commas between, 3,32,32") from None
+    make = factory(of_model(model, model_args))
+    if wanted is None:
+        raise UserError(f"the shape of an example of {model} is not known: give --shape, 3,32,32 for example")
+    return find_cuts(make, wanted)
+
+
+@torch.no_grad()
+def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
+    """The legal splits of the network that a factory makes, for examples of this shape."""
+    net = TreeNet(make, members=1, only=())
+    network = net.network()
+    x = _example(net, shape)
+    layers = [(layer, net.chain.stage([layer.name], network)) for layer in net.layers]
+    sizes = net.layer_sizes()
+    parts, shapes = [], []
+    for layer, stage in layers:
+        count, x = multiply_adds(stage.eval(), x)
+        parts.append(Part(sizes[layer.name], count))
+        shapes.append(tuple(tuple(t.shape[1:]) for t in values.leaves(x)))
+    whole = sum(parts, Part(0, 0))
+    found = []
+    for i, layer in enumerate(net.layers):
+        stop = i + 1
+        while stop < len(layers) and not net.layers[stop].has_parameters and not net.layers[stop].is_dropout:
+            stop += 1  # as a tree does
+        below = sum(parts[stop:], Part(0, 0))
+        if (layer.has_parameters or layer.ends) and below.parameters:
+            above = sum(parts[:stop], Part(0, 0))
+            found.append(Cut(layer.name, layer.also, above, below, shapes[stop - 1]))
+    return Cuts(net.network_name, whole, found, net.chain.why)
+
+
+def _example(net: TreeNet, shape: tuple[int, ...]) -> Value:
+    """One example that the network takes: numbers, or else tokens."""
+    refused: UserError | None = None
+    for dtype in (net.dtype, torch.int64):
+        try:
+            net.probe(torch.zeros(2, *shape, dtype=dtype))
+        except UserError as error:
+            refused = refused or error
+        else:
+            return torch.zeros(1, *shape, dtype=dtype)
+    assert refused is not None
+    raise UserError(f"{refused} (an example was taken to be of shape {shape}: --shape says another)") from refused

@@ -13,6 +13,7 @@ from mheads.config import of_model
 from mheads.engine.cost import multiply_adds
 from mheads.errors import UserError
 from mheads.experiment import factory
+from mheads.graph import finest_chain
 from mheads.models import INPUT_SHAPES
 from mheads.tree import TreeNet
 from mheads.values import Value
@@ -81,24 +82,24 @@ def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
     net = TreeNet(make, members=1, only=())
     network = net.network()
     x = _example(net, shape)
-    layers = [(layer, net.chain.stage([layer.name], network)) for layer in net.layers]
-    sizes = net.layer_sizes()
+    chain = finest_chain(network)
     parts, shapes = [], []
-    for layer, stage in layers:
+    for layer in chain.layers:
+        stage = chain.stage([layer.name], network)
         count, x = multiply_adds(stage.eval(), x)
-        parts.append(Part(sizes[layer.name], count))
+        parts.append(Part(sum(p.numel() for p in stage.parameters()), count))
         shapes.append(tuple(tuple(t.shape[1:]) for t in values.leaves(x)))
     whole = sum(parts, Part(0, 0))
     found = []
-    for i, layer in enumerate(net.layers):
+    for i, layer in enumerate(chain.layers):
         stop = i + 1
-        while stop < len(layers) and not net.layers[stop].has_parameters and not net.layers[stop].is_dropout:
+        while stop < len(parts) and not chain.layers[stop].has_parameters and not chain.layers[stop].is_dropout:
             stop += 1  # as a tree does
         below = sum(parts[stop:], Part(0, 0))
         if (layer.has_parameters or layer.ends) and below.parameters:
             above = sum(parts[:stop], Part(0, 0))
             found.append(Cut(layer.name, layer.also, above, below, shapes[stop - 1]))
-    return Cuts(net.network_name, whole, found, net.chain.why)
+    return Cuts(net.network_name, whole, found, chain.why)
 
 
 def _example(net: TreeNet, shape: tuple[int, ...]) -> Value:

@@ -43,6 +43,17 @@ def chain_of(network: nn.Module, splits: Collection[str] = ()) -> Chain:
         return Row(network, str(error))
 
 
+def finest_chain(network: nn.Module) -> Chain:
+    """The chain with the most cuts: a tree that names only children does not look inside them."""
+    chain = chain_of(network)
+    if not isinstance(chain, Row) or chain.why is not None or any(hasattr(m, "takes") for m in network.modules()):
+        return chain
+    try:
+        return GraphChain.of(network, trace(network))
+    except CannotFollowError:
+        return chain
+
+
 class GraphStage(Freezable):
     """Consecutive pieces of a graph with weights of their own, under the names that these have in the network."""
 
@@ -225,16 +236,20 @@ class _Cutting:
         _sink(graph, self.row_counts)
         placeholder, *_, output = graph.nodes
         self.given, self.gives = placeholder, output.args[0]
-        self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+        # The number of rows of the input is known everywhere: asking for it is no use of the input.
+        of_input = {node for node in self.row_counts if node.all_input_nodes == [placeholder]}
+        of_input |= {n for n in self.row_counts - of_input if n.all_input_nodes[0].all_input_nodes == [placeholder]}
+        sizes = {node for node in placeholder.users if _is_size(node) and of_input.issuperset(node.users)}
+        known, kinds = of_input | sizes, ("placeholder", "get_attr", "output")
+        self.nodes = [node for node in graph.nodes if node.op not in kinds and node not in known]
         self.uses = _Uses(network, self.nodes)
         self.at = {node: i for i, node in enumerate(self.nodes)}  # where a node is, or the last one before it
         last = -1
         for node in graph.nodes:
             last = self.at.setdefault(node, last)
-        self.last_use = {node: max((self.at[user] for user in node.users), default=-1) for node in graph.nodes}
-        for node in graph.nodes:
-            if output in node.users:
-                self.last_use[node] = len(self.nodes)
+        self.at[output] = len(self.nodes)
+        self.users = {node: [user for user in node.users if user not in known] for node in graph.nodes}
+        self.last_use = {node: max(map(self.at.__getitem__, users), default=-1) for node, users in self.users.items()}
 
     def chain(self) -> GraphChain:
         weighted = [self._has_parameters(node) for node in self.nodes]
@@ -317,7 +332,7 @@ class _Cutting:
         past = [n for n in self._alive(position) if n is not self.nodes[position]]
         said = []
         for node in past[:3]:
-            user = max(node.users, key=lambda user: len(self.nodes) if user.op == "output" else self.at[user])
+            user = max(self.users[node], key=self.at.__getitem__)
             said.append(f"from {self._label(node)} to {self._label(user)}")
         more = f" (and {len(past) - 3} more)" if len(past) > 3 else ""
         return f"the connection {' and that '.join(said)} passes it by{more}"

@@ -252,8 +252,8 @@ def _differs(network: str, chain: Chain, mode: str) -> str:
     if not isinstance(chain, Row):
         return (
             f"the layers of {network} run one after the other do not give what its forward gives in {mode}: it does "
-            "something that a graph does not show (a hook inside forward, a type or a count of calls that decides); "
-            f"make a module of that part, {ONE_LAYER}"
+            "something that a graph does not show (no_grad or a hook inside forward, a type or a count of calls that "
+            f"decides); give it a method stages() that returns its modules in order, by name, {ONE_LAYER}"
         )
     cause = "" if chain.why is None else f"; it may do more, but {cannot_follow(chain.why)}"
     return (

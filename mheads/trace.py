@@ -125,20 +125,21 @@ class _Tracer(fx.Tracer):
         return node
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """An assertion on sizes goes into the graph; any other decision cannot be followed."""
+        """A decision whether to raise an error goes into the graph; any other cannot be followed."""
         frame = sys._getframe(2)
         code = list(dis.get_instructions(frame.f_code))
         jump = next(i for i, step in enumerate(code) if step.offset >= frame.f_lasti and "JUMP" in step.opname)
-        follows = code[jump + 1].opname == "LOAD_ASSERTION_ERROR"
-        target = next((i.opname for i in code if i.offset == code[jump].argval), "")
+        target = next((i for i, step in enumerate(code) if step.offset == code[jump].argval), 0)
+        body = [step.opname for step in code[jump + 1 : target]]
         if_true, if_false = (kind in code[jump].opname for kind in ("IF_TRUE", "IF_FALSE"))
-        if (if_true and follows) or (if_false and target == "LOAD_ASSERTION_ERROR"):
+        raises = body[-1:] == ["RAISE_VARARGS"] and not any("RETURN" in name or "JUMP" in name for name in body)
+        if (if_true and raises) or (if_false and code[target].opname == "LOAD_ASSERTION_ERROR"):
             holds, wanted = obj, True
-        elif if_false and follows:
+        elif if_false and raises:
             holds, wanted = self.create_proxy("call_function", operator.not_, (obj,), {}), False
         else:
             return super().to_bool(obj)
-        where = f"{frame.f_code.co_filename}, line {frame.f_lineno}: an assertion does not hold"
+        where = f"{frame.f_code.co_filename}, line {frame.f_lineno}: a check of the network does not hold"
         self.create_proxy("call_function", torch._assert, (holds, where), {})
         return wanted
 

@@ -14,6 +14,7 @@ import copy
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -80,21 +81,20 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
     names = [layer.name for layer in layers]
     splittable = [layer.name for layer in layers if layer.has_parameters or layer.ends]
     places = {name: layer.name for layer in layers for name in (layer.name, *layer.also)}
+    refused = {name: (i, reason) for i, layer in enumerate(layers) for name, reason in layer.refused}
     nodes: dict[str, Node] = {}
     num_leaves = 0
 
     def last_shared(name: Any, start: int) -> int:
         """The index after the last layer of a stage that ends at layer `name`."""
         place = places.get(name)
-        for i, layer in enumerate(layers):
-            if place is None and name in dict(layer.refused):
-                before = [n for n in names[:i] if n in splittable][-1:]
-                after = [n for n in names[i:-1] if n in splittable][:1]
-                nearest = " and ".join([*(f"{n!r} before it" for n in before), *(f"{n!r} after it" for n in after)])
-                raise UserError(
-                    f"{network} cannot be split at {name!r}: {dict(layer.refused)[name]}; "
-                    + (f"the nearest cuts are {nearest}" if nearest else "it cannot be split anywhere")
-                )
+        if place is None and name in refused:
+            i, reason = refused[name]
+            before = [f"{n!r} before it" for n in names[:i] if n in splittable][-1:]
+            after = [f"{n!r} after it" for n in names[i:-1] if n in splittable][:1]
+            nearest = " and ".join(before + after)
+            instead = f"the nearest cuts are {nearest}" if nearest else "it cannot be split anywhere"
+            raise UserError(f"{network} cannot be split at {name!r}: {reason}; {instead}")
         if place is None:
             hint = " (in YAML a colon needs a space after it)" if ":" in str(name) else ""
             raise UserError(
@@ -211,8 +211,8 @@ def canonical(x: Tensor) -> Tensor:
 class TreeNet(nn.Module):
     """An ensemble whose members share their first layers as a tree says.
 
-    `network_factory` makes one network: any module whose children, run one after the other, are the network. A module
-    that is built already is taken as the start of every member: its weights are copied.
+    `network_factory` makes one network: any module whose forward is a row of its children or can be followed
+    (`graph.py`). A module that is built already is taken as the start of every member: its weights are copied.
     `split` is the name of the last shared layer or a tree, `tree` a tree; neither means independent members.
     Weights follow from `seed`: a stage takes those of the network drawn for its first member, and `init="same"`
     draws one network for all. `only` names the stages to build, if others are in other processes.
@@ -251,7 +251,8 @@ class TreeNet(nn.Module):
         self.network_path = f"{module}:{qualified}"
         self.chain = chain_of(first, split_names(spec))
         self.layers = self.chain.layers
-        self.tree = _parse_with(self.chain, spec, members, self.network_name)
+        with self._why_children():
+            self.tree = parse(spec, self.layers, members, self.network_name)
         self._structure = identity.structure(first)
         # What the whole network is, wherever its stages are: a run is not resumed with another one.
         self.identity = {
@@ -540,7 +541,8 @@ class TreeNet(nn.Module):
         splits = {node.layers[-1] for node in self.tree.nodes.values() if node.children}
         member = self._one()
         layers = [(layer.name, self.chain.stage([layer.name], member)) for layer in self.layers]
-        output = probing.check_layers(self.network_name, layers, x, side, splits)
+        with self._why_children():
+            output = probing.check_layers(self.network_name, layers, x, side, splits)
         if not self._facts.sequential and not side:
             network = replace_dropout(self.network())
             probing.compare_with_forward(self.network_name, network, self.chain, x)
@@ -557,6 +559,17 @@ class TreeNet(nn.Module):
         """Member 0, or a network like it where some of its stages are in other processes."""
         here = all(node.name in self.stages for node in self.tree.path(0))
         return self.member(0) if here else self.network()
+
+    @contextmanager
+    def _why_children(self) -> Iterator[None]:
+        """An error inside also says why children are taken for the layers, if that is for want of a graph."""
+        try:
+            yield
+        except UserError as error:
+            if self.chain.why is None:
+                raise
+            why = probing.cannot_follow(self.chain.why)
+            raise UserError(f"{error}; only its children are layers, since {why}") from error
 
     def _drawn_stage(self, node: Node) -> nn.Module:
         return self.chain.stage(node.layers, self._draw(node.members[0]))
@@ -634,15 +647,6 @@ def _drops(module: nn.Module) -> bool:
 def describe(network: nn.Module, spec: Spec = 1) -> list[Layer]:
     """The layers that a network can be split after, for a tree that names some."""
     return chain_of(network, split_names(spec)).layers
-
-
-def _parse_with(chain: Chain, spec: Spec, members: int | None, network: str) -> Tree:
-    try:
-        return parse(spec, chain.layers, members, network)
-    except UserError as error:
-        if chain.why is None:
-            raise
-        raise UserError(f"{error}; only its children are layers, since {probing.cannot_follow(chain.why)}") from error
 
 
 def _channels_last(x: Tensor) -> Tensor:

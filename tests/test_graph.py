@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from commands import Running, assert_same_run, process, ranks  # noqa: F401  # Running: see conftest.py
-from residual import Block, DenseNet, ResNet, Tokens, UNet, ViT, group_resnet
+from residual import Block, Checks, DenseNet, ResNet, Tokens, UNet, ViT, group_resnet
 from torch import nn
 
 import mheads
@@ -231,6 +231,18 @@ def test_nested_layers_of_a_plain_sequence_are_cut_by_their_path():
     assert not isinstance(TreeNet(factory, members=2, split="0").stage("trunk"), GraphStage)
 
 
+def test_checks_constants_and_lists_of_parameters_are_followed():
+    for split in ("a", "scales.0"):
+        net = TreeNet(Checks, members=2, split=split)
+        net.probe(torch.randn(2, 4))
+        (_, reference), x = uncut(net, Checks), torch.randn(5, 4)
+        got, expected = net(x), reference(x)
+        torch.testing.assert_close(got["scores"][1], expected["scores"])
+        torch.testing.assert_close(got["sums"][0][1], expected["sums"][0])
+        with pytest.raises(AssertionError, match=r"residual.py, line \d+: a check of the network does not hold"):
+            net(torch.randn(5, 3))
+
+
 # What is refused.
 
 REFUSED = {
@@ -269,6 +281,11 @@ class Decides(nn.Module):
         if x.sum() > 0:
             x = x.relu()
         return self.b(x)
+
+
+class Reshapes(Decides):
+    def forward(self, x):
+        return super().forward(x.flatten(1))
 
 
 class Around(nn.Module):
@@ -332,6 +349,8 @@ def test_control_flow_on_data_is_refused_with_its_line_and_stays_whole_inside_an
         TreeNet(Decides, members=2, split="a").probe(torch.randn(2, 4))
     with pytest.raises(UserError, match=r"'a.x' is not a layer.*only its children are layers.*`if x.sum\(\) > 0:`"):
         TreeNet(Decides, members=2, split="a.x")
+    with pytest.raises(UserError, match=r"layer 'b' .* fails on .* only its children are layers.*`if x.sum\(\) > 0:`"):
+        TreeNet(Reshapes, members=2).probe(torch.randn(2, 2, 2))
     net = TreeNet(Around, members=2, split="part")
     assert [layer.name for layer in net.layers] == ["first", "part", "last"]
     net.probe(torch.randn(2, 4))

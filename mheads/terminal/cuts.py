@@ -13,12 +13,12 @@ from mheads.cuts import MEMBERS, Cuts
 def cuts_table(found: Cuts) -> Group:
     """A line for each cut: parameters and multiply-adds on either side, and what four members would cost."""
     title = f"{found.network}: {found.whole.parameters:,} parameters, {_short(found.whole.multiply_adds)} multiply-adds"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("split", no_wrap=True)
-    for heading in ("above: parameters", "multiply-adds", "below: parameters", "multiply-adds", "goes on"):
-        table.add_column(heading, justify="right")
-    for heading in (f"{MEMBERS} members: parameters", "multiply-adds"):
-        table.add_column(heading, justify="right", style="cyan")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("split\nafter", no_wrap=True)
+    for heading in ("params\nabove", "mult-adds\nabove", "params\nbelow", "mult-adds\nbelow", "value\nthere"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("params", "mult-adds"):
+        table.add_column(f"{heading}\nof {MEMBERS}", justify="right", style="cyan", no_wrap=True)
     for cut in found.cuts:
         parameters, multiply_adds = cut.share()
         table.add_row(
@@ -31,7 +31,8 @@ def cuts_table(found: Cuts) -> Group:
             f"{parameters:.2f}",
             f"{multiply_adds:.2f}",
         )
-    rest: list[RenderableType] = [Text(f"{MEMBERS} members as part of {MEMBERS} networks; multiply-adds of a forward")]
+    legend = f"of {MEMBERS}: {MEMBERS} members split there, compared with {MEMBERS} networks; mult-adds of a forward"
+    rest: list[RenderableType] = [Text(legend)]
     if not found.cuts:
         rest = [Text("it cannot be split anywhere: more than one value goes past every layer")]
     if found.why is not None:

@@ -349,7 +349,7 @@ def test_control_flow_on_data_is_refused_with_its_line_and_stays_whole_inside_an
         TreeNet(Decides, members=2, split="a").probe(torch.randn(2, 4))
     with pytest.raises(UserError, match=r"'a.x' is not a layer.*only its children are layers.*`if x.sum\(\) > 0:`"):
         TreeNet(Decides, members=2, split="a.x")
-    with pytest.raises(UserError, match=r"layer 'b' .* fails on .* only its children are layers.*`if x.sum\(\) > 0:`"):
+    with pytest.raises(UserError, match=r"layer 'a' .* fails on .* only its children are layers.*`if x.sum\(\) > 0:`"):
         TreeNet(Reshapes, members=2).probe(torch.randn(2, 2, 2))
     net = TreeNet(Around, members=2, split="part")
     assert [layer.name for layer in net.layers] == ["first", "part", "last"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -48,19 +47,7 @@ def takes_statistics(module: nn.Module) -> bool:
 
 def has_fixed_statistics(module: nn.Module) -> bool:
     """Whether this module is frozen, and normalises by what it has seen so far: see `TreeNet.freeze`."""
-    return "train" in module.__dict__
-
-
-def fix_statistics(module: nn.Module, fixed: bool) -> None:
-    """Has a module stay in eval mode whoever calls `train`, of it or of what it is in; or go with the others again."""
-    module.__dict__.pop("train", None)
-    if fixed:
-        module.training = False
-        module.train = partial(_stay, module)  # type: ignore[method-assign]  # a partial is copied and pickled with it
-
-
-def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
-    return module
+    return bool(module.__dict__.get("fixed_statistics", False))
 
 
 def children(network: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -61,9 +61,10 @@ def fork(net: TreeNet, members: int, split: Spec | str | None = None) -> TreeNet
 
 
 def split_names(net: TreeNet, node: Node) -> list[str]:
-    """The names of the layer after which the children of a stage part, the first one its own."""
-    found = next(layer for layer in reversed(net.layers) if layer.name in node.layers and layer.has_parameters)
-    return [found.name]
+    """The names of the layer after which the children of a stage part: its own, and others for the same place."""
+    ends = (layer for layer in reversed(net.layers) if layer.has_parameters or getattr(layer, "ends", False))
+    found = next(layer for layer in ends if layer.name in node.layers)
+    return [found.name, *getattr(found, "also", ())]
 
 
 def _checked(net: TreeNet, member: int) -> int:

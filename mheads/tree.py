@@ -27,7 +27,7 @@ from mheads import probe as probing
 from mheads.device import refuse_beyond_memory
 from mheads.dropout import CHANNELWISE, Dropout, is_dropout, replace_dropout
 from mheads.errors import UserError
-from mheads.modules import call, children, fix_statistics, has_batch_statistics, is_hooked, takes_statistics
+from mheads.modules import call, children, has_batch_statistics, has_fixed_statistics, is_hooked, takes_statistics
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -181,10 +181,20 @@ class Stage(nn.Sequential):
     A layer whose attribute `takes` names side inputs of the batch (regions of interest, say) is called with them too.
     """
 
+    holds_fixed = False  # frozen modules that stay in eval mode
+
     def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         for layer in self:
             x = call(layer, x, side)
         return x
+
+    def train(self, mode: bool = True) -> Stage:
+        super().train(mode)
+        if self.holds_fixed:  # asked first: this is called at every step, of a thousand members as well
+            for module in self.modules():
+                if has_fixed_statistics(module):
+                    module.training = False
+        return self
 
 
 @cache
@@ -317,7 +327,10 @@ class TreeNet(nn.Module):
         """Member m as an ordinary network; it shares its weights with this tree (deepcopy it to part them)."""
         if not 0 <= m < self.num_members:
             raise UserError(f"member {m} of {self.num_members}: they are counted from 0 to {self.num_members - 1}")
-        return Stage(OrderedDict(pair for node in self.tree.path(m) for pair in children(self.stage(node.name))))
+        stages = [self.stage(node.name) for node in self.tree.path(m)]
+        whole = Stage(OrderedDict(pair for stage in stages for pair in children(stage)))
+        whole.holds_fixed = any(stage.holds_fixed for stage in stages)
+        return whole
 
     def keep(self, members: Collection[int]) -> TreeNet:
         """A tree of these members alone, with copies of their weights."""
@@ -373,8 +386,11 @@ class TreeNet(nn.Module):
                 if parameter.requires_grad and self._is_frozen(name, key):
                     self._froze.add(f"stages.{name}.{key}")
                     parameter.requires_grad_(False)
+            stage.holds_fixed = False
             for key, module in stage.named_modules():
-                fix_statistics(module, self._is_frozen(name, key) and takes_statistics(module))
+                module.__dict__.pop("fixed_statistics", None)
+                if self._is_frozen(name, key) and takes_statistics(module):
+                    module.fixed_statistics = stage.holds_fixed = True
         self.train(self.training)
         if self.frozen and not any(map(self.learns, self.tree.nodes)):
             frozen = ", ".join(self.frozen)
@@ -400,13 +416,9 @@ class TreeNet(nn.Module):
         """Whether anything in a stage learns, wherever it is."""
         if stage in self.stages:
             return any(p.requires_grad for p in self.stage(stage).parameters())
-        own = self.names_in(self.tree.nodes[stage], self._facts.trainable)
+        layers = tuple(f"{layer}." for layer in self.tree.nodes[stage].layers)
+        own = (name for name in self._facts.trainable if name.startswith(layers))
         return any(not self._is_frozen(stage, name) for name in own)
-
-    @staticmethod
-    def names_in(node: Node, names: Collection[str]) -> list[str]:
-        """Those of the names in a network's state that belong to the layers of a stage."""
-        return [name for name in names if name.startswith(tuple(f"{layer}." for layer in node.layers))]
 
     def num_parameters(self) -> int:
         """Of the whole tree, wherever its stages are."""

@@ -85,7 +85,8 @@ def load_into(
     wanted = {
         f"stages.{node.name}.{key}": f"stages.{node.name}.{key}" if whole else key
         for node in net.tree.nodes.values()
-        for key in net.names_in(node, network)
+        for key in network
+        if key.startswith(tuple(f"{layer}." for layer in node.layers))
     }
     names = list(dict.fromkeys(wanted.values()))
     found, missing = [name for name in names if name in given], sorted(name for name in names if name not in given)

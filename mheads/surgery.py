@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from mheads.errors import UserError
-from mheads.tree import Node, Spec, Tree, TreeNet
+from mheads.tree import Node, Spec, TreeNet
 
 Sources = list[int | None]  # the member that each member of the new tree comes from, None for one that is new
 
@@ -18,7 +18,7 @@ def keep(net: TreeNet, members: Collection[int]) -> TreeNet:
     members = [_checked(net, m) for m in members]
     if not members:
         raise UserError(f"a tree needs at least one member: keep some of the {net.num_members}")
-    return _rebuilt(net, *_grown(net.tree, set(members)), net.seed, net.init)
+    return _rebuilt(net, *_grown(net, set(members)), net.seed, net.init)
 
 
 def without(net: TreeNet, members: Collection[int]) -> TreeNet:
@@ -40,11 +40,11 @@ def with_members(
         raise UserError(f"with_members({n!r}): give how many, at least 1")
     everyone = set(range(net.num_members))
     if at is None:
-        spec, sources = _grown(net.tree, everyone, {None: n})
+        spec, sources = _grown(net, everyone, {None: n})
     elif net.num_members == 1:
         spec, sources = {at: n + 1}, [0, *[None] * n]
     else:
-        spec, sources = _grown(net.tree, everyone, {_split_at(net.tree, at): n})
+        spec, sources = _grown(net, everyone, {_split_at(net, at): n})
     if like is not None:
         like = _checked(net, like)
         sources = [like if source is None else source for source in sources]
@@ -60,10 +60,11 @@ def fork(net: TreeNet, members: int, split: Spec | str | None = None) -> TreeNet
     return _filled(made, net, [0] * made.num_members)
 
 
-def split_layer(node: Node) -> str:
-    """The layer after which the children of a stage part, as they are called: trunk -> conv1/0, conv1/1."""
-    prefix = "" if node.name == "trunk" else f"{node.name}/"
-    return node.children[0].removeprefix(prefix).removesuffix("/0")
+def split_names(net: TreeNet, node: Node) -> list[str]:
+    """The names of the layer after which the children of a stage part: its own, and others for the same place."""
+    ends = (layer for layer in reversed(net.layers) if layer.has_parameters or getattr(layer, "ends", False))
+    found = next(layer for layer in ends if layer.name in node.layers)
+    return [found.name, *getattr(found, "also", ())]
 
 
 def _checked(net: TreeNet, member: int) -> int:
@@ -72,18 +73,18 @@ def _checked(net: TreeNet, member: int) -> int:
     return member
 
 
-def _split_at(tree: Tree, at: str) -> str:
-    inner = [node for node in tree.nodes.values() if node.children]
-    found = [node.name for node in inner if at in (node.name, split_layer(node))]
+def _split_at(net: TreeNet, at: str) -> str:
+    inner = {node.name: split_names(net, node) for node in net.tree.nodes.values() if node.children}
+    found = [name for name, names in inner.items() if at in (name, *names)]
     if not found:
-        splits = ", ".join(dict.fromkeys(map(split_layer, inner))) or "nowhere"
+        splits = ", ".join(dict.fromkeys(names[0] for names in inner.values())) or "nowhere"
         raise UserError(f"at={at!r}: members of this tree part at {splits}; None adds members with nothing in common")
     if len(found) > 1:
         raise UserError(f"at={at!r} is where {len(found)} stages end: name one of them, {', '.join(found)}")
     return found[0]
 
 
-def _grown(tree: Tree, members: Collection[int], more: dict[str | None, int] | None = None) -> tuple[Spec, Sources]:
+def _grown(net: TreeNet, members: Collection[int], more: dict[str | None, int] | None = None) -> tuple[Spec, Sources]:
     """The specification of a tree with these of its members and `more` below some stages, and where each comes from."""
     sources: Sources = []
 
@@ -96,11 +97,11 @@ def _grown(tree: Tree, members: Collection[int], more: dict[str | None, int] | N
 
     def below(node: Node) -> Spec:
         if node.children:
-            return {split_layer(node): of([tree.nodes[child] for child in node.children], node.name)}
+            return {split_names(net, node)[0]: of([net.tree.nodes[child] for child in node.children], node.name)}
         sources.append(node.members[0])
         return 1
 
-    return of(tree.roots, None), sources
+    return of(net.tree.roots, None), sources
 
 
 def _rebuilt(net: TreeNet, spec: Spec, sources: Sources, seed: int, init: str) -> TreeNet:

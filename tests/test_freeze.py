@@ -1,6 +1,7 @@
 """Frozen stages and layers: no backward for them, no change of a bit of them, and the same bits everywhere."""
 
 import copy
+import pickle
 from collections import OrderedDict
 
 import numpy as np
@@ -224,7 +225,7 @@ def test_frozen_normalisation_stays_in_eval_mode_and_frozen_dropout_drops():
 
     net = TreeNet(dropping, members=2, split="block")
     net.freeze(["trunk"])
-    for module in (net, copy.deepcopy(net), net.member(0)):
+    for module in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net)), net.member(0)):
         modes = {type(m).__name__: m.training for m in module.train().modules()}
         assert (modes["Dropout"], modes["BatchNorm1d"], modes["Linear"]) == (True, False, True)
     net.freeze([])

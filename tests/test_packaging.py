@@ -13,7 +13,7 @@ def test_the_package_takes_any_newer_torch_and_make_pins_its_own():
     (torch,) = (need for need in project["dependencies"] if need.startswith("torch"))
     assert torch == "torch>=2.9"
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    assert pins == ["torch==2.13.0"]
+    assert "torch==2.13.0" in pins and all("==" in pin for pin in pins)
     makefile = (ROOT / "Makefile").read_text()
     assert "$(READY): pyproject.toml constraints.txt\n" in makefile
     assert "--constraint constraints.txt" in makefile

@@ -15,7 +15,8 @@ LATENCY = 50e-6
 class Job:
     """A training step: a tree on `rows` examples, cut into micro-batches.
 
-    `separable`: the loss needs no gathering. `share`: the part of the rows that a member learns from.
+    `separable`: the loss needs no gathering. `share`: the part of the rows that a member learns from. `in_order`: its
+    micro-batches follow one another, because running statistics are updated in their order.
     """
 
     tree: Tree
@@ -23,6 +24,12 @@ class Job:
     micro_batches: int
     separable: bool
     share: float = 1.0
+    in_order: bool = False
+
+    @property
+    def divisible(self) -> int:
+        """How many micro-batches replicas can share."""
+        return 1 if self.in_order else self.micro_batches
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ def job_of(config: Config) -> RecipeJob:
     rows = config.optim.batch_size * config.optim.accumulate
     parts = min(micro_batches(config, net) * config.optim.accumulate, rows)
     share = min(1.0, (loss.winners or tree.num_members) / tree.num_members)
-    return RecipeJob(tree, rows, parts, loss.separable, share, config=config, net=net)
+    in_order = bool(net.batch_statistics_layers())
+    return RecipeJob(tree, rows, parts, loss.separable, share, in_order, config=config, net=net)
 
 
 def place(
@@ -67,9 +68,9 @@ def place(
 ) -> Placement:
     """The placement that a config names: default, auto (by these loads, or measured ones), or a rank for each stage."""
     if how == "default":
-        return default(job.tree, cluster.ranks, job.micro_batches)
+        return default(job.tree, cluster.ranks, job.divisible)
     if isinstance(how, Mapping):
-        return explicit(job.tree, how, cluster.ranks, job.micro_batches)
+        return explicit(job.tree, how, cluster.ranks, job.divisible)
     if how != "auto":
         raise UserError(f"the placement is default or auto, not {how!r}")
     return auto(job, cluster, job.measured() if loads is None else loads)

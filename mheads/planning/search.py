@@ -111,7 +111,7 @@ class _Search:
         self.equal = list(siblings.values())
 
     def best(self) -> Placement:
-        first = default(self.tree, self.cluster.ranks, self.job.micro_batches)
+        first = default(self.tree, self.cluster.ranks, self.job.divisible)
         found = {(first.slots, first.replicas): (self.score(first), first)}
         for mesh in self.meshes():
             fastest = min(score for score, _ in found.values())
@@ -129,7 +129,7 @@ class _Search:
     def meshes(self) -> list[tuple[int, int]]:
         """The meshes to try, the most promising first; if they are very many, only some numbers of slots."""
         ranks = self.cluster.ranks
-        found = meshes(len(self.tree.nodes), ranks, self.job.micro_batches)
+        found = meshes(len(self.tree.nodes), ranks, self.job.divisible)
         most = max(slots for slots, _ in found)
         if 2 * len(found) * self.cost(1) > EFFORT:
             some = {most >> i for i in range(most.bit_length())} | {ranks // replicas for _, replicas in found}

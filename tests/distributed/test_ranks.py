@@ -79,6 +79,17 @@ def test_ranks_give_the_bits_of_one_process(name, spread, one_process, tmp_path)
     assert all(d.out == "" for d in done[1:]), "only rank 0 speaks"
 
 
+@pytest.mark.parametrize("placement", ["default", "auto", "{0: 0, 1: 0}"])
+def test_running_statistics_have_no_replicas_and_so_the_bits_of_one_process(tmp_path, placement):
+    """Batches that are accumulated update them one after the other: replicas would each see some of them."""
+    args = ["digits", "model=networks:normalised", "members=2", "data.limit=60", "optim.batch_size=8"]
+    args += ["optim.accumulate=2", "optim.iterations=3", "log.every=1"]
+    assert process("train", *args, "--run", tmp_path / "one").code == 0
+    done = ranks(4, "train", *args, f"placement={placement}", "--run", tmp_path / "four")
+    assert [d.code for d in done] == [0] * 4, done[0].err
+    assert_same_run(tmp_path / "four", tmp_path / "one")
+
+
 def test_members_on_different_ranks_have_weights_of_their_own(tmp_path):
     """Defect 3 of MPI-Caffe: with a seed, every rank drew the same weights."""
     done = ranks(4, "train", *COMMON, "optim.iterations=1", "--run", tmp_path / "run")

@@ -22,7 +22,7 @@ from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.recipe import input_shape, job_of, place
 from mheads.planning.search import auto, exchanged, predict, traffic
 from mheads.planning.simulation import Simulation
-from mheads.tree import Layer, describe, parse
+from mheads.tree import Layer, parse
 
 LAYERS = [Layer(name, True, False) for name in "abcd"]
 TREE = parse({"a": 2}, LAYERS)
@@ -255,7 +255,7 @@ def small() -> nn.Sequential:
 @pytest.mark.parametrize("split", [None, "conv1", {"conv1": [{"conv2": 2}, 2]}])
 def test_counted_loads_are_those_of_the_whole_tree(split):
     net = TreeNet(MODELS["cifar10_quick"], 4, split)
-    loads = counted_loads(Job(net.tree, 1, 1, True), MODELS["cifar10_quick"](), (3, 32, 32), flops=2.0)
+    loads = counted_loads(Job(net.tree, 1, 1, True), net, (3, 32, 32), flops=2.0)
     for name, cost in stage_costs(net, (3, 32, 32)).items():
         load, root = loads[name], net.tree.nodes[name].parent is None
         assert load.forward == cost.forward
@@ -265,8 +265,8 @@ def test_counted_loads_are_those_of_the_whole_tree(split):
 
 
 def test_a_member_that_learns_from_some_rows_counts_only_their_backward():
-    tree = parse({"conv": 2}, describe(small()))
-    whole, half = (counted_loads(Job(tree, 1, 1, False, share), small(), (1, 8, 8), 1.0) for share in (1.0, 0.5))
+    net = TreeNet(small, tree={"conv": 2}, only=())
+    whole, half = (counted_loads(Job(net.tree, 1, 1, False, share), net, (1, 8, 8), 1.0) for share in (1.0, 0.5))
     assert half["trunk"] == whole["trunk"]
     assert half["conv/0"].forward == whole["conv/0"].forward
     assert half["conv/0"].backward == whole["conv/0"].backward / 2
@@ -275,15 +275,15 @@ def test_a_member_that_learns_from_some_rows_counts_only_their_backward():
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_measuring_changes_neither_the_network_nor_the_threads(share):
     network = small()
-    tree = parse({"norm": 3}, describe(network))
+    net = TreeNet(lambda: network, tree={"norm": 3}, only=())  # one network, which is drawn again and again
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     threads = torch.get_num_threads()
-    job = Job(tree, 16, 1, False, share)
-    found = measured_loads(job, network, (1, 8, 8), seconds=0.01)
+    job = Job(net.tree, 16, 1, False, share)
+    found = measured_loads(job, net, (1, 8, 8), seconds=0.01)
     assert torch.get_num_threads() == threads
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    assert found.keys() == tree.nodes.keys()
-    counted = counted_loads(job, network, (1, 8, 8), 1e9)
+    assert found.keys() == net.tree.nodes.keys()
+    counted = counted_loads(job, net, (1, 8, 8), 1e9)
     for name, load in found.items():
         assert load.forward > 0
         assert load.backward > 0

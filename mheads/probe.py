@@ -226,8 +226,9 @@ def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value
             module.train(training)
             layers.train(training)
             tries = [(None, x), (0, x), (1, more)]
-            if chain.why is not None:  # it may decide by what it is given
-                tries += [(i, values.map_leaves(partial(_times, by), x)) for i, by in enumerate((-1, -9, 9))]
+            if chain.why is not None:  # it may decide by what it is given: with the same weights, by either sign
+                signs = [values.map_leaves(partial(_times, by), x) for by in (-9, 9)]
+                tries += [(seed, other) for seed in (0, 1) for other in signs]
             for seed, given in tries:
                 shaken = nullcontext() if seed is None else trial.shaken(module, seed)
                 with shaken:

@@ -5,6 +5,7 @@ Either way looks at one network only, whatever the size of the tree: stages of t
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -76,7 +77,7 @@ def measured_loads(job: Job, net: TreeNet, shape: tuple[int, ...], seconds: floa
 
 def _pieces(tree: Tree, of: TreeNet, x: Value) -> Iterator[tuple[Node, TreeNet, Value]]:
     """Each distinct piece in the tree: a node that has it, a net of this one stage, and what it is given."""
-    network = of.network()  # of its own: running a layer may change it, as batch statistics and modes
+    network = copy.deepcopy(of.network())  # running a layer may change it: batch statistics, modes
     outputs: dict[tuple[str, ...], Value] = {(): x}
     for node in tree.nodes.values():
         if node.layers in outputs:

@@ -265,7 +265,7 @@ def test_counted_loads_are_those_of_the_whole_tree(split):
 
 
 def test_a_member_that_learns_from_some_rows_counts_only_their_backward():
-    net = TreeNet(small, tree={"conv": 2})
+    net = TreeNet(small, tree={"conv": 2}, only=())
     whole, half = (counted_loads(Job(net.tree, 1, 1, False, share), net, (1, 8, 8), 1.0) for share in (1.0, 0.5))
     assert half["trunk"] == whole["trunk"]
     assert half["conv/0"].forward == whole["conv/0"].forward
@@ -274,16 +274,16 @@ def test_a_member_that_learns_from_some_rows_counts_only_their_backward():
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_measuring_changes_neither_the_network_nor_the_threads(share):
-    network = TreeNet(small, tree={"norm": 3})
-    tree = network.tree
+    network = small()
+    net = TreeNet(lambda: network, tree={"norm": 3}, only=())  # one network, which is drawn again and again
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     threads = torch.get_num_threads()
-    job = Job(tree, 16, 1, False, share)
-    found = measured_loads(job, network, (1, 8, 8), seconds=0.01)
+    job = Job(net.tree, 16, 1, False, share)
+    found = measured_loads(job, net, (1, 8, 8), seconds=0.01)
     assert torch.get_num_threads() == threads
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    assert found.keys() == tree.nodes.keys()
-    counted = counted_loads(job, network, (1, 8, 8), 1e9)
+    assert found.keys() == net.tree.nodes.keys()
+    counted = counted_loads(job, net, (1, 8, 8), 1e9)
     for name, load in found.items():
         assert load.forward > 0
         assert load.backward > 0

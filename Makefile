@@ -8,8 +8,10 @@ READY := .venv/.ready
 demo: $(READY)
 	$(BIN)/mheads demo
 
+# Two processes share the tests. Those of ranks start several processes of their own, so they run one after the other.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --ignore tests/distributed
+	$(BIN)/python -m pytest tests/distributed
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -11,6 +11,8 @@ hypothesis.settings.load_profile("mheads")
 # Torch's threads that wait for work sleep instead of spinning, which would take the core from an engine's worker. (Read
 # when torch is first imported, here and in every process that a test starts; no number of threads changes.)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.pop("COLUMNS", None)  # which it has set: tables are as wide as each test says
 
 
 def pytest_collection_finish(session):

@@ -150,7 +150,6 @@ def test_a_dataset_with_a_generator_of_its_own_is_refused():
         ((X, np.eye(3)[Y]), r"y\.argmax\(1\)"),
         ((X, Y > 0), "bool"),
     ],
-    ids=str,
 )
 def test_what_is_no_data_is_refused_with_what_is(given, words):
     with pytest.raises(UserError, match=words):
@@ -269,7 +268,6 @@ def test_weights_and_priors_are_multiplied_and_scaled_to_mean_one():
         ([0] * 12, "are 0"),
         (["a"] * 12, "numbers"),
     ],
-    ids=str,
 )
 def test_wrong_weights_are_refused(weights, words):
     with pytest.raises(UserError, match=words):

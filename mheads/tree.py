@@ -267,7 +267,7 @@ class TreeNet(nn.Module):
         stages: dict[str, nn.Module] = {}
         for member in sorted({self.tree.nodes[name].members[0] for name in own}):
             network = first if member == 0 else self._draw(member)
-            if isinstance(self.chain, GraphChain):
+            if isinstance(self.chain, GraphChain) and network is not first:
                 self._refuse_another_graph(network)
             for name in own:
                 node = self.tree.nodes[name]

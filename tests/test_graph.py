@@ -468,3 +468,21 @@ def test_networks_run_in_other_threads_while_one_is_followed():
     stop.set()
     thread.join()
     assert not errors
+
+
+class Encoded(nn.Module):
+    """A block of torch.nn's own with dropout deep inside, between functions."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x.squeeze(1)).mean(1))
+
+
+def test_dropout_deep_inside_a_block_does_not_make_networks_differ():
+    net = TreeNet(Encoded, members=2)
+    assert net.probe(torch.randn(2, 1, 8, 8)).shape == (2, 3)
+    assert TreeNet(Encoded, members=3, split="encoder").num_members == 3

@@ -47,9 +47,6 @@ class Freezable(nn.Module):
                     module.training = False
         return self
 
-    def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
-        raise NotImplementedError
-
 
 class Chain(Protocol):
     """Where a network can be cut, and the stages that this gives."""

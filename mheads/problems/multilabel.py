@@ -14,7 +14,7 @@ from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import PercentResult, by_predictor, mean_members, owner_of
 from mheads.problems.member_losses import binary_cross_entropies
-from mheads.problems.problem import further_row, percent_rows
+from mheads.problems.problem import further_row, percent_rows, refuse_other_width
 from mheads.values import Value
 
 
@@ -139,10 +139,7 @@ class MultiLabel:
     def check_targets(self, targets: np.ndarray, where: str) -> None:
         if not len(targets):
             return
-        if targets.shape[1:] != (len(self.classes),):
-            raise UserError(
-                f"{where}: labels of shape {list(targets.shape)}, but there are {len(self.classes)} classes"
-            )
+        refuse_other_width(targets, self.classes, where)
         bad = np.flatnonzero(~np.isin(targets, (0, 1)).all(1))
         if len(bad):
             raise UserError(

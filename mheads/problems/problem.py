@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from torch import Tensor
 
+from mheads.errors import UserError
 from mheads.values import Value
 
 
@@ -71,6 +72,12 @@ class Problem(Protocol):
         """The lines of a table of a result, as (name, text)."""
 
     def to_dict(self) -> dict[str, Any]: ...
+
+
+def refuse_other_width(targets: np.ndarray, classes: tuple[str, ...], where: str) -> None:
+    """Refuses targets [N, C] for another number of classes."""
+    if targets.shape[1:] != (len(classes),):
+        raise UserError(f"{where}: labels of shape {list(targets.shape)}, but there are {len(classes)} classes")
 
 
 def percent_rows(summary: dict[str, Any], members: str) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from mheads.errors import UserError
 from mheads.metrics import Metrics, Result
 from mheads.problems.classification import Classification
+from mheads.problems.problem import refuse_other_width
 
 TOLERANCE = 1e-3  # of a row's sum: float16 is not more exact
 
@@ -41,10 +42,7 @@ class SoftLabels(Classification):
     def check_targets(self, targets: np.ndarray, where: str) -> None:
         if not len(targets):
             return
-        if targets.shape[1:] != (len(self.classes),):
-            raise UserError(
-                f"{where}: labels of shape {list(targets.shape)}, but there are {len(self.classes)} classes"
-            )
+        refuse_other_width(targets, self.classes, where)
         with np.errstate(invalid="ignore"):
             good = (targets >= 0).all(1) & (np.abs(targets.sum(1, dtype=np.float64) - 1) <= TOLERANCE)
         bad = np.flatnonzero(~good)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stepping import engine_gradients
 from torch import nn
 
 from mheads import TreeNet, UserError, losses
@@ -78,17 +79,6 @@ def batch_of(rows: int, members: int, dtype=torch.float64, prior=None, seed: int
         prior=prior,
         ties=torch.rand(members, rows, generator=generator),
     )
-
-
-def engine_gradients(net, loss, batch, *, workers=2, micro_batches=3, step=0, accumulate=1):
-    engine = ThreadsEngine(net, workers, micro_batches, seed=0, accumulate=accumulate)
-    collected = {}
-    try:
-        report = engine.step(step, batch, loss)
-        engine.update(lambda stage, gradients: collected.update({stage: gradients}))
-    finally:
-        engine.close()
-    return report, collected
 
 
 def plain_gradients(net, loss, batch):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from commands import Running, assert_same_run, process, ranks  # noqa: F401  # Running: see conftest.py
 from residual import Block, Checks, DenseNet, ResNet, Tokens, UNet, ViT, group_resnet
+from stepping import engine_gradients
 from torch import nn
 
 import mheads
@@ -88,7 +89,7 @@ def test_gradients_equal_plain_autograd_through_the_uncut_networks(name, loss):
         value = rule(torch.stack([r(x) for r in references]), batch.targets, None, batch.ties)
         (value.total / len(x)).backward()
         parts = 1 if net.batch_statistics_layers() else 3
-        report, got = step(net, rule, batch, 2, parts)
+        report, got = engine_gradients(net, rule, batch, micro_batches=parts)
         assert report.loss == pytest.approx(value.mean.item(), rel=1e-10)
         for node in net.tree.nodes.values():
             named = [key for key, _ in net.stage(node.name).named_parameters()]
@@ -104,30 +105,20 @@ def batch_of(x, members, classes):
     return Batch(x, targets, lambda raw, dtype: canonical(raw.to(dtype) if raw.is_floating_point() else raw), ties=ties)
 
 
-def step(net, loss, batch, workers, parts):
-    engine = ThreadsEngine(net, workers, parts, seed=0)
-    collected = {}
-    try:
-        report = engine.step(0, batch, loss)
-        engine.update(lambda stage, gradients: collected.update({stage: [g.clone() for g in gradients]}))
-    finally:
-        engine.close()
-    return report, collected
-
-
 @pytest.mark.parametrize("factory", [group_resnet, ViT, ResNet])
 def test_any_number_of_workers_gives_the_same_bits_with_dropout_in_the_graph(factory):
     found = []
     for workers in (1, 2, 4):
         net = TreeNet(factory, tree={"blocks.0" if factory is ViT else "layer2": 3})
         batch = batch_of(IMAGES.float(), 3, 10)
-        found.append(step(net, losses.mcl(k=1), batch, workers, 1 if factory is ResNet else 4))
+        parts = 1 if factory is ResNet else 4
+        found.append(engine_gradients(net, losses.mcl(k=1), batch, workers=workers, micro_batches=parts))
     for report, gradients in found[1:]:
         assert report.loss == found[0][0].loss
         for name, expected in found[0][1].items():
             assert all(map(torch.equal, gradients[name], expected))
     state = torch.get_rng_state()
-    step(net, losses.independent(), batch, 2, 1)
+    engine_gradients(net, losses.independent(), batch, micro_batches=1)
     assert torch.equal(torch.get_rng_state(), state)  # dropout drew from keys of its own
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import Running, assert_same_run, process, ranks, weights
 from networks import Shift, detector, register_scenes, shifted
+from stepping import engine_gradients
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -15,7 +16,6 @@ import mheads
 from mheads import UserError, losses
 from mheads.data.batch import Batch
 from mheads.dropout import Dropout, keyed_masks
-from mheads.engine.threads import ThreadsEngine
 from mheads.tree import TreeNet
 
 RNG = np.random.default_rng(0)
@@ -162,16 +162,6 @@ def test_a_batch_is_cut_between_examples_with_all_their_rows():
     assert batch.cut(4, 5).num_rows == 0
 
 
-def gradients(net, loss, batch, micro_batches, workers=2):
-    engine, found = ThreadsEngine(net, workers, micro_batches, seed=0), {}
-    try:
-        report = engine.step(0, batch, loss)
-        engine.update(lambda stage, kept: found.update({stage: [g.clone() for g in kept]}))
-    finally:
-        engine.close()
-    return report, found
-
-
 @pytest.mark.parametrize("split", [None, "conv", "hidden", {"conv": [{"hidden": 2}, 1]}], ids=str)
 @pytest.mark.parametrize("loss", [losses.independent(), losses.mcl(k=1)], ids=lambda loss: loss.name)
 def test_gradients_of_regions_are_those_of_autograd(split, loss):
@@ -180,7 +170,7 @@ def test_gradients_of_regions_are_those_of_autograd(split, loss):
         if isinstance(module, Dropout):
             module.p = 0.0
     batch = regions_batch(3)
-    report, found = gradients(net, loss, batch, micro_batches=4)
+    report, found = engine_gradients(net, loss, batch, micro_batches=4)
     value = loss(net(batch.inputs, batch.side_inputs()), batch.targets, batch.prior, batch.ties)
     (value.total / 15).backward()
     assert report.loss == pytest.approx(value.total.item() / 15, rel=1e-12)
@@ -193,7 +183,7 @@ def test_gradients_of_regions_are_those_of_autograd(split, loss):
 def test_dropout_after_regions_has_their_rows_and_the_same_bits_for_any_workers():
     net = TreeNet(detector, members=3, split="conv", seed=1)
     batch = regions_batch(3, torch.float32)
-    reports = [gradients(net, losses.mcl(k=1), batch, 3, workers) for workers in (1, 2, 4)]
+    reports = [engine_gradients(net, losses.mcl(k=1), batch, workers=workers) for workers in (1, 2, 4)]
     for report, found in reports[1:]:
         assert report.loss == reports[0][0].loss
         for name in found:

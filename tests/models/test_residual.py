@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from stepping import engine_gradients
 from torch import nn
 
 from mheads import TreeNet, UserError, losses
 from mheads.data.batch import Batch
-from mheads.engine.threads import ThreadsEngine
 from mheads.models import INPUT_SHAPES, MODELS
 
 SIZES = {
@@ -66,14 +66,6 @@ CUTS = {
 }
 
 
-def gradients(net, batch, workers):
-    engine, found = ThreadsEngine(net, workers, 1, seed=0), {}
-    engine.step(0, batch, losses.independent())
-    engine.update(lambda stage, kept: found.update({stage: [g.clone() for g in kept]}))
-    engine.close()
-    return found
-
-
 def case(name, dtype=torch.float32, **changed):
     split, args = CUTS[name]
     net = TreeNet(lambda: MODELS[name](**{**args, **changed}), members=2, split=split, seed=3).to(dtype)
@@ -88,7 +80,8 @@ def test_trees_of_them_have_the_same_bits_for_any_workers(name):
     found = []
     for workers in (1, 2, 4):
         net, batch = case(name)
-        found.append((gradients(net, batch, workers), net.state_dict()))  # with running statistics
+        _, grads = engine_gradients(net, losses.independent(), batch, workers=workers, micro_batches=1)
+        found.append((grads, net.state_dict()))  # with running statistics
     for grads, state in found[1:]:
         assert all(torch.equal(a, b) for s in grads for a, b in zip(grads[s], found[0][0][s], strict=True))
         assert all(torch.equal(state[key], found[0][1][key]) for key in state)
@@ -97,7 +90,7 @@ def test_trees_of_them_have_the_same_bits_for_any_workers(name):
 @pytest.mark.parametrize("name", CUTS)
 def test_gradients_of_trees_of_them_are_those_of_autograd(name):
     net, batch = case(name, torch.float64, **({"dropout": 0.0} if name != "resnet20" else {}))
-    found = gradients(net, batch, 2)
+    found = engine_gradients(net, losses.independent(), batch, micro_batches=1)[1]
     (losses.independent()(net(batch.inputs), batch.targets).total / 12).backward()
     for stage, kept in found.items():
         for got, parameter in zip(kept, net.stages[stage].parameters(), strict=True):

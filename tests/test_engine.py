@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections import OrderedDict
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -217,6 +218,49 @@ def test_threads_set_by_others_later_do_not_reach_the_workers():
     finally:
         workers.close()
         torch.set_num_threads(before)
+
+
+class Counts(nn.Identity):
+    """Notes how many threads an operation has here, forward and backward."""
+
+    seen: ClassVar[dict[str, set[int]]] = {}
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        self.seen.setdefault(self.name, set()).add(torch.get_num_threads())
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda d: self.seen[f"{self.name} back"].add(torch.get_num_threads()))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("tree", "trunk", "branch"), [({"norm": 3}, 2, 1), (1, 2, 2), (2, 1, 1)], ids=["trunk", "single", "independent"]
+)
+def test_a_stage_of_whole_batches_that_has_the_machine_to_itself_gets_two_threads(tree, trunk, branch):
+    def network():
+        above = OrderedDict(up=Counts("up"), conv=nn.Conv2d(2, 4, 3), norm=nn.BatchNorm2d(4))
+        return nn.Sequential(OrderedDict(above, flatten=nn.Flatten(), fc=nn.Linear(64, 5), down=Counts("down")))
+
+    Counts.seen = {f"{name}{way}": set() for name in ("up", "down") for way in ("", " back")}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        engine_gradients(
+            TreeNet(network, tree=tree), losses.independent(), batch_of(16, 2, torch.float32), micro_batches=1
+        )
+        later = []
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert Counts.seen["up"] == {trunk}
+    assert Counts.seen["down"] == Counts.seen["down back"] == {branch}
+    assert later == [3]
 
 
 def test_steps_work_under_no_grad_of_the_main_thread_and_evaluation_keeps_no_graph():

@@ -1,4 +1,4 @@
-"""How people train an ensemble today: each peer does one SGD step of M CIFAR10-Quick networks on one batch.
+"""How people train an ensemble today: each peer does one SGD step of M networks on one batch.
 
 All start from the same weights with the same rate, momentum, decay and per-layer multipliers, so that their weights
 after a step can be compared with ours before anything is timed.
@@ -20,15 +20,15 @@ Weights = list[dict[str, Tensor]]  # the state of each member
 RATE, MOMENTUM, DECAY = 0.001, 0.9, 0.004
 
 
-def groups(named: Sequence[tuple[str, Tensor]]) -> list[dict[str, Any]]:
-    """Parameter groups with Caffe's multipliers: biases learn twice as fast."""
+def groups(named: Sequence[tuple[str, Tensor]], bias_rate: float = 2.0) -> list[dict[str, Any]]:
+    """Parameter groups with Caffe's multipliers unless said otherwise: biases learn twice as fast."""
     weights = [p for name, p in named if not name.endswith("bias")]
     biases = [p for name, p in named if name.endswith("bias")]
-    return [{"params": weights, "lr": RATE}, {"params": biases, "lr": 2 * RATE}]
+    return [{"params": weights, "lr": RATE}, {"params": biases, "lr": bias_rate * RATE}]
 
 
-def sgd(named: Sequence[tuple[str, Tensor]]) -> torch.optim.SGD:
-    return torch.optim.SGD(groups(named), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY)
+def sgd(named: Sequence[tuple[str, Tensor]], bias_rate: float = 2.0) -> torch.optim.SGD:
+    return torch.optim.SGD(groups(named, bias_rate), lr=RATE, momentum=MOMENTUM, weight_decay=DECAY)
 
 
 def duplicate(net: nn.Module, memory_format: torch.memory_format = torch.contiguous_format) -> nn.Module:
@@ -47,16 +47,16 @@ def states(nets: Sequence[nn.Module]) -> Callable[[], Weights]:
     return lambda: [dict(net.named_parameters()) for net in nets]
 
 
-def plain_loop(members: Sequence[nn.Module], x: Tensor, y: Tensor) -> Peer:
+def plain_loop(members: Sequence[nn.Module], x: Tensor, y: Tensor, bias_rate: float = 2.0) -> Peer:
     """A loop over M modules as people write it: contiguous tensors, torch's own threads."""
     nets = [duplicate(net) for net in members]
-    return Peer(_loop_step(nets, nets, x.contiguous(), y), states(nets))
+    return Peer(_loop_step(nets, nets, x.contiguous(), y, bias_rate), states(nets))
 
 
-def channels_last_loop(members: Sequence[nn.Module], x: Tensor, y: Tensor) -> Peer:
+def channels_last_loop(members: Sequence[nn.Module], x: Tensor, y: Tensor, bias_rate: float = 2.0) -> Peer:
     """The plain loop in channels-last."""
     nets = [duplicate(net, torch.channels_last) for net in members]
-    return Peer(_loop_step(nets, nets, x.contiguous(memory_format=torch.channels_last), y), states(nets))
+    return Peer(_loop_step(nets, nets, x.contiguous(memory_format=torch.channels_last), y, bias_rate), states(nets))
 
 
 def compiled_loop(members: Sequence[nn.Module], x: Tensor, y: Tensor) -> Peer:
@@ -66,8 +66,10 @@ def compiled_loop(members: Sequence[nn.Module], x: Tensor, y: Tensor) -> Peer:
     return Peer(_loop_step(nets, fast, x.contiguous(memory_format=torch.channels_last), y), states(nets))
 
 
-def _loop_step(nets: Sequence[nn.Module], callables: Sequence[Any], x: Tensor, y: Tensor) -> Callable[[], None]:
-    optimizers = [sgd(list(net.named_parameters())) for net in nets]
+def _loop_step(
+    nets: Sequence[nn.Module], callables: Sequence[Any], x: Tensor, y: Tensor, bias_rate: float = 2.0
+) -> Callable[[], None]:
+    optimizers = [sgd(list(net.named_parameters()), bias_rate) for net in nets]
 
     def step() -> None:
         for net, optimizer in zip(callables, optimizers, strict=True):

@@ -3,7 +3,8 @@ than the arithmetic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,19 +17,46 @@ from mheads.tree import Node, TreeNet
 
 @dataclass(frozen=True)
 class StageFacts:
-    """`known`: all its layers are in `sliced.py`. `mixing`: it needs whole batches. `sided`: it takes side inputs."""
+    """`known`: all its layers are in `sliced.py`. `mixing`: it needs whole batches. `sided`: it takes side inputs.
+
+    `threads`: how many its operations may use, by `threads_of`.
+    """
 
     module: nn.Module
     parameters: Sequence[Tensor]
     known: bool
     mixing: bool
     sided: bool
+    threads: int
 
     @staticmethod
-    def of(stage: nn.Module) -> StageFacts:
+    def of(stage: nn.Module, threads: int) -> StageFacts:
         sided = any(hasattr(module, "takes") for module in stage.modules())
         parameters = [p for p in stage.parameters() if p.requires_grad]
-        return StageFacts(stage, parameters, sliced.supports(stage), has_batch_statistics(stage), sided)
+        return StageFacts(stage, parameters, sliced.supports(stage), has_batch_statistics(stage), sided, threads)
+
+    @contextmanager
+    def intra_op(self) -> Iterator[None]:
+        """Gives the operations of this thread the threads of the stage; workers have one otherwise."""
+        if self.threads > 1:
+            torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            if self.threads > 1:
+                torch.set_num_threads(1)
+
+
+def threads_of(net: TreeNet) -> dict[str, int]:
+    """Two threads for a stage that has the machine to itself, since batch statistics forbid to cut the batch and no
+    stage is beside it; one for all others.
+
+    Gradients differ in their bits between one thread and two, so this is a rule on the tree, never on the machine.
+    """
+    if not net.batch_statistics_layers():
+        return dict.fromkeys(net.tree.nodes, 1)
+    roots = net.tree.roots
+    return {name: 2 if len(roots) == 1 and node is roots[0] else 1 for name, node in net.tree.nodes.items()}
 
 
 class Stages:
@@ -36,7 +64,8 @@ class Stages:
 
     def __init__(self, net: TreeNet) -> None:
         self.net, self.tree = net, net.tree
-        self.facts = {name: StageFacts.of(net.stage(name)) for name in net.stages}
+        threads = threads_of(net)
+        self.facts = {name: StageFacts.of(net.stage(name), threads[name]) for name in net.stages}
         self.roots = [root for root in net.tree.roots if root.name in self.facts]
         self.statistics = bool(net.batch_statistics_layers())
         learns = {name: net.learns(name) for name, node in net.tree.nodes.items() if node.children}

@@ -127,7 +127,8 @@ class TrainingStep:
         wanted = self.stages.wanted[node.name]
         context = Context(key, num_rows, batch.side_inputs(), wanted, None, facts.parameters, facts.known)
         share = self.share if by_row and not facts.mixing else 1.0
-        tape = record(facts.module, x, context, rows, share)
+        with facts.intra_op():
+            tape = record(facts.module, x, context, rows, share)
         if node.children:
             self._tapes[node.name, i] = tape
             self.hand_down(i, node, tape.output)
@@ -155,7 +156,8 @@ class TrainingStep:
         self.backward(i, node, values.map_leaves(add_in_order, *terms))
 
     def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value, learn: Tensor | None = None) -> None:
-        d_input, gradients = tape.backward(d_output, learn)
+        with self.stages[node.name].intra_op():
+            d_input, gradients = tape.backward(d_output, learn)
         total = self.sums[node.name].add(i - self.mine.start, gradients)
         if total is not None:
             self.keep(node.name, total)

@@ -52,7 +52,7 @@ class Workers:
         for thread in self._threads:
             thread.start()
         self._started.wait()
-        # What a worker sets for itself torch also gives to later threads, which is not ours to decide.
+        # What a worker sets for itself torch also gives to later threads, which is for our caller to decide.
         torch.set_num_threads(intra_op)
 
     def spawn(self, priority: tuple[int, ...], function: Callable[..., None], *args: object) -> None:
@@ -88,6 +88,7 @@ class Workers:
                 self._idle.wait()
             self.waiting = False
             error, self._error = self._error, None
+        torch.set_num_threads(torch.get_num_threads())  # of later threads: a stage may have set its own
         if error is not None:
             self._held = 0
             self.wait()  # for tasks that were still running

@@ -177,6 +177,7 @@ class LogOptions(_Section):
     evaluate_every: int = _option(500, "iterations between evaluations on the test set; 0: only at the end", ge=0)
     checkpoint_every: int = _option(500, "iterations between checkpoints; 0: only at the end", ge=0)
     keep: int = _option(2, "how many of the newest checkpoints are kept", ge=1)
+    idle_after: int = _option(100, "warn of a member that has won no example for n iterations", ge=1)
 
 
 MAX_ROWS = 10_000_000  # of a step

@@ -20,6 +20,7 @@ from mheads import identity
 from mheads.checkpoint import Checkpoints
 from mheads.config import Config
 from mheads.data.batch import Batch, Batches
+from mheads.diagnostics import Diagnostics, gradient_norms, idle_warning
 from mheads.engine.engine import Engine
 from mheads.engine.tasks import StepReport
 from mheads.errors import UserError
@@ -107,11 +108,16 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                     schedule.observe(report.loss)
 
                 state.step += 1
+                logged = state.step % config.log.every == 0
+                norms = gradient_norms(engine) if logged else {}
                 if log is not None:
                     state.add(report, batch, time.perf_counter() - began)
-                    watch.step(state.step, report.loss, rate, len(batch), state.shares())
-                    if state.step % config.log.every == 0:
-                        log.write(state.line(rate, len(batch)))
+                    watch.step(state.step, report.loss, rate, len(batch), state.diagnostics.winners())
+                    if logged:
+                        own = [norms[leaf.name].item() for leaf in net.tree.leaves]
+                        log.write(state.diagnostics.line(state.step, rate, own))
+                    if idle := state.diagnostics.fallen_idle(config.log.idle_after):
+                        watch.warn(idle_warning(idle, config.log.idle_after))
                 due = config.log.evaluate_every
                 if due and state.step % due == 0 and state.step < total:
                     result = measure(engine, data.test, data.preprocess, data.problem, watch)
@@ -138,7 +144,8 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             checkpoints.wait()
             folder.seal_metrics()
             folder.write_model(part(tensors, "model/"))
-            folder.write_result(summary(result, net, experiment.evaluated_on, state.step, state.seconds))
+            done = summary(result, net, experiment.evaluated_on, state.step, state.seconds)
+            folder.write_result({**done, "learning": state.diagnostics.learning})
         return folder.read_result()  # even if a signal asked to stop meanwhile: it is finished
     except UserError:
         checkpoints.close()  # one may be under way
@@ -223,43 +230,14 @@ class _Progress:
         self.log: list[list[Any]] = []  # the parts of metrics.jsonl
         self.history = History(members, groups)
         self.owned = np.zeros((members, groups))  # assignment since the last evaluation
-        self._start_window()
-
-    def _start_window(self) -> None:
-        """Begins new means, for the next line of the log."""
-        self.loss, self.count, self.window_seconds = 0.0, 0, 0.0
-        self.member_losses = np.zeros(len(self.owned))
-        self.wins = np.zeros(len(self.owned))
+        self.diagnostics = Diagnostics(members)
 
     def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
-        assignment = report.assignment.double().cpu()
         owned = torch.zeros(self.owned.shape, dtype=torch.float64)
-        owned.index_add_(1, self.problem.group(batch.targets).cpu(), assignment)
+        owned.index_add_(1, self.problem.group(batch.targets).cpu(), report.assignment.double().cpu())
         self.owned += owned.numpy()
-        self.wins += assignment.sum(1).numpy()
-        # Of the examples that a member may learn from: the others were not computed for it.
-        seen = torch.ones_like(assignment) if batch.prior is None else (batch.prior > 0).double()
-        self.member_losses += ((report.losses.double().cpu() * seen).sum(1) / seen.sum(1).clamp_min(1)).numpy()
-        self.loss += report.loss
-        self.count += 1
+        self.diagnostics.add(report, batch, seconds)
         self.seconds += seconds
-        self.window_seconds += seconds
-
-    def shares(self) -> list[float]:
-        """Each member's share of the assignment since the last line of the log."""
-        return (self.wins / max(self.wins.sum(), 1e-12)).tolist()
-
-    def line(self, rate: float, batch_size: int) -> dict[str, Any]:
-        line = {
-            "iteration": self.step,
-            "loss": self.loss / self.count,
-            "rate": rate,
-            "member_losses": [round(x, 6) for x in (self.member_losses / self.count).tolist()],
-            "share": [round(x, 4) for x in self.shares()],
-            "images_per_second": round(batch_size * self.count / self.window_seconds, 1),
-        }
-        self._start_window()
-        return line
 
     def own(self, result: Result, experiment: Experiment, folder: RunFolder, log: MetricsLog, watch: Watcher) -> None:
         """Records an evaluation."""
@@ -278,13 +256,13 @@ class _Progress:
         self, tensors: dict[str, torch.Tensor], optimizer: Optimizer, schedule: Schedule, log: MetricsLog
     ) -> tuple[dict, dict]:
         """All that a checkpoint holds: the tensors of all stages and what the lead remembers."""
-        arrays = {**self.history.arrays(), "owned": self.owned, "wins": self.wins, "member_losses": self.member_losses}
+        arrays = {**self.history.arrays(), "owned": self.owned, **self.diagnostics.arrays()}
         state = {
             "rate": optimizer.rate,
             "schedule": schedule.state(),
             "log": log.mark(),
             "seconds": self.seconds,
-            "window": [self.loss, self.count, self.window_seconds],
+            **self.diagnostics.state(),
         }
         return tensors | {f"progress/{name}": torch.from_numpy(array) for name, array in arrays.items()}, state
 
@@ -303,11 +281,11 @@ class _Progress:
         self.step = found["step"]
         self.seconds = state["seconds"]
         self.log = state["log"]
-        self.loss, self.count, self.window_seconds = state["window"]
         if engine.lead:
             arrays = {name: tensor.numpy() for name, tensor in part(tensors, "progress/").items()}
             self.history.load(arrays)
-            self.owned, self.wins, self.member_losses = (arrays[k].copy() for k in ("owned", "wins", "member_losses"))
+            self.owned = arrays["owned"].copy()
+            self.diagnostics.load(arrays, state)
 
 
 def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

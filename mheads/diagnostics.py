@@ -1,0 +1,126 @@
+"""What each member learns from, step by step: the lines of metrics.jsonl, and members that win nothing any more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mheads.data.batch import Batch
+from mheads.engine.engine import Engine
+from mheads.engine.tasks import StepReport
+
+LEARNING = ("wins", "entropy", "effective_batch", "gradient_norm")  # of a line of the log, also kept in result.json
+
+
+class Diagnostics:
+    """Means since the last line of the log, and for how many iterations each member has won nothing.
+
+    A member wins an example if none learns more from it. Under MCL these are the k best; members that learn from
+    everything alike all win.
+    """
+
+    def __init__(self, members: int) -> None:
+        self.idle = np.zeros(members, np.int64)
+        self.learning: dict[str, Any] = {}  # what the last line says of it
+        self._start_window()
+
+    def _start_window(self) -> None:
+        members = len(self.idle)
+        self.loss, self.count, self.examples, self.seconds = 0.0, 0, 0, 0.0
+        self.member_losses, self.assigned, self.wins, self.effective = (np.zeros(members) for _ in range(4))
+
+    def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
+        assignment = report.assignment.double().cpu()  # [M, B]
+        most = assignment.amax(0)
+        won = ((assignment == most) & (most > 0)).sum(1).numpy()
+        self.idle = np.where(won > 0, 0, self.idle + 1)
+        self.wins += won
+        self.assigned += assignment.sum(1).numpy()
+        self.effective += effective_examples(assignment).numpy()
+        # Of the examples that a member may learn from: the others were not computed for it.
+        seen = torch.ones_like(assignment) if batch.prior is None else (batch.prior > 0).double()
+        self.member_losses += ((report.losses.double().cpu() * seen).sum(1) / seen.sum(1).clamp_min(1)).numpy()
+        self.loss += report.loss
+        self.count += 1
+        self.examples += len(batch)
+        self.seconds += seconds
+
+    def winners(self) -> list[float]:
+        """Each member's part of all that was won since the last line of the log."""
+        return (self.wins / max(self.wins.sum(), 1)).tolist()
+
+    def fallen_idle(self, after: int) -> list[int]:
+        """The members that have now won nothing for exactly so many iterations."""
+        return np.flatnonzero(self.idle == after).tolist()
+
+    def line(self, step: int, rate: float, norms: Sequence[float]) -> dict[str, Any]:
+        """The line of the log; begins new means. `norms`: those of the members' own gradients in this step."""
+        rows = self.assigned.sum()
+        share = self.assigned / max(rows, 1e-12)
+        line = {
+            "iteration": step,
+            "loss": self.loss / self.count,
+            "rate": rate,
+            "member_losses": [round(x, 6) for x in (self.member_losses / self.count).tolist()],
+            "share": [round(x, 4) for x in share.tolist()],
+            "wins": [round(x, 4) for x in (self.wins / max(1, self.examples)).tolist()],
+            "entropy": round(entropy(self.winners()), 4),
+            "effective_batch": [round(x, 1) for x in (self.effective / self.count).tolist()],
+            "gradient_norm": [float(f"{x:.4g}") for x in norms],
+            "images_per_second": round(self.examples / self.seconds, 1),
+        }
+        self.learning = {key: line[key] for key in LEARNING}
+        self._start_window()
+        return line
+
+    # In a checkpoint.
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        names = ("idle", "member_losses", "assigned", "wins", "effective")
+        return {name: getattr(self, name) for name in names}
+
+    def state(self) -> dict[str, Any]:
+        return {"window": [self.loss, self.count, self.examples, self.seconds], "learning": self.learning}
+
+    def load(self, arrays: dict[str, np.ndarray], state: dict[str, Any]) -> None:
+        if "learning" not in state:
+            return  # a checkpoint of an older version
+        self.loss, self.count, self.examples, self.seconds = state["window"]
+        self.learning = state["learning"]
+        for name in self.arrays():
+            setattr(self, name, arrays[name].copy())
+
+
+def effective_examples(assignment: Tensor) -> Tensor:
+    """How many equally weighted examples would say as much as these: (sum of a)^2 / (sum of a^2), [M, B] -> [M]."""
+    squares = assignment.square().sum(1)
+    return assignment.sum(1).square() / squares.where(squares > 0, torch.ones_like(squares))
+
+
+def entropy(parts: Sequence[float]) -> float:
+    """In bits: 0 if one member wins everything, log2 M if all win alike."""
+    return abs(sum(p * np.log2(p) for p in parts if p > 0))
+
+
+def gradient_norms(engine: Engine) -> dict[str, Tensor]:
+    """The norm of the last step's gradient for each stage, on the lead; called by all processes."""
+    found: dict[str, Tensor] = {}
+
+    def measure(stage: str, gradients: list[Tensor]) -> None:
+        squares = [gradient.double().square().sum().cpu() for gradient in gradients]
+        found[stage] = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+
+    engine.update(measure)  # by the workers: a sum on more threads would have other bits
+    return engine.gather(found)
+
+
+def idle_warning(members: Sequence[int], iterations: int) -> str:
+    who = f"member {members[0]} has" if len(members) == 1 else f"members {', '.join(map(str, members))} have"
+    return (
+        f"{who} won no example in the last {iterations:,} iterations, and so little or nothing to learn from. What "
+        "helps: pretrain=500 (all learn first), loss.ce_weight=0.1 (losers learn a little), a larger loss.k"
+    )

@@ -1,0 +1,120 @@
+"""What the log says of the members' learning, against a few lines of numpy."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from stepping import engine_gradients
+from torch import nn
+
+import mheads
+from mheads import TreeNet, losses
+from mheads.data.batch import Batch
+from mheads.data.preprocess import Preprocess
+from mheads.diagnostics import Diagnostics, entropy, gradient_norms
+from mheads.engine.tasks import StepReport
+from mheads.engine.threads import ThreadsEngine
+from mheads.losses import Loss, LossValue
+
+
+def batch_of(rows, prior=None):
+    x, y = torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64)
+    return Batch(x, y, Preprocess(), prior=prior)
+
+
+def report_of(assignment, own=None):
+    assignment = torch.tensor(assignment, dtype=torch.float32)
+    return StepReport(1.5, torch.ones_like(assignment) if own is None else torch.tensor(own), assignment)
+
+
+def test_a_line_says_who_won_and_how_much_each_learned_from():
+    found = Diagnostics(3)
+    found.add(report_of([[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1.0]]), batch_of(4), 0.5)
+    found.add(report_of([[1, 1, 1, 1], [0, 0, 0, 0], [0, 0, 0, 0.0]]), batch_of(4), 0.5)
+    assert found.winners() == [6 / 8, 1 / 8, 1 / 8]
+    line = found.line(2, 0.1, [1.0, 0.123456, 0])
+    assert line["wins"] == line["share"] == [0.75, 0.125, 0.125]
+    assert line["entropy"] == round(-(0.75 * np.log2(0.75) + 2 * 0.125 * np.log2(0.125)), 4)
+    assert line["effective_batch"] == [3.0, 0.5, 0.5]
+    assert line["gradient_norm"] == [1.0, 0.1235, 0.0]
+    assert (line["loss"], line["iteration"], line["images_per_second"]) == (1.5, 2, 8.0)
+    assert found.winners() == [0, 0, 0]  # a new window
+
+
+def test_a_mixture_counts_as_won_by_whoever_learns_most_and_its_losers_add_to_the_effective_batch():
+    found = Diagnostics(2)
+    found.add(report_of([[1.1, 1.1, 0.1], [0.1, 0.1, 1.1]]), batch_of(3), 1.0)
+    line = found.line(1, 0.1, [0, 0])
+    assert line["wins"] == [0.6667, 0.3333]
+    assert line["share"] == [round(2.3 / 3.6, 4), round(1.3 / 3.6, 4)]
+    a = np.array([[1.1, 1.1, 0.1], [0.1, 0.1, 1.1]])
+    np.testing.assert_allclose(line["effective_batch"], a.sum(1) ** 2 / (a**2).sum(1), atol=0.06)
+
+
+def test_losses_are_those_of_the_examples_that_a_member_may_learn_from():
+    found = Diagnostics(2)
+    prior = torch.tensor([[2.0, 0, 0], [1, 1, 1]])
+    found.add(report_of(prior.tolist(), [[3.0, 9, 9], [1, 2, 3]]), batch_of(3, prior), 1.0)
+    assert found.line(1, 0.1, [0, 0])["member_losses"] == [3.0, 2.0]
+
+
+def test_entropy_is_that_of_the_wins():
+    assert entropy([1.0, 0, 0]) == 0
+    assert entropy([0.25] * 4) == 2
+
+
+@pytest.mark.parametrize("tree", [2, {"trunk": 2}])
+def test_norms_are_those_of_each_stage(tree):
+    def network():
+        return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def named():
+        net = nn.Sequential()
+        for name, layer in zip(("trunk", "act", "head"), network(), strict=True):
+            net.add_module(name, layer)
+        return net
+
+    x, y = torch.randn(12, 2), torch.randint(3, (12,))
+    batch = Batch(x, y, Preprocess(), ties=torch.rand(2, 12))
+    net = TreeNet(named, tree=tree)
+    engine = ThreadsEngine(net, 2, 2, seed=0)
+    engine.step(0, batch, losses.mcl(k=1))
+    found = gradient_norms(engine)
+    engine.close()
+    _, gradients = engine_gradients(net, losses.mcl(k=1), batch, micro_batches=2)
+    assert found.keys() == gradients.keys()
+    for stage, parts in gradients.items():
+        expected = np.sqrt(sum((g.double().numpy() ** 2).sum() for g in parts))
+        assert found[stage].item() == pytest.approx(expected, rel=1e-12)
+
+
+def greedy(outputs, y):
+    """The first member wins everything until its weights make the others better, which never happens."""
+    own = losses.cross_entropies(outputs, y)
+    assignment = torch.zeros_like(own)
+    assignment[0] = 1
+    return LossValue((assignment * own).sum(), assignment, own.detach())
+
+
+def test_members_that_win_nothing_are_named_once_with_what_helps(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32), np.arange(64) % 3
+
+    def network():
+        return nn.Sequential(nn.Linear(2, 3))
+
+    loss, log = Loss("greedy", greedy), {"idle_after": 5, "every": 4}
+    with pytest.warns(UserWarning, match="members 1, 2 have won no example in the last 5 iterations") as warned:
+        net = TreeNet(network, members=3)
+        mheads.fit(
+            net, train=(x, y), loss=loss, test=(x, y), batch_size=16, iterations=12, run=tmp_path / "run", log=log
+        )
+    told = [str(w.message) for w in warned if "won no example" in str(w.message)]
+    assert len(told) == 1
+    assert "pretrain" in told[0]
+    assert "loss.ce_weight" in told[0]
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert result["learning"]["wins"] == [1, 0, 0]
+    assert result["learning"]["effective_batch"] == [16, 0, 0]
+    assert result["learning"]["gradient_norm"][1:] == [0, 0]
+    assert result["learning"]["gradient_norm"][0] > 0

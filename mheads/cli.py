@@ -176,6 +176,26 @@ def predict(
 
 
 @app.command(rich_help_panel="Train and look")
+def plot(
+    what: Annotated[str, typer.Argument(help="ownership, history, wins, k, splits, disagreement or reliability.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; history and wins take one.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The .png, .svg or .pdf; by default in the folder of the first run."),
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Draw a figure of a run or of several side by side; unfinished runs are drawn as far as they are.
+
+    Example: mheads plot ownership runs/mcl_k1 runs/mcl_k2 -o owners.png
+    """
+    from mheads.plots import plot as draw
+    from mheads.progress import Terminal
+
+    console.print(str(draw(what, runs, output, Terminal(console), trust)), markup=False, soft_wrap=True)
+
+
+@app.command(rich_help_panel="Train and look")
 def export(
     run: RunPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file: .pt2 (torch.export) or .onnx.")],
@@ -269,7 +289,9 @@ def plan(
 
 @app.command(rich_help_panel="Measure")
 def bench(
-    suite: Annotated[str, typer.Argument(help="step, mcl, tree, eval, scale, memory, profile, comm, or all.")],
+    suite: Annotated[
+        str, typer.Argument(help="step, mcl, tree, residual, eval, scale, memory, profile, comm, or all.")
+    ],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each side is timed once per round.")] = 15,
     figure: Annotated[Path | None, typer.Option(help="Also draw what comm found to this .png, .svg or .pdf.")] = None,

@@ -112,6 +112,7 @@ class Metrics:
         self._losses = torch.zeros(members + 1, dtype=torch.float64)
         self._confidence = torch.zeros(members + 1, BINS, dtype=torch.float64)  # summed, by bin
         self._right = torch.zeros(members + 1, BINS, dtype=torch.float64)
+        self._binned = torch.zeros(members + 1, BINS, dtype=torch.float64)
         self._ownership = torch.zeros(members, classes, dtype=torch.long)
         self._differ = torch.zeros(members, members, dtype=torch.long)
         self._scores_right = self._oracle_right = self._owner_right = 0
@@ -155,6 +156,7 @@ class Metrics:
         bins = ((confidence.nan_to_num(0) * BINS).ceil().long() - 1).clamp(0, BINS - 1)
         self._confidence.scatter_add_(1, bins, confidence)
         self._right.scatter_add_(1, bins, right.double())
+        self._binned.scatter_add_(1, bins, torch.ones_like(confidence))
 
     def result(self) -> Result:
         """The metrics of all examples so far."""
@@ -178,6 +180,18 @@ class Metrics:
             ownership=self._ownership.tolist(),
             examples=self.examples,
         )
+
+    def reliability(self) -> dict[str, dict[str, list[float]]]:
+        """Mean confidence, accuracy (in percent) and number of examples of each of the 15 bins of confidence: of all
+        answers of single members, and of the Ensemble-Mean. An empty bin has NaN for its means."""
+
+        def of(rows: slice) -> dict[str, list[float]]:
+            examples = self._binned[rows].sum(0)
+            means = {"confidence": self._confidence, "accuracy": self._right}
+            found = {name: (100 * sums[rows].sum(0) / examples).tolist() for name, sums in means.items()}
+            return found | {"examples": examples.tolist()}
+
+        return {"members": of(slice(0, -1)), "Ensemble-Mean": of(slice(-1, None))}
 
     def _percent(self, count: Any) -> Any:
         return 100 * count / self.examples

@@ -80,11 +80,11 @@ def history_figure(
     figure = Figure(figsize=(9, 3.4), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2)
     for m, losses in enumerate(np.array([line["member_losses"] for line in steps]).T):
-        left.plot([line["iteration"] for line in steps], losses, color=_colour(m), linewidth=1, label=f"member {m}")
+        left.plot([line["iteration"] for line in steps], losses, color=colour(m), linewidth=1, label=f"member {m}")
     at = [line["iteration"] for line in evaluations]
     marker = "o" if len(at) < 30 else ""
     for m, accuracies in enumerate(np.array([line["members"] for line in evaluations]).T):
-        right.plot(at, accuracies, color=_colour(m), linewidth=1, marker=marker, markersize=2)
+        right.plot(at, accuracies, color=colour(m), linewidth=1, marker=marker, markersize=2)
     for key, name, style in (("ensemble_mean", "Ensemble-Mean", "-"), ("oracle", "Oracle", "--")):
         values = [line[key] for line in evaluations]
         right.plot(at, values, style, color="black", linewidth=2, marker=marker, markersize=4, label=name)
@@ -99,7 +99,7 @@ def history_figure(
     return figure
 
 
-def _colour(member: int) -> str:
+def colour(member: int) -> str:
     return PALETTE[member % len(PALETTE)]
 
 

@@ -1,0 +1,83 @@
+"""What can be seen of a run, finished or still training, without building its network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mheads import files
+from mheads.config import Config
+from mheads.errors import UserError
+from mheads.log import Log
+from mheads.plain import from_json
+from mheads.run_folder import DataFacts, RunFolder
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as its folder shows it. `result` is that of the end or of the newest evaluation, None before the first."""
+
+    title: str
+    folder: RunFolder
+    config: Config
+    data: DataFacts
+    log: Log
+    result: dict[str, Any] | None
+    finished: bool
+
+    @staticmethod
+    def read(path: Path, title: str | None = None) -> Record:
+        folder = RunFolder(path)
+        config = folder.read_config()
+        data, finished = folder.read_data(), folder.finished(config.pretrain + config.optim.iterations)
+        log = folder.read_log() if finished else Log.of(_lines(folder.metrics))
+        result = folder.read_result() if finished else (log.evaluations[-1] if log.evaluations else None)
+        return Record(title or path.resolve().name, folder, config, data, log, result, finished)
+
+    @property
+    def iteration(self) -> int:
+        """The last one that is known of."""
+        return max((line["iteration"] for lines in self.log for line in lines), default=0)
+
+    def evaluated(self) -> dict[str, Any]:
+        """The result; refuses a run that has none."""
+        if self.result is None:
+            raise UserError(
+                f"{self.folder.path} was not evaluated yet (iteration {self.iteration:,}): let it train on, or give a "
+                "smaller log.evaluate_every"
+            )
+        return self.result
+
+    def assignments(self) -> dict[str, np.ndarray]:
+        """Who owned which class at each evaluation, see `log.History`."""
+        if not self.folder.assignments.is_file():
+            self.evaluated()
+        return self.folder.read_assignments()
+
+
+def read_all(paths: Sequence[Path]) -> list[Record]:
+    """Runs under titles that tell them apart: the names of their folders, with parents where names are equal."""
+    places = [path.resolve() for path in paths]
+    depth = 1
+    while len({place.parts[-depth:] for place in places}) < len(set(places)):
+        depth += 1
+    return [Record.read(path, "/".join(place.parts[-depth:])) for path, place in zip(paths, places, strict=True)]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log that may be growing."""
+    try:
+        content = files.read(path)
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in content.splitlines(keepends=True):
+        try:
+            found.append(from_json(line))
+        except ValueError:
+            break  # it is being written, or damaged: what is before it can still be shown
+    return found

@@ -1,0 +1,155 @@
+"""Figures of what was learned: who wins, what k and sharing change, how far members disagree and can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from mheads.report.figures import COLOURS, DPI, Figure, colour
+
+Results = Sequence[Mapping[str, Any]]  # what result.json holds, of one run or of several trials
+MANY_MEMBERS = 12  # from here on cells hold no value, and lines no name
+
+
+def wins_figure(steps: Results) -> Figure:
+    """Who wins over time: the part of the examples that each member won, in percent.
+
+    steps: `iteration` and `wins` of each logged step, or `share` in runs that are older.
+    """
+    figure = Figure(figsize=(6, 3.4), dpi=DPI, layout="constrained")
+    panel = figure.subplots()
+    at = [line["iteration"] for line in steps]
+    won = 100 * np.array([line.get("wins", line["share"]) for line in steps]).reshape(len(at), -1)
+    for m, parts in enumerate(won.T):
+        panel.plot(at, parts, color=colour(m), linewidth=1.2, label=f"member {m}")
+    panel.set_ylim(bottom=0)
+    _finish(panel, "iteration", "examples won, %")
+    if 1 < won.shape[1] <= MANY_MEMBERS:
+        panel.legend(fontsize=7, frameon=False, ncols=1 + won.shape[1] // 5)
+    return figure
+
+
+def choices_figure(runs: Mapping[int, Results], measure: str = "accuracy, %") -> Figure:
+    """Oracle, Ensemble-Mean and members against k, how many members learn from an example.
+
+    runs: the results of each k; several are trials, drawn as their mean and deviation.
+    """
+    figure = Figure(figsize=(5, 3.6), dpi=DPI, layout="constrained")
+    panel = figure.subplots()
+    ks = sorted(runs)
+    for k in ks:
+        members = [accuracy for result in runs[k] for accuracy in result["members"]]
+        label = "members" if k == ks[0] else None
+        panel.plot([k] * len(members), members, "o", color="0.6", markersize=3, zorder=1, label=label)
+    _measures(panel, ks, [runs[k] for k in ks])
+    panel.set_xticks(ks)
+    _finish(panel, "k: members that learn from an example", measure)
+    panel.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def splits_figure(runs: Mapping[str, Results], measure: str = "accuracy, %") -> Figure:
+    """Ensemble-Mean and mean member against the last layer that members share, over bars of parameters.
+
+    runs: the results by the name of the place, in the order from sharing nothing to sharing everything.
+    """
+    figure = Figure(figsize=(max(5.0, 0.7 * len(runs) + 1.5), 3.6), dpi=DPI, layout="constrained")
+    panel = figure.subplots()
+    beside = panel.twinx()
+    panel.set_zorder(beside.get_zorder() + 1)
+    panel.patch.set_visible(False)
+    at = list(range(len(runs)))
+    parameters = [np.mean([result["parameters"] for result in results]) for results in runs.values()]
+    scale, unit = (1e6, "million parameters") if max(parameters) >= 1e6 else (1e3, "thousand parameters")
+    beside.bar(at, [p / scale for p in parameters], width=0.6, color="0.9", zorder=0)
+    beside.set_ylabel(unit, fontsize=8, color="0.45")
+    beside.tick_params(labelsize=8, colors="0.45")
+    beside.spines[["top", "right"]].set_visible(False)
+    _measures(
+        panel, at, list(runs.values()), (("ensemble_mean", "Ensemble-Mean", "-"), ("single", "mean member", "--"))
+    )
+    style: dict[str, Any] = {"fontsize": 8}
+    if max(len(name) for name in runs) * len(runs) > 50:
+        style |= {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    panel.set_xticks(at, list(runs), **style)
+    _finish(panel, "members share the layers up to", measure)
+    panel.tick_params(axis="x", length=0)
+    panel.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def disagreement_figure(pairs: np.ndarray | Mapping[str, np.ndarray]) -> Figure:
+    """How often two members answer differently, in percent: [M, M], or several of these by title."""
+    tables = {
+        title: np.asarray(table) for title, table in (pairs if isinstance(pairs, Mapping) else {"": pairs}).items()
+    }
+    largest = max(len(table) for table in tables.values())
+    side = max(2.0, min(0.45, 8 / largest) * largest)
+    figure = Figure(figsize=(len(tables) * (side + 0.7) + 0.8, side + 0.7), dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, len(tables), squeeze=False).ravel()
+    for panel, (title, table) in zip(panels, tables.items(), strict=True):
+        image = panel.imshow(table, cmap=COLOURS, vmin=0, vmax=100)
+        panel.set_title(title, fontsize=10)
+        ticks = range(0, len(table), -(-len(table) // 20))
+        panel.set_xticks(ticks, [str(m) for m in ticks], fontsize=8)
+        panel.set_yticks(ticks, [f"member {m}" for m in ticks], fontsize=8)
+        panel.tick_params(length=0)
+        panel.spines[:].set_visible(False)
+        if len(table) <= MANY_MEMBERS:
+            for a, b in np.ndindex(table.shape):
+                if a != b:
+                    shade = "white" if table[a, b] > 55 else "black"
+                    panel.text(b, a, f"{table[a, b]:.0f}", ha="center", va="center", fontsize=8, color=shade)
+    bar = figure.colorbar(image, ax=list(panels), pad=0.02, aspect=15)
+    bar.set_label("different answers, %", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    bar.outline.set_visible(False)
+    return figure
+
+
+def reliability_figure(bins: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Accuracy against confidence, and how often each confidence occurs.
+
+    bins: by name of the predictor, `confidence`, `accuracy` (both in percent) and `examples` of its bins.
+    """
+    figure = Figure(figsize=(4.2, 4.6), dpi=DPI, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    above.plot([0, 100], [0, 100], color="0.7", linewidth=1, linestyle=":")
+    for i, (name, found) in enumerate(bins.items()):
+        examples = np.asarray(found["examples"], float)
+        there = examples > 0
+        confidence, accuracy = (np.asarray(found[key], float)[there] for key in ("confidence", "accuracy"))
+        above.plot(confidence, accuracy, "o-", color=colour(i), linewidth=1.5, markersize=4, label=name)
+        below.plot(confidence, 100 * examples[there] / examples.sum(), "o-", color=colour(i), linewidth=1, markersize=3)
+    above.set(xlim=(0, 102), ylim=(0, 102))
+    below.set_ylim(bottom=0)
+    _finish(above, "", "right answers, %")
+    _finish(below, "confidence, %", "examples, %")
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)  # points may be anywhere inside
+    return figure
+
+
+def _measures(
+    panel: Axes,
+    at: Sequence[int],
+    runs: Sequence[Results],
+    measures: Sequence[tuple[str, str, str]] = (("oracle", "Oracle", "--"), ("ensemble_mean", "Ensemble-Mean", "-")),
+) -> None:
+    """Draws measures of several runs as lines, with the deviation over trials where there are some."""
+    for i, (key, name, style) in enumerate(measures):
+        values = [np.array([result[key] for result in results], float) for results in runs]
+        means = [v.mean() for v in values]
+        deviations = [v.std(ddof=1) if len(v) > 1 else 0.0 for v in values]
+        spread: dict[str, Any] = {"yerr": deviations, "capsize": 3} if any(deviations) else {}
+        drawn: dict[str, Any] = {"color": colour(i), "linewidth": 1.8, "marker": "o", "markersize": 4, "label": name}
+        panel.errorbar(at, means, linestyle=style, zorder=3, **drawn, **spread)
+
+
+def _finish(panel: Axes, x: str, y: str) -> None:
+    panel.set_xlabel(x, fontsize=8)
+    panel.set_ylabel(y, fontsize=8)
+    panel.tick_params(labelsize=8)
+    panel.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,166 @@
+"""Figures of runs: what they draw, from which files, and what they refuse."""
+
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from commands import process
+from matplotlib.image import imread
+
+from mheads import config as configs
+from mheads import metrics
+from mheads.progress import Silent
+from mheads.record import Record, read_all
+from mheads.report import charts
+from mheads.run_folder import RunFolder
+from mheads.train import train_config
+
+QUICK = ("optim.iterations=6", "optim.batch_size=20", "data.limit=100", "log.every=2", "log.evaluate_every=3")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Four short runs by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = {
+        "mcl_k1": ["loss.name=mcl", "loss.k=1"],
+        "independent": [],
+        "tree": ["split=conv1"],
+        "single": ["members=1"],
+    }
+    for name, overrides in made.items():
+        train_config(configs.load("digits", [*QUICK, *overrides]), RunFolder(folder / name), Silent())
+    return {name: folder / name for name in made}
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("ownership", ["mcl_k1", "independent"]),
+        ("history", ["tree"]),
+        ("wins", ["mcl_k1"]),
+        ("k", ["independent", "mcl_k1"]),
+        ("splits", ["single", "tree", "independent"]),
+        ("disagreement", ["mcl_k1", "tree"]),
+        ("reliability", ["mcl_k1"]),
+    ],
+)
+def test_every_plot_is_drawn_at_a_size_that_can_be_read(mheads, runs, tmp_path, what, names):
+    file = tmp_path / "plot.png"
+    done = mheads("plot", what, *(runs[name] for name in names), "-o", file)
+    assert (done.code, done.out.strip()) == (0, str(file))
+    picture = imread(file)
+    assert picture.shape[1] >= 600
+    assert np.ptp(picture[..., :3]) > 0.5
+
+
+def test_without_a_file_the_picture_is_in_the_folder_of_the_first_run(mheads, runs):
+    assert mheads("plot", "wins", runs["mcl_k1"]).code == 0
+    assert (runs["mcl_k1"] / "wins.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing", "single"), "there is no plot 'nothing': give ownership, history"),
+        (("wins", "single", "tree"), "wins shows one run, and there are 2"),
+        (("wins", "single", "-o", "plot.jpg"), "give a file that ends in .png, .svg or .pdf"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said(mheads, runs, arguments, message):
+    done = mheads("plot", *(runs.get(argument, argument) for argument in arguments))
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_losses_without_k_and_other_classes_are_named(mheads, runs, tmp_path):
+    averaged = tmp_path / "averaged"
+    assert mheads("train", "digits", *QUICK, "loss.name=score_averaged", "-f", averaged).code == 0
+    done = mheads("plot", "k", runs["mcl_k1"], averaged)
+    assert "averaged was trained with score_averaged, which has no k" in done.err
+    data = tmp_path / "two.npz"
+    x, y = np.random.default_rng(0).integers(17, size=(40, 1, 8, 8)).astype(np.uint8), np.arange(40) % 2
+    np.savez(data, x_train=x, y_train=y, x_test=x, y_test=y)
+    two = tmp_path / "two"
+    done = mheads(
+        "train", "digits", *QUICK[:2], "model_args.classes=2", "data.name=npz", f"data.path={data}", "-f", two
+    )
+    assert done.code == 0, done.err
+    assert "have other classes: plot them one by one" in mheads("plot", "ownership", runs["mcl_k1"], two).err
+
+
+def test_an_unfinished_run_is_drawn_as_far_as_it_is(mheads, tmp_path):
+    folder = tmp_path / "run"
+    command = ("train", "digits", *QUICK, "log.checkpoint_every=4", "-f", folder)
+    assert process(*command, stop=(signal.SIGKILL, "os.rename", ".model.safetensors")).code == -signal.SIGKILL
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 99')  # half a line
+    done = mheads("plot", "history", folder)
+    assert done.code == 0
+    assert "is not finished: this shows it at iteration 6" in " ".join(done.out.split())
+
+
+def test_a_run_before_its_first_evaluation_says_so(mheads, tmp_path):
+    folder = tmp_path / "run"
+    command = ("train", "digits", *QUICK, "log.evaluate_every=0", "log.checkpoint_every=2", "-f", folder)
+    assert process(*command, stop=(signal.SIGKILL, "open", ".step-00000004.new")).code == -signal.SIGKILL
+    done = mheads("plot", "history", folder)
+    assert done.code == 2
+    assert "was not evaluated yet (iteration 4)" in done.err
+
+
+def test_titles_tell_runs_apart(runs, tmp_path):
+    assert [record.title for record in read_all([runs["tree"], runs["single"]])] == ["tree", "single"]
+    shutil.copytree(runs["tree"], tmp_path / "tree")
+    first, second = read_all([runs["tree"], tmp_path / "tree"])
+    assert (first.title, second.title) == (f"{runs['tree'].parent.name}/tree", f"{tmp_path.name}/tree")
+
+
+def test_wins_are_those_of_the_log(runs):
+    steps = Record.read(runs["mcl_k1"]).log.steps
+    (panel,) = charts.wins_figure(steps).axes
+    assert [line.get_label() for line in panel.lines] == [f"member {m}" for m in range(4)]
+    for m, line in enumerate(panel.lines):
+        np.testing.assert_allclose(line.get_ydata(), [100 * step["wins"][m] for step in steps])
+        assert list(line.get_xdata()) == [2, 4, 6]
+
+
+def test_trials_are_drawn_as_mean_and_deviation():
+    def result(value):
+        return {"members": [value], "single": value, "ensemble_mean": value + 1, "oracle": value + 2, "parameters": 5}
+
+    panel = charts.choices_figure({2: [result(10.0), result(20.0)], 1: [result(30.0)]}).axes[0]
+    oracle = next(c for c in panel.containers if c.get_label() == "Oracle")
+    assert list(oracle[0].get_ydata()) == [32, 17]
+    heights = [float(np.ptp(segment[:, 1])) for segment in oracle[2][0].get_segments()]
+    assert heights == pytest.approx([0, 2 * np.std([10, 20], ddof=1)])
+    members = [list(line.get_ydata()) for line in panel.lines if line.get_color() == "0.6"]
+    assert members == [[30.0], [10.0, 20.0]]
+
+
+def test_reliability_is_counted_in_bins_of_confidence():
+    rng = np.random.default_rng(0)
+    outputs, labels = torch.tensor(3 * rng.normal(size=(2, 500, 4))), torch.tensor(rng.integers(4, size=500))
+    found = metrics.Metrics(2, 4)
+    found.update(outputs, labels)
+    p = outputs.softmax(-1)
+    for name, predictors in (("members", list(p)), ("Ensemble-Mean", [p.mean(0)])):
+        confidence = torch.cat([q.amax(-1) for q in predictors]).numpy()
+        right = torch.cat([q.argmax(-1) == labels for q in predictors]).numpy()
+        bins = found.reliability()[name]
+        for i in range(metrics.BINS):
+            here = (confidence > i / metrics.BINS) & (confidence <= (i + 1) / metrics.BINS)
+            assert bins["examples"][i] == here.sum()
+            if here.any():
+                assert bins["confidence"][i] == pytest.approx(100 * confidence[here].mean())
+                assert bins["accuracy"][i] == pytest.approx(100 * right[here].mean())
+
+
+def test_result_and_log_of_a_finished_run_are_those_of_its_files(runs):
+    record = Record.read(runs["single"])
+    assert record.finished
+    assert record.result["oracle"] == json.loads((runs["single"] / "result.json").read_text())["oracle"]
+    assert record.assignments()["test"].shape == (2, 1, 10)

@@ -95,24 +95,42 @@ class Log(NamedTuple):
         return Log(steps, evaluations)
 
 
-class History:
-    """Who owned which class at each evaluation.
+MOMENTS = 256  # of the fine history of a run
+MOST_NUMBERS = 4_000_000  # in it
 
-    `test` [T, M, C]: owned examples of the test set; `train` [T, M, C]: assignment since the evaluation before.
+
+class History:
+    """Who owned which class over the course of training.
+
+    At each evaluation, `iterations` [T]: `test` [T, M, C], owned examples of the test set; `train` [T, M, C],
+    assignment since the evaluation before. At each line of the log, `moments` [F]: `steps` [F, M, C], assignment since
+    the line before. Neighbouring lines are joined whenever there are more than 256, so that F stays small.
     """
 
     def __init__(self, members: int, classes: int) -> None:
-        self.iterations = np.zeros(0, np.int64)
-        self.test = np.zeros((0, members, classes))
-        self.train = np.zeros((0, members, classes))
+        self.iterations, self.moments = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        self.test, self.train = np.zeros((0, members, classes)), np.zeros((0, members, classes))
+        self.steps = np.zeros((0, members, classes), np.float32)
+        self._most = 2 * max(4, min(MOMENTS, MOST_NUMBERS // (members * classes)) // 2)
 
     def append(self, iteration: int, test: np.ndarray, train: np.ndarray) -> None:
+        """Records an evaluation."""
         self.iterations = np.append(self.iterations, iteration)
         self.test = np.concatenate([self.test, test[None]])
         self.train = np.concatenate([self.train, train[None]])
 
+    def note(self, iteration: int, assigned: np.ndarray) -> None:
+        """Records a line of the log."""
+        if len(self.moments) == self._most:
+            self.moments = self.moments[1::2]
+            self.steps = self.steps[::2] + self.steps[1::2]
+        self.moments = np.append(self.moments, iteration)
+        self.steps = np.concatenate([self.steps, assigned[None].astype(np.float32)])
+
     def arrays(self) -> dict[str, np.ndarray]:
-        return {"iterations": self.iterations, "test": self.test, "train": self.train}
+        return {name: getattr(self, name) for name in ("iterations", "test", "train", "moments", "steps")}
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
-        self.iterations, self.test, self.train = (arrays[key] for key in ("iterations", "test", "train"))
+        for name in self.arrays():
+            if name in arrays:  # a checkpoint of an older version has no moments
+                setattr(self, name, arrays[name])

@@ -15,6 +15,7 @@ from mheads.data.preprocess import Preprocess
 from mheads.diagnostics import Diagnostics, entropy, gradient_norms
 from mheads.engine.tasks import StepReport
 from mheads.engine.threads import ThreadsEngine
+from mheads.log import History
 from mheads.losses import Loss, LossValue
 
 
@@ -118,3 +119,28 @@ def test_members_that_win_nothing_are_named_once_with_what_helps(tmp_path):
     assert result["learning"]["effective_batch"] == [16, 0, 0]
     assert result["learning"]["gradient_norm"][1:] == [0, 0]
     assert result["learning"]["gradient_norm"][0] > 0
+
+
+def test_the_fine_history_stays_small_and_loses_no_example():
+    history = History(2, 3)
+    rng, total = np.random.default_rng(0), np.zeros((2, 3))
+    for i in range(1, 1001):
+        noted = rng.integers(9, size=(2, 3))
+        history.note(10 * i, noted)
+        total += noted
+    assert 128 < len(history.moments) <= 256
+    assert history.moments[-1] == 10_000
+    assert (np.diff(history.moments) > 0).all()
+    np.testing.assert_array_equal(history.steps.sum(0), total)
+
+
+def test_the_fine_history_is_in_the_run_folder(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32), np.arange(64) % 3
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(2, 3)), members=2)
+    mheads.fit(
+        net, train=(x, y), loss="mcl", test=(x, y), batch_size=16, iterations=8, run=tmp_path / "run", log={"every": 2}
+    )
+    with np.load(tmp_path / "run/assignments.npz") as file:
+        assert file["moments"].tolist() == [2, 4, 6, 8]
+        np.testing.assert_array_equal(file["steps"].sum((1, 2)), [32] * 4)
+        np.testing.assert_array_equal(file["steps"].sum(0), file["train"].sum(0))

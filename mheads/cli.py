@@ -196,6 +196,28 @@ def plot(
 
 
 @app.command(rich_help_panel="Train and look")
+def video(
+    run: RunPath,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The .mp4 or .gif; by default ownership.mp4 in the run folder."),
+    ] = None,
+    pictures: Annotated[
+        str, typer.Option(help="Of the classes: typical (an example near the mean) or mean.")
+    ] = "typical",
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="How long it plays.")] = 12,
+) -> None:
+    """Show how members came to own their classes: each class's picture, as bright as the member learns from it.
+
+    Example: mheads video runs/mcl -o mcl.gif
+    """
+    from mheads.progress import Terminal
+    from mheads.videos import video as make
+
+    console.print(str(make(run, output, pictures, seconds, Terminal(console))), markup=False, soft_wrap=True)
+
+
+@app.command(rich_help_panel="Train and look")
 def export(
     run: RunPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file: .pt2 (torch.export) or .onnx.")],

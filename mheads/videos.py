@@ -1,0 +1,76 @@
+"""`mheads video`: how the members of a run came to own their classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mheads import experiment
+from mheads.data.catalog import DATASETS
+from mheads.data.split import Split
+from mheads.errors import UserError
+from mheads.progress import Watcher
+from mheads.record import Record
+from mheads.report.figures import PALETTE
+from mheads.report.video import RATE, check_file, ownership_frames, write_video
+
+PICTURES = ("typical", "mean")
+EXAMPLES = 2000  # of a class that are looked at
+
+
+def video(path: Path, output: Path | None, pictures: str, seconds: float, watch: Watcher) -> Path:
+    """Writes the video of a run, by default ownership.mp4 in its folder; returns where it is."""
+    if pictures not in PICTURES:
+        raise UserError(f"--pictures {pictures}: there are {' and '.join(PICTURES)}")
+    record = Record.read(path)
+    output = output or path / "ownership.mp4"
+    check_file(output)
+    if not record.finished:
+        watch.warn(f"{path} is not finished: this shows it up to iteration {record.iteration:,}")
+    found = record.assignments()
+    fine = len(found.get("moments", ())) > len(found["iterations"])
+    moments, counts = (found["moments"], found["steps"]) if fine else (found["iterations"], found["train"])
+    count = max(2, round(seconds * RATE))
+    frames = ownership_frames(moments, counts, class_pictures(record, pictures, watch), groups(record), count)
+    with watch.evaluating(count) as advance:
+        write_video(output, frames, count, advance)
+    return output
+
+
+def groups(record: Record) -> tuple[str, ...]:
+    return record.data.problem.groups
+
+
+def class_pictures(record: Record, kind: str, watch: Watcher) -> np.ndarray:
+    """A picture of each class, uint8 [C, H, W, 3], from its training examples; plain colours where there are none.
+
+    mean: the mean image; typical: the example nearest to it.
+    """
+    names = groups(record)
+    data = experiment.load_data(record.config) if record.config.data.name in DATASETS else None
+    if data is None or len(data.train.shape) != 3 or data.train.targets.ndim != 1:
+        watch.warn(f"{record.folder.path}: no images of its classes are at hand, so they are shown as colours")
+        return plain_colours(len(names))
+    grey = np.full((*data.train.shape[1:], 3), 90, np.uint8)
+    return np.stack([_picture(data.train, label, kind, grey) for label in range(len(names))])
+
+
+def plain_colours(count: int) -> np.ndarray:
+    colours = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in PALETTE[:7]]
+    return np.array([np.full((16, 16, 3), colours[c % len(colours)], np.uint8) for c in range(count)])
+
+
+def _picture(split: Split, label: int, kind: str, absent: np.ndarray) -> np.ndarray:
+    rows = np.flatnonzero(split.targets == label)[:EXAMPLES]
+    if not len(rows):
+        return absent
+    raw = split.read(rows, None)
+    images = (raw.permute(0, 2, 3, 1) if raw.is_floating_point() else raw).numpy().astype(np.float32)
+    mean = images.mean(0)
+    chosen = mean if kind == "mean" else images[np.square(images - mean).sum((1, 2, 3)).argmin()]
+    low, high = (0.0, 255.0) if not raw.is_floating_point() else (float(images.min()), float(images.max()))
+    if not raw.is_floating_point() and images.max() <= 32:  # such as the digits, which go to 16
+        high = float(images.max())
+    shown = (255 * (chosen - low) / max(high - low, 1e-12)).clip(0, 255).astype(np.uint8)
+    return shown[..., :3] if shown.shape[2] >= 3 else np.repeat(shown[..., :1], 3, axis=2)

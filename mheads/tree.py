@@ -545,7 +545,7 @@ class TreeNet(nn.Module):
             output = probing.check_layers(self.network_name, layers, x, side, splits)
         if not self._facts.sequential and not side:
             network = replace_dropout(self.network())
-            probing.compare_with_forward(self.network_name, network, self.chain, x)
+            probing.compare_with_forward(self.network_name, network, self.chain, x, splits)
         return output
 
     def names_in(self, stage: str) -> list[str]:

@@ -101,8 +101,8 @@ def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: 
         if seeds.global_states() != states:
             raise UserError(
                 f"layer {name!r} of {network} draws random numbers from the global generator of torch, numpy or "
-                "random, so results would depend on the order of threads; use mheads.Dropout, or "
-                "mheads.dropout.draw_mask for noise of your own"
+                "random, so results would depend on the order of threads; "
+                f"{_without_own_dropout(layer) or 'use mheads.Dropout, or mheads.dropout.draw_mask for your own noise'}"
             )
         now = trial.buffers(layer)
         changed = [key for key in now if key not in buffers or not trial.equal(now[key], buffers[key])]
@@ -129,6 +129,15 @@ def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: 
                 "may learn from some only; split elsewhere, or let it give the batch first"
             )
     return h
+
+
+def _without_own_dropout(layer: nn.Module) -> str:
+    """What to do about layers of torch that drop inside, where no keyed mask reaches."""
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
+            kind = type(module).__name__
+            return f"{name} is an nn.{kind} that drops by itself: set its attribute dropout to 0.0 in the factory"
+    return ""
 
 
 def _remembering_layer(layers: Layers, x: Value, side: Side) -> str | None:

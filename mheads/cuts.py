@@ -9,12 +9,15 @@ import torch
 from torch import nn
 
 from mheads import values
+from mheads.chain import Chain
 from mheads.config import of_model
+from mheads.dropout import replace_dropout
 from mheads.engine.cost import multiply_adds
 from mheads.errors import UserError
 from mheads.experiment import factory
-from mheads.graph import finest_chain
+from mheads.graph import GraphChain, finest_chain
 from mheads.models import INPUT_SHAPES
+from mheads.probe import compare_with_forward
 from mheads.tree import TreeNet
 from mheads.values import Value
 
@@ -81,7 +84,7 @@ def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
     """The legal splits of the network that a factory makes, for examples of this shape."""
     net = TreeNet(make, members=1, only=())
     network = net.network()
-    x = _example(net, shape)
+    x = example = _example(net, shape)
     chain = finest_chain(network)
     parts, shapes = [], []
     for layer in chain.layers:
@@ -96,10 +99,22 @@ def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
         while stop < len(parts) and not chain.layers[stop].has_parameters and not chain.layers[stop].is_dropout:
             stop += 1  # as a tree does
         below = sum(parts[stop:], Part(0, 0))
-        if (layer.has_parameters or layer.ends) and below.parameters:
+        if (layer.has_parameters or layer.ends) and below.parameters and _holds(net, chain, stop, example):
             above = sum(parts[:stop], Part(0, 0))
             found.append(Cut(layer.name, layer.also, above, below, shapes[stop - 1]))
     return Cuts(net.network_name, whole, found, chain.why)
+
+
+def _holds(net: TreeNet, chain: Chain, stop: int, example: Value) -> bool:
+    """Whether a size that goes past the cut before layer `stop` is the number of rows: only running it tells."""
+    if not isinstance(chain, GraphChain) or not chain.borrows_rows(stop):
+        return True
+    network = replace_dropout(net.network())
+    try:
+        compare_with_forward(net.network_name, network, chain, example, {chain.layers[stop - 1].name})
+    except UserError:
+        return False
+    return True
 
 
 def _example(net: TreeNet, shape: tuple[int, ...]) -> Value:

@@ -165,6 +165,11 @@ class GraphChain:
         stage.holds_fixed = any(map(has_fixed_statistics, stage.modules()))
         return stage
 
+    def borrows_rows(self, start: int) -> bool:
+        """Whether pieces from this one on ask for the size 0 of a value before it, taken for the number of rows."""
+        before = {node for piece in self.pieces[:start] for node in piece.nodes} & self.row_counts
+        return any(before.intersection(n.all_input_nodes) for piece in self.pieces[start:] for n in piece.nodes)
+
     def _add_tensor(self, stage: nn.Module, path: str, sources: Sequence[nn.Module]) -> None:
         owner, _, name = path.rpartition(".")
         if path in self.constants:

@@ -7,9 +7,11 @@ must be all that the network does.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +101,8 @@ def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: 
         if seeds.global_states() != states:
             raise UserError(
                 f"layer {name!r} of {network} draws random numbers from the global generator of torch, numpy or "
-                "random, so results would depend on the order of threads; use mheads.Dropout, or "
-                "mheads.dropout.draw_mask for noise of your own"
+                "random, so results would depend on the order of threads; "
+                f"{_without_own_dropout(layer) or 'use mheads.Dropout, or mheads.dropout.draw_mask for your own noise'}"
             )
         now = trial.buffers(layer)
         changed = [key for key in now if key not in buffers or not trial.equal(now[key], buffers[key])]
@@ -127,6 +129,15 @@ def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: 
                 "may learn from some only; split elsewhere, or let it give the batch first"
             )
     return h
+
+
+def _without_own_dropout(layer: nn.Module) -> str:
+    """What to do about layers of torch that drop inside, where no keyed mask reaches."""
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.MultiheadAttention | nn.RNNBase) and module.dropout > 0:
+            kind = type(module).__name__
+            return f"{name} is an nn.{kind} that drops by itself: set its attribute dropout to 0.0 in the factory"
+    return ""
 
 
 def _remembering_layer(layers: Layers, x: Value, side: Side) -> str | None:
@@ -214,12 +225,12 @@ def hooks_on_the_network(network: str) -> UserError:
 
 
 @torch.no_grad()
-def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value) -> None:
-    """The layers in a row must give what the module's own forward gives, with the same gradients.
+def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value, splits: Collection[str] = ()) -> None:
+    """The layers in a row, cut after `splits`, must give what the module's own forward gives, with the same gradients.
 
     In both modes, with other weights too, since zeros hide whatever follows them, and with another number of rows.
     """
-    layers = chain.stage([layer.name for layer in chain.layers], module)
+    layers = _in_a_row(chain, module, splits)
     more = values.map_leaves(lambda t: torch.cat([t, t[:1]]), x)
     with trial.as_it_was(module), trial.apart():
         for training in (True, False):
@@ -233,9 +244,35 @@ def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value
                 shaken = nullcontext() if seed is None else trial.shaken(module, seed)
                 with shaken:
                     same = _same_results(network, module, layers, given, must_run=seed is None)
+                    if not same and training and not isinstance(chain, Row):
+                        same = _same_in_float64(network, module, chain, given, splits)
+                    whole = layers if same else _in_a_row(chain, module).train(training)
+                    only_cut = not same and _same_results(network, module, whole, given, must_run=False)
                 if not same:
                     mode = "training" if training else "evaluation"
-                    raise UserError(_differs(network, chain, mode))
+                    raise UserError(_differs(network, chain, mode, splits if only_cut else ()))
+
+
+def _in_a_row(chain: Chain, module: nn.Module, splits: Collection[str] = ()) -> nn.Module:
+    """All layers, in a stage of their own after each split."""
+    names = [layer.name for layer in chain.layers]
+    if isinstance(chain, Row):
+        return chain.stage(names, module)
+    stops = [i + 1 for i, name in enumerate(names[:-1]) if name in splits]
+    parts = [names[start:stop] for start, stop in pairwise([0, *stops, len(names)])]
+    return nn.Sequential(*(chain.stage(part, module) for part in parts))
+
+
+def _same_in_float64(network: str, module: nn.Module, chain: Chain, x: Value, splits: Collection[str]) -> bool:
+    """Whether what differed was rounding, which the statistics of few values magnify."""
+    if not has_batch_statistics(module):
+        return False
+    try:
+        exact = copy.deepcopy(module).double()
+        x = values.map_leaves(lambda t: t.double() if t.is_floating_point() else t, x)
+        return _same_results(network, exact, _in_a_row(chain, exact, splits), x, must_run=True)
+    except Exception:  # whatever a network says to another dtype
+        return False
 
 
 def _times(factor: float, t: Tensor) -> Tensor:
@@ -249,7 +286,14 @@ def cannot_follow(why: str) -> str:
     )
 
 
-def _differs(network: str, chain: Chain, mode: str) -> str:
+def _differs(network: str, chain: Chain, mode: str, splits: Collection[str]) -> str:
+    """`splits` where the layers differ only because they are cut there."""
+    if splits:
+        return (
+            f"{network}, split at {', '.join(map(repr, sorted(splits)))}, does not give what its forward gives in "
+            f"{mode}: a size 0 (x.shape[0]) that goes past a split is taken for the number of examples, and is not; "
+            "take it after the split, or split elsewhere"
+        )
     if not isinstance(chain, Row):
         return (
             f"the layers of {network} run one after the other do not give what its forward gives in {mode}: it does "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from mheads.errors import UserError
-from mheads.tree import Node, Spec, TreeNet
+from mheads.tree import Node, Spec, TreeNet, unsaved_buffers
 
 Sources = list[int | None]  # the member that each member of the new tree comes from, None for one that is new
 
@@ -111,7 +111,7 @@ def _rebuilt(net: TreeNet, spec: Spec, sources: Sources, seed: int, init: str) -
 def _filled(made: TreeNet, net: TreeNet, sources: Sources) -> TreeNet:
     first = next(net.parameters())
     made.to(device=first.device, dtype=first.dtype)
-    made.take_weights(net.tree, net.state_dict(), sources)
+    made.take_weights(net.tree, net.state_dict() | unsaved_buffers(net), sources)
     made.trained = net.trained
     if "preprocessing" in net.__dict__:  # of the run that it was trained in
         made.__dict__["preprocessing"] = net.__dict__["preprocessing"]

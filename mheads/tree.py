@@ -30,7 +30,7 @@ from mheads.device import refuse_beyond_memory
 from mheads.dropout import CHANNELWISE, Dropout, replace_dropout
 from mheads.errors import UserError
 from mheads.graph import GraphChain, chain_of
-from mheads.modules import avoid_overruns, has_batch_statistics, is_hooked, takes_statistics
+from mheads.modules import avoid_overruns, is_hooked, takes_statistics
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -446,7 +446,7 @@ class TreeNet(nn.Module):
 
     def copy_weights(self, source: TreeNet) -> None:
         """Takes over the weights of another tree of the same layers, member by member; one member serves all."""
-        self.take_weights(source.tree, source.state_dict())
+        self.take_weights(source.tree, source.state_dict() | unsaved_buffers(source))
 
     @torch.no_grad()
     def take_weights(
@@ -480,6 +480,15 @@ class TreeNet(nn.Module):
                     here = tuple(tensor.shape)
                     raise UserError(f"cannot start from those weights: {key} is {here} here, {got} there")
                 tensor.copy_(donor)
+            for key, tensor in unsaved_buffers(self.stage(name)).items():
+                donors = (weights.get(f"stages.{there.name}.{key}") for there in tree.path(member))
+                donor = next((found for found in donors if found is not None), tensor)
+                if donor.shape != tensor.shape or not torch.equal(donor.to(tensor), tensor):
+                    # A copy would be lost with the next file.
+                    raise UserError(
+                        f"cannot start from those weights: the buffer {key} is another one in each network that is "
+                        "drawn, and no file of weights holds it; register it with persistent=True"
+                    )
 
     def identical_members(self) -> Iterator[tuple[int, int]]:
         """Pairs of members that are the same network: equal weights, buffers and layers, shared by as many members.
@@ -528,7 +537,7 @@ class TreeNet(nn.Module):
             f"{node.name}.{name}"
             for node in self.tree.nodes.values()
             for name in node.layers
-            if name in found and not self._is_frozen(node.name, name)
+            if not all(self._is_frozen(node.name, module) for module in found[name])
         ]
 
     def probe(self, x: Value, side: dict[str, Value] | None = None) -> Value:
@@ -545,7 +554,7 @@ class TreeNet(nn.Module):
             output = probing.check_layers(self.network_name, layers, x, side, splits)
         if not self._facts.sequential and not side:
             network = replace_dropout(self.network())
-            probing.compare_with_forward(self.network_name, network, self.chain, x)
+            probing.compare_with_forward(self.network_name, network, self.chain, x, splits)
         return output
 
     def names_in(self, stage: str) -> list[str]:
@@ -607,7 +616,7 @@ class _LayerFacts:
     trainable: frozenset[str]  # of those that learn
     layer_of: dict[str, str]  # of parameters and buffers
     parameters: dict[str, dict[int, int]]  # of each layer: identity -> size, since layers may share a weight
-    statistics: frozenset[str]
+    statistics: dict[str, list[str]]  # of each layer: the modules in it that need the whole batch
     dropout: frozenset[str]
     dtype: torch.dtype
     sequential: bool  # calling the network is calling its children one after the other: nothing else can happen
@@ -621,7 +630,7 @@ class _LayerFacts:
             frozenset(key for layer in layers.values() for key, p in layer.named_parameters() if p.requires_grad),
             {key: name for name, layer in layers.items() for key in layer.state_dict()},
             {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers.items()},
-            frozenset(name for name, layer in layers.items() if has_batch_statistics(layer)),
+            {n: [key for key, m in layer.named_modules() if takes_statistics(m)] for n, layer in layers.items()},
             chain.drops | {n for n, layer in layers.items() if any(_drops(m) for m in layer.modules())},
             next(network.parameters()).dtype,
             is_sequential(network) and isinstance(chain, Row),
@@ -630,6 +639,12 @@ class _LayerFacts:
 
     def size(self, node: Node) -> int:
         return sum({k: v for name in node.layers for k, v in self.parameters[name].items()}.values())
+
+
+def unsaved_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are not in the state of a module: registered with persistent=False."""
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name not in saved}
 
 
 def _contents(stage: nn.Module) -> tuple[Any, list[Tensor]]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from mheads import TreeNet
 from mheads.cuts import Part, find_cuts
-from mheads.engine.cost import stage_costs
+from mheads.engine.cost import multiply_adds, stage_costs
 from mheads.models import cifar10_quick
 
 
@@ -44,6 +44,12 @@ def test_attention_counts_as_the_products_that_it_is():
     projections, attention = 5 * 8 * (3 * 8 + 8 + 2 * 16), 2 * 5 * 5 * 8
     assert stage_costs(net, (5, 8))["trunk"].forward == projections + attention
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_recurrent_layers_count_as_the_products_that_they_are():
+    for kind, gates in ((nn.LSTM, 4), (nn.GRU, 3), (nn.RNN, 1)):
+        net = TreeNet(lambda kind=kind: nn.Sequential(kind(6, 7, batch_first=True)), members=1)
+        assert multiply_adds(net.stage("trunk").eval(), torch.zeros(2, 5, 6))[0] == 5 * gates * 7 * (6 + 7)
 
 
 def test_the_command_shows_a_line_for_each_cut(mheads):

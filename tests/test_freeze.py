@@ -174,6 +174,26 @@ def test_frozen_batch_normalisation_lets_the_batch_be_cut():
     assert any("block.conv2" in name for name in found)
 
 
+class Rounded(nn.Module):
+    """A skip connection makes one layer of norm and block: 'block' by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.pre, self.norm, self.block, self.out = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.pre(x)
+        return self.out(torch.relu(self.block(self.norm(h))) + h)
+
+
+def test_freezing_what_a_layer_is_called_by_does_not_freeze_the_normalisation_beside_it():
+    net = TreeNet(Rounded, members=2, split="pre")
+    net.freeze(["block"])
+    assert net.batch_statistics_layers() == ["pre/0.block", "pre/1.block"]
+    net.freeze(["norm"])
+    assert net.batch_statistics_layers() == []
+
+
 TREE = ["split={conv: [{hidden: 2}, 1]}"]
 
 

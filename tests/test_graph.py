@@ -17,6 +17,7 @@ from torch import nn
 
 import mheads
 from mheads import TreeNet, UserError, losses
+from mheads.cuts import find_cuts
 from mheads.data.batch import Batch
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, record
 from mheads.engine.threads import ThreadsEngine
@@ -364,6 +365,55 @@ def test_a_size_that_goes_past_a_cut_is_named():
     ):
         TreeNet(Sized, members=2, split="a")
     assert TreeNet(Sized, members=2).probe(torch.randn(2, 1, 8, 8)).shape == (2, 3)
+
+
+class Steps(nn.Module):
+    """Examples [B, L, 3]; how many steps there are is asked of a tensor whose first dimension they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        steps = x.transpose(0, 1).shape[0]
+        return self.out(torch.tanh(self.b(torch.tanh(self.a(x)))).sum(1) / steps)
+
+
+def test_a_first_size_that_is_not_the_number_of_examples_is_not_taken_for_it():
+    for steps in (2, 5):  # two is also the number of examples that a tree is tried on
+        x = torch.randn(2, steps, 3)
+        with pytest.raises(
+            UserError, match=r"^Steps, split at 'a', does not give .* size 0 \(x.shape\[0\]\) that goes"
+        ):
+            TreeNet(Steps, members=2, split="a").probe(x)
+        TreeNet(Steps, members=2, split="b").probe(x)
+        TreeNet(Steps, members=2).probe(x)
+    assert [cut.name for cut in find_cuts(Steps, (5, 3)).cuts] == ["b"]
+
+
+class SinglePixel(nn.Module):
+    """Batch normalisation of one pixel: of two examples, little but rounding errors goes back through it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 4)
+        self.convs = nn.ModuleList(nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(32) for _ in self.convs)
+        self.out = nn.Linear(32, 2)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(norm(conv(x)))
+        return self.out(x.flatten(1))
+
+
+def test_rounding_that_statistics_of_few_values_magnify_is_no_difference():
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)).contiguous(
+        memory_format=torch.channels_last
+    )
+    for seed in range(6):
+        TreeNet(SinglePixel, members=2, split="stem", seed=seed).probe(x)
 
 
 def test_what_a_layer_must_not_do_is_refused_inside_a_graph():

@@ -451,6 +451,20 @@ def test_numbers_from_any_global_generator_are_refused(draw):
         TreeNet(lambda: nn.Sequential(OrderedDict(a=nn.Linear(4, 3), noise=Noise())), members=2).probe(torch.ones(2, 4))
 
 
+def test_layers_of_torch_that_drop_inside_are_named_with_what_to_do():
+    def network(attention):
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+        layer.self_attn.dropout = attention
+        return nn.Sequential(OrderedDict(encoder=layer, out=nn.Linear(4, 3)))
+
+    x = torch.randn(2, 5, 4)
+    with pytest.raises(
+        UserError, match=r"encoder\.self_attn is an nn\.MultiheadAttention .* set its attribute dropout to 0"
+    ):
+        TreeNet(lambda: network(0.1), members=2).probe(x)
+    TreeNet(lambda: network(0.0), members=2).probe(x)  # other dropout in it is keyed
+
+
 def test_a_change_in_place_that_leaves_no_version_is_found():
     class Sly(nn.Module):
         def forward(self, x):

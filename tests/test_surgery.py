@@ -48,6 +48,29 @@ def test_members_that_are_kept_give_what_they_gave(net, members, stages):
     assert torch.equal(outputs(net), outputs(TreeNet(networks.with_dropout, tree=SPEC, seed=3)))
 
 
+class Projected(nn.Module):
+    """A projection that is not in the state dict: the same in every network, or drawn for each."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.register_buffer("projection", draw(64, 8), persistent=False)
+        self.a, self.b = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x.flatten(1) @ self.projection)))
+
+
+def test_a_drawn_buffer_that_no_file_holds_is_not_lost_without_a_word():
+    net = TreeNet(lambda: Projected(torch.eye), members=3, split="a")
+    assert torch.equal(outputs(net.keep([2])), outputs(net)[2:])
+    net = TreeNet(lambda: Projected(torch.randn), members=3)
+    other = TreeNet(lambda: Projected(torch.randn), members=3, seed=1)
+    for made in (lambda: net.keep([2]), lambda: net.with_members(1), lambda: other.copy_weights(net)):
+        with pytest.raises(UserError, match=r"buffer projection is another one in each .* persistent=True"):
+            made()
+    assert torch.equal(outputs(net.keep([0])), outputs(net)[:1])  # drawn by the same seed
+
+
 def test_a_forest_is_pruned_too():
     net = TreeNet(networks.with_dropout, tree=[{"conv": 2}, 2, {"hidden": 2}])
     assert list(net.keep([1, 3, 4, 5]).tree.nodes) == ["0", "1", "2", "2/hidden/0", "2/hidden/1"]

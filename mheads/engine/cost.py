@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +59,14 @@ def stage_costs(net: TreeNet, shape: tuple[int, ...]) -> dict[str, StageCost]:
     return costs
 
 
+def _recurrent_flops(x: Sequence[int], w_x: Sequence[int], w_h: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of oneDNN's LSTM: one layer in one direction over [T, B, F], with the shapes of its two matrices."""
+    return 2 * x[0] * x[1] * (math.prod(w_x) + math.prod(w_h))
+
+
+_UNKNOWN = {torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops}  # to torch's counter
+
+
 @torch.no_grad()
 def multiply_adds(stage: nn.Module, x: Value) -> tuple[int, Value]:
     """Those of a forward, per example, and what the stage gives.
@@ -65,7 +76,7 @@ def multiply_adds(stage: nn.Module, x: Value) -> tuple[int, Value]:
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False, custom_mapping=_UNKNOWN) as counter, sdpa_kernel(SDPBackend.MATH):
             y = stage(x)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

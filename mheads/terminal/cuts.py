@@ -34,7 +34,7 @@ def cuts_table(found: Cuts) -> Group:
     legend = f"of {MEMBERS}: {MEMBERS} members split there, compared with {MEMBERS} networks; mult-adds of a forward"
     rest: list[RenderableType] = [Text(legend)]
     if not found.cuts:
-        rest = [Text("it cannot be split anywhere: more than one value goes past every layer")]
+        rest = [Text("it cannot be split anywhere: several values, or weights used again, go past every layer")]
     if found.why is not None:
         rest.append(Text(f"only its children are layers, since torch.fx cannot follow its forward: {found.why}"))
     return Group(Text(title, style="bold"), *([table] if found.cuts else []), *rest)

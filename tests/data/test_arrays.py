@@ -135,8 +135,9 @@ X, Y = numbered(6)
         ([X[0], X[1, :, :4]], Y[:2], ["several sizes"]),
         (X, Y - 1, ["example 0", "label -1", "0 to 1"]),
         (X[:0], Y[:0], ["no training examples"]),
+        (np.array([None, X[0]], object), Y[:2], ["array of objects", "numpy.stack"]),
     ],
-    ids=["lengths", "label dtype", "image dtype", "dimensions", "channels last", "sizes", "range", "empty"],
+    ids=["lengths", "label dtype", "image dtype", "dimensions", "channels last", "sizes", "range", "empty", "objects"],
 )
 def test_wrong_arrays_are_refused_with_the_value_and_the_remedy(x, y, words):
     with pytest.raises(UserError) as error:

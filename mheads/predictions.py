@@ -266,6 +266,8 @@ def read_examples(path: Path, run: Run) -> np.ndarray:
             f"{path} has {rows.shape[1]} numbers per row, but {run.folder} was trained on examples of {values}: "
             "give a row of these for each, without labels"
         )
+    if run.data.seen is not None and run.data.seen.kind == "tokens" and (rows == rows.round()).all():
+        return rows.astype(np.int64)
     return rows.reshape(-1, *run.data.shape)
 
 

@@ -93,7 +93,7 @@ def assemble(
     if seen.kind == "tokens" and (normalize != "none" or scale != "auto"):
         raise UserError(
             f"{name}: data.normalize={normalize} and data.scale={scale} are for numbers, but the examples are {seen}, "
-            "which go to the network as they are; leave both out"
+            "which go to the network as they are; give data.normalize=none and data.scale=auto"
         )
     factor = _scale(scale, seen, auto, name)
     preprocess = fit_preprocess(train, normalize, factor, statistics)

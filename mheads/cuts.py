@@ -12,7 +12,7 @@ from mheads import values
 from mheads.chain import Chain
 from mheads.config import of_model
 from mheads.dropout import replace_dropout
-from mheads.engine.cost import multiply_adds
+from mheads.engine.cost import example_of, multiply_adds
 from mheads.errors import UserError
 from mheads.experiment import factory
 from mheads.graph import GraphChain, finest_chain
@@ -118,14 +118,7 @@ def _holds(net: TreeNet, chain: Chain, stop: int, example: Value) -> bool:
 
 
 def _example(net: TreeNet, shape: tuple[int, ...]) -> Value:
-    """One example that the network takes: numbers, or else tokens."""
-    refused: UserError | None = None
-    for dtype in (net.dtype, torch.int64):
-        try:
-            net.probe(torch.zeros(2, *shape, dtype=dtype))
-        except UserError as error:
-            refused = refused or error
-        else:
-            return torch.zeros(1, *shape, dtype=dtype)
-    assert refused is not None
-    raise UserError(f"{refused} (an example was taken to be of shape {shape}: --shape says another)") from refused
+    try:
+        return example_of(net, shape)
+    except UserError as error:
+        raise UserError(f"{error} (an example was taken to be of shape {shape}: --shape says another)") from error

@@ -105,7 +105,17 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
     few = np.arange(min(2, len(data.train)))
     batch = Reader(data.train, data.preprocess, few)()
-    outputs = net.probe(batch.network_inputs(net.dtype), batch.side_inputs())
+    inputs = batch.network_inputs(net.dtype)
+    try:
+        if data.seen is not None and data.seen.kind == "tokens":
+            inputs = inputs.clone()
+            inputs[0, -1] = int(data.seen.high)  # that the network knows
+        outputs = net.probe(inputs, batch.side_inputs())
+    except UserError as error:
+        if inputs.is_floating_point():
+            raise
+        hint = f"{data.name} holds {data.seen}; integers are tokens, and numbers are given as float32"
+        raise UserError(f"{error} ({hint})") from error
     if values.num_rows(outputs) != batch.num_rows:
         raise UserError(
             f"{net.network_name} gives {values.num_rows(outputs)} rows of outputs for {len(batch)} examples with "

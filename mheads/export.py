@@ -1,7 +1,7 @@
 """One file for anywhere: an ensemble and the preprocessing of its run, for torch.export (.pt2) and ONNX (.onnx).
 
-What is in the file takes raw examples, as many as one likes: uint8 or float images [B, C, H, W], or vectors [B, F]. It
-gives one of
+What is in the file takes raw examples, as many as one likes: uint8 or float images [B, C, H, W], vectors [B, F], or
+tokens int64 [B, T]. It gives one of
     mean          the ensemble's answer [B, ...]: class probabilities averaged over members, or the mean of numbers
     members       the outputs of all members [M, B, ...]
     member:N      the outputs of member N [B, ...]
@@ -68,6 +68,9 @@ class Exported(nn.Module):
             self.register_buffer(name, None if tensor is None else tensor.to(self.exact).contiguous())
 
     def forward(self, examples: Tensor) -> Tensor:
+        return self.answer(self.network(examples if examples.dtype == torch.int64 else self.prepare(examples)))
+
+    def prepare(self, examples: Tensor) -> Tensor:
         x = examples.to(self.exact)
         if self.preprocess.scale != 1.0:
             x = x * self.preprocess.scale
@@ -75,7 +78,10 @@ class Exported(nn.Module):
             x = x - self.mean
         if self.std is not None:
             x = x / self.std
-        answers = self.problem.answer(self.network(x.to(self.dtype)))
+        return x.to(self.dtype)
+
+    def answer(self, outputs: Tensor) -> Tensor:
+        answers = self.problem.answer(outputs)
         return self.problem.mean(answers) if self.what == "mean" else answers
 
 
@@ -137,6 +143,8 @@ def _as_given(run: Run, examples: Any) -> Tensor:
     else:
         raw = _own_examples(run)
     raw = raw[:EXAMPLES].cpu()
+    if raw.dtype == torch.int64:
+        return raw.contiguous()
     pixels = run.data.seen is not None and run.data.seen.kind == "uint8"
     if not raw.is_floating_point() and raw.dim() == 4:
         raw = raw.permute(0, 3, 1, 2)
@@ -156,6 +164,8 @@ def _own_examples(run: Run) -> Tensor:
                 return test.read(np.arange(min(len(test), EXAMPLES)), None)
     seen = run.data.seen
     low, high = (0.0, 1.0) if seen is None else (seen.low, seen.high)
+    if seen is not None and seen.kind == "tokens":
+        return torch.from_numpy(np.random.default_rng(0).integers(0, int(high) + 1, (EXAMPLES, *run.data.shape)))
     drawn = np.random.default_rng(0).uniform(low, high, (EXAMPLES, *run.data.shape))
     if seen is not None and seen.kind == "uint8":
         found = torch.from_numpy(drawn.round().astype(np.uint8))

@@ -44,14 +44,21 @@ def chain_of(network: nn.Module, splits: Collection[str] = ()) -> Chain:
 
 
 def finest_chain(network: nn.Module) -> Chain:
-    """The chain with the most cuts: a tree that names only children does not look inside them."""
+    """The chain with the most cuts: a tree that names only children does not look inside them.
+
+    Children that hand on several values at once can be split after, and a graph cannot be cut there.
+    """
     chain = chain_of(network)
     if not isinstance(chain, Row) or chain.why is not None or any(hasattr(m, "takes") for m in network.modules()):
         return chain
     try:
-        return GraphChain.of(network, trace(network))
+        graph = GraphChain.of(network, trace(network))
     except CannotFollowError:
         return chain
+    found = {name for layer in graph.layers for name in (layer.name, *layer.also)}
+    lost = any(layer.has_parameters and layer.name not in found for layer in chain.layers)
+    tied = len(list(network.parameters())) < sum(len(list(child.parameters())) for _, child in children(network))
+    return chain if lost and not tied else graph
 
 
 class GraphStage(Freezable):

@@ -106,8 +106,6 @@ def predict_files(
         raise UserError(f"cannot write {output}: there is no folder {output.parent}")
     if output is not None and output.resolve() in [file.resolve() for file in files]:
         raise UserError(f"{output} is also what is asked about: give another file for the answers")
-    if not files:
-        raise UserError("there is nothing to predict: give image, .npz or .csv files")
     run = api.load(path, trust=trust, warn=watch.warn)
     with telling(watch):
         asked = _asked(run, files, resize)
@@ -268,6 +266,8 @@ def read_examples(path: Path, run: Run) -> np.ndarray:
             f"{path} has {rows.shape[1]} numbers per row, but {run.folder} was trained on examples of {values}: "
             "give a row of these for each, without labels"
         )
+    if run.data.seen is not None and run.data.seen.kind == "tokens" and (rows == rows.round()).all():
+        return rows.astype(np.int64)
     return rows.reshape(-1, *run.data.shape)
 
 

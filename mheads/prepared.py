@@ -15,7 +15,8 @@ from mheads.run_folder import DataFacts
 
 
 class Prepared(nn.Module):
-    """A network after the preprocessing of its run. It takes raw examples: images [B, C, H, W], or vectors [B, F]."""
+    """A network after the preprocessing of its run. It takes raw examples: images [B, C, H, W], vectors [B, F], or
+    tokens [B, T]."""
 
     def __init__(self, network: nn.Module, data: DataFacts) -> None:
         super().__init__()
@@ -35,7 +36,8 @@ class Prepared(nn.Module):
 
 
 def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
-    """Examples of the run's shape as `Split.read` gives them: uint8 images NHWC, float images NCHW, vectors [B, F]."""
+    """Examples of the run's shape as `Split.read` gives them: uint8 images NHWC, float images NCHW, vectors [B, F],
+    tokens int64 [B, T]."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about read-only arrays: nobody writes to them
@@ -49,6 +51,8 @@ def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
     if tuple(raw.shape[1:]) != data.shape:
         hint = f"; one example is x[None], of shape {(1, *data.shape)}" if tuple(raw.shape) == data.shape else ""
         raise UserError(f"{what} have shape {tuple(raw.shape[1:])}, but the run was trained on {data.shape}{hint}")
+    if data.seen is not None and data.seen.kind == "tokens" and raw.dtype in (torch.int32, torch.int64):
+        return raw.long()
     if raw.dtype != torch.uint8 and not raw.is_floating_point():
         kind = str(raw.dtype).removeprefix("torch.")
         raise UserError(f"{what} have dtype {kind}; convert them to uint8 or float32, as training saw them")

@@ -281,9 +281,7 @@ class TreeNet(nn.Module):
                     "not hand out the same one again (TreeNet(network, ...) copies a built one)"
                 )
             raise UserError(f"layers of {self.network_name} on both sides of a split share a parameter")
-        for module in self.modules():
-            if getattr(module, "inplace", False) is True:
-                module.inplace = False  # type: ignore[assignment]  # siblings are given the same tensor
+        _out_of_place(self)
         for parameter in self.parameters():
             parameter.data = canonical(parameter.data)
 
@@ -312,7 +310,7 @@ class TreeNet(nn.Module):
 
     def network(self) -> nn.Module:
         """One network as the factory draws it for the first member."""
-        return self._draw(0).to(self.dtype)
+        return _out_of_place(self._draw(0).to(self.dtype))
 
     @property
     def num_members(self) -> int:
@@ -582,6 +580,14 @@ class TreeNet(nn.Module):
 
     def _drawn_stage(self, node: Node) -> nn.Module:
         return self.chain.stage(node.layers, self._draw(node.members[0]))
+
+
+def _out_of_place(module: nn.Module) -> nn.Module:
+    """The module, its layers writing into no input: siblings are given the same tensor."""
+    for layer in module.modules():
+        if getattr(layer, "inplace", False) is True:
+            layer.inplace = False  # type: ignore[assignment]
+    return module
 
 
 class _Factory:

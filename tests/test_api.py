@@ -177,6 +177,8 @@ def fit_plain(*args, **options):
         (lambda: mheads.TreeNet(lambda: nn.Sequential(nn.LazyLinear(3)), 2), "has no size yet"),
         (lambda: mheads.TreeNet(lambda: torch.jit.script(nn.Sequential(nn.Linear(6, 3))), 2), "scripted"),
         (lambda: mheads.TreeNet(lambda: SHARED, 2), "must build a network at each call"),
+        (lambda: fit_plain(mheads.losses.mcl(ce_weight=-1)), "loss.ce_weight must not be negative: -1"),
+        (lambda: mheads.fit(mheads.TreeNet(networks.twice_as_many, 2), **QUICK), "4 rows of outputs for 2 examples"),
     ],
 )
 def test_mistakes_are_named(call, message):

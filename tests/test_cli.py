@@ -108,6 +108,7 @@ def test_longer_training_has_a_folder_of_its_own_unless_one_is_named(mheads, tmp
         (["model=networks:nothing"], ["'networks:nothing'", "networks"]),
         (["model_args.clases=3"], ["'clases'", "digits"]),
         (["model_args.classes=7"], ["(7,)", "10 classes", "model_args.classes=10"]),
+        (["model=in_its_style:create_model", "model_args.model_name=resnet99"], ["failed with", "(resnet99)"]),
         (["model=cifar10_quick"], ["conv1", "(2, 1, 8, 8)"]),
         (["model=networks:normalised", "engine.micro_batches=2"], ["micro_batches is 2", "norm", "micro_batches=1"]),
         (["loss.name=nowhere:f"], ["loss 'nowhere:f'", "importing"]),

@@ -39,6 +39,14 @@ def test_every_cut_can_be_split_at_and_has_the_parameters_that_it_says():
                 assert cut.share()[0] == net.num_parameters() / net.num_independent_parameters()
 
 
+def test_children_that_share_a_weight_are_not_cut_apart():
+    def tied():
+        layer = nn.Linear(4, 4)
+        return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 2))
+
+    assert [(cut.above.parameters, cut.below.parameters) for cut in find_cuts(tied, (4,)).cuts] == [(20, 10)]
+
+
 def test_attention_counts_as_the_products_that_it_is():
     net = TreeNet(lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)), members=1)
     projections, attention = 5 * 8 * (3 * 8 + 8 + 2 * 16), 2 * 5 * 5 * 8

@@ -56,6 +56,7 @@ def test_predict_takes_npz_and_csv_and_answers_each_row(mheads, vectors, tmp_pat
         ("a.csv", "1,2\n3\n", "line 2 has 1 values, the first row 2"),
         ("a.csv", "1,2\n\n3,x\n", "line 3 has 'x'"),
         ("a.csv", ",".join(["nan"] * 64), "NaN or infinity"),
+        ("a.csv", b"\xff\xfe1,2\n", "cannot be read as rows of numbers .*utf-8"),
         ("a.npz", {"a": np.zeros(3), "b": np.zeros(3)}, "arrays a, b; call the one with the examples x"),
         ("a.npz", {"x": np.zeros((0, 64))}, "empty"),
         ("a.npz", {"x": np.zeros((2, 63))}, r"\(63,\).*\(64,\)"),

@@ -11,6 +11,7 @@ from torch import nn
 
 from mheads import TreeNet, UserError, values
 from mheads.dropout import Dropout
+from mheads.tree import canonical
 
 
 class Plain(nn.Module):
@@ -400,6 +401,69 @@ def test_odd_networks_that_a_tree_gets_right_pass_and_are_left_as_they_were(name
         assert [m.training for m in net.modules()] == modes
         assert all(p.grad is None for p in net.parameters())
         assert torch.equal(x.nan_to_num(), given.nan_to_num())
+
+
+def test_statistics_of_single_pixels_blow_up_no_rounding():
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = [(3, 2), (16, 2), (16, 2), *[(16, 1)] * 6]
+            convs = (nn.Conv2d(inputs, 16, 3, stride=stride, padding=1) for inputs, stride in sizes)
+            self.blocks = nn.Sequential(*(nn.Sequential(conv, nn.BatchNorm2d(16), nn.ReLU()) for conv in convs))
+            self.flatten, self.out = nn.Flatten(), nn.Linear(16, 10)
+
+        def forward(self, x):
+            return self.out(self.flatten(self.blocks(x)))
+
+    for seed in range(3):
+        x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+        assert TreeNet(Deep, members=2, seed=seed).probe(canonical(x)).shape == (2, 10)
+
+
+class TwoChildren(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 3)
+
+
+class FailsOnTensors(TwoChildren):
+    def forward(self, x):
+        if type(x) is torch.Tensor:
+            raise ValueError("no plain tensors")
+        return self.b(x + self.a(x))
+
+
+class DropsItself(TwoChildren):
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(F.dropout(h, 0.5, self.training) if h.dim() == 2 else h)
+
+
+class OneBufferTwice(TwoChildren):
+    batch_statistics = True
+
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        h = F.batch_norm(self.a(x), self.mean, self.var, training=True)
+        return F.batch_norm(self.b(h + F.relu(h)), self.mean, self.var, training=True)
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (FailsOnTensors, "the forward of FailsOnTensors fails with ValueError: no plain tensors"),
+        (DropsItself, r"the forward of DropsItself draws random numbers itself \(F.dropout"),
+        (OneBufferTwice, "layer 'a' of OneBufferTwice changes its buffer 'mean' .* which other layers use too"),
+    ],
+)
+def test_a_forward_that_cannot_be_compared_is_refused(network, said):
+    with pytest.raises(UserError, match=said):
+        TreeNet(network, members=2).probe(torch.randn(3, 4))
 
 
 def test_some_stages_of_a_tree_are_probed_as_the_whole():

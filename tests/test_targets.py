@@ -320,6 +320,7 @@ MANY = np.arange(60 * 6 * 5).reshape(60, 6, 5)
         ((X, SOFT), {"problem": "segmentation"}, "for segmentation give a class for each pixel"),
         ((X, np.array(["a", "b"] * 60)), {"problem": "regression"}, "for regression give numbers"),
         ((X, SOFT), {"problem": "soft"}, "data.problem is 'soft'; give auto, classification, "),
+        ((X, X[:, 0]), {"classes": ["a", "b"]}, "train labels are floats and classes are named"),
         ((X, LABELS), {"classes": ["a", "b"]}, "2 classes are named, but labels have 4"),
         ((X, LABELS), {"test": (X, LABELS[:, :2])}, "4 classes in train and 2 classes in test"),
         ((IMAGES, PIXELS), {"test": (IMAGES, PIXELS[:, 1:])}, "6 x 5 pixels in train and 5 x 5 pixels in test"),
@@ -340,6 +341,12 @@ def test_targets_that_pose_nothing_are_refused(given, options, message):
 
 
 # From Python.
+
+OTHER_SIZES = {
+    "multilabel": (LABELS[:, :2], r"labels of shape \[120, 2\], but there are 4 classes"),
+    "soft_labels": (SOFT[:, :2], "3 classes are named, but labels have 2"),
+    "segmentation": (PIXELS[:, 1:], r"classes of \(5, 5\) pixels, but the network gives \(6, 5\)"),
+}
 
 
 def fit(name, loss=None, members=2, **options):
@@ -382,6 +389,9 @@ def test_a_run_comes_back_and_is_drawn(name, tmp_path):
     assert torch.equal(loaded.predict(x[:5]), run.predict(x[:5]))
     with pytest.raises(UserError, match="labels have dtype int64"):
         loaded.evaluate(x, np.arange(len(x)))
+    fewer, said = OTHER_SIZES[name]
+    with pytest.raises(UserError, match=said):
+        loaded.evaluate(x, fewer)
 
 
 @pytest.mark.parametrize(
@@ -464,6 +474,10 @@ def test_a_recipe_is_trained_evaluated_and_asked(name, tmp_path, monkeypatch, mh
     assert len(lines) == 3
     assert all("%" in line for line in lines) or name == "multilabel"  # which may answer none
     assert "agree" in answers.out
+    if name == "segmentation":
+        refused = mheads("predict", "run", "--trust", "new.npz", "-o", "new.csv")
+        assert refused.code == 2
+        assert "no room for outputs of shape (3, 6, 5) per example: write an .npz" in refused.err
 
 
 def test_other_data_is_read_as_targets_of_the_run_and_names_the_same_classes(tmp_path, monkeypatch, mheads):

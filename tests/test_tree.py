@@ -327,6 +327,53 @@ def test_a_factory_that_gives_no_network_is_refused():
         TreeNet(lambda: 3, members=2)
 
 
+def small(width=4):
+    return nn.Sequential(OrderedDict(a=nn.Linear(4, width), b=nn.Linear(width, 2)))
+
+
+class Sum(nn.Module):
+    def forward(self, x):
+        return x + x.relu()
+
+
+class Decides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return x * self.weight if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "message"),
+    [
+        (Sum, {"members": 2}, "Sum has no layer with parameters"),
+        (nn.ReLU, {"members": 2}, "ReLU has no layer with parameters"),
+        (lambda: nn.Sequential(nn.ReLU()), {"members": 2}, "has no layer with parameters"),
+        (nn.Sequential, {"members": 2}, "Sequential has no children to make a tree of; return an nn.Sequential"),
+        (Decides, {"members": 2}, "Decides has no children .*cannot follow its forward: .*test_tree.py, line"),
+        (small, {"members": 0}, "members must be at least 1, not 0"),
+        (small, {"split": "a"}, "split='a' needs the number of members"),
+        (small, {"split": "a", "tree": {"a": 2}}, "give either split or tree, not both"),
+        (small, {"members": 2, "init": "alike"}, "init is 'random' or 'same', not 'alike'"),
+    ],
+)
+def test_trees_that_cannot_be_made_are_refused(factory, options, message):
+    with pytest.raises(UserError, match=message):
+        TreeNet(factory, **options)
+
+
+def test_members_and_weights_that_are_not_there_are_named():
+    net = TreeNet(lambda: small(), members=2)
+    with pytest.raises(UserError, match="member 2 of 2: they are counted from 0 to 1"):
+        net.member(2)
+    with pytest.raises(UserError, match=r"a.weight is \(4, 4\) here, \(5, 4\) there"):
+        net.copy_weights(TreeNet(lambda: small(5), members=2))
+    with pytest.raises(UserError, match="pickled without its factory"):
+        pickle.loads(pickle.dumps(net)).network()
+
+
 def test_a_missing_space_in_yaml_is_pointed_out():
     with pytest.raises(UserError, match="space"):
         parse({"conv1": [{"conv2:2": 1}, 1]}, LAYERS)

@@ -60,7 +60,7 @@ class Case:
     def loads(self) -> dict[str, StageLoad]:
         """What the stages take on this machine, as `mheads plan` measures them."""
         net = TreeNet(MODELS[self.model], tree={self.split: self.members}, only=())
-        return measured_loads(self.job, net, INPUT_SHAPES[self.model])
+        return measured_loads(self.job, net, torch.zeros(1, *INPUT_SHAPES[self.model]))
 
 
 class RemoteRanks:

@@ -21,7 +21,7 @@ from mheads.errors import UserError
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
 class ArraySplit:
-    """Examples in one array: images [N, H, W, C] or vectors [N, F], their targets, and side inputs by name.
+    """Examples in one array, images [N, H, W, C], vectors [N, F] or tokens [N, T]; targets, and side inputs by name.
 
     `pad` and `mirror` say how images are augmented when they are read with seeds: zeros around the raw image,
     a random crop of the original size, mirrored half of the time.
@@ -42,7 +42,7 @@ class ArraySplit:
         return len(self.targets)
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
-        """Raw examples [b, ...]: uint8 NHWC, float NCHW (a view of NHWC memory), or vectors [b, F]."""
+        """Raw examples [b, ...]: uint8 NHWC, float NCHW (a view of NHWC memory), vectors [b, F], or tokens [b, T]."""
         return augmented(self.examples[rows], seeds, pad=self.pad, mirror=self.mirror)
 
     def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
@@ -128,8 +128,8 @@ def with_augmentation(split: Any, *, pad: int, mirror: bool, where: str) -> Any:
         raise UserError(f"{where}: data.pad is {pad}; it counts pixels, so give 0 or more")
     if (pad or mirror) and len(split.shape) != 3:
         raise UserError(
-            f"{where}: data.pad={pad} and data.mirror={mirror} are for images, but the examples are vectors"
-            f" of {split.shape[0]} features; leave both out"
+            f"{where}: data.pad={pad} and data.mirror={mirror} are for images, but an example is {split.shape[0]}"
+            " numbers or tokens; leave both out"
         )
     if (pad or mirror) and split.targets.ndim == 3:
         raise UserError(
@@ -181,13 +181,22 @@ def digest_side(digest: Any, side: Mapping[str, np.ndarray]) -> None:
 
 
 def as_examples(examples: Any, where: str) -> np.ndarray:
-    """Images [N, H, W, C] or vectors [N, F], checked; copied only if the memory layout must change."""
+    """Images [N, H, W, C], vectors [N, F] or tokens [N, T], checked; copied only if the memory layout must change.
+
+    Integers of 32 or 64 bits are tokens, int64 from here on; uint8 and floats are pixels and numbers.
+    """
     x = stacked(examples, f"{where} examples")
+    if x.ndim == 2 and is_token(x.dtype) and x.shape[1]:
+        return np.ascontiguousarray(x, np.int64)
     if x.dtype != np.uint8 and x.dtype.newbyteorder("=") not in (np.float16, np.float32, np.float64):
-        raise UserError(f"{where} examples have dtype {x.dtype}; convert them to uint8 or float32")
+        raise UserError(
+            f"{where} examples have dtype {x.dtype} and shape {list(x.shape)}; convert them to uint8 or float32, or "
+            "give tokens, int64 [N, T]"
+        )
     if x.ndim not in (2, 3, 4) or 0 in x.shape[1:]:
         raise UserError(
-            f"{where} examples have shape {list(x.shape)}; give images [N, C, H, W] or [N, H, W], or vectors [N, F]"
+            f"{where} examples have shape {list(x.shape)}; give images [N, C, H, W] or [N, H, W], vectors [N, F], or "
+            "tokens, int64 [N, T]"
         )
     if x.ndim == 4 and x.shape[1] == x.shape[2] > 4 and x.shape[3] in (1, 3, 4):
         raise UserError(
@@ -199,6 +208,10 @@ def as_examples(examples: Any, where: str) -> np.ndarray:
     if x.ndim == 4:
         x = x.transpose(0, 2, 3, 1)
     return np.ascontiguousarray(x, dtype=x.dtype.newbyteorder("="))
+
+
+def is_token(dtype: np.dtype) -> bool:
+    return dtype.kind == "i" and dtype.itemsize >= 4
 
 
 def as_targets(labels: Any, where: str) -> np.ndarray:

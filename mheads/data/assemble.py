@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,11 @@ def assemble(
     if not len(train):
         raise UserError(f"{name}: there are no training examples")
     seen = train.survey(f"{name}: train examples")
-    if len(test):
-        test.survey(f"{name}: test examples")
+    tested = test.survey(f"{name}: test examples") if len(test) else seen
+    if seen.kind == "tokens" == tested.kind:
+        seen = replace(seen, high=max(seen.high, tested.high))  # which the network must know as well
+    elif "tokens" in (seen.kind, tested.kind):
+        raise UserError(f"{name}: training examples are {seen} but test examples {tested}; give both in the same way")
     importance = None if weights is None else _checked(weights, len(train), name)
     count, held_out = len(train), None
     rows = np.arange(count)
@@ -86,6 +90,11 @@ def assemble(
         if not importance.any():
             raise UserError(f"{name}: all weights of the training examples are 0; give some a weight above 0")
         importance = (importance / importance.mean()).astype(np.float32)
+    if seen.kind == "tokens" and (normalize != "none" or scale != "auto"):
+        raise UserError(
+            f"{name}: data.normalize={normalize} and data.scale={scale} are for numbers, but the examples are {seen}, "
+            "which go to the network as they are; give data.normalize=none and data.scale=auto"
+        )
     factor = _scale(scale, seen, auto, name)
     preprocess = fit_preprocess(train, normalize, factor, statistics)
     fingerprint = _fingerprint(train, test, importance)

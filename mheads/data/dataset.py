@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from mheads import seeds as keyed
-from mheads.data.arrays import as_examples, as_side, as_targets, augmented, augmented_places, digest_side
+from mheads.data.arrays import as_examples, as_side, as_targets, augmented, augmented_places, digest_side, is_token
 from mheads.data.images import UNREADABLE, pixels_of
 from mheads.data.seen import Seen, of_rows
 from mheads.data.split import Beside, Chosen
@@ -78,8 +78,6 @@ class DatasetSplit:
         return self
 
     def survey(self, where: str) -> Seen:
-        if self.dtype == np.uint8:
-            return Seen("uint8", float(self.lows.min(initial=255)), float(self.highs.max(initial=0)))
         return of_rows(self.lows, self.highs, where)
 
     def checksum(self) -> bytes:
@@ -204,8 +202,10 @@ def _example(dataset: Any, row: int, seed: Any, key: int, where: str) -> np.ndar
 
 
 def _stacked(items: list[np.ndarray]) -> np.ndarray:
-    """[b, H, W, C] or [b, F], in memory of its own."""
+    """[b, H, W, C], [b, F] or int64 [b, T], in memory of its own."""
     batch = np.stack([item[None] if item.ndim == 2 else item for item in items])
+    if is_token(batch.dtype):
+        return batch.astype(np.int64, copy=False)
     return np.ascontiguousarray(batch.transpose(0, 2, 3, 1)) if batch.ndim == 4 else batch
 
 

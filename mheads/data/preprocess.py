@@ -33,13 +33,16 @@ class Preprocess:
     scale: float = 1.0
 
     def __call__(self, raw: Value, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Images, uint8 NHWC or float NCHW -> `dtype` [b, C, H, W]; vectors -> `dtype` [b, F] contiguous.
+        """Images, uint8 NHWC or float NCHW -> `dtype` [b, C, H, W]; vectors -> `dtype` [b, F] contiguous; tokens [b, T]
+        stay what they are.
 
         `raw` may be a pair of examples and their places (see `Split.places`); without places crops are the centre.
         Images always come with the strides (H*W*C, 1, W*C, C). For a single channel torch calls other strides
         contiguous as well, yet picks another convolution by them, with other bits.
         """
         raw, places = raw if isinstance(raw, tuple) else (raw, None)
+        if raw.dtype == torch.int64:
+            return raw.contiguous()
         raw = pixels_last(raw)
         exact = dtype if dtype.itemsize >= 4 else torch.float32  # half precision is rounded once, at the end
         if self.mean is not None and self.mean.dtype == torch.float64:

@@ -13,23 +13,29 @@ from mheads.errors import UserError
 
 @dataclass(frozen=True)
 class Seen:
-    """Kind (uint8 or float) and range of the raw training examples."""
+    """Kind (uint8, float or tokens) and range of the raw training examples."""
 
     kind: str
     low: float
     high: float
 
     def __str__(self) -> str:
-        return f"{'uint8' if self.kind == 'uint8' else 'floats'} from {self.low:g} to {self.high:g}"
+        return f"{'floats' if self.kind == 'float' else self.kind} from {self.low:g} to {self.high:g}"
 
     def check(self, given: Seen, what: str) -> None:
         """Refuses examples that cannot be brought to what training saw, and warns of values far from it.
 
         Trained on uint8: uint8, or floats that can be pixels. Trained on floats: floats, or uint8 if they were from 0
-        to 1 (see `convert`).
+        to 1 (see `convert`). Trained on tokens: tokens of that range, since a network may not know others.
         """
         said = f"{what}: {given}, but the run was trained on {self}"
         low, high = given.low, given.high
+        if given.kind != self.kind and "tokens" in (given.kind, self.kind):
+            raise UserError(f"{said}; give {'tokens, as int64' if self.kind == 'tokens' else 'uint8 or float32'}")
+        if self.kind == "tokens":
+            if high > self.high:
+                raise UserError(f"{said}; nothing was learned of those above, so give others in their place")
+            return
         if given.kind == "float" and self.kind == "uint8":
             if low < 0 or high > 255:
                 raise UserError(f"{said}; give the raw pixels, 0 to 255")
@@ -47,7 +53,7 @@ class Seen:
 
     def convert(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw examples as `Split.read` gives them; uint8 divided by 255 where training saw floats from 0 to 1."""
-        if raw.is_floating_point() or self.kind == "uint8":
+        if raw.is_floating_point() or self.kind != "float":
             return raw
         raw = raw.to(torch.float32) / 255
         return raw.permute(0, 3, 1, 2) if raw.ndim == 4 else raw  # uint8 images come NHWC, float images NCHW
@@ -58,15 +64,19 @@ class Seen:
 
 
 def survey(examples: np.ndarray, where: str) -> Seen:
-    """Kind and range of examples [N, ...]; refuses NaN and infinity."""
-    if examples.dtype == np.uint8:
-        return Seen("uint8", *(float(f(examples, initial=i)) for f, i in ((np.min, 255), (np.max, 0))))
+    """Kind and range of examples [N, ...]; refuses NaN and infinity, and tokens below 0."""
     rows = examples.reshape(len(examples), int(np.prod(examples.shape[1:])))
     return of_rows(rows.min(1), rows.max(1), where)
 
 
 def of_rows(lows: np.ndarray, highs: np.ndarray, where: str) -> Seen:
     """Like `survey`, from the lowest and highest value of each row, where NaN and infinity show."""
+    if lows.dtype.kind in "iu":
+        if (lows < 0).any():
+            row = int(np.flatnonzero(lows < 0)[0])
+            raise UserError(f"{where}: row {row} holds the token {lows[row]}; give tokens from 0 on, 0 for padding")
+        kind = "uint8" if lows.dtype == np.uint8 else "tokens"
+        return Seen(kind, float(lows.min(initial=255)), float(highs.max(initial=0)))
     bad = np.flatnonzero(~(np.isfinite(lows) & np.isfinite(highs)))
     if len(bad):
         raise UserError(

@@ -37,12 +37,12 @@ class Split(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one example as the network sees it: (C, H, W), or (F,) for vectors."""
+        """The shape of one example as the network sees it: (C, H, W), (F,) for vectors, or (T,) for tokens."""
 
     def __len__(self) -> int: ...
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
-        """Raw examples [b, ...]: uint8 NHWC images, float NCHW images, or vectors [b, F].
+        """Raw examples [b, ...]: uint8 NHWC images, float NCHW images, vectors [b, F], or tokens int64 [b, T].
 
         `seeds` [b], one integer per drawn example, drive the random crop and mirror of training: the same
         (row, seed) always gives the same pixels. None reads without chance: centre crop, no mirror.

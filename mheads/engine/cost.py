@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mheads import values
+from mheads.errors import UserError
 from mheads.tree import TreeNet
 from mheads.values import Value
 
@@ -38,7 +39,12 @@ class StageCost:
 
 def stage_costs(net: TreeNet, shape: tuple[int, ...]) -> dict[str, StageCost]:
     """The cost of each stage of the tree on examples of this shape: of its products, whatever computes them."""
-    given: dict[str | None, Value] = {None: torch.zeros((1, *shape), dtype=next(net.parameters()).dtype)}
+    return costs_on(net, torch.zeros((1, *shape), dtype=next(net.parameters()).dtype))
+
+
+def costs_on(net: TreeNet, example: Value) -> dict[str, StageCost]:
+    """The same for what the first stage is given for one example."""
+    given: dict[str | None, Value] = {None: example}
     costs = {}
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
@@ -81,6 +87,20 @@ def multiply_adds(stage: nn.Module, x: Value) -> tuple[int, Value]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return counter.get_total_flops() // 2 // values.num_rows(x), y
+
+
+def example_of(net: TreeNet, shape: tuple[int, ...]) -> Tensor:
+    """One example of this shape that the network takes: numbers, or else tokens. Refuses what a probe refuses."""
+    refused: UserError | None = None
+    for dtype in (net.dtype, torch.int64):
+        try:
+            net.probe(torch.zeros(2, *shape, dtype=dtype))
+        except UserError as error:
+            refused = refused or error
+        else:
+            return torch.zeros(1, *shape, dtype=dtype)
+    assert refused is not None
+    raise refused
 
 
 def step_multiply_adds(net: TreeNet, shape: tuple[int, ...]) -> int:

@@ -18,6 +18,7 @@ from mheads.models.digits import digits
 from mheads.models.mlp import mlp
 from mheads.models.nin import nin_cifar100, nin_ilsvrc
 from mheads.models.resnet import resnet18, resnet20, resnet56, wide_resnet
+from mheads.models.text import text
 from mheads.models.vit import vit
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -32,9 +33,10 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "wide_resnet": wide_resnet,
     "vit": vit,
     "mlp": mlp,
+    "text": text,
 }
 
-INPUT_SHAPES: dict[str, tuple[int, int, int]] = {  # where the factory's defaults decide it
+INPUT_SHAPES: dict[str, tuple[int, ...]] = {  # where the factory's defaults decide it
     "cifar10_quick": (3, 32, 32),
     "nin_cifar100": (3, 32, 32),
     "nin_ilsvrc": (3, 224, 224),
@@ -45,6 +47,7 @@ INPUT_SHAPES: dict[str, tuple[int, int, int]] = {  # where the factory's default
     "resnet18": (3, 224, 224),
     "wide_resnet": (3, 32, 32),
     "vit": (3, 32, 32),
+    "text": (64,),
 }
 
 __all__ = ["INPUT_SHAPES", "MODELS", "import_factory", "resolve"]

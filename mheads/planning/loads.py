@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mheads import values
 from mheads.chain import Stage
 from mheads.config import OptimOptions
-from mheads.engine.cost import stage_costs
+from mheads.engine.cost import costs_on
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.tape import Context, record, trainable
 from mheads.modules import children
@@ -39,11 +39,11 @@ class StageLoad:
     update: float = 0.0
 
 
-def counted_loads(job: Job, net: TreeNet, shape: tuple[int, ...], flops: float) -> dict[str, StageLoad]:
-    """Loads from counted multiply-adds, on cores of `flops` operations per second."""
+def counted_loads(job: Job, net: TreeNet, example: Tensor, flops: float) -> dict[str, StageLoad]:
+    """Loads from counted multiply-adds, on cores of `flops` operations per second; `example` [1, ...] is any."""
     found = {}
-    for node, piece, x in _pieces(job.tree, net, torch.zeros(1, *shape, dtype=net.dtype)):
-        cost = stage_costs(piece, tuple(x.shape[1:]))["trunk"]
+    for node, piece, x in _pieces(job.tree, net, example):
+        cost = costs_on(piece, x)["trunk"]
         backward = cost.step(node.parent is None) - cost.forward
         part = 1.0 if node.children else job.share
         found[node.layers] = StageLoad(
@@ -52,8 +52,8 @@ def counted_loads(job: Job, net: TreeNet, shape: tuple[int, ...], flops: float) 
     return {name: found[node.layers] for name, node in job.tree.nodes.items()}
 
 
-def measured_loads(job: Job, net: TreeNet, shape: tuple[int, ...], seconds: float = 0.4) -> dict[str, StageLoad]:
-    """Loads on this machine: the best of a few timed micro-batches on one core.
+def measured_loads(job: Job, net: TreeNet, example: Tensor, seconds: float = 0.4) -> dict[str, StageLoad]:
+    """Loads on this machine: the best of a few timed micro-batches on one core, in the shape of an `example` [1, ...].
 
     The update is that of SGD with momentum: with many parameters and few rows it matters. Counted loads leave it out.
     Each distinct piece takes about `seconds`, or two turns if one takes longer.
@@ -63,8 +63,10 @@ def measured_loads(job: Job, net: TreeNet, shape: tuple[int, ...], seconds: floa
     torch.set_num_threads(1)
     rows = -(-job.rows // job.micro_batches)
     found = {}
+    batch = torch.cat([example] * rows)
+    batch = torch.randn_like(batch) if batch.is_floating_point() else batch
     try:
-        for node, piece, x in _pieces(job.tree, net, torch.randn(rows, *shape, dtype=net.dtype)):
+        for node, piece, x in _pieces(job.tree, net, batch):
             part = 1.0 if node.children else job.share
             forward, backward, floats = _measure(piece.train(), x, node.parent is not None, part, seconds)
             found[node.layers] = StageLoad(
@@ -108,7 +110,8 @@ def _measure(net: TreeNet, x: Value, input_gradient: bool, share: float, seconds
         start = time.perf_counter()
         tape = record(net.stage("trunk"), x, context, None, share)
         forward.append(time.perf_counter() - start)
-        d_output = values.map_leaves(torch.rand_like, tape.output)
+        floats = [torch.rand_like(t) if t.is_floating_point() else t for t in values.leaves(tape.output)]
+        d_output = values.rebuild(tape.output, floats)
         if learn is not None:
             d_output = values.map_leaves(lambda d: d * learn.view(-1, *(1,) * (d.dim() - 1)), d_output)
         start = time.perf_counter()

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
+from torch import Tensor
 
 from mheads.config import Config
 from mheads.data import DATASETS
 from mheads.distributed.placement import Placement, default, explicit
+from mheads.engine.cost import example_of
 from mheads.errors import UserError
 from mheads.experiment import build_loss, factory, micro_batches
 from mheads.models import INPUT_SHAPES
@@ -30,8 +31,8 @@ class RecipeJob(Job):
     net: TreeNet = field(kw_only=True)
 
     @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of an example, checked with the network; found only when costs are asked for."""
+    def example(self) -> Tensor:
+        """An example [1, ...], checked with the network; found only when costs are asked for."""
         shape = input_shape(self.config)
         sided = next((m for m in self.net.network().modules() if hasattr(m, "takes")), None)
         if sided is not None:
@@ -39,16 +40,15 @@ class RecipeJob(Job):
                 f"{self.config.model} has a {type(sided).__name__}, which takes a side input: the costs of its stages "
                 "are not known without the data; give placement=default, or a rank for each stage"
             )
-        self.net.probe(torch.zeros(2, *shape, dtype=self.net.dtype))
-        return shape
+        return example_of(self.net, shape)
 
     def measured(self) -> dict[str, StageLoad]:
         """What the stages take on this machine."""
-        return measured_loads(self, self.net, self.shape)
+        return measured_loads(self, self.net, self.example)
 
     def counted(self, flops: float) -> dict[str, StageLoad]:
         """What they would take at `flops` operations per second and core."""
-        return counted_loads(self, self.net, self.shape, flops)
+        return counted_loads(self, self.net, self.example, flops)
 
 
 def job_of(config: Config) -> RecipeJob:

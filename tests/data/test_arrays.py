@@ -129,14 +129,16 @@ X, Y = numbered(6)
     [
         (X, Y[:4], ["6 examples", "[4]"]),
         (X, Y.astype(bool), ["bool", "class numbers", "floats"]),
-        (X.astype(np.int64), Y, ["int64", "uint8 or float32"]),
+        (X.astype(np.int64), Y, ["int64", "uint8 or float32", "tokens"]),
+        (X[:, 0, 0].astype(np.int16), Y, ["int16", "[6, 6]", "tokens, int64 [N, T]"]),
+        (X[:, 0, 0].astype(np.int64) - 300, Y, ["row 0 holds the token -", "from 0 on"]),
         (X[..., None], Y, ["[6, 3, 6, 6, 1]", "[N, C, H, W]"]),
         (X.transpose(0, 2, 3, 1), Y, ["[N, H, W, C]", "transpose"]),
         ([X[0], X[1, :, :4]], Y[:2], ["several sizes"]),
         (X, Y - 1, ["example 0", "label -1", "0 to 1"]),
         (X[:0], Y[:0], ["no training examples"]),
+        (np.array([None, X[0]], object), Y[:2], ["array of objects", "numpy.stack"]),
     ],
-    ids=["lengths", "label dtype", "image dtype", "dimensions", "channels last", "sizes", "range", "empty"],
 )
 def test_wrong_arrays_are_refused_with_the_value_and_the_remedy(x, y, words):
     with pytest.raises(UserError) as error:
@@ -163,7 +165,7 @@ def test_wrong_options_are_refused(options, word):
 
 
 def test_vectors_cannot_be_mirrored():
-    with pytest.raises(UserError, match="vectors of 108 features"):
+    with pytest.raises(UserError, match="an example is 108 numbers or tokens"):
         data.from_arrays((X.reshape(6, -1), Y), None, mirror=True)
 
 

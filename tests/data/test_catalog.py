@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from mheads import data
+from mheads.data.catalog import DATASETS
 from mheads.errors import UserError
 
 
@@ -71,6 +72,12 @@ def test_a_wrong_npz_is_refused_with_the_array_and_the_reason(tmp_path, changes,
     np.savez(tmp_path / "mine.npz", **arrays(**changes))
     with pytest.raises(UserError, match=words):
         data.load("npz", path=tmp_path / "mine.npz")
+
+
+def test_the_shape_of_an_example_needs_an_array(tmp_path):
+    np.savez(tmp_path / "other.npz", y_train=np.zeros(3))
+    with pytest.raises(UserError, match=r"other\.npz has no array x_train to take the shape of an example from"):
+        DATASETS["npz"].example_shape(path=tmp_path / "other.npz")
 
 
 def test_a_file_that_is_no_npz_is_refused(tmp_path):

@@ -138,6 +138,12 @@ def test_an_unreadable_image_is_named(path):
 def test_wrong_folders_are_refused_with_the_place(path, tmp_path):
     with pytest.raises(UserError, match="nothing/train is not a folder"):
         load(tmp_path / "nothing")
+    (tmp_path / "hollow" / "train").mkdir(parents=True)
+    for name in ("cat", "dog"):
+        (tmp_path / "hollow" / "train" / name).symlink_to(path / "train" / name)
+        (tmp_path / "hollow" / "val" / name).mkdir(parents=True)
+    with pytest.raises(UserError, match=r"hollow/val holds no image \(.jpg.* in its class folders"):
+        load(tmp_path / "hollow")
     (path / "val" / "cow").mkdir()
     with pytest.raises(UserError, match=r"'cow'.*cat, dog"):
         load(path)

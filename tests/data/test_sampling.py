@@ -46,6 +46,11 @@ def test_full_needs_no_weights():
     assert make("full") is None
 
 
+def test_nothing_is_drawn_from_nothing():
+    with pytest.raises(UserError, match="there are 0 examples to draw from"):
+        stream(0, 0, 0, 1)
+
+
 @pytest.mark.parametrize("name", ["bagging", "subset", "specialists"])
 def test_priors_have_mean_one_and_depend_on_the_seed_alone(name):
     got = make(name)

@@ -2,6 +2,7 @@
 
 import random
 import tracemalloc
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from mheads.errors import UserError
 X = np.random.default_rng(0).integers(0, 256, (12, 3, 6, 5), dtype=np.uint8)
 Y = np.arange(12) % 3
 ROWS = np.arange(12)
+CUT_SHORT = (lambda file: (Image.new("L", (40, 40), 3).save(file, "png"), file.getvalue()[:60])[1])(BytesIO())
 
 
 class Rows(Dataset):
@@ -142,6 +144,10 @@ def test_a_dataset_with_a_generator_of_its_own_is_refused():
         (Rows(lambda i: (X[i].astype(np.int64), 0)), "int64"),
         (Rows(None, 0), "empty"),
         ([], "no examples"),
+        (DataLoader([], batch_size=2, collate_fn=list), "train: there are no examples"),
+        (Rows(lambda i: (Image.open(BytesIO(CUT_SHORT)), 0)), "train item 0 cannot be read as an image"),
+        ((X, Y, {1: X}), "side inputs are a dict; give a dict of arrays by name"),
+        ((X, Y, {"mask": ["a"] * 12}), "side input 'mask' has dtype .*; give numbers"),
         ([(X[0], 0), (X[1, :, :4], 1), (X[2], 1)], "item 1"),
         (X, "train: not a ndarray; give"),
         (7, "train: not a int; give"),
@@ -154,6 +160,11 @@ def test_a_dataset_with_a_generator_of_its_own_is_refused():
 def test_what_is_no_data_is_refused_with_what_is(given, words):
     with pytest.raises(UserError, match=words):
         data.from_arrays(given, None)
+
+
+def test_one_example_cannot_be_held_out():
+    with pytest.raises(UserError, match="1 example is too few to hold some out; give a test set"):
+        data.from_arrays((X[:1], Y[:1]), None, hold_out=0)
 
 
 def test_a_loader_that_shuffles_and_joins_by_itself_gives_the_same_order_again():

@@ -255,7 +255,7 @@ def small() -> nn.Sequential:
 @pytest.mark.parametrize("split", [None, "conv1", {"conv1": [{"conv2": 2}, 2]}])
 def test_counted_loads_are_those_of_the_whole_tree(split):
     net = TreeNet(MODELS["cifar10_quick"], 4, split)
-    loads = counted_loads(Job(net.tree, 1, 1, True), net, (3, 32, 32), flops=2.0)
+    loads = counted_loads(Job(net.tree, 1, 1, True), net, torch.zeros(1, 3, 32, 32), flops=2.0)
     for name, cost in stage_costs(net, (3, 32, 32)).items():
         load, root = loads[name], net.tree.nodes[name].parent is None
         assert load.forward == cost.forward
@@ -266,7 +266,9 @@ def test_counted_loads_are_those_of_the_whole_tree(split):
 
 def test_a_member_that_learns_from_some_rows_counts_only_their_backward():
     net = TreeNet(small, tree={"conv": 2}, only=())
-    whole, half = (counted_loads(Job(net.tree, 1, 1, False, share), net, (1, 8, 8), 1.0) for share in (1.0, 0.5))
+    whole, half = (
+        counted_loads(Job(net.tree, 1, 1, False, share), net, torch.zeros(1, 1, 8, 8), 1.0) for share in (1.0, 0.5)
+    )
     assert half["trunk"] == whole["trunk"]
     assert half["conv/0"].forward == whole["conv/0"].forward
     assert half["conv/0"].backward == whole["conv/0"].backward / 2
@@ -279,11 +281,11 @@ def test_measuring_changes_neither_the_network_nor_the_threads(share):
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     threads = torch.get_num_threads()
     job = Job(net.tree, 16, 1, False, share)
-    found = measured_loads(job, net, (1, 8, 8), seconds=0.01)
+    found = measured_loads(job, net, torch.zeros(1, 1, 8, 8), seconds=0.01)
     assert torch.get_num_threads() == threads
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert found.keys() == net.tree.nodes.keys()
-    counted = counted_loads(job, net, (1, 8, 8), 1e9)
+    counted = counted_loads(job, net, torch.zeros(1, 1, 8, 8), 1e9)
     for name, load in found.items():
         assert load.forward > 0
         assert load.backward > 0
@@ -296,7 +298,8 @@ def test_measuring_changes_neither_the_network_nor_the_threads(share):
 def test_a_job_is_what_the_config_says():
     config = configs.load("cifar10_quick", ["split=conv2", "loss=mcl", "optim.accumulate=2"])
     job = job_of(config)
-    assert (job.shape, job.rows, job.micro_batches, job.separable, job.share) == ((3, 32, 32), 700, 8, False, 0.25)
+    assert job.example.shape == (1, 3, 32, 32)
+    assert (job.rows, job.micro_batches, job.separable, job.share) == (700, 8, False, 0.25)
     assert list(job.tree.nodes) == ["trunk", "conv2/0", "conv2/1", "conv2/2", "conv2/3"]
 
 

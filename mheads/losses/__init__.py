@@ -15,6 +15,7 @@ from mheads.losses.averaged import prob_averaged, score_averaged
 from mheads.losses.independent import independent
 from mheads.losses.loss import Loss, LossValue
 from mheads.losses.mcl import assign, mcl
+from mheads.losses.relaxed import relaxed
 from mheads.problems import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 
 LOSSES: dict[str, Callable[..., Loss]] = {
@@ -22,6 +23,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "score_averaged": score_averaged,
     "prob_averaged": prob_averaged,
     "mcl": mcl,
+    "relaxed": relaxed,
 }
 
 __all__ = [

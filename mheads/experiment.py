@@ -50,14 +50,27 @@ class Experiment:
         return {
             "data": self.data.fingerprint,
             "network": self.net.identity,
-            "loss": {"name": self.loss.name, "code": identity.code(self.loss.function, self.loss.of)},
+            "loss": self._loss_identity(),
             "start": self.start or donor_digest(self.config.init),
             "place": identity.place(self.config.model),  # where its code was: not compared, but searched again
         }
 
+    def _loss_identity(self) -> dict[str, Any]:
+        loss = self.loss
+        if loss.schedule is None:
+            return {"name": loss.name, "code": identity.code(loss.function, loss.of)}
+        code = identity.code(loss.function, loss.of, loss.schedule)
+        return {"name": loss.name, "code": code, "iterations": self.config.optim.iterations}
+
     def loss_at(self, step: int) -> Loss:
-        """The loss of a step. It depends on the step alone, so that resumed runs and ranks get the same bits."""
-        return independent(self.loss.of) if step < self.config.pretrain else self.loss
+        """The loss of a step. It depends on the step alone, so that resumed runs and ranks get the same bits.
+
+        A loss that changes over training has all of `optim.iterations` for it, as the rate has, after pretraining.
+        """
+        start = self.config.pretrain
+        if step < start:
+            return independent(self.loss.of)
+        return self.loss.at(step - start, self.config.optim.iterations, self.net.num_members)
 
     @property
     def evaluated_on(self) -> str:
@@ -126,7 +139,9 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     )
     if loss.averaged and data.weights is not None:
         raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
-    gradients = _teach(loss, outputs, batch.targets, net.num_members)
+    iterations = config.optim.iterations
+    last = loss.at(iterations - 1, iterations, net.num_members)  # it may begin by teaching all alike
+    gradients = _teach(last, outputs, batch.targets, net.num_members)
     if all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):  # the loss does not tell members apart
         for a, b in net.identical_members():
             same_prior = prior is None or np.array_equal(prior[a], prior[b])

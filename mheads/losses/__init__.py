@@ -11,7 +11,9 @@ by name, `of="mae"`.
 
 from collections.abc import Callable
 
+from mheads.losses.annealed import annealed
 from mheads.losses.averaged import prob_averaged, score_averaged
+from mheads.losses.evolving import evolving
 from mheads.losses.independent import independent
 from mheads.losses.loss import Loss, LossValue
 from mheads.losses.mcl import assign, mcl
@@ -24,6 +26,8 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "prob_averaged": prob_averaged,
     "mcl": mcl,
     "relaxed": relaxed,
+    "evolving": evolving,
+    "annealed": annealed,
 }
 
 __all__ = [

@@ -48,7 +48,8 @@ class Loss:
     backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
     divides their gradients by M and makes priors on examples meaningless. `check_members`: refuses a number of members
-    that it cannot teach. `options`: the options that it was made with.
+    that it cannot teach. `options`: the options that it was made with. `schedule`: for a loss that changes over
+    training, its form at an iteration, given (iteration, iterations, members); see `at`.
 
     `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
     [M, B], as `of.py` says; that of the problem where none is given, which looks at the answer alone where a network
@@ -63,6 +64,7 @@ class Loss:
     options: dict[str, Any] = field(default_factory=dict)
     of: Of = None
     check_members: Callable[[int], None] | None = None
+    schedule: Callable[[int, int, int], Loss] | None = None
 
     def on(self, problem: Problem) -> Loss:
         """This loss for a problem; refuses the loss of an example that is for other targets."""
@@ -76,6 +78,13 @@ class Loss:
                 "or a function of your own. Are the targets something else? data.problem says what"
             )
         return self
+
+    def at(self, iteration: int, iterations: int, members: int) -> Loss:
+        """What this loss is at an iteration, from 0 on, of so many: a function of these alone, so that resumed runs and
+        ranks get the same bits."""
+        if self.schedule is None:
+            return self
+        return replace(self.schedule(iteration, iterations, members), name=self.name, of=self.of)
 
     @property
     def member_loss(self) -> MemberLoss | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from mheads.losses.annealed import annealed
 from mheads.losses.averaged import prob_averaged, score_averaged
+from mheads.losses.confident import confident
 from mheads.losses.evolving import evolving
 from mheads.losses.independent import independent
 from mheads.losses.loss import Loss, LossValue
@@ -28,6 +29,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "relaxed": relaxed,
     "evolving": evolving,
     "annealed": annealed,
+    "confident": confident,
 }
 
 __all__ = [

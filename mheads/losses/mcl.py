@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated
 
@@ -15,9 +16,11 @@ from mheads.losses.of import Of
 from mheads.problems import MemberLoss
 from mheads.values import Value
 
+K = Annotated[int, Field(ge=1, description="how many members learn from each example")]
+
 
 def mcl(
-    k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 1,
+    k: K = 1,
     ce_weight: Annotated[float, Field(ge=0, description="weight of the cross-entropy of all members mixed in")] = 0.0,
     of: Of = None,
 ) -> Loss:
@@ -27,8 +30,6 @@ def mcl(
     loss on example i and 0 for the others, w the prior; there is no division by k, so an example's gradient to a winner
     is the same for every k. `ce_weight` mixes in the independent loss of all members.
     """
-    if k < 1:
-        raise UserError(f"loss.k must be at least 1, not {k}")
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
     return Loss(
@@ -37,8 +38,15 @@ def mcl(
         winners=None if ce_weight else k,
         options={"k": k, "ce_weight": ce_weight},
         of=of,
-        check_members=partial(_check_members, k),
+        check_members=check_k(k),
     )
+
+
+def check_k(k: int) -> Callable[[int], None]:
+    """Refuses a k that no number of members has; returns what refuses one that a number of members does not have."""
+    if k < 1:
+        raise UserError(f"loss.k must be at least 1, not {k}")
+    return partial(_check_members, k)
 
 
 def _check_members(k: int, members: int) -> None:

@@ -27,6 +27,7 @@ from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_c
 from mheads.errors import UserError, named
 from mheads.losses import LOSSES, Loss, independent
 from mheads.run_folder import DataFacts, RunFolder
+from mheads.scores import OWN, with_scores
 from mheads.tree import TreeNet, parse, whole_spec
 from mheads.values import Value
 
@@ -118,7 +119,12 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
     few = np.arange(min(2, len(data.train)))
     batch = Reader(data.train, data.preprocess, few)()
-    outputs = net.probe(batch.network_inputs(net.dtype), batch.side_inputs())
+    try:
+        outputs = net.probe(batch.network_inputs(net.dtype), batch.side_inputs())
+    except UserError as error:
+        if loss.name == "scored" and "dict" in str(error):  # what the last layer gives with a score
+            raise UserError(f"{error}; it goes on with what its last layer gives. For loss scored, {OWN}") from error
+        raise
     if values.num_rows(outputs) != batch.num_rows:
         raise UserError(
             f"{net.network_name} gives {values.num_rows(outputs)} rows of outputs for {len(batch)} examples with "
@@ -212,7 +218,7 @@ def factory(config: Config) -> Callable[[], nn.Module]:
 
     make.__name__ = config.model
     make.__wrapped__ = function  # type: ignore[attr-defined]  # identity.py describes it
-    return make
+    return with_scores(make) if config.loss.name == "scored" else make
 
 
 def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
@@ -332,6 +338,8 @@ def net_of_run(
                 )
             _look_in(where, config.model)
         network_factory = factory(config)
+    elif config.loss.name == "scored":
+        network_factory = with_scores(network_factory)
     there = folder.read_identity()
     drawn = there["network"]
     net = TreeNet(network_factory, config.members, config.split, seed=int(drawn["seed"]), init=drawn["init"])

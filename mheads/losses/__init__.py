@@ -19,6 +19,7 @@ from mheads.losses.independent import independent
 from mheads.losses.loss import Loss, LossValue
 from mheads.losses.mcl import assign, mcl
 from mheads.losses.relaxed import relaxed
+from mheads.losses.scored import scored
 from mheads.problems import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 
 LOSSES: dict[str, Callable[..., Loss]] = {
@@ -30,6 +31,7 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "evolving": evolving,
     "annealed": annealed,
     "confident": confident,
+    "scored": scored,
 }
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mheads import values
+from mheads import scores, values
 from mheads.errors import UserError
 from mheads.losses.of import Of, member_loss, named
 from mheads.plain import short
@@ -140,7 +140,7 @@ class Loss:
 
     def _of(self, outputs: Value, y: Value) -> Tensor:
         """The losses [M, B] of the members by themselves."""
-        found = (self.member_loss or cross_entropies)(outputs, y)
+        found = (self.member_loss or cross_entropies)(scores.answer_of(outputs), y)
         shape = values.leaves(outputs)[0].shape[:2]
         if not isinstance(found, Tensor) or found.shape != shape:
             kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"

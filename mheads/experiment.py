@@ -100,6 +100,8 @@ def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:
 def micro_batches(config: Config, net: TreeNet) -> int:
     """How many micro-batches a batch is cut into."""
     asked = config.engine.micro_batches
+    if asked == "auto" and config.loss.whole_batch:
+        return 1
     return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked
 
 
@@ -133,6 +135,12 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     data.problem.check_output(outputs, net.network_name, data.name)
     sampling = config.sampling
     loss.check(net.num_members, sampling.name)
+    parts = micro_batches(config, net) * config.optim.accumulate
+    if loss.whole_batch and parts > 1:
+        raise UserError(
+            f"{loss.name} looks at whole batches (loss.normalize=wins: what members win of them), but a step is cut into "
+            f"{parts} micro-batches: use engine.micro_batches=1 and optim.accumulate=1"
+        )
     loss = loss.on(data.problem)
     prior = datasets.priors(
         sampling.name,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mheads import scores
 from mheads.errors import UserError
-from mheads.losses.loss import Loss, LossValue, ones_or
+from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
 from mheads.losses.mcl import K, assign, check_k
 from mheads.losses.of import Of
 from mheads.problems import MemberLoss
@@ -21,26 +21,36 @@ from mheads.values import Value
 def scored(
     k: K = 1,
     score_weight: Annotated[float, Field(ge=0, description="weight of what the scores learn")] = 1.0,
+    normalize: Normalize = "batch",
     of: Of = None,
 ) -> Loss:
     """MCL and the cross-entropy of the scores: sum over i and m of w_mi (a_mi l_mi + score_weight bce(s_mi, a_mi)).
 
     l_mi is the problem's own loss or `of`; a_mi is 1 for the k members with the lowest, w the prior. s_mi is the score
     that the network gives beside its answer (`scores.py`), bce(s, a) = -a log sigmoid(s) - (1 - a) log sigmoid(-s).
+    `normalize` as in `mcl`; the scores learn from the whole batch.
     """
     if score_weight < 0:
         raise UserError(f"loss.score_weight must not be negative: {score_weight}")
     return Loss(
         "scored",
-        partial(_scored, k=k, score_weight=score_weight),
-        options={"k": k, "score_weight": score_weight},
+        partial(_scored, k=k, score_weight=score_weight, normalize=normalize),
+        whole_batch=check_normalize(normalize),
+        options={"k": k, "score_weight": score_weight, "normalize": normalize},
         of=of,
         check_members=check_k(k),
     )
 
 
 def _scored(
-    outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, k: int, score_weight: float
+    outputs: Value,
+    y: Tensor,
+    prior: Tensor | None,
+    ties: Tensor | None,
+    of: MemberLoss,
+    k: int,
+    score_weight: float,
+    normalize: str,
 ) -> LossValue:
     score = scores.score_of(outputs)
     if score is None:
@@ -52,5 +62,6 @@ def _scored(
     fixed, weights = losses.detach(), ones_or(prior, losses.detach())
     won = assign(fixed, k, prior, ties)
     learned = F.binary_cross_entropy_with_logits(score, won, reduction="none")
-    total = (weights * (won * losses + score_weight * learned)).sum()
-    return LossValue(total, won * weights, fixed)
+    assignment = won * weights
+    total = (normalized(assignment, normalize) * losses + score_weight * weights * learned).sum()
+    return LossValue(total, assignment, fixed)

@@ -138,7 +138,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     parts = micro_batches(config, net) * config.optim.accumulate
     if loss.whole_batch and parts > 1:
         raise UserError(
-            f"{loss.name} looks at whole batches (loss.normalize=wins: what members win of them), but a step is cut into "
+            f"{loss.name} looks at whole batches (loss.normalize=wins counts over them), but a step is cut into "
             f"{parts} micro-batches: use engine.micro_batches=1 and optim.accumulate=1"
         )
     loss = loss.on(data.problem)

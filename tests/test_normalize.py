@@ -109,3 +109,10 @@ def test_other_words_are_refused():
         losses.mcl(normalize="win")
     with pytest.raises(UserError, match=r"loss\.normalize"):
         configs.load("digits", ["loss.normalize=win"])
+
+
+def test_runs_from_before_the_option_are_resumed():
+    """What a run keeps of its loss says nothing of an option that is at its default."""
+    built = experiment.build(configs.load("digits", ["loss=mcl", "data.limit=20", "members=2"]))
+    (values,) = [entry["values"] for entry in built.identity()["loss"]["code"].values()]
+    assert values == {"k": "1", "ce_weight": "0.0"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -34,9 +34,11 @@ def mcl(
     """
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
+    # What is at its default is not said, so that runs from before there was such an option are resumed.
+    further: dict[str, Any] = {"normalize": normalize} if normalize != "batch" else {}
     return Loss(
         "mcl",
-        partial(_mcl, k=k, ce_weight=ce_weight, normalize=normalize),
+        partial(_mcl, k=k, ce_weight=ce_weight, **further),
         winners=None if ce_weight else k,
         whole_batch=check_normalize(normalize),
         options={"k": k, "ce_weight": ce_weight, "normalize": normalize},
@@ -82,7 +84,7 @@ def _mcl(
     of: MemberLoss,
     k: int,
     ce_weight: float,
-    normalize: str,
+    normalize: str = "batch",
 ) -> LossValue:
     losses = of(outputs, y)
     fixed, weights = losses.detach(), ones_or(prior, losses.detach())

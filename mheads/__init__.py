@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mheads.errors import UserError
     from mheads.evaluation import outputs_of
     from mheads.run import Run
+    from mheads.scores import with_scores
     from mheads.tree import TreeNet
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "load",
     "losses",
     "outputs_of",
+    "with_scores",
 ]
 
 _HOMES = {
@@ -44,6 +46,7 @@ _HOMES = {
     "fit": "mheads.api",
     "load": "mheads.api",
     "outputs_of": "mheads.evaluation",
+    "with_scores": "mheads.scores",
 }
 
 

@@ -356,7 +356,7 @@ def evaluate(
     split, solved = labelled(test, "the test examples", classes=classes, name=problem)
     engine, plain = Models(forward), Preprocess()
     with in_eval_mode(modules):
-        found, _ = next(answers(engine, split, plain, solved, rows=batch_size))
+        found, _, _ = next(answers(engine, split, plain, solved, rows=batch_size))
         pixels = isinstance(solved, Segmentation)
         if found.dim() != (5 if pixels else 3):
             wanted = "[B, C, H, W]" if pixels else "[B, C]"

@@ -222,7 +222,10 @@ def export(
     run: RunPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file: .pt2 (torch.export) or .onnx.")],
     what: Annotated[
-        str, typer.Option(help="mean: the ensemble's answer; members: outputs [M, B, ...]; member:N: those of one.")
+        str,
+        typer.Option(
+            help="mean, or scored: the ensemble's answer; members: outputs [M, B, ...]; member:N: those of one."
+        ),
     ] = "mean",
     trust: Trust = False,
 ) -> None:

@@ -97,6 +97,11 @@ class LossSection(_Section):
     scale_rate: bool = _option(True, "averaged losses with sgd: multiply the rate by the number of members")
 
     @property
+    def whole_batch(self) -> bool:
+        """Whether the loss of an example depends on the others in its batch, which then is not cut."""
+        return self.options.get("normalize") == "wins" and self.name in LOSSES
+
+    @property
     def options(self) -> dict[str, Any]:
         """The arguments for the factory of the loss."""
         if self.name not in LOSSES:

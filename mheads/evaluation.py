@@ -36,7 +36,8 @@ def evaluate_run(
     split: str | None = None,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Computes the metrics of a run anew; optionally saves the outputs [M, N, C] and labels [N] behind them.
+    """Computes the metrics of a run anew; optionally saves the outputs [M, N, C] and labels [N] behind them, and the
+    weights [M, N] by the scores of the members, if they have some.
 
     The examples are those that training evaluated on, another `split`, or other data: `overrides` of the
     config's data keys. Inputs are preprocessed as in training.
@@ -50,10 +51,12 @@ def evaluate_run(
     with telling(watch):
         data, examples, split = _examples(folder, overrides, split)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
+    counted: list[np.ndarray] = []
 
-    def keep(found: torch.Tensor, targets: torch.Tensor) -> None:
+    def keep(found: torch.Tensor, weights: torch.Tensor | None, targets: torch.Tensor) -> None:
         if outputs_file is not None:
             kept.append((found.cpu().numpy(), targets.cpu().numpy()))
+            counted.extend([] if weights is None else [weights.cpu().numpy()])
 
     with closing(experiment.threads_engine(config, net)) as engine:
         result = measure(engine, examples, data.inputs, data.problem, watch, keep)
@@ -63,6 +66,7 @@ def evaluate_run(
             "outputs": np.concatenate([o for o, _ in kept], 1),
             "labels": np.concatenate([t for _, t in kept]),
             "classes": np.array(_classes(data.problem)),
+            **({"weights": np.concatenate(counted, 1)} if counted else {}),
         }
         write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
     return summary(result, net, split, weights.iteration, weights.seconds)
@@ -78,7 +82,8 @@ def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> 
     overrides = [f"data.{key}={value}" for key, value in data.items()]
     facts, examples, _ = _examples(RunFolder(run.folder), overrides, split)
     with closing(experiment.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
-        return all_answers(engine, examples, facts.inputs, facts.problem)
+        outputs, _, targets = all_answers(engine, examples, facts.inputs, facts.problem)
+    return outputs, targets
 
 
 @contextmanager

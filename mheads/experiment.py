@@ -27,6 +27,7 @@ from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_c
 from mheads.errors import UserError, named
 from mheads.losses import LOSSES, Loss, independent
 from mheads.run_folder import DataFacts, RunFolder
+from mheads.scores import OWN, with_scores
 from mheads.tree import TreeNet, parse, whole_spec
 from mheads.values import Value
 
@@ -50,14 +51,27 @@ class Experiment:
         return {
             "data": self.data.fingerprint,
             "network": self.net.identity,
-            "loss": {"name": self.loss.name, "code": identity.code(self.loss.function, self.loss.of)},
+            "loss": self._loss_identity(),
             "start": self.start or donor_digest(self.config.init),
             "place": identity.place(self.config.model),  # where its code was: not compared, but searched again
         }
 
+    def _loss_identity(self) -> dict[str, Any]:
+        loss = self.loss
+        if loss.schedule is None:
+            return {"name": loss.name, "code": identity.code(loss.function, loss.of)}
+        code = identity.code(loss.function, loss.of, loss.schedule)
+        return {"name": loss.name, "code": code, "iterations": self.config.optim.iterations}
+
     def loss_at(self, step: int) -> Loss:
-        """The loss of a step. It depends on the step alone, so that resumed runs and ranks get the same bits."""
-        return independent(self.loss.of) if step < self.config.pretrain else self.loss
+        """The loss of a step. It depends on the step alone, so that resumed runs and ranks get the same bits.
+
+        A loss that changes over training has all of `optim.iterations` for it, as the rate has, after pretraining.
+        """
+        start = self.config.pretrain
+        if step < start:
+            return independent(self.loss.of)
+        return self.loss.at(step - start, self.config.optim.iterations, self.net.num_members)
 
     @property
     def evaluated_on(self) -> str:
@@ -86,6 +100,8 @@ def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:
 def micro_batches(config: Config, net: TreeNet) -> int:
     """How many micro-batches a batch is cut into."""
     asked = config.engine.micro_batches
+    if asked == "auto" and config.loss.whole_batch:
+        return 1
     return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked
 
 
@@ -112,6 +128,8 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
             inputs[0, -1] = int(data.seen.high)  # that the network knows
         outputs = net.probe(inputs, batch.side_inputs())
     except UserError as error:
+        if loss.name == "scored" and "dict" in str(error):  # what the last layer gives with a score
+            raise UserError(f"{error}; it goes on with what its last layer gives. For loss scored, {OWN}") from error
         if inputs.is_floating_point():
             raise
         hint = f"{data.name} holds {data.seen}; integers are tokens, and numbers are given as float32"
@@ -124,6 +142,12 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     data.problem.check_output(outputs, net.network_name, data.name)
     sampling = config.sampling
     loss.check(net.num_members, sampling.name)
+    parts = micro_batches(config, net) * config.optim.accumulate
+    if loss.whole_batch and parts > 1:
+        raise UserError(
+            f"{loss.name} looks at whole batches (loss.normalize=wins counts over them), but a step is cut into "
+            f"{parts} micro-batches: use engine.micro_batches=1 and optim.accumulate=1"
+        )
     loss = loss.on(data.problem)
     prior = datasets.priors(
         sampling.name,
@@ -136,7 +160,9 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
     )
     if loss.averaged and data.weights is not None:
         raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
-    gradients = _teach(loss, outputs, batch.targets, net.num_members)
+    iterations = config.optim.iterations
+    last = loss.at(iterations - 1, iterations, net.num_members)  # it may begin by teaching all alike
+    gradients = _teach(last, outputs, batch.targets, net.num_members)
     if all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):  # the loss does not tell members apart
         for a, b in net.identical_members():
             same_prior = prior is None or np.array_equal(prior[a], prior[b])
@@ -207,7 +233,7 @@ def factory(config: Config) -> Callable[[], nn.Module]:
 
     make.__name__ = config.model
     make.__wrapped__ = function  # type: ignore[attr-defined]  # identity.py describes it
-    return make
+    return with_scores(make) if config.loss.name == "scored" else make
 
 
 def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
@@ -327,6 +353,8 @@ def net_of_run(
                 )
             _look_in(where, config.model)
         network_factory = factory(config)
+    elif config.loss.name == "scored":
+        network_factory = with_scores(network_factory)
     there = folder.read_identity()
     drawn = there["network"]
     net = TreeNet(network_factory, config.members, config.split, seed=int(drawn["seed"]), init=drawn["init"])

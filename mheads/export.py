@@ -3,6 +3,7 @@
 What is in the file takes raw examples, as many as one likes: uint8 or float images [B, C, H, W], vectors [B, F], or
 tokens int64 [B, T]. It gives one of
     mean          the ensemble's answer [B, ...]: class probabilities averaged over members, or the mean of numbers
+    scored        the same weighted by the members' scores, for a run that has them
     members       the outputs of all members [M, B, ...]
     member:N      the outputs of member N [B, ...]
 """
@@ -25,19 +26,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mheads import experiment, files
+from mheads import experiment, files, scores
 from mheads.data.catalog import DATASETS
 from mheads.data.preprocess import centre
 from mheads.errors import UserError, named
 from mheads.run_folder import DataFacts
 from mheads.tree import TreeNet
+from mheads.values import Value
 
 if TYPE_CHECKING:
     from mheads.run import Run
 
 Answers = Callable[[Tensor], Tensor]
 
-WHAT = ("mean", "members", "member:N")
+WHAT = ("mean", "scored", "members", "member:N")
 SUFFIXES = (".pt2", ".onnx")
 TOLERANCE = 1e-5  # of the largest output
 EXAMPLES = 64  # that a file is compared on
@@ -80,8 +82,10 @@ class Exported(nn.Module):
             x = x / self.std
         return x.to(self.dtype)
 
-    def answer(self, outputs: Tensor) -> Tensor:
+    def answer(self, outputs: Value) -> Tensor:
         answers = self.problem.answer(outputs)
+        if self.what == "scored":
+            return self.problem.mean(answers, scores.weights(outputs))
         return self.problem.mean(answers) if self.what == "mean" else answers
 
 
@@ -105,7 +109,7 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
         raise UserError(
             f"a {sided[0]} takes side inputs, and an exported file takes examples alone: export a network without it"
         )
-    if what not in WHAT[:2]:
+    if what not in WHAT[:3]:
         _member(what, net.num_members)
     raw = _as_given(run, examples)
     expected = _expected(run, raw, what)
@@ -175,9 +179,11 @@ def _own_examples(run: Run) -> Tensor:
 
 def _expected(run: Run, raw: Tensor, what: str) -> Tensor:
     """The run's own answers, from its engine."""
-    outputs = run.predict(raw)
-    if what == "mean":
-        return run.data.problem.mean(outputs.double())
+    outputs, weights = run.outputs(raw)
+    if what == "scored" and weights is None:
+        raise UserError(f"what={what!r}: {run.folder} has no scores, since it was not trained with loss scored")
+    if what in ("mean", "scored"):
+        return run.data.problem.mean(outputs.double(), weights if what == "scored" else None)
     return outputs if what == "members" else outputs[_member(what, len(outputs))]
 
 

@@ -267,6 +267,9 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for key in ("seed", "init", "name"):
             if there.get(key) != now.get(key):
                 lines.append(f"{key} of the {what}: {there.get(key)} there, {now.get(key)} now")
+        if there.get("iterations") != now.get("iterations"):
+            there_now = [f"{one.get('iterations', 'no')} iterations" for one in (there, now)]
+            lines.append(f"the {what} follows a schedule of {there_now[0]} there, of {there_now[1]} now")
         layers, layers_now = there.get("layers", {}), now.get("layers", {})
         for name in dict.fromkeys([*layers, *layers_now]):
             before, after = layers.get(name, "nothing"), layers_now.get(name, "nothing")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mheads import values
+from mheads import scores, values
 from mheads.data import Split
 from mheads.data.batch import Batch, evaluation_batches
 from mheads.problems import Problem, Result
@@ -35,23 +35,27 @@ def answers(
     problem: Problem,
     watch: Watcher | None = None,
     rows: int = EVALUATION_ROWS,
-) -> Iterator[tuple[Tensor, Value]]:
-    """Answers [M, b, ...] and targets of each batch, in order; the lead gets them."""
+) -> Iterator[tuple[Tensor, Tensor | None, Value]]:
+    """Answers [M, b, ...], weights [M, b] if members have scores, and targets of each batch, in order.
+
+    The lead gets them.
+    """
     readers = evaluation_batches(examples, inputs, rows)
     with (watch or Silent()).evaluating(len(examples)) as advance:
         # The engine is asked first: it has something to do after the last batch.
         for (outputs, targets), reader in zip(engine.outputs(readers), readers, strict=False):
-            yield problem.answer(outputs), targets
+            yield problem.answer(outputs), scores.weights(outputs), targets
             advance(len(reader))
 
 
 def all_answers(
     engine: GivesOutputs, examples: Split, inputs: Inputs, problem: Problem, watch: Watcher | None = None
-) -> tuple[Tensor, Value]:
-    """Answers [M, N, ...] and targets of all examples at once, in main memory."""
-    found = [values.map_leaves(Tensor.cpu, one) for one in answers(engine, examples, inputs, problem, watch)]
-    outputs, targets = zip(*found, strict=True)
-    return torch.cat(outputs, 1), values.map_leaves(lambda *parts: torch.cat(parts), *targets)
+) -> tuple[Tensor, Tensor | None, Value]:
+    """Answers [M, N, ...], weights [M, N] if members have scores, and targets of all examples, in main memory."""
+    outputs, weights, targets = zip(*answers(engine, examples, inputs, problem, watch), strict=True)
+    together = None if weights[0] is None else torch.cat([part.cpu() for part in weights], 1)
+    whole = values.map_leaves(lambda *parts: torch.cat([part.cpu() for part in parts]), *targets)
+    return torch.cat([part.cpu() for part in outputs], 1), together, whole
 
 
 def measure(
@@ -60,16 +64,20 @@ def measure(
     inputs: Inputs,
     problem: Problem,
     watch: Watcher | None = None,
-    keep: Callable[[Tensor, Value], None] | None = None,
+    keep: Callable[[Tensor, Tensor | None, Value], None] | None = None,
     rows: int = EVALUATION_ROWS,
 ) -> Result | None:
-    """All metrics, which the lead gets; `keep` is given the answers and targets on the way."""
+    """All metrics, which the lead gets; `keep` is given the answers, weights and targets on the way."""
     metrics = None
-    for found, targets in answers(engine, examples, inputs, problem, watch, rows):
-        metrics = metrics or problem.metrics(len(found))
-        metrics.update(found, targets)
+    for found, weights, targets in answers(engine, examples, inputs, problem, watch, rows):
+        if weights is None:  # a problem of one's own need not know of scores
+            metrics = metrics or problem.metrics(len(found))
+            metrics.update(found, targets)
+        else:
+            metrics = metrics or problem.metrics(len(found), scored=True)
+            metrics.update(found, targets, weights)
         if keep is not None:
-            keep(found, targets)
+            keep(found, weights, targets)
     return metrics.result() if metrics is not None else None
 
 

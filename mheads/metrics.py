@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 BINS = 15  # of the expected calibration error
+TOGETHER = ("ensemble_mean", "ensemble_scored")  # what the members answer together
 CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
 
 
@@ -29,7 +30,8 @@ class PlainResult:
             # + 0 turns -0.0 to 0.0
             return _map(lambda x: self.rounded(name, x) + 0 if math.isfinite(x) else None, getattr(self, name))
 
-        return {f.name: plain(f.name) for f in fields(self)}  # type: ignore[arg-type]
+        found = [f.name for f in fields(self) if getattr(self, f.name) is not None]  # type: ignore[arg-type]
+        return {name: plain(name) for name in found}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -49,13 +51,16 @@ class PercentResult(PlainResult):
     single: float
     ensemble_mean: float
     oracle: float
+    ensemble_scored: float | None
 
     def rounded(self, name: str, x: float) -> float:
         return round(x, 4)
 
     def headline(self) -> dict[str, str]:
+        scored = {} if self.ensemble_scored is None else {"Ensemble-Scored": f"{self.ensemble_scored:.2f}"}
         return {
             "Ensemble-Mean": f"{self.ensemble_mean:.2f}",
+            **scored,
             "Oracle": f"{self.oracle:.2f}",
             "members": " ".join(f"{a:.1f}" for a in self.members),
         }
@@ -66,7 +71,8 @@ class Result(PercentResult):
     """The metrics of one ensemble on one set of examples; accuracies and errors are in percent.
 
     `single` is always the mean over the members, `ensemble_mean` the mean of their probabilities taken as one
-    predictor. What is not finite (the loss of a member that gives NaN) is NaN here and null in JSON.
+    predictor, `ensemble_scored` that mean weighted by their scores, if they have some. What is not finite (the loss of
+    a member that gives NaN) is NaN here and null in JSON.
     """
 
     problem: ClassVar[str] = "classification"
@@ -84,6 +90,7 @@ class Result(PercentResult):
     disagreement_pairs: list[list[float]]  # [M][M]
     ownership: list[list[int]]  # [M][C] examples of each class that each member owns
     examples: int
+    ensemble_scored: float | None = None
 
     def rounded(self, name: str, x: float) -> float:
         return round(x, 6) if name == "nll" else super().rounded(name, x)
@@ -100,25 +107,27 @@ class Result(PercentResult):
 class Metrics:
     """Counts and sums over a stream of outputs.
 
-    The members and, as row M, the mean of their probabilities are the M + 1 predictors of the arrays below.
+    The members and, as row M, the mean of their probabilities are the M + 1 predictors of the arrays below; if members
+    are `scored`, their mean weighted by the scores is another.
     """
 
     result_type: ClassVar[type[Result]] = Result
 
-    def __init__(self, members: int, classes: int) -> None:
+    def __init__(self, members: int, classes: int, scored: bool = False) -> None:
         self.members, self.classes = members, classes
         self.examples = 0
-        self._ranks = torch.zeros(members + 1, classes + 1, dtype=torch.long)  # how often which rank
-        self._losses = torch.zeros(members + 1, dtype=torch.float64)
-        self._confidence = torch.zeros(members + 1, BINS, dtype=torch.float64)  # summed, by bin
-        self._right = torch.zeros(members + 1, BINS, dtype=torch.float64)
-        self._binned = torch.zeros(members + 1, BINS, dtype=torch.float64)
+        predictors = members + 1 + scored
+        self._ranks = torch.zeros(predictors, classes + 1, dtype=torch.long)  # how often which rank
+        self._losses = torch.zeros(predictors, dtype=torch.float64)
+        self._confidence = torch.zeros(predictors, BINS, dtype=torch.float64)  # summed, by bin
+        self._right = torch.zeros(predictors, BINS, dtype=torch.float64)
+        self._binned = torch.zeros(predictors, BINS, dtype=torch.float64)
         self._ownership = torch.zeros(members, classes, dtype=torch.long)
         self._differ = torch.zeros(members, members, dtype=torch.long)
         self._scores_right = self._oracle_right = self._owner_right = 0
 
-    def update(self, outputs: Tensor, y: Tensor) -> None:
-        """Takes in the logits [M, b, C] and labels [b] of further examples."""
+    def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
+        """Takes in the logits [M, b, C] and labels [b] of further examples; if scored, also weights [M, b]."""
         expected = (self.members, len(y), self.classes)
         if tuple(outputs.shape) != expected:
             raise ValueError(f"outputs are {tuple(outputs.shape)}, expected (M, b, C) = {expected}")
@@ -131,19 +140,23 @@ class Metrics:
         totals = exps.sum(-1, keepdim=True)
         probabilities = exps / totals  # [M, b, C]
         losses = totals[..., 0].log() - _of_class(shifted, y)  # [M, b]
-        mean_probabilities = mean_members(probabilities)  # [b, C]
-        mean_loss = math.log(self.members) - torch.logsumexp(-losses, 0)  # no underflow to log 0
+        together = [mean_members(probabilities)]  # [b, C]
+        their_losses = [math.log(self.members) - torch.logsumexp(-losses, 0)]  # no underflow to log 0
+        if weights is not None:
+            weights = weights.detach().cpu()
+            together.append(weighted_mean(probabilities, weights))
+            their_losses.append(-torch.logsumexp(weights.log() - losses, 0))
 
         member_ranks = _rank(logits, y)
-        ranks = torch.cat([member_ranks, _rank(mean_probabilities, y)[None]])
-        confidence = torch.cat([probabilities.amax(-1), mean_probabilities.amax(-1)[None]])
+        ranks = torch.cat([member_ranks, *(_rank(p, y)[None] for p in together)])
+        confidence = torch.cat([probabilities.amax(-1), *(p.amax(-1)[None] for p in together)])
         right = member_ranks == 0  # [M, b]
         answers = logits.argmax(-1)  # [M, b]
         owner, owned = owner_of(losses)
 
         self.examples += len(y)
-        add_counts(self._ranks, torch.arange(self.members + 1)[:, None], ranks)
-        self._losses += torch.cat([losses, mean_loss[None]]).sum(1)
+        add_counts(self._ranks, torch.arange(len(ranks))[:, None], ranks)
+        self._losses += torch.cat([losses, *(loss[None] for loss in their_losses)]).sum(1)
         self._bin(confidence, ranks == 0)
         self._differ += (answers[:, None] != answers).sum(-1)
         add_counts(self._ownership, owner[owned], y[owned])
@@ -152,7 +165,7 @@ class Metrics:
         self._owner_right += int((right.gather(0, owner[None])[0] & owned).sum())
 
     def _bin(self, confidence: Tensor, right: Tensor) -> None:
-        """Adds [M + 1, b] to the bins (0, 1/15], (1/15, 2/15], ...; a NaN stays in the first bin's sum."""
+        """Adds [predictors, b] to the bins (0, 1/15], (1/15, 2/15], ...; a NaN stays in the first bin's sum."""
         bins = ((confidence.nan_to_num(0) * BINS).ceil().long() - 1).clamp(0, BINS - 1)
         self._confidence.scatter_add_(1, bins, confidence)
         self._right.scatter_add_(1, bins, right.double())
@@ -165,20 +178,23 @@ class Metrics:
         top = self._percent(self._ranks.cumsum(1)[:, : min(self.members, self.classes)].double())
         pairs = self._percent(self._differ.double())
         num_pairs = max(self.members * (self.members - 1), 1)
+        m = self.members
+        scored = {"ensemble_scored": top[m + 1].tolist()} if len(top) > m + 1 else {}
         return self.result_type(
-            members=top[:-1, 0].tolist(),
-            single=top[:-1, 0].mean().item(),
-            ensemble_mean=top[-1, 0].item(),
+            members=top[:m, 0].tolist(),
+            single=top[:m, 0].mean().item(),
+            ensemble_mean=top[m, 0].item(),
             ensemble_mean_scores=self._percent(self._scores_right),
             oracle=self._percent(self._oracle_right),
             oracle_by_loss=self._percent(self._owner_right),
-            top_m={"single": top[:-1].mean(0).tolist(), "ensemble_mean": top[-1].tolist()},
-            nll=_single_and_mean(self._losses / self.examples),
-            calibration_error=_single_and_mean(self._percent((self._right - self._confidence).abs().sum(1))),
+            top_m={"single": top[:m].mean(0).tolist(), "ensemble_mean": top[m].tolist(), **scored},
+            nll=self._by_answer(self._losses / self.examples),
+            calibration_error=self._by_answer(self._percent((self._right - self._confidence).abs().sum(1))),
             disagreement=pairs.sum().item() / num_pairs,
             disagreement_pairs=pairs.tolist(),
             ownership=self._ownership.tolist(),
             examples=self.examples,
+            ensemble_scored=scored["ensemble_scored"][0] if scored else None,
         )
 
     def reliability(self) -> dict[str, dict[str, list[float]]]:
@@ -191,7 +207,12 @@ class Metrics:
             found = {name: (100 * sums[rows].sum(0) / examples).tolist() for name, sums in means.items()}
             return found | {"examples": examples.tolist()}
 
-        return {"members": of(slice(0, -1)), "Ensemble-Mean": of(slice(-1, None))}
+        return {"members": of(slice(0, self.members)), "Ensemble-Mean": of(slice(self.members, self.members + 1))}
+
+    def _by_answer(self, values: Tensor) -> dict[str, float]:
+        """[predictors] -> the mean over the members, and the value of each answer of the ensemble."""
+        single, together = values[: self.members].mean().item(), values[self.members :].tolist()
+        return {"single": single, **dict(zip(TOGETHER, together, strict=False))}
 
     def _percent(self, count: Any) -> Any:
         return 100 * count / self.examples
@@ -238,10 +259,19 @@ def _of_class(scores: Tensor, y: Tensor) -> Tensor:
 
 def mean_members(values: Tensor) -> Tensor:
     """[M, ...] -> [...], added in member order: the same rounding, hence the same ties, for any shape."""
+    return _sum_members(values) / len(values)
+
+
+def _sum_members(values: Tensor) -> Tensor:
     total = values[0].clone()
     for value in values[1:]:
         total += value
-    return total / len(values)
+    return total
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """[M, b, ...], [M, b] that add to 1 over the members -> [b, ...], added in member order."""
+    return _sum_members(values * weights.to(values.dtype).reshape(*weights.shape, *[1] * (values.dim() - 2)))
 
 
 def add_counts(table: Tensor, rows: Tensor, columns: Tensor) -> None:
@@ -250,15 +280,12 @@ def add_counts(table: Tensor, rows: Tensor, columns: Tensor) -> None:
     table += torch.bincount(cells, minlength=table.numel()).view_as(table)
 
 
-def by_predictor(values: Sequence[float]) -> dict[str, Any]:
-    """[M + 2] -> the value of each member and their mean, of the ensemble mean, and of the Oracle."""
-    *members, mean, oracle = map(float, values)
-    return {"members": members, "single": sum(members) / len(members), "ensemble_mean": mean, "oracle": oracle}
-
-
-def _single_and_mean(values: Tensor) -> dict[str, float]:
-    """[M + 1] -> the mean over the members, and the value of the ensemble mean."""
-    return {"single": values[:-1].mean().item(), "ensemble_mean": values[-1].item()}
+def by_predictor(values: Sequence[float], scored: bool = False) -> dict[str, Any]:
+    """Values of the members, of the ensemble mean, if `scored` of the scored answer, and of the Oracle, by name."""
+    *first, oracle = map(float, values)
+    members, together = first[: -1 - scored], first[-1 - scored :]
+    single = sum(members) / len(members)
+    return {"members": members, "single": single, **dict(zip(TOGETHER, together, strict=False)), "oracle": oracle}
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:

@@ -114,9 +114,12 @@ def predict_files(
             count = sum(len(part.examples) for part in asked)
             watch.say(f"{output}: {count:,} example{'s' if count > 1 else ''}")
             return
-        found_for = [(part, torch.cat([found for _, found in _answers(run, [part], watch)], 1)) for part in asked]
-    for part, found in found_for:
-        yield from _tables(run, part, found.double(), watch)
+        found_for = []
+        for part in asked:
+            _, found, weights = zip(*_answers(run, [part], watch), strict=True)
+            found_for.append((part, torch.cat(found, 1), None if weights[0] is None else torch.cat(weights, 1)))
+    for part, whole, counted in found_for:
+        yield from _tables(run, part, whole.double(), counted, watch)
 
 
 def _asked(run: Run, files: Sequence[Path], resize: bool) -> list[Asked]:
@@ -151,14 +154,18 @@ def _images_in(folder: Path) -> list[Path]:
     return found
 
 
-def _answers(run: Run, asked: Sequence[Asked], watch: Watcher) -> Iterator[tuple[list[tuple[str, str]], Tensor]]:
-    """Names and answers [M, b, ...] of a batch after the other."""
+Answers = tuple[list[tuple[str, str]], Tensor, Tensor | None]
+
+
+def _answers(run: Run, asked: Sequence[Asked], watch: Watcher) -> Iterator[Answers]:
+    """Names, answers [M, b, ...] and, if members have scores, weights [M, b] of a batch after the other."""
     with closing(threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
         for part in asked:
             start = 0
-            for found, _ in answers(engine, part.examples, run.data.inputs, run.data.problem, watch):
+            for found, weights, _ in answers(engine, part.examples, run.data.inputs, run.data.problem, watch):
                 count = found.shape[1]
-                yield [part.name(i) for i in range(start, start + count)], found.cpu()
+                names = [part.name(i) for i in range(start, start + count)]
+                yield names, found.cpu(), None if weights is None else weights.cpu()
                 start += count
 
 
@@ -173,32 +180,35 @@ def _write(run: Run, asked: Sequence[Asked], path: Path, watch: Watcher) -> None
         remove(hidden_name(path))  # an example that cannot be read leaves no half of a file
 
 
-def _write_csv(run: Run, batches: Iterator[tuple[list[tuple[str, str]], Tensor]], file: IO[bytes]) -> None:
+def _write_csv(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
     """A line for each example, written as they come: memory does not grow with their number."""
     problem = run.data.problem
     text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
     writer = csv.writer(text)
-    for number, (names, found) in enumerate(batches):
+    for number, (names, found, weights) in enumerate(batches):
         found = found.double()
         if found.dim() != 3:
             raise UserError(
                 f"a row of a .csv has no room for outputs of shape {tuple(found.shape[2:])} per example: write an .npz"
             )
         mean = problem.mean(found)
+        together = [mean] if weights is None else [mean, problem.mean(found, weights)]
         members = [f"member_{m}" for m in range(len(found))]
         if isinstance(problem, Classification):
-            votes, best = found.argmax(-1), mean.max(-1)
-            columns = ["answer", "probability", "agreement", *members]
-            agreement = (votes == best.indices).double().mean(0)
+            votes, best = found.argmax(-1), [p.max(-1) for p in together]
+            scored = [] if weights is None else ["scored_answer", "scored_probability"]
+            columns = ["answer", "probability", *scored, "agreement", *members]
+            agreement = (votes == best[0].indices).double().mean(0)
             lines = [
-                [problem.classes[best.indices[i]], f"{best.values[i]:.6g}", f"{agreement[i]:.6g}"]
+                [text for b in best for text in (problem.classes[b.indices[i]], f"{b.values[i]:.6g}")]
+                + [f"{agreement[i]:.6g}"]
                 + [problem.classes[vote] for vote in votes[:, i]]
                 for i in range(len(names))
             ]
         else:
-            several = found.shape[2] > 1
-            columns = [f"{who}_{d}" if several else who for who in ("mean", *members) for d in range(found.shape[2])]
-            numbers = torch.cat([mean[None], found]).permute(1, 0, 2).flatten(1)  # [b, (1 + M) D]
+            several, who = found.shape[2] > 1, ["mean", "scored"][: len(together)] + members
+            columns = [f"{one}_{d}" if several else one for one in who for d in range(found.shape[2])]
+            numbers = torch.cat([torch.stack(together), found]).permute(1, 0, 2).flatten(1)  # [b, answers x D]
             lines = [[f"{x:.9g}" for x in row] for row in numbers]
         if number == 0:
             writer.writerow(["file", "row", *columns])
@@ -206,36 +216,48 @@ def _write_csv(run: Run, batches: Iterator[tuple[list[tuple[str, str]], Tensor]]
     text.detach()
 
 
-def _write_npz(run: Run, batches: Iterator[tuple[list[tuple[str, str]], Tensor]], file: IO[bytes]) -> None:
-    """outputs [M, N, ...], names [N]; of classes also probabilities [N, C] of the ensemble, and their names."""
+def _write_npz(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
+    """outputs [M, N, ...], names [N]; of classes also probabilities [N, C] of the ensemble, and their names.
+
+    Members with scores add weights [M, N], and of classes scored_probabilities [N, C].
+    """
     names: list[str] = []
     parts: list[Tensor] = []
-    for found_names, found in batches:
+    counted: list[Tensor] = []
+    for found_names, found, weights in batches:
         names += [f"{name}:{row}" if row else name for name, row in found_names]
         parts.append(found)
+        counted += [] if weights is None else [weights]
     outputs = torch.cat(parts, 1)
     arrays = {"outputs": outputs.numpy(), "names": np.array(names)}
     problem = run.data.problem
+    if counted:
+        arrays["weights"] = torch.cat(counted, 1).numpy()
     if isinstance(problem, Classification):
         means = torch.cat([problem.mean(part.double()) for part in parts])
         arrays |= {"probabilities": means.numpy(), "classes": np.array(problem.classes)}
+        if counted:
+            scored = [problem.mean(part.double(), weights) for part, weights in zip(parts, counted, strict=True)]
+            arrays["scored_probabilities"] = torch.cat(scored).numpy()
     np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
-def _tables(run: Run, part: Asked, found: Tensor, watch: Watcher) -> Iterator[Group]:
-    """Of answers [M, N, ...]: a table for each of a few images, else one with a line for each example."""
+def _tables(run: Run, part: Asked, found: Tensor, weights: Tensor | None, watch: Watcher) -> Iterator[Group]:
+    """Of answers [M, N, ...] and weights [M, N]: a table for each of a few images, else one with a line for each."""
     problem, count = run.data.problem, found.shape[1]
     images = part.examples.files if isinstance(part.examples, ImageFiles) else None
     if images is not None and count <= FEW:
-        for image, outputs in zip(images, found.unbind(1), strict=True):
+        for i, image in enumerate(images):
+            outputs, count_of = found[:, i : i + 1], None if weights is None else weights[:, i : i + 1]
             if isinstance(problem, Classification):
-                yield answers_to_image(image, outputs.softmax(-1), problem.classes)
+                scored = None if count_of is None else problem.mean(outputs, count_of)[0]
+                yield answers_to_image(image, outputs[:, 0].softmax(-1), problem.classes, scored)
             else:
-                yield shown(str(image), outputs[:, None], problem)
+                yield shown(str(image), outputs, problem, weights=count_of)
         return
     title = str(part.file) if images is None else f"{count:,} images"
     names = None if images is None else [str(image) for image in images[:SHOWN]]
-    yield shown(title, found[:, :SHOWN], problem, names)
+    yield shown(title, found[:, :SHOWN], problem, names, None if weights is None else weights[:, :SHOWN])
     if count > SHOWN:
         watch.say(f"these are {SHOWN} of {count:,}: -o answers.csv, or .npz, writes all")
 

@@ -81,17 +81,29 @@ class Run:
         # `evaluate` warns of it, since the net alone does not preprocess.
         self.net.__dict__["preprocessing"] = str(self.data.preprocess)
 
-    @torch.inference_mode()
     def predict(self, x: Any, side: Mapping[str, Any] | None = None) -> Tensor:
         """Outputs (logits) [M, N, C] of raw examples, preprocessed as in training: images [N, C, H, W] or vectors.
 
         `side` holds the side inputs of layers that take some, by name.
         """
+        return self.outputs(x, side)[0]
+
+    def answer(self, x: Any, side: Mapping[str, Any] | None = None) -> Tensor:
+        """What the members answer together to raw examples: the mean of their probabilities [N, C] or numbers [N, D].
+
+        If they have scores, they are weighted by these.
+        """
+        outputs, weights = self.outputs(x, side)
+        return self.data.problem.mean(outputs.double(), weights)
+
+    @torch.inference_mode()
+    def outputs(self, x: Any, side: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor | None]:
+        """Outputs [M, N, C] of raw examples, and weights [M, N] if members have scores."""
         raw = raw_examples(x, self.data)
         check(raw, self.data)
         examples = Unlabelled(raw, as_side(side, len(raw), "the examples"))
         with closing(threads_engine(self.config, self.net)) as engine, in_eval_mode([self.net]):
-            return all_answers(engine, examples, self.data.inputs, self.data.problem)[0]
+            return all_answers(engine, examples, self.data.inputs, self.data.problem)[:2]
 
     def evaluate(self, x: Any, y: Any = None) -> Any:
         """All metrics on raw examples and labels, preprocessed as in training.
@@ -113,8 +125,8 @@ class Run:
     def export(self, path: str | Path, what: str = "mean", examples: Any = None) -> Path:
         """Writes the ensemble and its preprocessing to one .pt2 or .onnx file that needs no mheads: see `export.py`.
 
-        `what` is in it: the mean, the outputs of all members, or member:N. Its answers are compared with the run's on
-        `examples`, by default those that the run was evaluated on, before there is a file.
+        `what` is in it: the mean, the scored answer, the outputs of all members, or member:N. Its answers are compared
+        with the run's on `examples`, by default those that the run was evaluated on, before there is a file.
         """
         from mheads.export import export
 

@@ -11,6 +11,7 @@ so that `1` is a single model, and an int or a list at the top is a forest. `spl
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from mheads.dropout import CHANNELWISE, Dropout, replace_dropout
 from mheads.errors import UserError
 from mheads.graph import GraphChain, chain_of
 from mheads.modules import avoid_overruns, is_hooked, takes_statistics
+from mheads.scores import Score
 from mheads.values import Value
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
@@ -246,8 +248,9 @@ class TreeNet(nn.Module):
         first = self._draw(0)
         self.network_name = getattr(network_factory, "__name__", type(first).__name__)
         # A lambda, a local function or a built network can only be named, not imported again: mheads.load asks for it.
-        qualified = getattr(network_factory, "__qualname__", f"<{self.network_name}>")
-        module = getattr(network_factory, "__module__", "__main__") if "<" not in qualified else "__main__"
+        named = inspect.unwrap(network_factory)
+        qualified = getattr(named, "__qualname__", f"<{self.network_name}>")
+        module = getattr(named, "__module__", "__main__") if "<" not in qualified else "__main__"
         self.network_path = f"{module}:{qualified}"
         self.chain = chain_of(first, split_names(spec))
         self.layers = self.chain.layers
@@ -473,6 +476,8 @@ class TreeNet(nn.Module):
                 continue
             for key, tensor in self.stage(name).state_dict().items():
                 donor = weights.get(f"stages.{owner.get((member, self._facts.layer_of[key]))}.{key}")
+                if donor is None and self.is_score(key):
+                    continue
                 if donor is None or donor.shape != tensor.shape:
                     got = "nothing" if donor is None else tuple(donor.shape)
                     here = tuple(tensor.shape)
@@ -527,6 +532,10 @@ class TreeNet(nn.Module):
     def is_parameter(self, name: str) -> bool:
         """Whether `layer.name` is a weight, not a buffer."""
         return name in self._facts.names
+
+    def is_score(self, name: str) -> bool:
+        """Whether `layer.name` belongs to a score: weights from elsewhere may have none, and it then starts fresh."""
+        return name in self._facts.scores
 
     def batch_statistics_layers(self) -> list[str]:
         """Layers anywhere in the tree that need the whole batch."""
@@ -620,6 +629,7 @@ class _LayerFacts:
 
     names: frozenset[str]  # of the parameters
     trainable: frozenset[str]  # of those that learn
+    scores: frozenset[str]  # of those of scores
     layer_of: dict[str, str]  # of parameters and buffers
     parameters: dict[str, dict[int, int]]  # of each layer: identity -> size, since layers may share a weight
     statistics: dict[str, list[str]]  # of each layer: the modules in it that need the whole batch
@@ -634,6 +644,13 @@ class _LayerFacts:
         return _LayerFacts(
             frozenset(key for layer in layers.values() for key, _ in layer.named_parameters()),
             frozenset(key for layer in layers.values() for key, p in layer.named_parameters() if p.requires_grad),
+            frozenset(
+                f"{path}.{key}"
+                for layer in layers.values()
+                for path, module in layer.named_modules()
+                if isinstance(module, Score)
+                for key in module.state_dict()
+            ),
             {key: name for name, layer in layers.items() for key in layer.state_dict()},
             {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers.items()},
             {n: [key for key, m in layer.named_modules() if takes_statistics(m)] for n, layer in layers.items()},

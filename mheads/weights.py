@@ -88,7 +88,8 @@ def load_into(
     }
     names = list(dict.fromkeys(wanted.values()))
     found, missing = [name for name in names if name in given], sorted(name for name in names if name not in given)
-    if missing and not (renamed and found):
+    needed = {name for full, name in wanted.items() if not net.is_score(_in_network(full))}
+    if needed & set(missing) and not (renamed and found):
         raise UserError(
             f"{where} does not fit {net.network_name}: {len(missing)} of {len(names)} tensors are missing "
             f"({_some(missing)}); there are {_some(list(given))}. init_map renames what begins otherwise there, "
@@ -106,6 +107,11 @@ def load_into(
         tensor.copy_(weights[given[wanted[name]]])
     used = {given[name] for name in found}
     return Taken(where, found, missing, sorted(name for name in weights if name not in used))
+
+
+def _in_network(name: str) -> str:
+    """stages.trunk.conv1.weight -> conv1.weight; names of stages hold no dots."""
+    return name.split(".", 2)[2]
 
 
 def _renamed(weights: Mapping[str, Tensor], renamed: Mapping[str, str | None], where: str) -> dict[str, str]:

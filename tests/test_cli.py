@@ -67,7 +67,7 @@ def test_config_shows_what_training_would_take_and_is_a_config_itself(mheads, tm
     for options in ([], ["--no-describe"]):
         done = mheads("config", "digits", "loss=mcl", "loss.k=2", "split={conv1: [{conv2: 2}, 2]}", *options)
         assert done.code == 0
-        assert ("# mcl: how many members learn from each example" in done.out) is (options == [])
+        assert ("# mcl, confident, scored: how many members learn from each example" in done.out) is (options == [])
         (tmp_path / "mine.yaml").write_text(done.out)
         assert load(str(tmp_path / "mine.yaml")) == load(
             "digits", ["loss=mcl", "loss.k=2", "split={conv1: [{conv2: 2}, 2]}"]

@@ -117,7 +117,7 @@ def copy(tmp_path_factory):
     (package / "problems/absolute.py").write_text(PROBLEM)
     (package / "data/distances.py").write_text(DISTANCES)
     (package / "recipes/bars.yaml").write_text(RECIPE)
-    insert(package / "losses/__init__.py", loss_line, '    "mcl": mcl,\n')
+    insert(package / "losses/__init__.py", loss_line, '    "scored": scored,\n')
     catalog, last = package / "data/catalog.py", '.npz file", read_npz, npz_shape),\n'
     insert(catalog, dataset_line, last)
     entry = '        Dataset("distances", "the bars again", read_distances, (1, 6, 10)),'

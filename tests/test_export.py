@@ -181,7 +181,7 @@ def fitted(network):
     [
         ("a.pth", "mean", r"a\.pth: the suffix says what is written, \.pt2 \(torch\.export\) or \.onnx"),
         ("gone/a.pt2", "mean", r"cannot write .*a\.pt2: there is no folder"),
-        ("a.pt2", "median", "what='median': an exported file gives one of mean, members, member:N"),
+        ("a.pt2", "median", "what='median': an exported file gives one of mean, scored, members, member:N"),
         ("a.pt2", "member:3", "there are 3 members, counted from 0 to 2"),
         ("a.pt2", "member:-1", "what='member:-1': an exported file gives one of"),
     ],

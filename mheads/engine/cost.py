@@ -109,7 +109,8 @@ def step_multiply_adds(net: TreeNet, shape: tuple[int, ...]) -> int:
     return sum(costs[name].step(node.parent is None) for name, node in net.tree.nodes.items())
 
 
-def _multiply_adds(layer: nn.Module, y: Tensor) -> int:
+def _multiply_adds(layer: nn.Module, y: Value) -> int:
+    y = values.leaves(y)[0]
     if isinstance(layer, nn.Conv2d):
         kernel = layer.kernel_size[0] * layer.kernel_size[1]
         return y[0].numel() * layer.in_channels // layer.groups * kernel

@@ -11,10 +11,15 @@ by name, `of="mae"`.
 
 from collections.abc import Callable
 
+from mheads.losses.annealed import annealed
 from mheads.losses.averaged import prob_averaged, score_averaged
+from mheads.losses.confident import confident
+from mheads.losses.evolving import evolving
 from mheads.losses.independent import independent
 from mheads.losses.loss import Loss, LossValue
 from mheads.losses.mcl import assign, mcl
+from mheads.losses.relaxed import relaxed
+from mheads.losses.scored import scored
 from mheads.problems import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 
 LOSSES: dict[str, Callable[..., Loss]] = {
@@ -22,6 +27,11 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "score_averaged": score_averaged,
     "prob_averaged": prob_averaged,
     "mcl": mcl,
+    "relaxed": relaxed,
+    "evolving": evolving,
+    "annealed": annealed,
+    "confident": confident,
+    "scored": scored,
 }
 
 __all__ = [

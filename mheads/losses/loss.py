@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
-from mheads import values
+from mheads import scores, values
 from mheads.errors import UserError
 from mheads.losses.of import Of, member_loss, named
 from mheads.plain import short
@@ -48,7 +49,9 @@ class Loss:
     backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
     divides their gradients by M and makes priors on examples meaningless. `check_members`: refuses a number of members
-    that it cannot teach. `options`: the options that it was made with.
+    that it cannot teach. `whole_batch`: the loss of an example depends on the others in its batch, which is therefore
+    not cut. `options`: the options that it was made with. `schedule`: for a loss that changes over
+    training, its form at an iteration, given (iteration, iterations, members); see `at`.
 
     `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
     [M, B], as `of.py` says; that of the problem where none is given, which looks at the answer alone where a network
@@ -63,6 +66,8 @@ class Loss:
     options: dict[str, Any] = field(default_factory=dict)
     of: Of = None
     check_members: Callable[[int], None] | None = None
+    schedule: Callable[[int, int, int], Loss] | None = None
+    whole_batch: bool = False
 
     def on(self, problem: Problem) -> Loss:
         """This loss for a problem; refuses the loss of an example that is for other targets."""
@@ -76,6 +81,13 @@ class Loss:
                 "or a function of your own. Are the targets something else? data.problem says what"
             )
         return self
+
+    def at(self, iteration: int, iterations: int, members: int) -> Loss:
+        """What this loss is at an iteration, from 0 on, of so many: a function of these alone, so that resumed runs and
+        ranks get the same bits."""
+        if self.schedule is None:
+            return self
+        return replace(self.schedule(iteration, iterations, members), name=self.name, of=self.of)
 
     @property
     def member_loss(self) -> MemberLoss | None:
@@ -131,7 +143,7 @@ class Loss:
 
     def _of(self, outputs: Value, y: Value) -> Tensor:
         """The losses [M, B] of the members by themselves."""
-        found = (self.member_loss or cross_entropies)(outputs, y)
+        found = (self.member_loss or cross_entropies)(scores.answer_of(outputs), y)
         shape = values.leaves(outputs)[0].shape[:2]
         if not isinstance(found, Tensor) or found.shape != shape:
             kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
@@ -172,6 +184,30 @@ class Loss:
             f"loss {self.name!r} returns {what}; return the losses of all members on all examples, a float tensor "
             f"[M, B] (here {list(shape)}: reduction='none'?), or a LossValue(total, assignment [M, B], losses [M, B])"
         )
+
+
+Normalize = Annotated[
+    Literal["batch", "wins"],
+    Field(description="what a member's sum is divided by: the size of the batch, or what it wins of it"),
+]
+
+
+def check_normalize(normalize: str) -> bool:
+    """Whether it needs the whole batch."""
+    if normalize not in ("batch", "wins"):
+        raise UserError(f"loss.normalize is batch or wins, not {normalize!r}")
+    return normalize == "wins"
+
+
+def normalized(assignment: Tensor, normalize: str) -> Tensor:
+    """The weights [M, B] of the losses in a total that is divided by B: with `wins` those of a member add to B.
+
+    Then its loss is the mean over what it won, weighted by the prior. One that won nothing has none.
+    """
+    if normalize == "batch":
+        return assignment
+    wins = assignment.sum(1, keepdim=True)
+    return assignment * (assignment.shape[1] / wins.where(wins > 0, 1.0))
 
 
 def ones_or(prior: Tensor | None, losses: Tensor) -> Tensor:

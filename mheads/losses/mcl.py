@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from mheads.errors import UserError
-from mheads.losses.loss import Loss, LossValue, ones_or
+from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
 from mheads.losses.of import Of
 from mheads.problems import MemberLoss
 from mheads.values import Value
 
+K = Annotated[int, Field(ge=1, description="how many members learn from each example")]
+
 
 def mcl(
-    k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 1,
+    k: K = 1,
     ce_weight: Annotated[float, Field(ge=0, description="weight of the cross-entropy of all members mixed in")] = 0.0,
+    normalize: Normalize = "batch",
     of: Of = None,
 ) -> Loss:
     """The oracle set-loss: sum over i and m of (a_mi + ce_weight) * w_mi * l_mi.
 
     l_mi is the problem's own loss, -log p_y(m, i) for classes, or `of`. a_mi is 1 for the k members with the lowest
     loss on example i and 0 for the others, w the prior; there is no division by k, so an example's gradient to a winner
-    is the same for every k. `ce_weight` mixes in the independent loss of all members.
+    is the same for every k. `ce_weight` mixes in the independent loss of all members. With `normalize="wins"`, a_mi is
+    divided by the mean of a_mi w_mi over the batch: each member's loss is the mean over what it won.
     """
-    if k < 1:
-        raise UserError(f"loss.k must be at least 1, not {k}")
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
+    # What is at its default is not said, so that runs from before there was such an option are resumed.
+    further: dict[str, Any] = {"normalize": normalize} if normalize != "batch" else {}
     return Loss(
         "mcl",
-        partial(_mcl, k=k, ce_weight=ce_weight),
+        partial(_mcl, k=k, ce_weight=ce_weight, **further),
         winners=None if ce_weight else k,
-        options={"k": k, "ce_weight": ce_weight},
+        whole_batch=check_normalize(normalize),
+        options={"k": k, "ce_weight": ce_weight, "normalize": normalize},
         of=of,
-        check_members=partial(_check_members, k),
+        check_members=check_k(k),
     )
+
+
+def check_k(k: int) -> Callable[[int], None]:
+    """Refuses a k that no number of members has; returns what refuses one that a number of members does not have."""
+    if k < 1:
+        raise UserError(f"loss.k must be at least 1, not {k}")
+    return partial(_check_members, k)
 
 
 def _check_members(k: int, members: int) -> None:
@@ -64,9 +77,18 @@ def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | N
 
 
 def _mcl(
-    outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, k: int, ce_weight: float
+    outputs: Value,
+    y: Tensor,
+    prior: Tensor | None,
+    ties: Tensor | None,
+    of: MemberLoss,
+    k: int,
+    ce_weight: float,
+    normalize: str = "batch",
 ) -> LossValue:
     losses = of(outputs, y)
-    fixed = losses.detach()
-    assignment = (assign(fixed, k, prior, ties) + ce_weight) * ones_or(prior, fixed)
-    return LossValue((assignment * losses).sum(), assignment, fixed)
+    fixed, weights = losses.detach(), ones_or(prior, losses.detach())
+    best = assign(fixed, k, prior, ties)
+    assignment = (best + ce_weight) * weights
+    taught = assignment if normalize == "batch" else normalized(best * weights, normalize) + ce_weight * weights
+    return LossValue((taught * losses).sum(), assignment, fixed)

@@ -12,7 +12,7 @@ from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import Metrics, Result
 from mheads.problems.member_losses import cross_entropies
-from mheads.problems.problem import number, percent_rows
+from mheads.problems.problem import ANSWERS, mean_or_weighted, number, percent_rows
 from mheads.values import Value
 
 
@@ -36,8 +36,8 @@ class Classification:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]  # scores come first
 
-    def mean(self, answers: Tensor) -> Tensor:
-        return answers.softmax(-1).mean(0)  # of probabilities
+    def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
+        return mean_or_weighted(answers.softmax(-1), weights)  # of probabilities
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return cross_entropies(outputs, targets)
@@ -60,8 +60,8 @@ class Classification:
                 f"{count - 1} ({len(bad)} such labels); correct the labels or name all classes"
             )
 
-    def metrics(self, members: int) -> Metrics:
-        return Metrics(members, len(self.classes))
+    def metrics(self, members: int, scored: bool = False) -> Metrics:
+        return Metrics(members, len(self.classes), scored)
 
     def read_result(self, values: dict[str, Any]) -> Result:
         return Result.from_dict(values)
@@ -74,9 +74,13 @@ class Classification:
         found = percent_rows(summary, "members")
         if len(summary["members"]) > 1:
             found.append(("disagreement", f"{summary['disagreement']:.2f} %"))
-        likelihood, calibration = (summary[key]["ensemble_mean"] for key in ("nll", "calibration_error"))
-        found.append(("negative log-likelihood", number(likelihood, ".4f")))
-        found.append(("calibration error", number(calibration) + " %"))
+        for key, name, form, unit in (
+            ("nll", "negative log-likelihood", ".4f", ""),
+            ("calibration_error", "calibration error", ".2f", " %"),
+        ):
+            said = {who: number(summary[key][who], form) + unit for who in ANSWERS if who in summary[key]}
+            scored = f", scored {said['ensemble_scored']}" if "ensemble_scored" in said else ""
+            found.append((name, said["ensemble_mean"] + scored))
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -43,6 +43,12 @@ def cross_entropies(
     return losses.view(m, b)
 
 
+def mean_of_pixels(found: Tensor, y: Tensor) -> Tensor:
+    """The mean over the pixels that count: [M, B, H, W], [B, H, W] -> [M, B]."""
+    counts = (y != IGNORED).flatten(1)
+    return (found.flatten(2) * counts).sum(2) / counts.sum(1).clamp_min(1)
+
+
 def binary_cross_entropies(outputs: Value, y: Tensor) -> Tensor:
     """mean_c of -log p_c where label c is there and -log(1 - p_c) where not: [M, B, C], [B, C] of 0 and 1 -> [M, B].
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mheads import values
 from mheads.errors import UserError
-from mheads.metrics import PercentResult, by_predictor, mean_members, owner_of
+from mheads.metrics import PercentResult, by_predictor, mean_members, owner_of, weighted_mean
 from mheads.problems.member_losses import binary_cross_entropies
-from mheads.problems.problem import further_row, percent_rows, refuse_other_width
+from mheads.problems.problem import further_row, mean_or_weighted, percent_rows, refuse_other_width
 from mheads.values import Value
 
 
@@ -32,6 +32,7 @@ class MultiLabelResult(PercentResult):
     f1_macro: dict[str, Any]  # the mean of that of each class
     ownership: list[list[int]]  # [M][1] examples on which each member has the lowest loss
     examples: int
+    ensemble_scored: float | None = None  # of the mean weighted by the members' scores
 
     @classmethod
     def unknown(cls, members: int) -> MultiLabelResult:
@@ -42,17 +43,19 @@ class MultiLabelResult(PercentResult):
 class MultiLabelMetrics:
     """Keeps the scores [M, b, C] and labels [b, C] of a stream: a precision depends on how all examples are ranked."""
 
-    def __init__(self, members: int, classes: int) -> None:
-        self.members, self.classes = members, classes
+    def __init__(self, members: int, classes: int, scored: bool = False) -> None:
+        self.members, self.classes, self.scored = members, classes, scored
         self._scores: list[Tensor] = []
+        self._weights: list[Tensor] = []
         self._labels: list[Tensor] = []
 
-    def update(self, outputs: Tensor, y: Tensor) -> None:
+    def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
         expected = (self.members, len(y), self.classes)
         if tuple(outputs.shape) != expected or y.shape != outputs.shape[1:]:
             shapes = f"outputs are {tuple(outputs.shape)} and labels {tuple(y.shape)}"
             raise ValueError(f"{shapes}, expected (M, b, C) = {expected} and (b, C)")
         self._scores.append(outputs.detach().cpu())
+        self._weights += [] if weights is None else [weights.detach().cpu()]
         self._labels.append(y.detach().cpu() > 0.5)
 
     def result(self) -> MultiLabelResult:
@@ -61,15 +64,16 @@ class MultiLabelMetrics:
         scores, labels = torch.cat(self._scores, 1).double(), torch.cat(self._labels)
         owner, owned = owner_of(binary_cross_entropies(scores, labels.double()))
         oracle = scores[owner, torch.arange(len(labels))].masked_fill(~owned[:, None], math.nan)
-        mean = mean_members(scores.sigmoid())
-        precisions = [mean_average_precision(one, labels) for one in (*scores, mean, oracle)]
-        answers = [*(scores > 0), mean > 0.5, oracle > 0]
+        together = [mean_members(scores.sigmoid())]
+        together += [weighted_mean(scores.sigmoid(), torch.cat(self._weights, 1))] if self.scored else []
+        precisions = [mean_average_precision(one, labels) for one in (*scores, *together, oracle)]
+        answers = [*(scores > 0), *(p > 0.5 for p in together), oracle > 0]
         micro, macro = zip(*(f1(one, labels) for one in answers), strict=True)
         counts = torch.bincount(owner[owned], minlength=self.members).tolist()
         return MultiLabelResult(
-            **by_predictor([100 * x for x in precisions]),
-            f1_micro=by_predictor([100 * x for x in micro]),
-            f1_macro=by_predictor([100 * x for x in macro]),
+            **by_predictor([100 * x for x in precisions], self.scored),
+            f1_micro=by_predictor([100 * x for x in micro], self.scored),
+            f1_macro=by_predictor([100 * x for x in macro], self.scored),
             ownership=[[count] for count in counts],
             examples=len(labels),
         )
@@ -122,8 +126,8 @@ class MultiLabel:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]
 
-    def mean(self, answers: Tensor) -> Tensor:
-        return answers.sigmoid().mean(0)  # of probabilities
+    def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
+        return mean_or_weighted(answers.sigmoid(), weights)  # of probabilities
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return binary_cross_entropies(outputs, targets)
@@ -147,8 +151,8 @@ class MultiLabel:
                 "each class that it has and 0 for the others"
             )
 
-    def metrics(self, members: int) -> MultiLabelMetrics:
-        return MultiLabelMetrics(members, len(self.classes))
+    def metrics(self, members: int, scored: bool = False) -> MultiLabelMetrics:
+        return MultiLabelMetrics(members, len(self.classes), scored)
 
     def read_result(self, values: dict[str, Any]) -> MultiLabelResult:
         return MultiLabelResult.from_dict(values)

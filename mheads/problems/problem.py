@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from mheads.errors import UserError
+from mheads.metrics import weighted_mean
 from mheads.values import Value
 
 
@@ -30,7 +31,7 @@ class Result(Protocol):
 class Metrics(Protocol):
     """Measures a stream of outputs; exact however the stream is cut."""
 
-    def update(self, outputs: Tensor, y: Tensor) -> None: ...
+    def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None: ...
     def result(self) -> Result: ...
 
 
@@ -52,8 +53,11 @@ class Problem(Protocol):
     def answer(self, outputs: Value) -> Tensor:
         """The leaf of all members' outputs that is the answer, [M, B, ...]; others serve the loss."""
 
-    def mean(self, answers: Tensor) -> Tensor:
-        """What the ensemble answers, from the answers of all members: [M, B, ...] -> [B, ...]."""
+    def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
+        """What the ensemble answers, from the answers of all members: [M, B, ...] -> [B, ...].
+
+        Weights [M, B] say how much each member counts, where they have scores.
+        """
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         """The loss of each member's answer on each example, [M, B]."""
@@ -62,7 +66,7 @@ class Problem(Protocol):
         """Refuses a network whose output [B, ...] cannot be an answer for these data."""
 
     def check_targets(self, targets: np.ndarray, where: str) -> None: ...
-    def metrics(self, members: int) -> Metrics: ...
+    def metrics(self, members: int, scored: bool = False) -> Metrics: ...
     def read_result(self, values: dict[str, Any]) -> Any: ...
     def unknown(self, members: int) -> Any:
         """The result where nothing was evaluated: NaN throughout."""
@@ -72,6 +76,14 @@ class Problem(Protocol):
         """The lines of a table of a result, as (name, text)."""
 
     def to_dict(self) -> dict[str, Any]: ...
+
+
+ANSWERS = {"ensemble_mean": "Ensemble-Mean", "ensemble_scored": "Ensemble-Scored"}  # what tables call them
+
+
+def mean_or_weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """[M, B, ...] -> [B, ...], of members that count alike, or by weights [M, B]."""
+    return values.mean(0) if weights is None else weighted_mean(values, weights)
 
 
 def refuse_other_width(targets: np.ndarray, classes: tuple[str, ...], where: str) -> None:
@@ -87,7 +99,7 @@ def percent_rows(summary: dict[str, Any], members: str) -> list[tuple[str, str]]
     if several:
         found += [
             ("mean member", f"{number(summary['single'])} %"),
-            ("Ensemble-Mean", f"[bold]{number(summary['ensemble_mean'])} %[/]"),
+            *((who, f"[bold]{number(summary[key])} %[/]") for key, who in ANSWERS.items() if key in summary),
             ("Oracle", f"[bold]{number(summary['oracle'])} %[/]"),
         ]
     return found
@@ -95,10 +107,10 @@ def percent_rows(summary: dict[str, Any], members: str) -> list[tuple[str, str]]
 
 def further_row(measure: dict[str, Any], form: str = ".2f", unit: str = " %") -> str:
     """What a table shows of a further measure: of one network, or of the members' mean, Ensemble-Mean and Oracle."""
-    shown = {name: number(measure[name], form) + unit for name in ("single", "ensemble_mean", "oracle")}
+    who = {"single": "mean member", **ANSWERS, "oracle": "Oracle"}
     if len(measure["members"]) == 1:
-        return shown["single"]
-    return f"mean member {shown['single']}, Ensemble-Mean {shown['ensemble_mean']}, Oracle {shown['oracle']}"
+        return number(measure["single"], form) + unit
+    return ", ".join(f"{who[name]} {number(measure[name], form)}{unit}" for name in who if name in measure)
 
 
 def number(value: float | None, form: str = ".2f") -> str:

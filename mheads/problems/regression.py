@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mheads import values
 from mheads.errors import UserError
-from mheads.metrics import PlainResult, by_predictor
+from mheads.metrics import PlainResult, by_predictor, weighted_mean
 from mheads.problems.member_losses import absolute_errors, squared_errors
-from mheads.problems.problem import further_row
+from mheads.problems.problem import further_row, mean_or_weighted
 from mheads.values import Value
 
 
@@ -34,10 +34,13 @@ class RegressionResult(PlainResult):
     mae: dict[str, Any] = field(default_factory=dict)  # mean absolute errors
     r2: dict[str, Any] = field(default_factory=dict)  # the share of the targets' variance that is explained
     spread_correlation: float = math.nan  # over examples, of the members' spread with the error of their mean
+    ensemble_scored: float | None = None  # of the mean weighted by the members' scores
 
     def headline(self) -> dict[str, str]:
+        scored = {} if self.ensemble_scored is None else {"Ensemble-Scored": f"{self.ensemble_scored:.4g}"}
         return {
             "Ensemble-Mean": f"{self.ensemble_mean:.4g}",
+            **scored,
             "Oracle": f"{self.oracle:.4g}",
             "members": " ".join(f"{error:.4g}" for error in self.members),
         }
@@ -51,41 +54,43 @@ class RegressionResult(PlainResult):
 class RegressionMetrics:
     """Sums over a stream of outputs [M, b, D], in float64.
 
-    The members, their mean and the Oracle are the M + 2 predictors of the arrays below. What a variance is made of is
+    The members, their mean, if they are `scored` their mean weighted by the scores, and the Oracle are the predictors
+    of the arrays below. What a variance is made of is
     counted from the first example on, so that large values cancel nothing.
     """
 
-    def __init__(self, members: int, num_values: int) -> None:
-        self.num_values = num_values
+    def __init__(self, members: int, num_values: int, scored: bool = False) -> None:
+        self.members, self.num_values, self.scored = members, num_values, scored
         self.examples = 0
-        self._squares = torch.zeros(members + 2, dtype=torch.float64)
-        self._distances = torch.zeros(members + 2, dtype=torch.float64)
+        self._squares = torch.zeros(members + 2 + scored, dtype=torch.float64)
+        self._distances = torch.zeros(members + 2 + scored, dtype=torch.float64)
         self._ownership = torch.zeros(members, dtype=torch.long)
         self._spread = 0.0
         self._first: tuple[Tensor, Tensor] | None = None
         self._targets = torch.zeros(2, num_values, dtype=torch.float64)  # sums of the values and of their squares
         self._pairs = torch.zeros(5, dtype=torch.float64)  # sums of spread s, error e, ss, ee, se
 
-    def update(self, outputs: Tensor, y: Tensor) -> None:
+    def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
         outputs, y = outputs.detach().cpu().double(), y.detach().cpu().double()
         if outputs.shape[1:] != y.shape:
             raise ValueError(f"outputs are {tuple(outputs.shape)}, targets {tuple(y.shape)}")
         if not len(y):
             return
         mean = outputs.mean(0)
-        predictors = torch.cat([outputs, mean[None]])
-        squares, distances = squared_errors(predictors, y), absolute_errors(predictors, y)  # [M + 1, b]
+        together = [mean] if weights is None else [mean, weighted_mean(outputs, weights.detach().cpu())]
+        predictors, m = torch.cat([outputs, torch.stack(together)]), self.members
+        squares, distances = squared_errors(predictors, y), absolute_errors(predictors, y)  # [predictors, b]
         spreads = squared_errors(outputs, mean).mean(0)
         self.examples += len(y)
-        best, owner = squares[:-1].nan_to_num(nan=math.inf).min(0)
-        nearest = distances[:-1].nan_to_num(nan=math.inf).amin(0)
+        best, owner = squares[:m].nan_to_num(nan=math.inf).min(0)
+        nearest = distances[:m].nan_to_num(nan=math.inf).amin(0)
         self._squares += torch.cat([squares, best[None]]).sum(1)
         self._distances += torch.cat([distances, nearest[None]]).sum(1)
         self._spread += spreads.sum().item()
-        owned = owner[~squares[:-1].isnan().all(0)]
+        owned = owner[~squares[:m].isnan().all(0)]
         self._ownership += torch.bincount(owned, minlength=len(self._ownership))
 
-        pair = torch.stack([spreads, squares[-1]]).sqrt()
+        pair = torch.stack([spreads, squares[m]]).sqrt()
         self._first = self._first or (y[0], pair[:, :1])
         values, (s, e) = y - self._first[0], pair - self._first[1]
         self._targets += torch.stack([values, values.square()]).sum(1)
@@ -94,22 +99,19 @@ class RegressionMetrics:
     def result(self) -> RegressionResult:
         if self.examples == 0:
             raise ValueError("no examples to measure")
-        *members, mean, best = (self._squares / self.examples).sqrt().tolist()
+        errors = by_predictor((self._squares / self.examples).sqrt().tolist(), self.scored)
         sums, squares = self._targets / self.examples
         variance = (squares - sums.square()).mean().item()  # of all values together, about the mean of each
         explained = 1 - self._squares / self.examples / (variance if variance > 0 else math.nan)
         s, e, ss, ee, se = (self._pairs / self.examples).tolist()
         deviations = math.sqrt(max(0.0, ss - s * s) * max(0.0, ee - e * e))
         return RegressionResult(
-            members=members,
-            single=float(np.mean(members)),
-            ensemble_mean=mean,
-            oracle=best,
+            **{**errors, "single": float(np.mean(errors["members"]))},
             spread=math.sqrt(self._spread / self.examples),
             ownership=[[count] for count in self._ownership.tolist()],
             examples=self.examples,
-            mae=by_predictor((self._distances / self.examples).tolist()),
-            r2=by_predictor(explained.tolist()),
+            mae=by_predictor((self._distances / self.examples).tolist(), self.scored),
+            r2=by_predictor(explained.tolist(), self.scored),
             spread_correlation=(se - s * e) / deviations if deviations > 0 else math.nan,
         )
 
@@ -134,8 +136,8 @@ class Regression:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]
 
-    def mean(self, answers: Tensor) -> Tensor:
-        return answers.mean(0)
+    def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
+        return mean_or_weighted(answers, weights)
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return squared_errors(outputs, targets)
@@ -160,8 +162,8 @@ class Regression:
         if len(bad):
             raise UserError(f"{where}: the target of example {bad[0]} is not finite ({len(bad)} such); take them out")
 
-    def metrics(self, members: int) -> RegressionMetrics:
-        return RegressionMetrics(members, self.num_values)
+    def metrics(self, members: int, scored: bool = False) -> RegressionMetrics:
+        return RegressionMetrics(members, self.num_values, scored)
 
     def read_result(self, values: dict[str, Any]) -> RegressionResult:
         return RegressionResult.from_dict(values)
@@ -177,8 +179,7 @@ class Regression:
         if len(result.members) > 1:
             found += [
                 ("mean member", f"{result.single:.4g}"),
-                ("Ensemble-Mean", f"[bold]{shown['Ensemble-Mean']}[/]"),
-                ("Oracle", f"[bold]{shown['Oracle']}[/]"),
+                *((who, f"[bold]{text}[/]") for who, text in shown.items() if who != "members"),
                 ("spread", f"{result.spread:.4g}, its correlation with the error {result.spread_correlation:.2f}"),
             ]
         if "mae" in summary:  # runs of older versions have none

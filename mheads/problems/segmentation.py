@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mheads import values
 from mheads.errors import UserError
-from mheads.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of
+from mheads.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of, weighted_mean
 from mheads.problems.member_losses import IGNORED, cross_entropies
-from mheads.problems.problem import further_row, percent_rows
+from mheads.problems.problem import further_row, mean_or_weighted, percent_rows
 from mheads.values import Value
 
 CHUNK = 2**22  # numbers that are looked at together, to bound the memory
@@ -34,6 +34,7 @@ class SegmentationResult(PercentResult):
     pixel_accuracy: dict[str, Any]
     ownership: list[list[int]]  # [M][C] images, by the class of most of their pixels, of which each has the lowest loss
     examples: int
+    ensemble_scored: float | None = None  # of the mean weighted by the members' scores
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> SegmentationResult:
@@ -44,38 +45,43 @@ class SegmentationResult(PercentResult):
 class SegmentationMetrics:
     """Counts over a stream of scores [M, b, C, H, W] and classes [b, H, W].
 
-    The members, the mean of their probabilities and the Oracle are the M + 2 predictors. A pixel with a score that is
+    The members, the mean of their probabilities, if they are `scored` that mean weighted by the scores, and the Oracle
+    are the predictors. A pixel with a score that is
     NaN is answered with no class, which is column C.
     """
 
-    def __init__(self, members: int, classes: int) -> None:
-        self.members, self.classes = members, classes
+    def __init__(self, members: int, classes: int, scored: bool = False) -> None:
+        self.members, self.classes, self.scored = members, classes, scored
         self.examples = 0
-        self._confusion = torch.zeros(members + 2, classes, classes + 1, dtype=torch.long)  # [predictor, true, answer]
-        self._right = torch.zeros(members + 2, dtype=torch.long)
+        predictors = members + 2 + scored
+        self._confusion = torch.zeros(predictors, classes, classes + 1, dtype=torch.long)  # [predictor, true, answer]
+        self._right = torch.zeros(predictors, dtype=torch.long)
         self._ownership = torch.zeros(members, classes, dtype=torch.long)
 
-    def update(self, outputs: Tensor, y: Tensor) -> None:
+    def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
         expected = (self.members, len(y), self.classes, *y.shape[1:])
         if tuple(outputs.shape) != expected:
             raise ValueError(f"outputs are {tuple(outputs.shape)}, expected (M, b, C, H, W) = {expected}")
         pixels = y[:1].numel()
         rows = max(1, CHUNK // max(1, self.members * self.classes * max(pixels, self.classes + 1)))
-        for scores, labels in zip(outputs.split(rows, 1), y.split(rows), strict=True):
-            self._add(scores.detach().cpu().double(), labels.detach().cpu().long())
+        counts = [None] * len(y) if weights is None else weights.detach().cpu().split(rows, 1)
+        for scores, labels, count in zip(outputs.split(rows, 1), y.split(rows), counts, strict=False):
+            self._add(scores.detach().cpu().double(), labels.detach().cpu().long(), count)
 
-    def _add(self, scores: Tensor, y: Tensor) -> None:
-        mean = mean_members(F.softmax(scores, 2))
-        predictors = torch.cat([scores, mean[None]])
-        answers = predictors.argmax(2).masked_fill(predictors.isnan().any(2), self.classes)  # [M + 1, b, H, W]
-        tables = self._tables(answers, y)  # [M + 1, b, C, C + 1]
-        right = _diagonal(tables).sum(-1)  # [M + 1, b]
-        best = mean_iou(tables[:-1]).nan_to_num(nan=-1).argmax(0)
+    def _add(self, scores: Tensor, y: Tensor, weights: Tensor | None) -> None:
+        probabilities, m = F.softmax(scores, 2), self.members
+        together = [mean_members(probabilities)]
+        together += [] if weights is None else [weighted_mean(probabilities, weights)]
+        predictors = torch.cat([scores, torch.stack(together)])
+        answers = predictors.argmax(2).masked_fill(predictors.isnan().any(2), self.classes)  # [predictors, b, H, W]
+        tables = self._tables(answers, y)  # [predictors, b, C, C + 1]
+        right = _diagonal(tables).sum(-1)  # [predictors, b]
+        best = mean_iou(tables[:m]).nan_to_num(nan=-1).argmax(0)
         chosen = tables[best, torch.arange(len(y))]
         owner, owned = owner_of(cross_entropies(scores, y))
         self.examples += len(y)
         self._confusion += torch.cat([tables, chosen[None]]).sum(1)
-        self._right += torch.cat([right.sum(1), right[:-1].amax(0).sum()[None]])
+        self._right += torch.cat([right.sum(1), right[:m].amax(0).sum()[None]])
         add_counts(self._ownership, owner[owned], most_frequent(y, self.classes)[owned])
 
     def _tables(self, answers: Tensor, y: Tensor) -> Tensor:
@@ -91,8 +97,8 @@ class SegmentationMetrics:
             raise ValueError("no examples to measure")
         counted = self._confusion[0].sum()
         return SegmentationResult(
-            **by_predictor((100 * mean_iou(self._confusion)).tolist()),
-            pixel_accuracy=by_predictor((100 * self._right / counted).tolist()),
+            **by_predictor((100 * mean_iou(self._confusion)).tolist(), self.scored),
+            pixel_accuracy=by_predictor((100 * self._right / counted).tolist(), self.scored),
             ownership=self._ownership.tolist(),
             examples=self.examples,
         )
@@ -138,8 +144,8 @@ class Segmentation:
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]
 
-    def mean(self, answers: Tensor) -> Tensor:
-        return answers.softmax(2).mean(0)  # of probabilities
+    def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
+        return mean_or_weighted(answers.softmax(2), weights)  # of probabilities
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return cross_entropies(outputs, targets)
@@ -172,8 +178,8 @@ class Segmentation:
                 f"{where}: no pixel of example {empty[0]} counts ({len(empty)} such examples); take them out"
             )
 
-    def metrics(self, members: int) -> SegmentationMetrics:
-        return SegmentationMetrics(members, len(self.classes))
+    def metrics(self, members: int, scored: bool = False) -> SegmentationMetrics:
+        return SegmentationMetrics(members, len(self.classes), scored)
 
     def read_result(self, values: dict[str, Any]) -> SegmentationResult:
         return SegmentationResult.from_dict(values)

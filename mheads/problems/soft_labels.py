@@ -26,8 +26,8 @@ class SoftLabelsResult(Result):
 class SoftLabelsMetrics(Metrics):
     result_type = SoftLabelsResult
 
-    def update(self, outputs: Tensor, y: Tensor) -> None:
-        super().update(outputs, y.argmax(-1))
+    def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
+        super().update(outputs, y.argmax(-1), weights)
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class SoftLabels(Classification):
                 "probabilities: numbers of 0 or more whose sum is 1"
             )
 
-    def metrics(self, members: int) -> SoftLabelsMetrics:
-        return SoftLabelsMetrics(members, len(self.classes))
+    def metrics(self, members: int, scored: bool = False) -> SoftLabelsMetrics:
+        return SoftLabelsMetrics(members, len(self.classes), scored)
 
     def read_result(self, values: dict[str, Any]) -> SoftLabelsResult:
         return SoftLabelsResult.from_dict(values)

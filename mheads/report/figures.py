@@ -85,7 +85,10 @@ def history_figure(
     marker = "o" if len(at) < 30 else ""
     for m, accuracies in enumerate(np.array([line["members"] for line in evaluations]).T):
         right.plot(at, accuracies, color=colour(m), linewidth=1, marker=marker, markersize=2)
-    for key, name, style in (("ensemble_mean", "Ensemble-Mean", "-"), ("oracle", "Oracle", "--")):
+    answers = (("ensemble_mean", "Ensemble-Mean", "-"), ("ensemble_scored", "Ensemble-Scored", ":"))
+    for key, name, style in (*answers, ("oracle", "Oracle", "--")):
+        if not all(key in line for line in evaluations):
+            continue
         values = [line[key] for line in evaluations]
         right.plot(at, values, style, color="black", linewidth=2, marker=marker, markersize=4, label=name)
     left.set_ylabel("loss on the training batches", fontsize=8)

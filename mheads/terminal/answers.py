@@ -14,57 +14,78 @@ from rich.table import Table
 from mheads.problems import Classification, MultiLabel, Problem, Segmentation
 
 
-def answers(title: str, outputs: torch.Tensor, problem: Problem, names: Sequence[str] | None = None) -> Group:
-    """A table of outputs [M, N, ...], with a line for each example; these have names, or are numbered."""
-    agree = ["agree"]
+def answers(
+    title: str,
+    outputs: torch.Tensor,
+    problem: Problem,
+    names: Sequence[str] | None = None,
+    weights: torch.Tensor | None = None,
+) -> Group:
+    """A table of outputs [M, N, ...], with a line for each example; these have names, or are numbered.
+
+    Weights [M, N] are those of the scored answer, where members have scores.
+    """
+    agree, scored = ["agree"], None if weights is None else problem.mean(outputs, weights)
     if isinstance(problem, Segmentation):
-        lines = classes_of_pixels(outputs.softmax(2), problem.classes)
+        lines = classes_of_pixels(outputs.softmax(2), problem.classes, scored)
     elif isinstance(problem, MultiLabel):
-        lines = labels_of_rows(outputs.sigmoid(), problem.classes)
+        lines = labels_of_rows(outputs.sigmoid(), problem.classes, scored)
     elif isinstance(problem, Classification):
-        lines = answers_to_rows(outputs.softmax(-1), problem.classes)
+        lines = answers_to_rows(outputs.softmax(-1), problem.classes, scored)
     else:
-        lines, agree = numbers_of_rows(outputs), []
+        lines, agree = numbers_of_rows(outputs, scored), []
     table = Table(box=box.SIMPLE_HEAD)
     members = [f"member {m}" for m in range(len(outputs))]
-    for column in ("row" if names is None else "image", "Ensemble-Mean", *agree, *members):
+    together = ["Ensemble-Mean", *([] if scored is None else ["Ensemble-Scored"])]
+    for column in ("row" if names is None else "image", *together, *agree, *members):
         table.add_column(column, no_wrap=not isinstance(problem, Segmentation | MultiLabel))
     for row, line in enumerate(lines):
         table.add_row(str(row) if names is None else escape(names[row]), *line)
     return Group(escape(title), table)
 
 
-# The cells of each line: what the ensemble says, how far members agree, and what each of them says.
+# The cells of each line: what the ensemble says (by its mean [N, ...] and, where there is one, its scored answer), how
+# far members agree with the mean, and what each of them says.
 
 
-def numbers_of_rows(outputs: torch.Tensor) -> Iterator[list[str]]:
+def numbers_of_rows(outputs: torch.Tensor, scored: torch.Tensor | None) -> Iterator[list[str]]:
     """Numbers [M, N, D]; whether members agree is for the reader to see."""
     for row in range(outputs.shape[1]):
-        yield [" ".join(f"{x:.4g}" for x in given[row]) for given in (outputs.mean(0), *outputs)]
+        yield [" ".join(f"{x:.4g}" for x in given[row]) for given in (*_together(outputs, scored), *outputs)]
 
 
-def answers_to_rows(probabilities: torch.Tensor, classes: Sequence[str]) -> Iterator[list[str]]:
+def answers_to_rows(
+    probabilities: torch.Tensor, classes: Sequence[str], scored: torch.Tensor | None
+) -> Iterator[list[str]]:
     """Probabilities [M, N, C] of one class for each example."""
-    votes = probabilities.argmax(-1)
-    for row, p in enumerate(probabilities.mean(0)):
-        answer = int(p.argmax())
-        agree = f"{int((votes[:, row] == answer).sum())} of {len(votes)}"
-        yield [f"{escape(classes[answer])} {100 * p[answer]:.1f}%", agree, *(escape(classes[c]) for c in votes[:, row])]
+    votes, together = probabilities.argmax(-1), _together(probabilities, scored)
+    for row, best in enumerate(together[0].argmax(-1)):
+        said = [f"{escape(classes[int(p[row].argmax())])} {100 * p[row].max():.1f}%" for p in together]
+        agree = f"{int((votes[:, row] == best).sum())} of {len(votes)}"
+        yield [*said, agree, *(escape(classes[c]) for c in votes[:, row])]
 
 
-def labels_of_rows(probabilities: torch.Tensor, classes: Sequence[str]) -> Iterator[list[str]]:
+def labels_of_rows(
+    probabilities: torch.Tensor, classes: Sequence[str], scored: torch.Tensor | None
+) -> Iterator[list[str]]:
     """Probabilities [M, N, C] of several labels: those above 0.5."""
-    given = probabilities > 0.5
-    for row, p in enumerate(probabilities.mean(0)):
-        said = ", ".join(f"{escape(classes[c])} {100 * p[c]:.1f}%" for c in (p > 0.5).nonzero()[:, 0]) or "none"
+
+    def labels(p: torch.Tensor) -> str:
+        return ", ".join(f"{escape(classes[c])} {100 * p[c]:.1f}%" for c in (p > 0.5).nonzero()[:, 0]) or "none"
+
+    given, together = probabilities > 0.5, _together(probabilities, scored)
+    for row, p in enumerate(together[0]):
+        said = [labels(answer[row]) for answer in together]
         agree = f"{int((given[:, row] == (p > 0.5)).all(-1).sum())} of {len(given)}"
-        labels = (", ".join(escape(classes[c]) for c in one.nonzero()[:, 0]) or "none" for one in given[:, row])
-        yield [said, agree, *labels]
+        members = (", ".join(escape(classes[c]) for c in one.nonzero()[:, 0]) or "none" for one in given[:, row])
+        yield [*said, agree, *members]
 
 
-def classes_of_pixels(probabilities: torch.Tensor, classes: Sequence[str]) -> Iterator[list[str]]:
+def classes_of_pixels(
+    probabilities: torch.Tensor, classes: Sequence[str], scored: torch.Tensor | None
+) -> Iterator[list[str]]:
     """Probabilities [M, N, C, H, W]: which part of the pixels has which class."""
-    votes, answer = probabilities.argmax(2), probabilities.mean(0).argmax(1)
+    votes, together = probabilities.argmax(2), [p.argmax(1) for p in _together(probabilities, scored)]
 
     def parts(pixels: torch.Tensor) -> str:
         shares = pixels.flatten().bincount(minlength=len(classes)) / pixels.numel()
@@ -72,13 +93,21 @@ def classes_of_pixels(probabilities: torch.Tensor, classes: Sequence[str]) -> It
         pairs = zip(best.values, best.indices, strict=True)
         return ", ".join(f"{escape(classes[c])} {100 * share:.1f}%" for share, c in pairs if share)
 
-    for row, pixels in enumerate(answer):
+    for row, pixels in enumerate(together[0]):
         same = 100 * (votes[:, row] == pixels).all(0).double().mean()
-        yield [parts(pixels), f"on {same:.1f}%", *(parts(one) for one in votes[:, row])]
+        said = [parts(answer[row]) for answer in together]
+        yield [*said, f"on {same:.1f}%", *(parts(one) for one in votes[:, row])]
 
 
-def answers_to_image(image: Path, probabilities: torch.Tensor, classes: Sequence[str]) -> Group:
-    """A table of the probabilities [M, C] of one image."""
+def _together(values: torch.Tensor, scored: torch.Tensor | None) -> list[torch.Tensor]:
+    """What the members say together, of [M, N, ...]: their mean and, where there is one, the scored answer."""
+    return [values.mean(0)] if scored is None else [values.mean(0), scored]
+
+
+def answers_to_image(
+    image: Path, probabilities: torch.Tensor, classes: Sequence[str], scored: torch.Tensor | None = None
+) -> Group:
+    """A table of the probabilities [M, C] of one image, and [C] of the scored answer, where there is one."""
     votes = probabilities.argmax(-1)
     mean = probabilities.mean(0)
     answer = int(mean.argmax())
@@ -90,7 +119,8 @@ def answers_to_image(image: Path, probabilities: torch.Tensor, classes: Sequence
     for name in ("", *(["answer", "second", "third"][:best])):
         table.add_column(name, no_wrap=not name)
     rows = [(f"member {m}", p) for m, p in enumerate(probabilities)]
-    for name, p in [*rows, ("[bold]Ensemble-Mean[/]", mean)]:
+    rows += [("[bold]Ensemble-Mean[/]", mean), *([] if scored is None else [("[bold]Ensemble-Scored[/]", scored)])]
+    for name, p in rows:
         top = p.topk(best)
         pairs = zip(top.values, top.indices, strict=True)
         table.add_row(name, *(f"{escape(classes[c])} {100 * v:.1f}%" for v, c in pairs))

@@ -42,7 +42,9 @@ def learning_rows(learning: dict[str, Any]) -> list[tuple[str, str]]:
 def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
     """A table of several runs side by side."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("", "members", "mean\nmember", "Ens.-\nMean", "Oracle", "para-\nmeters", "seconds"):
+    scored = any("ensemble_scored" in result for result in results.values())
+    answers = ("Ens.-\nMean", *(["Ens.-\nScored"] if scored else []))
+    for name in ("", "members", "mean\nmember", *answers, "Oracle", "para-\nmeters", "seconds"):
         table.add_column(name, justify="left" if name in ("", "members") else "right", no_wrap=True)
     for name, result in results.items():
         table.add_row(
@@ -50,6 +52,7 @@ def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
             " ".join(f"{a:.1f}" for a in result["members"]),
             f"{result['single']:.2f}",
             f"{result['ensemble_mean']:.2f}",
+            *([f"{result['ensemble_scored']:.2f}" if "ensemble_scored" in result else ""] if scored else []),
             f"{result['oracle']:.2f}",
             f"{result['parameters']:,}",
             f"{result['seconds']:.1f}",

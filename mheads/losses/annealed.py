@@ -1,0 +1,79 @@
+"""Annealed Multiple Choice Learning: who learns from an example is a soft choice that hardens as training goes on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from mheads.errors import UserError
+from mheads.losses.evolving import Until, check_until
+from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
+from mheads.losses.mcl import mcl
+from mheads.losses.of import Of
+from mheads.problems import MemberLoss
+from mheads.values import Value
+
+
+def annealed(
+    temperature: Annotated[float, Field(gt=0, description="the first temperature, in units of the loss")] = 1.0,
+    floor: Annotated[
+        float, Field(gt=0, description="the temperature from which on the best member alone learns")
+    ] = 0.01,
+    fall: Annotated[
+        Literal["exponential", "linear"], Field(description="how the temperature goes down to the floor")
+    ] = "exponential",
+    until: Until = 0.5,
+    normalize: Normalize = "batch",
+    of: Of = None,
+) -> Loss:
+    """Sum over i and m of q_mi w_mi l_mi with q_i the softmin of l_i / T over the members, which has no gradient.
+
+    l is the problem's own loss or `of`, w the prior; members whose prior is 0 have a q of 0. The temperature T goes
+    from `temperature` to `floor`, where `until` of the iterations are over; from there on the best member alone learns.
+    `normalize` as in `mcl`.
+    """
+    if temperature <= 0 or floor <= 0:
+        raise UserError(f"temperatures are above 0: loss.temperature is {temperature}, loss.floor {floor}")
+    if fall not in ("exponential", "linear"):
+        raise UserError(f"loss.fall is exponential or linear, not {fall!r}")
+    check_until(until)
+    options = {"temperature": temperature, "floor": floor, "fall": fall, "until": until, "normalize": normalize}
+    return Loss(
+        "annealed",
+        partial(_annealed, temperature=temperature, normalize=normalize),
+        whole_batch=check_normalize(normalize),
+        options=options,
+        of=of,
+        schedule=partial(_cooled, options),
+    )
+
+
+def _cooled(options: dict, iteration: int, iterations: int, members: int) -> Loss:
+    first, floor, normalize = options["temperature"], options["floor"], options["normalize"]
+    part = iteration / (options["until"] * iterations)
+    if part >= 1 or first <= floor:
+        return mcl(k=1, normalize=normalize)
+    now = first * (floor / first) ** part if options["fall"] == "exponential" else first + (floor - first) * part
+    return Loss("annealed", partial(_annealed, temperature=now, normalize=normalize))
+
+
+def _annealed(
+    outputs: Value,
+    y: Tensor,
+    prior: Tensor | None,
+    ties: Tensor | None,
+    of: MemberLoss,
+    temperature: float,
+    normalize: str,
+) -> LossValue:
+    losses = of(outputs, y)
+    fixed = losses.detach()
+    weights = ones_or(prior, fixed)
+    able = fixed.masked_fill(weights == 0, float("inf"))
+    # The lowest loss is taken off first: e^(-l / T) underflows, and l / T may be infinite for all.
+    soft = (-(able - able.amin(0)) / temperature).softmax(0).masked_fill(weights == 0, 0.0)
+    assignment = soft * weights
+    return LossValue((normalized(assignment, normalize) * losses).sum(), assignment, fixed)

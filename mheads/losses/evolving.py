@@ -1,0 +1,58 @@
+"""Evolving winner-takes-all: every example first teaches all members, then fewer and fewer, and at last the best."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from mheads.errors import UserError
+from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
+from mheads.losses.mcl import assign
+from mheads.losses.of import Of
+from mheads.problems import MemberLoss
+from mheads.values import Value
+
+Until = Annotated[
+    float, Field(gt=0, le=1, description="the part of the iterations after which each example teaches one member alone")
+]
+
+
+def evolving(until: Until = 0.5, normalize: Normalize = "batch", of: Of = None) -> Loss:
+    """Sum over i of 1 / k * the sum of w l of the k members with the lowest loss on the example.
+
+    l is the problem's own loss or `of`, w the prior. k is M at first, falls by one at equal intervals, and is 1 from
+    `until` of the iterations on: k(t) = max(1, M - floor((M - 1) t / (until N))). Where fewer than k members have a
+    prior above 0, these learn and k is their number. `normalize` as in `mcl`.
+    """
+    check_until(until)
+    return Loss(
+        "evolving",
+        partial(_evolving, k=None, normalize=normalize),
+        whole_batch=check_normalize(normalize),
+        options={"until": until, "normalize": normalize},
+        of=of,
+        schedule=partial(_fallen, until, normalize),
+    )
+
+
+def check_until(until: float) -> None:
+    if not 0 < until <= 1:
+        raise UserError(f"loss.until is a part of the iterations, above 0 and at most 1, not {until}")
+
+
+def _fallen(until: float, normalize: str, iteration: int, iterations: int, members: int) -> Loss:
+    k = max(1, members - int((members - 1) * iteration / (until * iterations)))
+    return Loss("evolving", partial(_evolving, k=k, normalize=normalize), winners=k)
+
+
+def _evolving(
+    outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, k: int | None, normalize: str
+) -> LossValue:
+    losses = of(outputs, y)
+    fixed = losses.detach()
+    best = assign(fixed, k or len(fixed), prior, ties)
+    assignment = best / best.sum(0).clamp_min(1) * ones_or(prior, fixed)
+    return LossValue((normalized(assignment, normalize) * losses).sum(), assignment, fixed)

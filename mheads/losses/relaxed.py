@@ -1,0 +1,53 @@
+"""Relaxed winner-takes-all: the best member learns most, the others a little, so that none is forgotten."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+from pydantic import Field
+from torch import Tensor
+
+from mheads.errors import UserError
+from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
+from mheads.losses.mcl import assign
+from mheads.losses.of import Of
+from mheads.problems import MemberLoss
+from mheads.values import Value
+
+
+def relaxed(
+    epsilon: Annotated[
+        float, Field(ge=0, le=1, description="the part of each example that the members besides the best one share")
+    ] = 0.05,
+    normalize: Normalize = "batch",
+    of: Of = None,
+) -> Loss:
+    """Sum over i of (1 - epsilon) * w l of the best member + epsilon / (M - 1) * the sum of w l of the others.
+
+    l is the problem's own loss or `of`, w the prior. Members whose prior is 0 count neither among the best nor in M;
+    where only one is left, its weight is 1. `normalize` as in `mcl`.
+    """
+    if not 0 <= epsilon <= 1:
+        raise UserError(f"loss.epsilon is a part of an example, from 0 to 1, not {epsilon}")
+    return Loss(
+        "relaxed",
+        partial(_relaxed, epsilon=epsilon, normalize=normalize),
+        winners=None if epsilon else 1,
+        whole_batch=check_normalize(normalize),
+        options={"epsilon": epsilon, "normalize": normalize},
+        of=of,
+    )
+
+
+def _relaxed(
+    outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, epsilon: float, normalize: str
+) -> LossValue:
+    losses = of(outputs, y)
+    fixed = losses.detach()
+    best, weights = assign(fixed, 1, prior, ties), ones_or(prior, fixed)
+    others = (weights > 0).to(fixed.dtype) - best
+    num_others = others.sum(0)
+    share = epsilon * (num_others > 0).to(fixed.dtype)  # of each example: there may be nobody else to learn from it
+    assignment = (best * (1 - share) + others * (share / num_others.clamp_min(1))) * weights
+    return LossValue((normalized(assignment, normalize) * losses).sum(), assignment, fixed)

@@ -1,0 +1,67 @@
+"""Scored MCL: each member also learns to say which examples are its own, so that the ensemble can give one answer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from mheads import scores
+from mheads.errors import UserError
+from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
+from mheads.losses.mcl import K, assign, check_k
+from mheads.losses.of import Of
+from mheads.problems import MemberLoss
+from mheads.values import Value
+
+
+def scored(
+    k: K = 1,
+    score_weight: Annotated[float, Field(ge=0, description="weight of what the scores learn")] = 1.0,
+    normalize: Normalize = "batch",
+    of: Of = None,
+) -> Loss:
+    """MCL and the cross-entropy of the scores: sum over i and m of w_mi (a_mi l_mi + score_weight bce(s_mi, a_mi)).
+
+    l_mi is the problem's own loss or `of`; a_mi is 1 for the k members with the lowest, w the prior. s_mi is the score
+    that the network gives beside its answer (`scores.py`), bce(s, a) = -a log sigmoid(s) - (1 - a) log sigmoid(-s).
+    `normalize` as in `mcl`; the scores learn from the whole batch.
+    """
+    if score_weight < 0:
+        raise UserError(f"loss.score_weight must not be negative: {score_weight}")
+    return Loss(
+        "scored",
+        partial(_scored, k=k, score_weight=score_weight, normalize=normalize),
+        whole_batch=check_normalize(normalize),
+        options={"k": k, "score_weight": score_weight, "normalize": normalize},
+        of=of,
+        check_members=check_k(k),
+    )
+
+
+def _scored(
+    outputs: Value,
+    y: Tensor,
+    prior: Tensor | None,
+    ties: Tensor | None,
+    of: MemberLoss,
+    k: int,
+    score_weight: float,
+    normalize: str,
+) -> LossValue:
+    score = scores.score_of(outputs)
+    if score is None:
+        raise UserError(
+            "loss scored needs a network that gives a score beside its answer: in Python, "
+            f"mheads.TreeNet(mheads.with_scores(factory), ...), which adds one to the last layer; or {scores.OWN}"
+        )
+    losses = of(outputs, y)
+    fixed, weights = losses.detach(), ones_or(prior, losses.detach())
+    won = assign(fixed, k, prior, ties)
+    learned = F.binary_cross_entropy_with_logits(score, won, reduction="none")
+    assignment = won * weights
+    total = (normalized(assignment, normalize) * losses + score_weight * weights * learned).sum()
+    return LossValue(total, assignment, fixed)

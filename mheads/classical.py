@@ -238,6 +238,9 @@ def _read(folder: Path, config: Config) -> list[dict[str, Any]]:
         for k in new
         if old.get(k, default[k]) != new[k] and _decides(k, config)
     ]
+    if lines and not RunFolder(folder / "round0").exists():  # it failed before there was anything to keep
+        files.remove(folder / "round0.npz")
+        return []
     if lines:
         raise UserError("\n".join([f"{folder} holds rounds of another config:", *lines, "give another --folder"]))
     return known

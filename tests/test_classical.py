@@ -195,6 +195,15 @@ def test_rounds_of_another_config_are_refused_and_nothing_changes(rounds, mheads
     assert weights(folder / "round0") == before
 
 
+def test_a_first_round_that_failed_leaves_nothing_in_the_way(tmp_path, mheads):
+    command = ["classical", *TINY, "--rounds", "1", "--folder", tmp_path / "rounds"]
+    done = mheads(*command, "optim.lr=1e9", "seed=1")
+    assert done.code == 2 and "lower optim.lr" in done.err
+    assert mheads(*command).code == 0
+    assert mheads(*command[:-1], tmp_path / "straight").code == 0
+    assert_same_rounds(tmp_path / "rounds", tmp_path / "straight", 1)
+
+
 @pytest.mark.parametrize(
     ("args", "part"),
     [

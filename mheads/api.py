@@ -71,7 +71,7 @@ def fit(
     schedule: str | dict[str, Any] = "constant",
     scale_rate: bool = True,
     pretrain: int = 0,
-    sampling: str | dict[str, Any] = "full",
+    sampling: str | dict[str, Any] | Any = "full",
     classes: Sequence[str] | None = None,
     problem: str = "auto",
     normalize: str = "none",
@@ -96,6 +96,8 @@ def fit(
     counts. `scale` multiplies the inputs; auto brings uint8 to 0..1 and leaves floats alone.
 
     `loss` is a loss, its name, a function of outputs and labels, or None for independent cross-entropy.
+    `sampling` says who learns from which examples: as in a config, or an array [M, N] of weights on the training
+    examples.
     `iterations` counts steps (1,000 by default); `epochs` is another way to say it: passes over the training set.
     `run` is a folder, and the same call on the same folder resumes; without it nothing is kept longer than the run
     that is returned. `init` is where the weights come from, if not from the net as it is: a file of weights, a
@@ -133,6 +135,7 @@ def fit(
     watch = watcher(show)
     with speaking_python(), _frozen(net, freeze):
         loss = _as_loss(loss)
+        given = None if isinstance(sampling, str | Mapping) else sampling
         known = loss.name in LOSSES  # a loss of the user's own is kept as it is, not imported again
         own = {"name": f"__main__:{loss.name}", "args": loss.options}
         arrays: dict[str, Any] = {
@@ -153,7 +156,7 @@ def fit(
                 "split": net.spec,
                 "init_map": dict(init_map or {}),
                 "freeze": list(net.frozen),
-                "sampling": sampling,
+                "sampling": "array" if given is not None else sampling,
                 "loss": {
                     **({"name": loss.name, **loss.options} if known else own),
                     "of": of.named(loss.member_loss),
@@ -182,7 +185,7 @@ def fit(
         )
         # Only now: a call that is refused for what it asks has changed nothing.
         config = config.model_copy(update={"init": _initialise(net, init, run, watch, init_map)})
-        experiment = experiments.assemble(config, net, loss, data)
+        experiment = experiments.assemble(config, net, loss, data, given=given)
         return _train(experiment, run, watch)
 
 

@@ -100,6 +100,34 @@ def train(
             show_result(result)
 
 
+@app.command(rich_help_panel="Train and look")
+def classical(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    rounds: Annotated[int, typer.Option(min=1, help="At most so many rounds, of optim.iterations each.")] = 10,
+    tolerance: Annotated[
+        float, typer.Option(min=0, max=1, help="Stop when a smaller share of the examples changes its member.")
+    ] = 0.001,
+    folder: Annotated[
+        Path | None, typer.Option(*FOLDER, help="Where the rounds go; by default runs/classical-RECIPE-DIGEST.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Classical MCL: k-means on the inputs, then rounds of training on one's own examples and sharing them out anew.
+
+    Example: mheads classical digits optim.iterations=100 --rounds 5 --folder runs/classical
+    """
+    from mheads import config as configs
+
+    config = configs.load(recipe, overrides or [])
+    from mheads.classical import train_rounds
+    from mheads.terminal.classical import RoundTerminal, rounds_table
+
+    path = folder.expanduser() if folder else Path("runs") / f"classical-{Path(recipe).stem}-{config.digest()}"
+    found = train_rounds(config, path, lambda label: RoundTerminal(console, label, bar=not quiet), rounds, tolerance)
+    console.print(rounds_table(found))
+
+
 @app.command(rich_help_panel="Start here")
 def recipes() -> None:
     """List the recipes that come with mheads: what each trains, on what, and for how long.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -46,12 +46,21 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
+S = TypeVar("S", bound=_Section)
+
+
 class Sampling(_Section):
-    name: Literal["full", "bagging", "subset", "specialists"] = _option("full", "who learns from which examples")
+    name: Literal["full", "bagging", "subset", "specialists", "clustered", "file", "array"] = _option(
+        "full", "who learns from which examples"
+    )
     fraction: float = _option(0.63, "subset: the share of the examples that a member sees", gt=0, le=1)
     groups: Literal["random"] | list[list[int]] = _option(
         "random", "specialists: the classes of each member, or random for an even split by the seed"
     )
+    generalist: Path | None = _option(
+        None, "clustered: the folder of a finished run; classes that it confuses go together"
+    )
+    path: Path | None = _option(None, "file: an .npz or .npy file of priors [M, N] on the training examples")
 
 
 def _no_truth_value(value: Any) -> Any:
@@ -237,6 +246,12 @@ class Config(_Section):
         groups = self.sampling.groups
         if self.sampling.name == "specialists" and isinstance(groups, list) and len(groups) != self.members:
             raise ValueError(f"sampling.groups has {len(groups)} groups for {self.members} members: give one each")
+        for name, key in (("file", "path"), ("clustered", "generalist")):
+            given = getattr(self.sampling, key)
+            if self.sampling.name == name and given is None:
+                raise ValueError(f"sampling.name = {name} needs sampling.{key}, {_meaning(Sampling, key)}")
+            if self.sampling.name != name and given is not None:
+                raise ValueError(f"sampling.{key} is for sampling.name={name}, but it is {self.sampling.name}")
         return self
 
     def to_yaml(self) -> str:
@@ -252,6 +267,10 @@ class Config(_Section):
         decisive = {k: given[k] for k in counts if given[k] != default[k]}
         text = json.dumps(decisive, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _meaning(section: type[_Section], key: str) -> str:
+    return str(section.model_fields[key].description).partition(": ")[2]
 
 
 def is_free(key: str, config: Config) -> bool:
@@ -372,15 +391,20 @@ def of_model(model: str, model_args: Sequence[str]) -> Config:
 
 def _absolute(config: Config) -> Config:
     """The config with absolute paths, so that a run folder means the same from any current folder."""
-    data = config.data.model_copy(
-        update={key: path.absolute() for key in ("root", "path") if (path := getattr(config.data, key)) is not None}
-    )
+    data, sampling = _absolute_in(config.data, ("root", "path")), _absolute_in(config.sampling, ("generalist", "path"))
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
     init = config.init if in_memory else str(Path(config.init).absolute())
-    for key, path in (("data.root", data.root), ("data.path", data.path), ("init", init)):
+    paths = {"data.root": data.root, "data.path": data.path, "init": init}
+    paths |= {"sampling.generalist": sampling.generalist, "sampling.path": sampling.path}
+    for key, path in paths.items():
         if path is not None and str(path).encode("utf-8", "replace") != os.fsencode(path):
             raise UserError(f"{key} = {path}: its name is not UTF-8, and no config can hold it; rename the folder")
-    return config.model_copy(update={"data": data, "init": init})
+    return config.model_copy(update={"data": data, "sampling": sampling, "init": init})
+
+
+def _absolute_in(section: S, keys: Sequence[str]) -> S:
+    found = {key: path.absolute() for key in keys if (path := getattr(section, key)) is not None}
+    return section.model_copy(update=found)
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -450,8 +474,11 @@ def _explain(problem: Any) -> tuple[str, str]:
             return f"unknown key {key!r}", f"; here it is {meant}"
         sections = sorted({k.rsplit(".", 1)[0] for k in known if "." in k})
         near = difflib.get_close_matches(key, [*known, *sections], 1, 0.4)
-        best = by_last[:1] or near
-        return f"unknown key {key!r}", f"; did you mean {best[0]!r}?" if best else f"; there are {', '.join(known)}"
+        best = by_last or near
+        return (
+            f"unknown key {key!r}",
+            f"; did you mean {' or '.join(map(repr, best))}?" if best else f"; there are {', '.join(known)}",
+        )
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type"):
         inside = [k for k in known if k.startswith(f"{key}.")]

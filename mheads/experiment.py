@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,9 @@ from mheads.engine.engine import Engine
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.errors import UserError, named
 from mheads.losses import LOSSES, Loss, independent
+from mheads.measuring import all_answers
+from mheads.problems import Classification
+from mheads.progress import Silent
 from mheads.run_folder import DataFacts, RunFolder
 from mheads.scores import OWN, with_scores
 from mheads.tree import TreeNet, parse, whole_spec
@@ -42,6 +46,8 @@ class Experiment:
     data: Data
     prior: np.ndarray | None
     start: str | None = field(default=None, kw_only=True)  # a digest of the first weights, if not the config's
+    groups: list[list[int]] | None = field(default=None, kw_only=True)  # the classes of specialists
+    sampled: dict[str, Any] = field(default_factory=dict, kw_only=True)  # what decides the prior besides the config
 
     def engine(self) -> Engine:
         return threads_engine(self.config, self.net)
@@ -53,6 +59,7 @@ class Experiment:
             "network": self.net.identity,
             "loss": self._loss_identity(),
             "start": self.start or donor_digest(self.config.init),
+            "sampling": self.sampled,
             "place": identity.place(self.config.model),  # where its code was: not compared, but searched again
         }
 
@@ -62,6 +69,11 @@ class Experiment:
             return {"name": loss.name, "code": identity.code(loss.function, loss.of)}
         code = identity.code(loss.function, loss.of, loss.schedule)
         return {"name": loss.name, "code": code, "iterations": self.config.optim.iterations}
+
+    def specialties(self) -> list[str]:
+        """A line for each specialist: which classes it learns, by name."""
+        names = self.data.problem.groups
+        return [f"member {m} learns {_some([names[c] for c in group])}" for m, group in enumerate(self.groups or [])]
 
     def loss_at(self, step: int) -> Loss:
         """The loss of a step. It depends on the step alone, so that resumed runs and ranks get the same bits.
@@ -88,6 +100,11 @@ class Experiment:
         return BatchStream(self.data, self.config.seed, rows, self.net.num_members, self.prior, inputs)
 
 
+def _some(names: Sequence[str]) -> str:
+    """Names, the first twenty of them if there are many."""
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
 def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:
     """The engine of one process."""
     device = resolve(config.device)
@@ -105,18 +122,28 @@ def micro_batches(config: Config, net: TreeNet) -> int:
     return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked
 
 
-def build(config: Config) -> Experiment:
-    """The experiment of a config. Raises UserError if parts of it do not fit together; writes nothing."""
+def build(config: Config, data: Data | None = None) -> Experiment:
+    """The experiment of a config, on its data or these. Refuses what does not fit together; writes nothing."""
     resolve(config.device)
     loss = build_loss(config)
     net = build_net(config)
     refuse_beyond_memory(3 * net.num_bytes(), f"weights, gradients and momentum of {net.num_members:,} members")
-    data = load_data(config)
-    return assemble(config, net, loss, data)
+    return assemble(config, net, loss, load_data(config) if data is None else data)
 
 
-def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment:
-    """The experiment made of these parts, if they fit each other."""
+def assemble(
+    config: Config,
+    net: TreeNet,
+    loss: Loss,
+    data: Data,
+    *,
+    given: Any = None,
+    clustered: dict[str, Any] | None = None,
+) -> Experiment:
+    """The experiment made of these parts, if they fit each other.
+
+    `given` are the priors [M, N] of `sampling: array`; `clustered` is what `cluster_classes` found, if it was asked.
+    """
     if not len(data.test):
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
     few = np.arange(min(2, len(data.train)))
@@ -140,8 +167,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
             f"{batch.num_rows} targets: give one row per target"
         )
     data.problem.check_output(outputs, net.network_name, data.name)
-    sampling = config.sampling
-    loss.check(net.num_members, sampling.name)
+    loss.check(net.num_members, config.sampling.name)
     parts = micro_batches(config, net) * config.optim.accumulate
     if loss.whole_batch and parts > 1:
         raise UserError(
@@ -149,15 +175,7 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
             f"{parts} micro-batches: use engine.micro_batches=1 and optim.accumulate=1"
         )
     loss = loss.on(data.problem)
-    prior = datasets.priors(
-        sampling.name,
-        seed=config.seed,
-        members=net.num_members,
-        labels=data.problem.group(torch.as_tensor(data.train.targets)).numpy(),
-        num_classes=len(data.problem.groups),
-        fraction=sampling.fraction,
-        groups=sampling.groups if sampling.name == "specialists" else None,
-    )
+    prior, groups, sampled = _sample(config, net.num_members, data, given, clustered)
     if loss.averaged and data.weights is not None:
         raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
     iterations = config.optim.iterations
@@ -168,7 +186,93 @@ def assemble(config: Config, net: TreeNet, loss: Loss, data: Data) -> Experiment
             same_prior = prior is None or np.array_equal(prior[a], prior[b])
             if same_prior and not net.parted_by_dropout(a, b) and not net.parted_by_freezing(a, b):
                 raise _identical(net, loss, a, b)
-    return Experiment(config, net, loss, data, datasets.weighted(prior, data.weights, net.num_members))
+    prior = datasets.weighted(prior, data.weights, net.num_members)
+    return Experiment(config, net, loss, data, prior, groups=groups, sampled=sampled)
+
+
+def _sample(
+    config: Config, members: int, data: Data, given: Any, clustered: dict[str, Any] | None
+) -> tuple[np.ndarray | None, list[list[int]] | None, dict[str, Any]]:
+    """The priors [M, N], the classes of specialists, and what decides them besides the config."""
+    sampling, classes = config.sampling, data.problem.groups
+    groups: list[list[int]] | None = None
+    sampled: dict[str, Any] = {}
+    where = "sampling" if sampling.path is None else str(sampling.path)
+    if sampling.name == "specialists":
+        dealt = sampling.groups == "random"
+        groups = datasets.deal(config.seed, members, len(classes)) if dealt else sampling.groups  # type: ignore[assignment]
+    elif sampling.name == "clustered":
+        found = clustered or cluster_classes(config)
+        groups = _numbered(found["groups"], classes, sampling.generalist, data.name)
+        sampled = {f"the weights of {sampling.generalist}": found["weights"], "the groups of classes": groups}
+    elif sampling.path is not None:
+        given = datasets.read_priors(sampling.path)
+    elif sampling.name == "array" and given is None:
+        raise UserError("sampling = array is for fit, which is given one: give sampling.name=file and sampling.path")
+    prior = datasets.priors(
+        sampling.name,
+        seed=config.seed,
+        members=members,
+        labels=data.problem.group(torch.as_tensor(data.train.targets)).numpy(),
+        num_classes=len(classes),
+        fraction=sampling.fraction,
+        groups=groups,
+        given=given,
+        where=where,
+    )
+    if given is not None and prior is not None:
+        sampled = {f"the priors of {where}": identity.weights({"": torch.from_numpy(prior)})}
+    return prior, groups, sampled
+
+
+def cluster_classes(config: Config) -> dict[str, Any]:
+    """Groups of classes, by name, that the run `sampling.generalist` takes for each other, and a digest of its weights.
+
+    It answers the examples that its training evaluated on: those that it held out, or else its test set.
+    """
+    path = config.sampling.generalist
+    assert path is not None  # the config is checked
+    folder, said = RunFolder(path), f"sampling.generalist = {path}"
+    folder.require()
+    there, facts = folder.read_config(), folder.read_data()
+    if not isinstance(facts.problem, Classification):
+        raise UserError(f"{said} learned {facts.problem.name}: give a run that tells classes apart")
+    if there.data.name not in datasets.DATASETS:
+        raise UserError(
+            f"{said} was trained from Python on arrays, and does not keep them: give its class "
+            "probabilities to mheads.data.confusable, and the groups that it returns to sampling.groups"
+        )
+    same = (there.model, there.model_args) == (config.model, config.model_args)  # which the user has named
+    if there.model not in models.MODELS and not same:
+        raise UserError(
+            f"{said} names code of its own, {there.model}: only the model of this run, {config.model}, "
+            "is trusted. Give a run of it, or of a built-in network"
+        )
+    data = load_data(there)
+    if data.fingerprint != facts.fingerprint:
+        raise UserError(
+            f"{said} was trained on other data than {data.name} is now: checksum {facts.fingerprint} "
+            f"there, {data.fingerprint} now; bring back the data that it was trained on"
+        )
+    net = net_of_run(folder, there, Silent().warn, trust=same)
+    folder.load_weights(net, Silent().warn, final=True)
+    here = there.model_copy(update={"device": config.device, "engine": config.engine})
+    with closing(threads_engine(here, net)) as engine:
+        answers, _, _ = all_answers(engine, data.test, facts.inputs, facts.problem)
+    groups = datasets.confusable(facts.problem.mean(answers.double()), config.members, config.seed)
+    names = facts.problem.classes
+    return {"groups": [[names[c] for c in group] for group in groups], "weights": files.digest(folder.model)}
+
+
+def _numbered(groups: Sequence[Sequence[str]], classes: Sequence[str], run: Path | None, data: str) -> list[list[int]]:
+    known = {name for group in groups for name in group}
+    if known != set(classes):
+        odd = sorted(known ^ set(classes))
+        raise UserError(
+            f"sampling.generalist = {run} was trained on other classes than those of {data}: {odd[0]!r} is not in both "
+            f"({len(odd)} such classes); give a run of the same classes"
+        )
+    return [sorted(classes.index(name) for name in group) for group in groups]
 
 
 def _teach(loss: Loss, outputs: Value, targets: Value, members: int) -> list[Tensor]:

@@ -278,6 +278,10 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         lines += _code_differences(there["code"], now["code"])
     if old.get("start") != new.get("start"):
         lines.append("the weights that training starts from differ")
+    before, after = old.get("sampling") or {}, new.get("sampling") or {}
+    for what in dict.fromkeys([*before, *after]):
+        if before.get(what) != after.get(what):
+            lines.append(f"{what}: {before.get(what)} there, {after.get(what)} now")
     return lines
 
 

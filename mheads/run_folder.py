@@ -226,7 +226,7 @@ class RunFolder:
             )
         if lines := identity.differences(there, what):
             shown = "\n".join(f"  {line}" for line in lines)
-            raise UserError(f"{self.path} holds a run of other code:\n{shown}\n{ELSEWHERE}")
+            raise UserError(f"{self.path} holds a run of other code, weights or priors:\n{shown}\n{ELSEWHERE}")
         self._refuse_shortening(before, config)
 
     def _refuse_shortening(self, before: Config, config: Config) -> None:
@@ -309,9 +309,9 @@ class RunFolder:
         weights = {n.removeprefix("model/"): t for n, t in found.tensors.items() if n.startswith("model/")}
         return Weights(weights, found.step, float(found.state["seconds"]), False, found.state["log"])
 
-    def load_weights(self, net: TreeNet, warn: Warn) -> Weights:
-        """The newest weights, put into a net of the run's tree."""
-        found = self.newest_weights(warn)
+    def load_weights(self, net: TreeNet, warn: Warn, final: bool = False) -> Weights:
+        """The newest weights, or the `final` ones of a finished run, put into a net of the run's tree."""
+        found = self.final_weights() if final else self.newest_weights(warn)
         try:
             net.load_state_dict(found.tensors)  # copied in place: the strides of the net's own tensors decide bits
         except RuntimeError as error:

@@ -172,6 +172,8 @@ def _open(
     if not resuming:
         if experiment.net.origin:
             watch.say(experiment.net.origin)
+        for line in experiment.specialties():
+            watch.say(line)
         if differing := donor_differences(config, data):
             watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
         return found, {}

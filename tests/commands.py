@@ -32,7 +32,14 @@ class Finished:
 # A process of its own for each command, forked from one that has imported what takes seconds and started no thread.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["mheads.cli", "mheads.evaluation", "mheads.distributed.build", "sklearn.datasets", "torch._dynamo"]
+    [
+        "mheads.cli",
+        "mheads.evaluation",
+        "mheads.distributed.build",
+        "sklearn.datasets",
+        "sklearn.cluster",
+        "torch._dynamo",
+    ]
 )
 
 

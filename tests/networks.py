@@ -218,3 +218,8 @@ def register_scenes() -> None:
         return Scenes(40, 0), Scenes(20, 1), Classification(("low", "middle", "high"))
 
     catalog.DATASETS["scenes"] = catalog.Dataset("scenes", "images with regions", read, (2, 8, 8))
+
+
+def to_three() -> nn.Sequential:
+    """Vectors [B, 8] -> logits [B, 3]."""
+    return nn.Sequential(OrderedDict(hidden=nn.Linear(8, 6), relu=nn.ReLU(), out=nn.Linear(6, 3)))

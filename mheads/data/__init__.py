@@ -3,9 +3,11 @@
 from mheads.data.arrays import ArraySplit
 from mheads.data.cache import cache_dir
 from mheads.data.catalog import DATASETS, load
+from mheads.data.clusters import confusable
 from mheads.data.fetch import get
+from mheads.data.given import read_priors
 from mheads.data.preprocess import Preprocess
-from mheads.data.sampling import order, priors, stream, weighted
+from mheads.data.sampling import deal, order, priors, stream, weighted
 from mheads.data.seen import Seen
 from mheads.data.sources import as_source, from_arrays
 from mheads.data.split import Data, Split
@@ -21,12 +23,15 @@ __all__ = [
     "Split",
     "as_source",
     "cache_dir",
+    "confusable",
+    "deal",
     "from_arrays",
     "get",
     "load",
     "order",
     "posed",
     "priors",
+    "read_priors",
     "stream",
     "weighted",
 ]

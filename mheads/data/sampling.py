@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from mheads import seeds
+from mheads.data.given import check_priors
 from mheads.errors import UserError
 
-PRIORS = ("full", "bagging", "subset", "specialists")
+PRIORS = ("full", "bagging", "subset", "specialists", "clustered", "file", "array")
 
 
 def order(seed: int, epoch: int, n: int) -> np.ndarray:
@@ -47,16 +48,21 @@ def priors(
     num_classes: int,
     fraction: float = 0.63,
     groups: Sequence[Sequence[int]] | Literal["random"] | None = None,
+    given: Any = None,
+    where: str = "sampling",
 ) -> np.ndarray | None:
     """How much each member learns from each training example, float32 [M, N] with rows of mean 1.
 
     full: everything alike (None). bagging: as often as the example was drawn in N draws with replacement.
     subset: a random `fraction` of the examples, each once. specialists: the examples of the member's own
-    classes; `groups` lists these classes for each member, or "random" (the default) deals them out evenly.
+    classes; `groups` lists these classes for each member, or "random" (the default) deals them out evenly. clustered:
+    the same, with groups that a run has found (`clusters.py`). file, array: the array `given`, which is from `where`.
     """
     if name not in PRIORS:
         raise UserError(f"sampling is {name!r}; it can be {', '.join(PRIORS)}")
-    if groups is not None and name != "specialists":
+    if name in ("file", "array"):
+        return check_priors(given, members, len(labels), where)
+    if groups is not None and name not in ("specialists", "clustered"):
         raise UserError(f"sampling groups are for 'specialists', but sampling is {name!r}; leave the groups out")
     if name == "full":
         return None
@@ -65,7 +71,7 @@ def priors(
     if name == "subset":
         return _subset(seed, members, len(labels), fraction)
     if groups is None or groups == "random":
-        groups = _random_groups(seed, members, num_classes)
+        groups = deal(seed, members, num_classes)
     return _specialists(groups, members, labels, num_classes)
 
 
@@ -98,7 +104,7 @@ def _subset(seed: int, members: int, n: int, fraction: float) -> np.ndarray:
     return chosen
 
 
-def _random_groups(seed: int, members: int, num_classes: int) -> list[list[int]]:
+def deal(seed: int, members: int, num_classes: int) -> list[list[int]]:
     """Deals every class to one member; 10 classes over 4 members are dealt 3, 3, 2 and 2."""
     if members > num_classes:
         raise UserError(

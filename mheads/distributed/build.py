@@ -65,6 +65,9 @@ def build(config: Config, world: World) -> RanksExperiment:
     loss = experiments.build_loss(config)
     net = experiments.build_net(config, only=placement.owned(world.rank))
     world.compare("start", {"init": experiments.donor_digest(config.init) or config.init})
+    clustered = None
+    if config.sampling.name == "clustered":
+        clustered = world.share("groups", lambda: experiments.cluster_classes(config))
     if config.data.reader == "lead" and not world.lead:
         absent = absent_data(world)
         return RanksExperiment(config, net, loss.on(absent.problem), absent, None, world, placement)
@@ -73,13 +76,26 @@ def build(config: Config, world: World) -> RanksExperiment:
         world.share("data", lambda: facts_of(data))
     else:
         world.compare("data", {"data checksum": data.fingerprint})
-    checked = experiments.assemble(config, net, loss, data)
-    return RanksExperiment(config, net, checked.loss, data, checked.prior, world, placement)
+    checked = experiments.assemble(config, net, loss, data, clustered=clustered)
+    groups, sampled = checked.groups, checked.sampled
+    if sampled and config.data.reader != "lead":
+        world.compare("sampling", {"digest of the priors": list(sampled.values())})
+    return RanksExperiment(
+        config, net, checked.loss, data, checked.prior, world, placement, groups=groups, sampled=sampled
+    )
 
 
 def _shared(key: str) -> bool:
     """Whether a key must be equal on all ranks: a folder may lie elsewhere on another machine."""
-    return key not in ("engine.workers", "device", "data.root", "data.path", "init")
+    return key not in (
+        "engine.workers",
+        "device",
+        "data.root",
+        "data.path",
+        "sampling.generalist",
+        "sampling.path",
+        "init",
+    )
 
 
 def place(config: Config, world: World) -> Placement:

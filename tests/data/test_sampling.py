@@ -1,11 +1,14 @@
 """Orders and priors: functions of the seed, with the counts they promise."""
 
+import itertools
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mheads.data import order, priors
+from mheads.data import clusters, confusable, deal, from_arrays, order, priors, read_priors
 from mheads.data.sampling import stream
 from mheads.errors import UserError
 
@@ -112,3 +115,133 @@ def test_specialists_by_hand_own_the_classes_they_were_given():
 def test_wrong_priors_are_refused_with_the_reason(name, options, words):
     with pytest.raises(UserError, match=words):
         make(name, **options)
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.integers(0, 99))
+def test_classes_are_dealt_to_specialists_as_evenly_as_they_go(members, classes, seed):
+    if members > classes:
+        with pytest.raises(UserError, match=f"at most {classes} members"):
+            deal(seed, members, classes)
+        return
+    dealt = deal(seed, members, classes)
+    assert sorted(c for group in dealt for c in group) == list(range(classes))
+    sizes = [len(group) for group in dealt]
+    assert len(sizes) == members and max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("scale", [1, 3.7, 1.7e308, 1e-300, True])
+def test_priors_of_ones_own_are_scaled_to_mean_one(scale):
+    weights = np.random.default_rng(0).random((4, 600)) * (LABELS != 3)
+    weights = weights > 0.5 if scale is True else weights * scale
+    got = make("array", given=weights)
+    assert got.dtype == np.float32
+    weights = weights / weights.max()
+    np.testing.assert_allclose(got, weights / weights.mean(axis=1, keepdims=True), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a[:3], r"\[3, 600\], but there are 4 members and 600 training examples"),
+        (lambda a: a[:, :599], r"\[4, 599\], .* give an array \[4, 600\], without examples that are held out"),
+        (lambda a: a[0], r"shape \[600\]"),
+        (lambda a: a - 2 * (np.arange(600) == 7), r"member 0 on example 7 is -1.0 \(4 such values\)"),
+        (lambda a: np.where(np.arange(4)[:, None] == 2, np.nan, a), "member 2 on example 0 is nan"),
+        (lambda a: a * np.inf, "is inf"),
+        (lambda a: a * (np.arange(4)[:, None] != 1), "member 1 has no example"),
+        (lambda a: a.astype(str), "not numbers"),
+        (lambda a: [[1], [1, 2]], "not numbers"),
+    ],
+)
+def test_priors_that_cannot_be_used_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        make("file", given=change(np.ones((4, 600))), where="mine.npz")
+
+
+def test_a_file_of_priors_is_read_from_npz_and_npy(tmp_path):
+    weights = np.random.default_rng(0).random((2, 5))
+    np.savez(tmp_path / "a.npz", priors=weights, other=0)
+    np.save(tmp_path / "b.npy", weights)
+    for name in ("a.npz", "b.npy"):
+        np.testing.assert_array_equal(read_priors(tmp_path / name), weights)
+
+
+def test_a_file_without_priors_is_refused(tmp_path):
+    np.savez(tmp_path / "key.npz", weights=np.ones(3))
+    np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (tmp_path / "text.npz").write_text("priors")
+    (tmp_path / "empty.npy").touch()
+    for name, message in {
+        "key.npz": r"has no array priors \(it has weights\); save it with",
+        "objects.npy": "cannot be read",
+        "text.npz": "cannot be read",
+        "empty.npy": "cannot be read",
+        "none.npz": "does not exist",
+        "": "cannot be read",  # a folder
+    }.items():
+        with pytest.raises(UserError, match=message):
+            read_priors(tmp_path / name)
+
+
+def test_classes_that_are_predicted_together_go_to_one_member():
+    """Of 9 classes, scattered, each answer is shared among the three of a family."""
+    rng = np.random.default_rng(0)
+    families = np.array([[4, 0, 7], [1, 8, 3], [2, 6, 5]])
+    scores = np.zeros((300, 9))
+    for row in scores:
+        row[families[rng.integers(3)]] = rng.dirichlet([5, 5, 5])
+    wanted = [[0, 4, 7], [1, 3, 8], [2, 5, 6]]
+    for seed in range(5):
+        assert confusable(scores, 3, seed) == wanted
+    assert confusable(scores, 9) == [[c] for c in range(9)]
+    assert confusable(scores, 1) == [list(range(9))]
+
+
+def test_groups_of_classes_are_the_best_of_all_partitions_of_the_covariance():
+    scores = np.random.default_rng(0).dirichlet([0.3] * 7, size=40)
+    columns = np.cov(scores.T)
+    partitions = [np.array((0, *rest)) for rest in itertools.product(range(3), repeat=6)]
+
+    def within(label):
+        return sum(((columns[label == k] - columns[label == k].mean(0)) ** 2).sum() for k in set(label))
+
+    best = min((label for label in partitions if len(set(label)) == 3), key=within)
+    assert confusable(scores, 3) == sorted(np.flatnonzero(best == k).tolist() for k in range(3))
+
+
+@pytest.mark.parametrize(
+    ("scores", "members", "message"),
+    [
+        (np.eye(3), 4, "4 members cannot share 3 classes"),
+        (np.full((5, 3), 1 / 3), 2, "only 1 groups of classes apart, for 2 members"),
+        (np.ones(3), 2, r"shape \[3\]"),
+        (np.full((5, 3), np.nan), 2, "finite"),
+    ],
+)
+def test_scores_that_give_no_groups_are_refused(scores, members, message):
+    with pytest.raises(UserError, match=message):
+        confusable(scores, members)
+
+
+def blobs(dtype=np.float32):
+    """90 points around three centres, and the centre of each."""
+    rng = np.random.default_rng(0)
+    owner = rng.permutation(np.arange(90) % 3)
+    return (rng.normal(size=(3, 6))[owner] * 50 + rng.normal(size=(90, 6))).astype(dtype), owner
+
+
+@pytest.mark.parametrize("large", [10**9, 0], ids=["at once", "in mini-batches"])
+def test_inputs_are_clustered_as_the_network_sees_them(monkeypatch, large):
+    monkeypatch.setattr(clusters, "LARGE", large)
+    monkeypatch.setattr(clusters, "ROWS", 20)
+    x, owner = blobs()
+    x = np.concatenate([x, np.random.default_rng(1).normal(size=(90, 1)).astype(np.float32) * 1e4], axis=1)
+    data = from_arrays((x, owner), None, hold_out=None, normalize="mean_std")  # the last feature says nothing
+    found = clusters.input_distances(data.train, data.preprocess, 3, 0)
+    nearest = found.argmin(0).numpy()
+    assert len({(a, b) for a, b in zip(nearest, owner, strict=True)}) == 3  # one to one
+    inputs = (x - x.mean(0)) / x.std(0)
+    centres = np.stack([inputs[nearest == m].mean(0) for m in range(3)])
+    exact = np.linalg.norm(inputs - centres[:, None], axis=2)
+    np.testing.assert_allclose(found, exact, atol=1e-3 if large else 1)
+    assert torch.equal(found, clusters.input_distances(data.train, data.preprocess, 3, 0))

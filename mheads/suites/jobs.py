@@ -150,8 +150,9 @@ class Planner:
                 given.append(override)
             overrides = [*self._overrides(suite, given), f"seed={seed}"]
             config = configs.load(self.options.recipe, overrides)
-            overrides += scaling(config, self.options.scale)
-            config = configs.load(self.options.recipe, overrides)
+            if self.options.scale != 1:
+                overrides += scaling(config, self.options.scale)
+                config = configs.load(self.options.recipe, overrides)
         except UserError as error:
             if str(error).startswith(suite.source):
                 raise
@@ -182,8 +183,6 @@ def public(word: str) -> str:
 
 def scaling(config: Config, factor: float) -> list[str]:
     """The overrides that shorten training to a part, with everything in it that is counted in iterations."""
-    if factor == 1:
-        return []
     schedule = config.optim.schedule
 
     def part(count: int) -> int:

@@ -253,6 +253,13 @@ def test_a_dry_run_lists_times_and_what_is_reused_and_writes_nothing(mheads, her
     assert {p: p.stat().st_mtime_ns for p in here.rglob("*")} == before
 
 
+def test_a_dry_run_tells_what_cannot_be_built(mheads, here):
+    (here / "mine.yaml").write_text("rows:\n  - {name: good}\n  - {name: bad, set: [split=conv9]}\n")
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--dry-run", *TINY)
+    assert done.code == 0 and "not known" in done.out and "2 runs to train, more than" in done.out
+    assert "bad-seed0: split 'conv9'" in done.out
+
+
 # The paper's other networks, on small data of the right kind.
 
 

@@ -18,6 +18,7 @@ LABELS = {
     "single": "mean member",
     "ensemble_mean": "Ensemble-Mean",
     "ensemble_mean_scores": "mean of scores",
+    "ensemble_scored": "Ensemble-Scored",
     "oracle": "Oracle",
     "train_loss": "training loss",
     "member_train_loss": "training loss of a member",

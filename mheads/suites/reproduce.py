@@ -138,8 +138,8 @@ class Run:
         table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for head in ("run", "iterations", "time"):
             table.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
-        times: dict[str, float] = {}
-        total = 0.0
+        times: dict[str, float | None] = {}
+        total, unknown = 0.0, []
         missing = {job.path for job in self.missing}
         for job in self.jobs:
             if job.path not in missing:
@@ -149,15 +149,21 @@ class Run:
             key = f"{job.row} {done}"  # another seed takes as long
             if key not in times:
                 with self.console.status(f"three steps of {job.name}"):
-                    times[key] = timing.seconds(job)
-            total += times[key]
+                    try:
+                        times[key] = timing.seconds(job)
+                    except UserError as error:  # it may need a run that is not there yet
+                        times[key] = None
+                        unknown.append(f"{job.name}: {error}")
+            time = times[key]
+            total += time or 0.0
             count = f"{job.total - done:,} of {job.total:,}" if done else f"{job.total:,}"
-            table.add_row(job.name, count, duration(times[key]))
+            table.add_row(job.name, count, "not known" if time is None else duration(time))
         self.console.print(table)
-        reused = len(self.jobs) - len(self.missing)
-        self.console.print(
-            f"{_runs(len(self.missing))} to train, about {duration(total)}; {reused} reused", markup=False
-        )
+        for line in unknown:
+            self.console.print(line, style="yellow", markup=False, soft_wrap=True)
+        about, reused = "more than" if unknown else "about", len(self.jobs) - len(self.missing)
+        text = f"{_runs(len(self.missing))} to train, {about} {duration(total)}; {reused} reused"
+        self.console.print(text, markup=False, soft_wrap=True)
 
 
 def dry_run(
@@ -185,14 +191,13 @@ def write_tables(folder: Path, changed: Sequence[Path] | None = None) -> list[Pa
 def _figure(document: dict[str, Any]) -> Any:
     rows = [entry["name"] for entry in document["rows"]]
     panels: dict[str, list[tuple[Any, ...]]] = {}
-    for metric in document["metrics"]:
-        if metric != "members":
-            points = []
-            for row in rows:
-                ours, paper = findings.trials(document, row, metric), findings.paper(document, row, metric) or {}
-                mean, std = (ours.mean, ours.std) if ours else (None, None)
-                points.append((mean, std, paper.get("mean"), paper.get("std")))
-            panels[findings.label(metric)] = points
+    for metric in [metric for metric in document["metrics"] if metric != "members"] or ["oracle"]:
+        points = []
+        for row in rows:
+            ours, paper = findings.trials(document, row, metric), findings.paper(document, row, metric) or {}
+            mean, std = (ours.mean, ours.std) if ours else (None, None)
+            points.append((mean, std, paper.get("mean"), paper.get("std")))
+        panels[findings.label(metric)] = points
     return suite_figure(rows, panels, tables.title(document))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mheads import config as configs
 from mheads import files
 from mheads.config import Config
 from mheads.errors import UserError
@@ -92,8 +93,13 @@ def add(document: Document, job: Job, planner: Planner) -> None:
 
 def digest(config: Config) -> str:
     """A name for what decides the results of a config, the same wherever its files lie."""
-    data = config.data.model_copy(update={"path": None, "root": None})
-    return config.model_copy(update={"data": data, "init": Path(config.init).name}).digest()
+
+    def unplaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: unplaced(part) for key, part in value.items()}
+        return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+    return configs.validate(unplaced(config.model_dump(mode="json"))).digest()
 
 
 def machine() -> str:

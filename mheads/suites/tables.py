@@ -51,13 +51,17 @@ def heads(document: Document) -> list[str]:
 def shown(document: Document) -> RenderableType:
     """The table and the claims, as the terminal shows them."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for head in ("row", "trials", *heads(document)):
-        lines = head.replace("-", "-\n").replace(" ", "\n", 1)
+    narrow = {"difference": "diff.", "trials": "n"}
+    # The paper's single members, of one trial, are left to the page: there is no room for them.
+    kept = [i for i, column in enumerate(columns(document)) if column != ("members", "paper")]
+    for head in ("row", "trials", *(heads(document)[i] for i in kept)):
+        lines = narrow.get(head, head).replace("-", "-\n").replace(" ", "\n", 1)
         table.add_column(lines, justify="left" if head in ("row", "members") else "right", no_wrap=head == "row")
     for entry in document["rows"]:
         row = entry["name"]
         count = findings.num_trials(document, row)
-        table.add_row(escape(row), str(count) if count else "", *cells(document, row))
+        found = [cells(document, row)[i].replace(" ± ", "±") for i in kept]
+        table.add_row(escape(row), str(count) if count else "", *found)
     parts: list[RenderableType] = [Text(title(document), style="bold"), table]
     for verdict in findings.verdicts(document):
         text = Text(f"{verdict.word}: ", style=STYLES[verdict.word])

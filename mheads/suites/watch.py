@@ -59,7 +59,9 @@ class Overview(Silent):
         self._seconds, self._since = self._seconds + now - self._since, now
         self._steps, self._left = self._steps + 1, self._left - 1
         left = duration(self._seconds / self._steps * self._left)
-        info = f"{left} left for all, {step_line(loss, rate, self._pace.add(images), shares)}"
+        info, pace = f"{left} left for all", self._pace.add(images)
+        if self.console.width >= 110:  # else there is room for the bar alone
+            info += f", {step_line(loss, rate, pace, shares)}"
         self._bar.update(self._task, completed=step, info=info)
 
     def say(self, message: str) -> None:

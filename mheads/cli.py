@@ -268,6 +268,57 @@ def export(
 
 
 @app.command(rich_help_panel="Train and look")
+def reproduce(
+    suite: Annotated[
+        str | None, typer.Argument(help="A suite's name (standard, mcl, ...) or the path of a YAML file.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change in all rows.")
+    ] = None,
+    *,
+    recipe: Annotated[str, typer.Option(help="What is trained: a recipe's name or the path of a YAML file.")] = (
+        "cifar10_quick"
+    ),
+    trials: Annotated[int, typer.Option(help="Runs of each row, with seeds that follow one another.")] = 1,
+    seed: Annotated[int, typer.Option(help="The seed of the first trial.")] = 0,
+    scale: Annotated[float, typer.Option(help="Train for this part of the iterations, with the schedule scaled.")] = 1,
+    validation: Annotated[
+        int, typer.Option(help="Hold out the last n training examples and evaluate on them: to choose, not to report.")
+    ] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Train this row alone; may be given several times.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the runs and the time that they will take; train nothing.")
+    ] = False,
+    only_tables: Annotated[
+        bool, typer.Option("--tables", help="Train nothing: make the tables anew, without a suite all of them.")
+    ] = False,
+    folder: Annotated[Path, typer.Option(*FOLDER, help="Where the runs go.")] = Path("runs/reproduce"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where tables, figures and JSON files go.")] = Path(
+        "results"
+    ),
+) -> None:
+    """Run a table of the paper and set it beside ours; finished runs are reused, and the same command goes on.
+
+    Example: mheads reproduce standard --recipe cifar10_quick --trials 3
+    """
+    from mheads.suites import reproduce as suites
+    from mheads.suites.jobs import Options
+
+    if suite is None:
+        if not only_tables:
+            raise UserError(f"give a suite: {', '.join(suites.SUITES)}, or the path of a YAML file")
+        for path in suites.write_tables(output):
+            console.print(f"{path} read", markup=False, soft_wrap=True)
+        return
+    options = Options(recipe, seed, scale, validation, tuple(overrides or ()))
+    given: dict[str, Any] = {"trials": trials, "only": only or (), "folder": folder, "output": output}
+    if dry_run:
+        suites.dry_run(suite, options, console, **given)
+    else:
+        suites.reproduce(suite, options, console, **given, train=not only_tables)
+
+
+@app.command(rich_help_panel="Train and look")
 def tree(
     recipe: Recipe,
     overrides: Overrides = None,

@@ -280,6 +280,12 @@ def is_free(key: str, config: Config) -> bool:
     return key in ("engine.workers", "data.reader", "placement", "timeout") or key.startswith("log.")
 
 
+def differing(one: Config, other: Config) -> list[str]:
+    """The keys that have another value in the one than in the other."""
+    old, new = flatten(one), flatten(other)
+    return [key for key in new if old[key] != new[key]]
+
+
 def flatten(config: Config) -> dict[str, Any]:
     """The config as dotted keys and JSON values."""
 

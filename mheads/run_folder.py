@@ -212,8 +212,8 @@ class RunFolder:
         old, new = configs.flatten(before), configs.flatten(config)
         lines = [
             f"{k}: {old[k]!r} in the folder, {new[k]!r} now"
-            for k in new
-            if old[k] != new[k] and not configs.is_free(k, config)
+            for k in configs.differing(before, config)
+            if not configs.is_free(k, config)
         ]
         if lines:
             shown = "\n".join(f"  {line}" for line in lines)

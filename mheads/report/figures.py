@@ -145,6 +145,35 @@ def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]
     return figure
 
 
+def suite_figure(rows: Sequence[str], panels: Mapping[str, Sequence[Sequence[float | None]]], title: str) -> Figure:
+    """Rows from above to below, a panel for each metric: (ours, deviation, the paper's, deviation) for each row.
+
+    What is None is left out.
+    """
+    width = 1.4 + 0.07 * max(len(row) for row in rows)
+    figure = Figure(figsize=(width + 2.6 * len(panels), 1.2 + 0.26 * len(rows)), dpi=DPI, layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for panel, (metric, points) in zip(axes, panels.items(), strict=True):
+        for what, shift, style in (
+            (0, -0.12, {"fmt": "o", "color": PALETTE[0], "label": "here"}),
+            (2, 0.12, {"fmt": "D", "color": PALETTE[5], "label": "paper", "markerfacecolor": "white"}),
+        ):
+            at = [i for i, point in enumerate(points) if point[what] is not None]
+            means = [points[i][what] for i in at]
+            spreads = [points[i][what + 1] or 0 for i in at]
+            panel.errorbar(means, [i + shift for i in at], xerr=spreads, markersize=4, capsize=2, **style)
+        panel.set_xlabel(metric, fontsize=8)
+        panel.tick_params(labelsize=8)
+        panel.grid(axis="y", color="0.9", linewidth=0.8)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(rows)), rows, fontsize=8)
+    axes[0].set_ylim(len(rows) - 0.5, -0.5)
+    axes[-1].legend(fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    return figure
+
+
 def _name_points(panel: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, line: Sequence[float]) -> None:
     """Puts names beside their points, where they cover no point or other name, and the line (slope, start) least."""
     (left, right), (bottom, top) = panel.get_xlim(), panel.get_ylim()

@@ -1,0 +1,199 @@
+"""What a table says: means over trials, the paper's figures beside them, and whether what it claims holds here.
+
+All of it follows from the document of a suite (see `results.py`), so tables need no runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from mheads import problems
+from mheads.suites.suite import Term, read_figure
+
+LABELS = {
+    "members": "members",
+    "single": "mean member",
+    "ensemble_mean": "Ensemble-Mean",
+    "ensemble_mean_scores": "mean of scores",
+    "ensemble_scored": "Ensemble-Scored",
+    "oracle": "Oracle",
+    "train_loss": "training loss",
+    "member_train_loss": "training loss of a member",
+}
+NOT_RUN = "not run"
+
+
+class Trials(NamedTuple):
+    """The values of a metric, one for each trial."""
+
+    values: list[float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def std(self) -> float | None:
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+
+def label(metric: str) -> str:
+    return LABELS.get(metric, metric.replace("_", " "))
+
+
+def trials(document: dict[str, Any], row: str, metric: str) -> Trials | None:
+    """What the runs of a row give for a metric; None if none of them has it."""
+    found = [value for value in _values(document, row, metric) if isinstance(value, int | float)]
+    return Trials(found) if found else None
+
+
+def members(document: dict[str, Any], row: str) -> list[float] | None:
+    """The members of the first trial, which means would blur: member 0 is another one in each."""
+    found = _values(document, row, "members")
+    return found[0] if found else None
+
+
+def num_trials(document: dict[str, Any], row: str) -> int:
+    return len(_runs(document, row))
+
+
+def _entry(document: dict[str, Any], row: str) -> dict[str, Any]:
+    return next((entry for entry in document["rows"] if entry["name"] == row), {})
+
+
+def _runs(document: dict[str, Any], row: str) -> list[dict[str, Any]]:
+    return sorted(document["runs"].get(_entry(document, row).get("run"), ()), key=lambda run: run["seed"])
+
+
+def _values(document: dict[str, Any], row: str, metric: str) -> list[Any]:
+    source = _entry(document, row).get("metrics", {}).get(metric, metric)
+    return [run["result"][source] for run in _runs(document, row) if run["result"].get(source) is not None]
+
+
+def paper(document: dict[str, Any], row: str, metric: str) -> dict[str, Any] | None:
+    """The paper's figure, see `read_figure`."""
+    figure = _entry(document, row).get("paper", {}).get(metric)
+    return None if figure is None else read_figure(metric, figure)
+
+
+def has_paper(document: dict[str, Any], metric: str) -> bool:
+    return any(metric in entry.get("paper", {}) for entry in document["rows"])
+
+
+# Claims.
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a claim holds in our runs; `holds` is None where they are missing."""
+
+    claim: str
+    holds: bool | None
+    figures: str
+
+    @property
+    def word(self) -> str:
+        return "open" if self.holds is None else "holds" if self.holds else "does not hold"
+
+
+def verdicts(document: dict[str, Any]) -> list[Verdict]:
+    return [_verdict(document, claim) for claim in document["claims"]]
+
+
+def _verdict(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
+    return _order(document, claim) if claim.get("order") else _relation(document, claim)
+
+
+def _order(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
+    """From best to worst; rows that have not been run are left out of it, and named."""
+    rows, metric = claim["order"], claim["by"]
+    said = claim.get("say") or f"{label(metric)}: {' > '.join(rows)}"
+    found = {row: values.mean for row in rows if (values := trials(document, row, metric))}
+    missing = [row for row in rows if row not in found]
+    means = list(found.values())
+    sign = 1 if _higher_is_better(document) else -1
+    holds = all(sign * a > sign * b for a, b in pairwise(means)) if len(means) > 1 else None
+    figures = ", ".join(f"{row} {number(mean, metric)}" for row, mean in found.items())
+    return Verdict(said, holds, ", ".join([figures] * bool(figures) + [f"{row} {NOT_RUN}" for row in missing]))
+
+
+def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
+    relation = claim["is"]
+    terms = [Term.of(claim[side]) for side in ("left", "right")]
+    said = claim.get("say") or f"{claim['left']} is {relation} {claim['right']}"
+    sides = [trials(document, term.row, term.metric) for term in terms]
+    if sides[0] is None or sides[1] is None:
+        missing = [
+            f"{term.row} has no {label(term.metric)}" if num_trials(document, term.row) else f"{term.row} {NOT_RUN}"
+            for term, side in zip(terms, sides, strict=True)
+            if side is None
+        ]
+        return Verdict(said, None, ", ".join(dict.fromkeys(missing)))
+    left, right = (
+        term.factor * side.mean + term.added for term, side in zip(terms, sides, strict=True) if side is not None
+    )
+    sign = 1 if _higher_is_better(document) else -1
+    holds = {
+        "better": sign * left > sign * right,
+        "no worse": sign * left >= sign * right,
+        "worse": sign * left < sign * right,
+        "no better": sign * left <= sign * right,
+        "above": left > right,
+        "below": left < right,
+        "about": abs(left - right) <= claim.get("within", 0.25) * abs(right),
+    }[relation]
+    beside = [f"{claim[side]} {number(value, term.metric)}"
+              for side, value, term in zip(("left", "right"), (left, right), terms, strict=True)]  # fmt: skip
+    return Verdict(said, holds, ", ".join(beside))
+
+
+def _higher_is_better(document: dict[str, Any]) -> bool:
+    """Whether the measures of these runs are percents of what is right, and not errors."""
+    kinds = {run["result"].get("problem") for runs in document["runs"].values() for run in runs}
+    return all(problems.PROBLEMS[kind].unit == "%" for kind in kinds if kind in problems.PROBLEMS)
+
+
+# Figures as text.
+
+
+def number(value: float, metric: str) -> str:
+    return f"{value:.3f}" if "loss" in metric or "nll" in metric or metric == "evenness" else f"{value:.2f}"
+
+
+def ours(document: dict[str, Any], row: str, metric: str) -> str:
+    if metric == "members":
+        found = members(document, row)
+        return NOT_RUN if found is None else " ".join(f"{value:.1f}" for value in found)
+    values = trials(document, row, metric)
+    if values is None:
+        return "" if num_trials(document, row) else NOT_RUN
+    text = number(values.mean, metric) + ("" if values.std is None else f" ± {number(values.std, metric)}")
+    if len(values.values) > 1 and "min" in (paper(document, row, metric) or {}):
+        text += f" ({number(min(values.values), metric)} to {number(max(values.values), metric)})"
+    return text
+
+
+def theirs(document: dict[str, Any], row: str, metric: str) -> str:
+    figure = paper(document, row, metric)
+    if figure is None:
+        return ""
+    if "members" in figure:
+        return " ".join(f"{value:.1f}" for value in figure["members"])
+    text = number(figure["mean"], metric)
+    if figure.get("std") is not None:
+        text += f" ± {number(figure['std'], metric)}"
+    if "min" in figure:
+        text += f" ({number(figure['min'], metric)} to {number(figure['max'], metric)})"
+    return text
+
+
+def apart(document: dict[str, Any], row: str, metric: str) -> str:
+    """How far ours is above the paper's."""
+    values, figure = trials(document, row, metric), paper(document, row, metric)
+    if values is None or figure is None or "mean" not in figure:
+        return ""
+    above = values.mean - figure["mean"]
+    return f"{'-' if above < 0 else '+'}{number(abs(above), metric)}"

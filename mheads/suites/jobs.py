@@ -1,0 +1,219 @@
+"""The runs that a suite wants: their configs, their folders, and which of them are there already."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mheads import config as configs
+from mheads.checkpoint import Checkpoints
+from mheads.config import Config
+from mheads.errors import UserError
+from mheads.manifest import DamageError
+from mheads.run_folder import RunFolder
+from mheads.suites.suite import Suite, Table, read
+
+FOLDER = Path("runs/reproduce")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a suite is run: on which recipe, how long, and what is different in all its rows."""
+
+    recipe: str = "cifar10_quick"
+    seed: int = 0
+    scale: float = 1.0
+    validation: int = 0
+    overrides: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale <= 1:
+            raise UserError(f"--scale {self.scale:g}: give a part of the iterations, above 0 and up to 1")
+        if self.seed < 0:
+            raise UserError(f"--seed {self.seed}: give 0 or more")
+        if self.validation < 0:
+            raise UserError(f"--validation {self.validation}: give how many training examples are held out")
+        for key, option in (("seed", "--seed"), ("data.validation", "--validation")):
+            if any(override.startswith(f"{key}=") for override in self.overrides):
+                raise UserError(f"give {option} instead of {key}=..., since it is part of the names of the runs")
+
+    @property
+    def short(self) -> str:
+        """The recipe's name, also if it is a path."""
+        return Path(self.recipe).stem
+
+    @property
+    def suffix(self) -> str:
+        """What the names of runs and results end in, unless they are of full length on the test set."""
+        scaled = "" if self.scale == 1 else f"-scale{self.scale:g}"
+        return scaled + (f"-validation{self.validation}" if self.validation else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: a row with one seed."""
+
+    row: str
+    seed: int
+    config: Config
+    overrides: tuple[str, ...]
+    path: Path
+    needs: tuple[Job, ...] = ()  # runs that it starts from
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def total(self) -> int:
+        return self.config.pretrain + self.config.optim.iterations
+
+    def finished(self) -> bool:
+        """Whether the run is there to be reused. Refuses a folder of another config."""
+        folder = RunFolder(self.path)
+        if not folder.exists():
+            return False
+        try:
+            if key := difference(folder.read_config(), self.config):
+                there, here = (configs.flatten(c)[key] for c in (folder.read_config(), self.config))
+                raise UserError(
+                    f"{self.path} is in the way: a run of another config, {key}: {there!r} there, {here!r} here; "
+                    "give another --folder, or move that one"
+                )
+            return folder.finished(self.total)
+        except DamageError:  # training makes it anew, or says why it cannot
+            return False
+
+    def steps_done(self) -> int:
+        """How far an unfinished run has come."""
+        return max(Checkpoints(self.path / "checkpoints").steps(), default=0)
+
+
+def difference(there: Config, here: Config) -> str | None:
+    """The first key that makes the results of two configs differ."""
+    # How long a run is may change when it is resumed, but not here: a table compares runs of equal length.
+    return next(
+        (key for key in configs.differing(there, here) if key == "optim.iterations" or not configs.is_free(key, here)),
+        None,
+    )
+
+
+class Planner:
+    """Makes the jobs of suites; rows of one name in several suites are one run."""
+
+    def __init__(self, options: Options, folder: Path = FOLDER) -> None:
+        self.options = options
+        self.folder = folder
+        self._tables: dict[str, Table] = {}
+        self._jobs: dict[tuple[str, str, int], Job] = {}
+
+    def table(self, suite: Suite) -> Table:
+        if suite.source not in self._tables:
+            config = configs.load(self.options.recipe, self._overrides(suite))
+            self._tables[suite.source] = suite.on(self.options.short, config)
+        return self._tables[suite.source]
+
+    def _overrides(self, suite: Suite, row: Sequence[str] = ()) -> list[str]:
+        special = suite.recipes.get(self.options.short)
+        held_out = [f"data.validation={self.options.validation}"] if self.options.validation else []
+        return [*(special.set if special else ()), *row, *self.options.overrides, *held_out]
+
+    def job(self, suite: Suite, name: str, seed: int, within: tuple[str, ...] = ()) -> Job:
+        """The run of a row: its own, or that of the row that it is `from`."""
+        key = f"{suite.source}/{name}"
+        if key in within:
+            raise UserError(f"{suite.source}: row {name!r} needs itself: {' needs '.join((*within, key))}")
+        if (suite.source, name, seed) not in self._jobs:
+            self._jobs[suite.source, name, seed] = self._make(suite, name, seed, (*within, key))
+        return self._jobs[suite.source, name, seed]
+
+    def _make(self, suite: Suite, name: str, seed: int, within: tuple[str, ...]) -> Job:
+        row = self.table(suite).row(name)
+
+        def other(reference: str) -> Job:
+            there, _, of_row = reference.rpartition("/")
+            return self.job(read(there) if there else suite, of_row, seed, within)
+
+        try:
+            if row.from_ is not None:
+                return other(row.from_)
+            needs: list[Job] = []
+            given: list[str] = []
+            for override in row.set:
+                before, mark, rest = override.partition("<run:")
+                if mark:
+                    reference, _, after = rest.partition(">")
+                    needs.append(other(reference))
+                    override = f"{before}{needs[-1].path}{after}"
+                given.append(override)
+            overrides = [*self._overrides(suite, given), f"seed={seed}"]
+            config = configs.load(self.options.recipe, overrides)
+            if self.options.scale != 1:
+                overrides += scaling(config, self.options.scale)
+                config = configs.load(self.options.recipe, overrides)
+        except UserError as error:
+            if str(error).startswith(suite.source):
+                raise
+            raise UserError(f"{suite.source}: row {name!r}: {error}") from error
+        special = suite.recipes.get(self.options.short)
+        group = (special.folder if special else None) or self.options.short
+        path = self.folder / group / f"{name}-seed{seed}{self.options.suffix}"
+        job = Job(name, seed, config, tuple(overrides), path, tuple(needs))
+        for other_job in self._jobs.values():
+            if other_job.path == path and (key := difference(other_job.config, config)):
+                raise UserError(
+                    f"{suite.source}: row {name!r} has the name of a row of another suite and is another run ({key} "
+                    "differs); give it another name"
+                )
+        return job
+
+    def command(self, job: Job) -> str:
+        """The command that trains this run alone, with folders as on any machine."""
+        words = ["mheads", "train", self.options.recipe, *job.overrides, "-f", str(job.path)]
+        return shlex.join(public(word.replace(str(self.folder), str(FOLDER))) for word in words)
+
+
+def public(word: str) -> str:
+    """A word of a command without a path of this machine."""
+    key, equals, value = word.rpartition("=")
+    return f"{key}{equals}.../{Path(value).name}" if value.startswith(("/", "~")) else word
+
+
+def scaling(config: Config, factor: float) -> list[str]:
+    """The overrides that shorten training to a part, with everything in it that is counted in iterations."""
+    schedule = config.optim.schedule
+
+    def part(count: int) -> int:
+        return max(1, round(factor * count))
+
+    found = {"optim.iterations": part(config.optim.iterations)}
+    if config.pretrain:
+        found["pretrain"] = part(config.pretrain)
+    if schedule.warmup:
+        found["optim.schedule.warmup"] = part(schedule.warmup)
+    if schedule.name == "step":
+        found["optim.schedule.every"] = part(schedule.every)
+    if schedule.name == "plateau":
+        found["optim.schedule.window"] = part(schedule.window)
+    lists = {"optim.schedule.at": [part(at) for at in schedule.at]} if schedule.name == "multistep" else {}
+    # Some lines of metrics.jsonl however short the run is; evaluations and checkpoints cost time and stay as they are.
+    if config.log.every > found["optim.iterations"] // 10:
+        found["log.every"] = max(1, found["optim.iterations"] // 10)
+    return [f"{key}={value}" for key, value in (found | lists).items()]
+
+
+def in_order(jobs: Sequence[Job]) -> Iterator[Job]:
+    """Each run once, after those that it starts from."""
+    seen: set[Path] = set()
+
+    def walk(job: Job) -> Iterator[Job]:
+        if job.path not in seen:
+            for need in job.needs:
+                yield from walk(need)
+            seen.add(job.path)
+            yield job
+
+    for job in jobs:
+        yield from walk(job)

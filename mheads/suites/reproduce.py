@@ -1,0 +1,231 @@
+"""Runs a suite: trains what is missing, reuses what is finished, and shows our table beside the paper's."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from mheads import files
+from mheads.errors import UserError
+from mheads.report.figures import save, suite_figure
+from mheads.run_folder import RunFolder
+from mheads.suites import findings, results, tables, timing
+from mheads.suites.jobs import FOLDER, Job, Options, Planner, in_order
+from mheads.suites.suite import SUITES, read
+from mheads.suites.watch import Overview, duration
+from mheads.train import Stopped, train_config
+
+OUTPUT = Path("results")
+
+
+def reproduce(
+    name: str,
+    options: Options,
+    console: Console,
+    *,
+    trials: int = 1,
+    only: Sequence[str] = (),
+    folder: Path = FOLDER,
+    output: Path = OUTPUT,
+    train: bool = True,
+) -> None:
+    """Trains the rows of a suite that are missing (or with `train` off none), then writes and shows its table."""
+    suite = Run(name, options, console, trials, only, folder, output)
+    if train:
+        suite.train()
+    suite.publish()
+
+
+class Run:
+    """A suite on a recipe, with its document of results."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        console: Console,
+        trials: int,
+        only: Sequence[str],
+        folder: Path,
+        output: Path,
+    ) -> None:
+        if trials < 1:
+            raise UserError(f"--trials {trials}: give 1 or more")
+        self.options, self.console = options, console
+        self.suite = read(name)
+        self.planner = Planner(options, folder)
+        self.table = self.planner.table(self.suite)
+        if not options.overrides:
+            for row in self.table.paper:
+                self.table.row(row)  # a figure of the paper for no row is a mistake
+        for row in only:
+            self.table.row(row)
+        self.path = output / results.file_name(self.suite.name, options)
+        self.document = results.make(self.table, self.planner, trials)
+        results.merge(self.document, self.path, self.table, self.planner, trials)
+        seeds = range(options.seed, options.seed + trials)  # of all rows the first seed first
+        wanted = list(only) or self.table.names
+        jobs = [self.planner.job(self.suite, row, seed) for seed in seeds for row in wanted]
+        self.jobs = list(in_order(jobs))
+        there = {job.path: job.finished() for job in self.jobs}
+        self.missing = [job for job in self.jobs if not there[job.path]]
+        others = [self.planner.job(self.suite, row, seed) for seed in seeds for row in self.table.names]
+        for job in in_order([*self.jobs, *others]):  # rows that were not asked for are shown if they are there
+            if there[job.path] if job.path in there else _there(job):
+                results.add(self.document, job, self.planner)
+        again = [results.command(name, options, seeds), *(f"--only {shlex.quote(row)}" for row in only)]
+        places = (("-f", folder, FOLDER), ("-o", output, OUTPUT))
+        again += [f"{key} {shlex.quote(str(path))}" for key, path, usual in places if path != usual]
+        self.again = " ".join(again)
+
+    def train(self) -> None:
+        """Trains what is missing. A run that cannot go on is named at the end; the others are trained all the same."""
+        watch = Overview(self.console, self.suite.name, self.missing)
+        failed: dict[Path, str] = {}
+        done = reused = len(self.jobs) - len(self.missing)
+        self.console.print(f"{_runs(len(self.missing))} to train, {reused} finished", markup=False)
+        try:
+            with _stopping():
+                for job in self.missing:
+                    watch.begin(job)
+                    result = None
+                    try:
+                        if broken := [need.name for need in job.needs if need.path in failed]:
+                            raise UserError(f"it starts from {broken[0]}, which failed")
+                        result = train_config(job.config, RunFolder(job.path), watch)
+                        done += 1
+                        results.add(self.document, job, self.planner)
+                        results.save(self.document, self.path)
+                    except UserError as error:
+                        if not done:  # nothing has been trained, and most likely nothing can
+                            raise UserError(f"{job.name}: {error}") from error
+                        failed[job.path] = str(error)
+                        watch.warn(f"{job.name} failed: {error}")
+                    watch.ended(job, result)
+        except Stopped:
+            self.publish(show=False)
+            self.console.print(
+                f"{done} of {_runs(len(self.jobs))} done. To go on: {self.again}", markup=False, soft_wrap=True
+            )
+            raise
+        if failed:
+            self.publish()
+            lines = "\n".join(f"  {path.name}: {why}" for path, why in failed.items())
+            raise UserError(f"{len(failed)} of {_runs(len(self.missing))} failed; the others are done:\n{lines}")
+
+    def publish(self, show: bool = True) -> None:
+        """Writes the document, its table and figure, and the page of all results."""
+        results.save(self.document, self.path)
+        write_tables(self.path.parent, [self.path])
+        if show:
+            self.console.print(tables.shown(self.document))
+            self.console.print(
+                f"written to {self.path.with_suffix('')}.json, .md and .png", markup=False, soft_wrap=True
+            )
+
+    def foretell(self) -> None:
+        """Shows the runs that would be trained and how long each would take; trains and writes nothing."""
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for head in ("run", "iterations", "time"):
+            table.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
+        times: dict[str, float | None] = {}
+        total, unknown = 0.0, []
+        missing = {job.path for job in self.missing}
+        for job in self.jobs:
+            if job.path not in missing:
+                table.add_row(job.name, f"{job.total:,}", "finished, reused")
+                continue
+            done = job.steps_done()
+            key = f"{job.row} {done}"  # another seed takes as long
+            if key not in times:
+                with self.console.status(f"three steps of {job.name}"):
+                    try:
+                        times[key] = timing.seconds(job)
+                    except UserError as error:  # it may need a run that is not there yet
+                        times[key] = None
+                        unknown.append(f"{job.name}: {error}")
+            time = times[key]
+            total += time or 0.0
+            count = f"{job.total - done:,} of {job.total:,}" if done else f"{job.total:,}"
+            table.add_row(job.name, count, "not known" if time is None else duration(time))
+        self.console.print(table)
+        for line in unknown:
+            self.console.print(line, style="yellow", markup=False, soft_wrap=True)
+        about, reused = "more than" if unknown else "about", len(self.jobs) - len(self.missing)
+        text = f"{_runs(len(self.missing))} to train, {about} {duration(total)}; {reused} reused"
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+def dry_run(
+    name: str, options: Options, console: Console, trials: int, only: Sequence[str], folder: Path, output: Path
+) -> None:
+    """Lists the runs of a suite, those that would be reused, and the time that the others would take."""
+    Run(name, options, console, trials, only, folder, output).foretell()
+
+
+def write_tables(folder: Path, changed: Sequence[Path] | None = None) -> list[Path]:
+    """Makes tables and figures anew from the JSON files in a folder (or those that changed), and README.md of all."""
+    documents = results.all_in(folder)
+    if not documents:
+        raise UserError(
+            f"{folder} holds no results: give a suite to run, {', '.join(SUITES)}, or another folder with -o"
+        )
+    for path, document in documents.items():
+        if changed is None or path in changed:
+            save(_figure(document), path.with_suffix(".png"))
+            files.write_atomically(path.with_suffix(".md"), tables.markdown(document, f"{path.stem}.png"))
+    files.write_atomically(folder / "README.md", tables.readme(documents))
+    return list(documents)
+
+
+def _figure(document: dict[str, Any]) -> Any:
+    rows = [entry["name"] for entry in document["rows"]]
+    panels: dict[str, list[tuple[Any, ...]]] = {}
+    for metric in [metric for metric in document["metrics"] if metric != "members"] or ["oracle"]:
+        points = []
+        for row in rows:
+            ours, paper = findings.trials(document, row, metric), findings.paper(document, row, metric) or {}
+            mean, std = (ours.mean, ours.std) if ours else (None, None)
+            points.append((mean, std, paper.get("mean"), paper.get("std")))
+        panels[findings.label(metric)] = points
+    return suite_figure(rows, panels, tables.title(document))
+
+
+def _runs(count: int) -> str:
+    return f"{count} run{'' if count == 1 else 's'}"
+
+
+def _there(job: Job) -> bool:
+    """Whether the run is finished; one of another config, which nobody asked for now, is not."""
+    try:
+        return job.finished()
+    except UserError:
+        return False
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Inside, a signal between two runs stops as one inside a run does, which finishes its step first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Stopped(signum, 0, 0.0)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,197 @@
+"""The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
+
+{"suite", "about", "recipe", "members", "scale", "validation", "overrides", "command", "metrics",
+ "rows": [{"name", "run", "metrics", "paper"}], "claims": [...],
+ "runs": {"random_init": [{"seed", "config", "command", "result", "versions", "machine"}]}}
+
+Tables and figures are made from these files alone, so that they can be made anew where there are no runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mheads import config as configs
+from mheads import files
+from mheads.config import Config
+from mheads.errors import UserError
+from mheads.plain import from_json
+from mheads.run_folder import RunFolder
+from mheads.suites.jobs import Job, Options, Planner, public
+from mheads.suites.suite import SUITES, Table
+
+Document = dict[str, Any]
+
+
+def file_name(suite: str, options: Options) -> str:
+    return f"{suite}-{options.short}{options.suffix}.json"
+
+
+def make(table: Table, planner: Planner, trials: int) -> Document:
+    """The document without runs."""
+    options, suite = planner.options, table.suite
+    first = planner.job(suite, table.names[0], options.seed)
+    rows = []
+    for row in table.rows:
+        entry: dict[str, Any] = {"name": row.name, "run": planner.job(suite, row.name, options.seed).row}
+        if row.metrics:
+            entry["metrics"] = row.metrics
+        if figures := table.paper.get(row.name):
+            entry["paper"] = figures
+        rows.append(entry)
+    claims = [claim.model_dump(by_alias=True, exclude_defaults=True, exclude={"recipes"}) for claim in table.claims]
+    return {
+        "suite": suite.name,
+        "about": suite.about,
+        "recipe": options.short,
+        "members": first.config.members,
+        "scale": options.scale,
+        "validation": options.validation,
+        "overrides": [public(override) for override in options.overrides],
+        "command": command(Path(suite.source).name, options, range(options.seed, options.seed + trials), public),
+        "metrics": suite.metrics,
+        "rows": rows,
+        "claims": claims,
+        "runs": {},
+    }
+
+
+def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[str], str] = str) -> str:
+    """The command that runs a suite with these seeds."""
+    words = ["mheads", "reproduce", suite, "--recipe", show(options.recipe)]
+    words += ["--trials", str(seeds[-1] - seeds[0] + 1)] if len(seeds) > 1 else []
+    words += ["--seed", str(seeds[0])] if seeds[0] else []
+    words += ["--scale", f"{options.scale:g}"] if options.scale != 1 else []
+    words += ["--validation", str(options.validation)] if options.validation else []
+    return shlex.join([*words, *map(show, options.overrides)])
+
+
+def add(document: Document, job: Job, planner: Planner) -> None:
+    """Adds a finished run, in the place of one with the same seed; one that no row shows is left out."""
+    if job.row not in {entry["run"] for entry in document["rows"]}:
+        return
+    folder = RunFolder(job.path)
+    entry = {
+        "seed": job.seed,
+        "config": digest(job.config),
+        "command": planner.command(job),
+        "result": measures(folder, job.config.optim.iterations),
+        "versions": folder.read_result()["versions"],
+        "machine": machine(),
+    }
+    others = [run for run in document["runs"].get(job.row, ()) if run["seed"] != job.seed]
+    document["runs"][job.row] = sorted([*others, entry], key=lambda run: run["seed"])
+
+
+def digest(config: Config) -> str:
+    """A name for what decides the results of a config, the same wherever its files lie."""
+
+    def unplaced(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: unplaced(part) for key, part in value.items()}
+        return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+    return configs.validate(unplaced(config.model_dump(mode="json"))).digest()
+
+
+def machine() -> str:
+    """The kind of machine, as far as it decides bits."""
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def measures(folder: RunFolder, iterations: int) -> dict[str, Any]:
+    """What a run gives for a table: the numbers of result.json, the training loss, and how evenly members own."""
+    result = folder.read_result()
+    found: dict[str, Any] = {}
+    for key, value in result.items():
+        if isinstance(value, dict) and key != "versions":
+            found |= {f"{key}_{part}": number for part, number in value.items() if _is_number(number)}
+        elif _is_number(value) or key in ("members", "problem", "split"):
+            found[key] = value
+    steps = folder.read_log().steps
+    late = [line for line in steps if line["iteration"] > result["iterations"] - iterations / 10] or steps[-1:]
+    if late:
+        found["train_loss"] = round(sum(line["loss"] for line in late) / len(late), 6)
+        means = [sum(line["member_losses"]) / len(line["member_losses"]) for line in late]
+        found["member_train_loss"] = round(sum(means) / len(means), 6)
+    if len(result["members"]) > 1:
+        found["evenness"] = round(evenness([sum(row) for row in result["ownership"]]), 6)
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def evenness(owned: list[float]) -> float:
+    """The entropy of the members' shares of the examples, as a part of what it can be: 1 if all own as many."""
+    shares = [count / sum(owned) for count in owned if count]
+    return -sum(share * math.log(share) for share in shares) / math.log(len(owned)) if len(shares) > 1 else 0.0
+
+
+# Files.
+
+
+def load(path: Path) -> Document:
+    try:
+        document = from_json(path.read_bytes())
+        for key in ("suite", "recipe", "scale", "overrides", "command", "metrics", "rows", "claims", "runs"):
+            document[key]
+        return document
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not a file of results ({type(error).__name__}: {error}): move it out of that folder"
+        ) from error
+
+
+def merge(document: Document, path: Path, table: Table, planner: Planner, trials: int) -> None:
+    """Takes over the runs in the file. Refuses those of another experiment: nothing in the file is lost."""
+    if not path.is_file():
+        return
+    before = load(path)
+    if before["overrides"] != document["overrides"]:
+        said = [" ".join(one["overrides"]) or "none" for one in (before, document)]
+        raise UserError(
+            f"{path} holds results with other overrides ({said[0]} there, {said[1]} here): give another folder with -o"
+        )
+    rows = {entry["run"]: entry["name"] for entry in document["rows"]}
+    for row, runs in before["runs"].items():
+        for run in runs:
+            if row in rows:
+                wanted = digest(planner.job(table.suite, rows[row], run["seed"]).config)
+            if row not in rows or run["config"] != wanted:
+                raise UserError(
+                    f"{path} holds a run that is not of this suite: {row} with seed {run['seed']}, {run['command']}; "
+                    "move the file, or give another folder with -o"
+                )
+    document["runs"] = before["runs"]
+    if seeds := sorted({run["seed"] for runs in before["runs"].values() for run in runs}):
+        options = planner.options
+        seeds = [min(seeds[0], options.seed), max(seeds[-1], options.seed + trials - 1)]
+        document["command"] = command(Path(table.suite.source).name, options, sorted(set(seeds)), public)
+
+
+def save(document: Document, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
+
+def all_in(folder: Path) -> dict[Path, Document]:
+    """All documents in a folder, in the order of the suites."""
+    found = {path: load(path) for path in sorted(folder.glob("*.json"))}
+    known = {name: i for i, name in enumerate(SUITES)}
+
+    def key(item: tuple[Path, Document]) -> tuple[int, str, int, float]:
+        document = item[1]
+        place = known.get(document["suite"], len(known))
+        return place, document["recipe"], document.get("validation", 0), -document["scale"]
+
+    return dict(sorted(found.items(), key=key))

@@ -1,0 +1,273 @@
+"""A suite: rows of runs as data, with what the paper found for them and what it claims.
+
+suite = read("standard")          # a suite by name, or the path of a YAML file
+table = suite.on("cifar10_quick", configs.load("cifar10_quick"))    # its rows for a recipe
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mheads import plain
+from mheads.config import Config
+from mheads.errors import UserError
+from mheads.suites.words import Words
+
+# As they are shown: those of the paper in the order in which it asks its questions.
+SUITES = ("standard", "tree", "averaged", "mcl", "pretrain", "finetune", "mixture", "specialists")
+TERM = re.compile(r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)(?: *(?P<added>[+-] *[\d.]+))?$")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
+
+
+Each = dict[str, list[Any] | str]
+
+
+class Row(_Part):
+    """A run, or (`from`) what another row's run shows in another light."""
+
+    name: str = Field(pattern=r"^[\w.<>+-]+$")
+    set: list[str] = []
+    from_: str | None = Field(None, alias="from")
+    metrics: dict[str, str] = {}  # what is shown as a metric -> the metric of the run that it is
+    each: Each = {}
+
+    @model_validator(mode="after")
+    def _run_or_from(self) -> Row:
+        if self.from_ is not None and self.set:
+            raise ValueError("`from` takes the run of another row, so nothing can be `set`")
+        return self
+
+
+class Term(NamedTuple):
+    """factor * row.metric + added"""
+
+    factor: float
+    row: str
+    metric: str
+    added: float
+
+    @staticmethod
+    def of(text: str) -> Term:
+        found = TERM.match(text)
+        if found is None:
+            raise ValueError(f"{text!r} is not row.metric, for example 2 * bagging.oracle + 1")
+        added = float((found["added"] or "0").replace(" ", ""))
+        return Term(float(found["factor"] or 1), found["row"], found["metric"], added)
+
+
+class Claim(_Part):
+    """An order of rows from best to worst by a metric, or a relation of two terms."""
+
+    say: str = ""
+    order: list[str] | None = None
+    by: str | None = None
+    left: str | None = None
+    is_: Literal["better", "no worse", "worse", "no better", "above", "below", "about"] | None = Field(None, alias="is")
+    right: str | None = None
+    within: float = Field(0.25, gt=0)  # about: this part of the right side
+    recipes: list[str] | None = None
+    each: Each = {}
+
+    @model_validator(mode="after")
+    def _whole(self) -> Claim:
+        ordered, related = (self.order, self.by), (self.left, self.is_, self.right)
+        whole, other = (ordered, related) if self.order is not None else (related, ordered)
+        if None in whole or other != (None,) * len(other):
+            raise ValueError("give `order` and `by`, or `left`, `is` and `right`")
+        for text in (self.left, self.right):
+            if text is not None:
+                Term.of(text)
+        return self
+
+
+class ForRecipe(_Part):
+    """What is different about a recipe in this suite."""
+
+    set: list[str] = []
+    folder: str | None = Field(None, pattern=r"^[\w-]+$")  # of its runs, since they are not those of other suites
+
+
+class Suite(_Part):
+    name: str
+    source: str
+    about: str = ""
+    metrics: list[str] = ["single", "ensemble_mean", "oracle"]
+    rows: list[Row] = Field(min_length=1)
+    recipes: dict[str, ForRecipe] = {}
+    paper: dict[str, dict[str, dict[str, Any]]] = {}  # recipe -> row -> metric -> figure, see read_figure
+    claims: list[Claim] = []
+
+    def on(self, recipe: str, config: Config) -> Table:
+        """The rows and claims for a recipe by its short name, whose config (with the suite's keys) is this."""
+        words = Words(config)
+        rows = list(self._filled(self.rows, words))
+        names = [row.name for row in rows]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{self.source}: there are two rows {twice[0]!r}; give each a name of its own")
+        claims = [
+            claim for claim in self._filled(self.claims, words) if claim.recipes is None or recipe in claim.recipes
+        ]
+        return Table(self, rows, claims, self.paper.get(recipe, {}))
+
+    def _filled(self, parts: list[Any], words: Words) -> Iterator[Any]:
+        """Rows or claims, each as often as `each` says, with words filled in; without those that this network lacks."""
+        for part in parts:
+            what = f"{self.source}: row {part.name!r}" if isinstance(part, Row) else f"{self.source}: a claim"
+            try:
+                keys = list(part.each)
+                for chosen in itertools.product(*(words.values(part.each[key]) for key in keys)):
+                    fill = words.filler(dict(zip(keys, map(str, chosen), strict=True)))
+                    tree = _map_text(part.model_dump(by_alias=True, exclude={"each"}), fill)
+                    if isinstance(part, Claim) and tree["order"] is not None:
+                        tree["order"] = [name for item in tree["order"] for name in words.names(item)]
+                    if (filled := type(part).model_validate(tree)) and not words.lacking(tree):
+                        yield filled
+            except ValueError as error:
+                raise UserError(f"{what}: {_told(error)}") from error
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a suite for one recipe."""
+
+    suite: Suite
+    rows: list[Row]
+    claims: list[Claim]
+    paper: dict[str, dict[str, Any]]
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [row.name for row in self.rows]
+
+    def row(self, name: str) -> Row:
+        found = next((row for row in self.rows if row.name == name), None)
+        if found is None:
+            near = difflib.get_close_matches(name, self.names, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise UserError(f"{self.suite.name} has no row {name!r}{hint}; it has {', '.join(self.names)}")
+        return found
+
+
+def read(name: str) -> Suite:
+    """The suite of a name, or in the YAML file at a path."""
+    if name in SUITES:
+        return _parse((resources.files("mheads.suites") / f"{name}.yaml").read_text(), name, name)
+    path = Path(name)
+    try:
+        known = path.is_file()
+    except OSError:
+        known = False
+    if not known:
+        near = difflib.get_close_matches(name, SUITES, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(
+            f"there is no suite and no file {plain.short(name)}{hint}: give one of {', '.join(SUITES)}, or the path of "
+            "a YAML file"
+        )
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(plain.MAX_TEXT + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a YAML file: {error}") from error
+    return _parse(text, path.stem, str(path))
+
+
+def _parse(text: str, name: str, source: str) -> Suite:
+    try:
+        tree = plain.from_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{source} must hold a mapping with `rows`, not {plain.short(tree)}")
+    first = text.partition("\n")[0]
+    about = first.removeprefix("# ") if first.startswith("# ") else ""
+    given = {"name": name, "source": source, "about": about}
+    if taken := [key for key in given if key in tree]:
+        raise UserError(f"{source}: unknown key {taken[0]!r}; there are {', '.join(_keys(()))}")
+    try:
+        suite = Suite.model_validate(given | tree)
+        for recipe, row, metric, figure in _figures(suite.paper):
+            read_figure(metric, figure, f"paper.{recipe}.{row}.{metric}")
+    except ValidationError as error:
+        raise UserError("\n".join(_explain(source, tree, problem) for problem in error.errors())) from None
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
+    return suite
+
+
+def _figures(paper: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str, str, Any]]:
+    for recipe, rows in paper.items():
+        for row, metrics in rows.items():
+            for metric, figure in metrics.items():
+                yield recipe, row, metric, figure
+
+
+def read_figure(metric: str, figure: Any, where: str = "the paper's figure") -> dict[str, Any]:
+    """A figure of the paper as {"mean", "std", "min", "max"}, or {"members": [...]} for one of each member."""
+
+    def number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    if metric == "members" and isinstance(figure, list) and all(map(number, figure)):
+        return {"members": figure}
+    if number(figure):
+        return {"mean": figure}
+    if isinstance(figure, list) and len(figure) == 2 and number(figure[0]) and (figure[1] is None or number(figure[1])):
+        return {"mean": figure[0], "std": figure[1]}
+    if isinstance(figure, dict) and figure.keys() == {"mean", "min", "max"} and all(map(number, figure.values())):
+        return dict(figure)
+    raise ValueError(f"{where} = {plain.short(figure)}: give a number, [mean, deviation] or {{mean: , min: , max: }}")
+
+
+def _map_text(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_text(part, change) for part in value]
+    return {key: _map_text(part, change) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def _told(error: ValueError) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+    return str(error)
+
+
+def _explain(source: str, tree: dict[str, Any], problem: Any) -> str:
+    """One line for a mistake: the file, the row or claim, the key and what is wrong."""
+    where = list(problem["loc"])
+    place = source
+    if len(where) > 1 and where[0] in ("rows", "claims") and isinstance(where[1], int):
+        kind = "row" if where[0] == "rows" else "claim"
+        part = tree[where[0]][where[1]]
+        named = part.get("name" if kind == "row" else "say") if isinstance(part, dict) else None
+        place += f": {kind} {plain.short(named) if named else f'number {where[1] + 1}'}"
+        where = where[2:]
+    key = ".".join(str(part) for part in where)
+    if problem["type"] == "extra_forbidden":
+        return f"{place}: unknown key {key!r}; there are {', '.join(_keys(problem['loc']))}"
+    if problem["type"] == "missing":
+        return f"{place}: {key} is missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    given = f"{key} = {plain.short(problem['input'])}: " if key else ""
+    return f"{place}: {given}{message[0].lower()}{message[1:]}"
+
+
+def _keys(where: Any) -> list[str]:
+    parts: dict[str, type[BaseModel]] = {"rows": Row, "claims": Claim, "recipes": ForRecipe}
+    kind = parts.get(where[0], Suite) if len(where) > 1 else Suite
+    known = [field.alias or name for name, field in kind.model_fields.items()]
+    return known[3:] if kind is Suite else known  # a file does not say its own name

@@ -1,0 +1,51 @@
+"""How long a run will take, measured on three of its steps."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+from mheads.config import Config
+from mheads.engine.engine import Engine
+from mheads.experiment import Experiment, build
+from mheads.optim import Optimizer
+from mheads.suites.jobs import Job
+
+STEPS = 3
+FORWARD = 1 / 3  # what an example costs in an evaluation, as a part of a step
+
+
+def seconds(job: Job) -> float:
+    """What the rest of a run will take: its steps and its evaluations. Writes nothing."""
+    config, done = job.config, job.steps_done()
+    experiment = build(_startable(config))
+    parts = [(config.pretrain - done, 0)] if done < config.pretrain else []  # (steps to go, a step like them)
+    parts.append((job.total - max(done, config.pretrain), config.pretrain))
+    with closing(experiment.engine()) as engine:
+        times = [(count, _step(experiment, engine, at)) for count, at in parts]
+    rows = config.optim.batch_size * config.optim.accumulate
+    every = config.log.evaluate_every
+    evaluations = 1 + ((job.total - 1) // every - done // every if every else 0)
+    evaluating = evaluations * len(experiment.data.test) / rows * FORWARD * times[-1][1]
+    return sum(count * each for count, each in times) + evaluating
+
+
+def _step(experiment: Experiment, engine: Engine, first: int) -> float:
+    """The time of a step like that one: the fastest of three, since the first prepares what later ones reuse."""
+    optimizer = Optimizer(experiment.net, experiment.config.optim)
+    optimizer.set_rate(experiment.config.optim.lr)
+    times = []
+    with closing(experiment.batches(engine)) as batches:
+        for step in range(first, first + STEPS):
+            began = time.perf_counter()
+            engine.step(step, batches.batch(step), experiment.loss_at(step))
+            engine.update(optimizer.update)
+            times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _startable(config: Config) -> Config:
+    """The config without the weights that it starts from, which may not be there yet: they take no time."""
+    if config.init in ("random", "same"):
+        return config
+    return config.model_copy(update={"init": "random", "init_members": None, "init_map": {}})

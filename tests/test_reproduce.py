@@ -1,0 +1,329 @@
+"""`mheads reproduce`: what is trained, what is reused, what is written, and what stops it."""
+
+import io
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import rich.console
+from commands import process, weights
+from matplotlib.image import imread
+
+from mheads.checkpoint import Checkpoints
+from mheads.config import load
+from mheads.run_folder import RunFolder
+from mheads.suites.jobs import Options, Planner
+from mheads.suites.suite import read
+from mheads.suites.watch import Overview, duration
+
+TINY = ["data.limit=60", "optim.iterations=4", "optim.batch_size=20", "log.every=1"]
+MINE = """# Does MCL need its own suite?
+metrics: [members, single, oracle, train_loss]
+rows:
+  - {name: plain}
+  - {name: mcl, set: [loss=mcl, loss.k=1, 'init=<run:plain>']}
+  - {name: one, from: plain, metrics: {oracle: single, train_loss: member_train_loss}}
+paper: {digits: {plain: {oracle: [99.5, 0.1]}}}
+claims:
+  - {order: [mcl, plain, one], by: oracle}
+  - {say: nobody is lost, left: mcl.evenness, is: above, right: 0.1 * plain.evenness}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(MINE)
+    return tmp_path
+
+
+@pytest.fixture
+def refused(mheads, here):
+    """Runs a command that must be refused: exit code 2, the message, no traceback, and nothing written or changed."""
+
+    def contents():
+        return {p.relative_to(here): p.stat().st_mtime_ns for p in here.rglob("*") if p.is_file()}
+
+    def run(*args):
+        before = contents()
+        done = mheads("reproduce", *args)
+        assert done.code == 2, done.out + done.err
+        assert "Traceback" not in done.err
+        assert contents() == before
+        return done.err
+
+    return run
+
+
+def results(folder, name="mine-digits"):
+    return json.loads((folder / "results" / f"{name}.json").read_text())
+
+
+def trained_at(folder):
+    return {p.parent.name: p.stat().st_mtime_ns for p in folder.glob("runs/**/model.safetensors")}
+
+
+def test_a_suite_of_the_users_own_runs_once_and_is_written_as_tables(mheads, here):
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--trials", 2, *TINY)
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[0] == "4 runs to train, 0 finished"
+    # The first seed of all rows comes first, and a run after the one that it starts from.
+    assert [line.split()[:2] for line in lines[1:5]] == [
+        ["1/4", "plain-seed0"], ["2/4", "mcl-seed0"], ["3/4", "plain-seed1"], ["4/4", "mcl-seed1"],
+    ]  # fmt: skip
+    found = results(here)
+    assert {row: [run["seed"] for run in runs] for row, runs in found["runs"].items()} == {
+        "plain": [0, 1], "mcl": [0, 1],
+    }  # fmt: skip
+    folder = here / "runs/reproduce/digits/plain-seed1"
+    told, kept = json.loads((folder / "result.json").read_text()), found["runs"]["plain"][1]
+    assert kept["result"]["oracle"] == told["oracle"] and kept["result"]["members"] == told["members"]
+    assert kept["versions"] == told["versions"]
+    assert kept["command"].endswith("seed=1 -f runs/reproduce/digits/plain-seed1")
+    last = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][-2]
+    assert kept["result"]["train_loss"] == pytest.approx(last["loss"], abs=1e-6)
+    assert kept["result"]["member_train_loss"] == pytest.approx(np.mean(last["member_losses"]), abs=1e-6)
+    assert str(here) not in (here / "results/mine-digits.json").read_text()
+
+    table = (here / "results/mine-digits.md").read_text()
+    oracles = [run["result"]["oracle"] for run in found["runs"]["plain"]]
+    mean, std = np.mean(oracles), np.std(oracles, ddof=1)
+    assert "Does MCL need its own suite?" in table
+    assert f"| {mean:.2f} ± {std:.2f} | 99.50 ± 0.10 | {mean - 99.5:+.2f} |" in table
+    assert "| Oracle: mcl > plain > one |" in table and "nobody is lost" in table
+    assert table in (here / "results/README.md").read_text()
+    assert imread(here / "results/mine-digits.png").std() > 0.05
+
+    times = trained_at(here)
+    again = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--trials", 2, *TINY)
+    assert again.code == 0 and again.out.startswith("0 runs to train, 4 finished")
+    assert trained_at(here) == times and results(here) == found
+
+    # Without the runs, tables are made anew from the JSON files alone.
+    page = (here / "results/README.md").read_text()
+    shutil.rmtree(here / "runs")
+    for name in ("README.md", "mine-digits.md", "mine-digits.png"):
+        (here / "results" / name).unlink()
+    assert mheads("reproduce", "--tables").code == 0
+    assert (here / "results/README.md").read_text() == page and (here / "results/mine-digits.png").exists()
+    assert mheads("reproduce", "mine.yaml", "--recipe", "digits", "--tables", *TINY).code == 0
+    assert results(here)["runs"] == found["runs"] and not (here / "runs").exists()
+
+
+def test_one_row_alone_leaves_the_others_as_not_run(mheads, here):
+    done = mheads("reproduce", "standard", "--recipe", "digits", "--only", "bagging", *TINY)
+    assert done.code == 0, done.err
+    assert list(trained_at(here)) == ["bagging-seed0"]
+    assert "| random_init |  | not run | not run | not run |" in (here / "results/standard-digits.md").read_text()
+    assert "open: bagged members are worse than full ones (random_init not run)" in done.out
+
+
+def test_a_run_trained_by_hand_is_reused_whatever_its_log_and_workers(mheads, here):
+    folder = here / "runs/reproduce/digits/random_init-seed0"
+    given = [*TINY, "log.every=3", "engine.workers=1", "timeout=5"]
+    assert mheads("train", "digits", *given, "seed=0", "-f", folder).code == 0
+    # As an older version left it, which did not know a key yet.
+    run = RunFolder(folder)
+    text = run.config.read_text()
+    assert "init_map: {}\n" in text
+    run._write(run.config, text.replace("init_map: {}\n", "").encode())
+    before = trained_at(here)
+    done = mheads("reproduce", "standard", "--recipe", "digits", "--only", "single", *TINY)
+    assert done.code == 0 and "0 runs to train, 1 finished" in done.out
+    assert trained_at(here) == before
+    assert len(results(here, "standard-digits")["runs"]["random_init"]) == 1
+
+
+@pytest.mark.parametrize("given", [["optim.lr=0.5"], ["optim.iterations=5"]])
+def test_a_folder_of_another_config_in_the_way_is_refused(mheads, refused, here, given):
+    folder = here / "runs/reproduce/digits/combined-seed0"
+    assert mheads("train", "digits", *TINY, "sampling=bagging", *given, "-f", folder).code == 0
+    message = refused("standard", "--recipe", "digits", *TINY)
+    assert "runs/reproduce/digits/combined-seed0 is in the way" in message
+    assert given[0].partition("=")[0] in message and "--folder" in message
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        ([], ["standard, tree, averaged, mcl"]),
+        (["standrd"], ["'standrd'", "did you mean standard?", "mcl, pretrain"]),
+        (["standard", "--only", "bagged"], ["'bagged'", "did you mean bagging?", "single, random_init, bagging"]),
+        (["standard", "--recipe", "digit"], ["'digit'", "did you mean digits?"]),
+        (["standard", "--scale", "0"], ["--scale 0", "above 0"]),
+        (["standard", "--scale", "1.5"], ["--scale 1.5"]),
+        (["standard", "--trials", "0"], ["--trials 0"]),
+        (["standard", "--seed", "-1"], ["--seed -1"]),
+        (["standard", "seed=3"], ["--seed"]),
+        (["standard", "data.validation=10"], ["--validation"]),
+        (["standard", "loss.kk=3"], ["'loss.kk'"]),
+        (["--tables"], ["results holds no results"]),
+        (["mine.yaml", "--recipe", "digits", "--only", "two"], ["mine has no row 'two'", "plain, mcl, one"]),
+    ],
+)
+def test_bad_input_is_refused(refused, args, parts):
+    message = refused(*args)
+    assert all(part in message for part in parts), message
+
+
+def test_a_figure_of_the_paper_for_no_row_is_refused(refused, here):
+    (here / "mine.yaml").write_text(MINE.replace("plain: {oracle: [99", "plan: {oracle: [99"))
+    assert "'plan'" in refused("mine.yaml", "--recipe", "digits")
+
+
+def test_results_with_other_overrides_or_of_another_experiment_are_not_mixed(mheads, refused, here):
+    run = ["mine.yaml", "--recipe", "digits", "--only", "plain", *TINY]
+    assert mheads("reproduce", *run).code == 0
+    assert "-o" in refused(*run[:-1], "log.every=2", "-f", "elsewhere")
+    (here / "mine.yaml").write_text(MINE.replace("{name: plain}", "{name: plain, set: [optim.lr=0.03]}"))
+    message = refused(*run, "-f", "elsewhere")
+    assert "plain with seed 0" in message and "mine-digits.json" in message
+
+
+def test_a_run_that_fails_does_not_stop_the_others(mheads, here):
+    (here / "mine.yaml").write_text(
+        "rows:\n  - {name: good}\n  - {name: bad, set: [optim.lr=1e30]}\n"
+        "  - {name: after, set: ['init=<run:bad>']}\n  - {name: other, set: [loss=mcl]}\n"
+    )
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", *TINY)
+    assert done.code == 2
+    assert "2 of 4 runs failed" in done.err and "bad-seed0: " in done.err and "after-seed0: it starts from" in done.err
+    assert set(trained_at(here)) == {"good-seed0", "other-seed0"}
+    assert {row for row, runs in results(here)["runs"].items() if runs} == {"good", "other"}
+
+
+def test_what_cannot_be_built_is_told_at_once(refused, here):
+    (here / "mine.yaml").write_text("rows:\n  - {name: a, set: [split=conv9]}\n  - {name: b, set: [split=conv9]}\n")
+    message = refused("mine.yaml", "--recipe", "digits", *TINY)
+    assert message.count("conv9") == 1 and message.startswith("error: a-seed0: ")
+
+
+def test_a_signal_stops_after_the_step_and_the_same_command_goes_on(mheads, here):
+    longer = [*TINY, "optim.iterations=12", "log.checkpoint_every=5"]
+    command = ["reproduce", "mine.yaml", "--recipe", "digits", "-f", here / "runs", "-o", here / "results", *longer]
+    at = (signal.SIGTERM, "os.rename", "mcl-seed0/checkpoints")  # of the second run, at its first checkpoint
+    done = process(*command[:1], here / "mine.yaml", *command[2:], stop=at)
+    assert done.code == 143, done.out + done.err
+    assert "1 of 2 runs done. To go on: mheads reproduce" in done.out
+    assert "stopped by SIGTERM" in done.err
+    assert list(trained_at(here)) == ["plain-seed0"]
+    assert 5 <= Checkpoints(here / "runs/digits/mcl-seed0/checkpoints").steps()[0] < 12
+    assert set(results(here)["runs"]) == {"plain"}
+    assert "| mcl |  | not run |" in (here / "results/mine-digits.md").read_text()
+
+    assert "1 run to train, 1 finished" in mheads(*command).out
+    other = mheads("train", "digits", *longer, "loss=mcl", "loss.k=1", f"init={here}/runs/digits/plain-seed0",
+                   "-f", here / "other")  # fmt: skip
+    assert other.code == 0
+    assert weights(here / "other") == weights(here / "runs/digits/mcl-seed0")
+
+
+def test_a_signal_before_the_first_step_stops_as_well(here):
+    done = process("reproduce", here / "mine.yaml", "--recipe", "digits", *TINY, "-f", here / "runs", "-o",
+                   here / "results", stop=(signal.SIGTERM, "os.mkdir", "plain-seed0"))  # fmt: skip
+    assert done.code == 143, done.out + done.err
+    assert "0 of 2 runs done. To go on: mheads reproduce" in done.out
+
+
+def test_scaled_runs_have_names_and_results_of_their_own(mheads, here):
+    given = ["--recipe", "digits", "--scale", 0.01, "--validation", 30, "data.limit=60", "optim.batch_size=20"]
+    assert mheads("reproduce", "pretrain", "--only", "pretrain_1000_k2", *given).code == 0
+    (run,) = trained_at(here)
+    assert run == "pretrain_1000_k2-seed0-scale0.01-validation30"
+    config = RunFolder(here / "runs/reproduce/digits" / run).read_config()
+    assert (config.optim.iterations, config.optim.schedule.at, config.pretrain) == (5, [4], 10)
+    found = results(here, "pretrain-digits-scale0.01-validation30")
+    kept = found["runs"]["pretrain_1000_k2"][0]["result"]
+    assert kept["split"] == "validation" and kept["iterations"] == 15
+    assert "0.01 of the iterations, on 30 validation examples" in (here / "results/README.md").read_text()
+
+
+def test_a_dry_run_lists_times_and_what_is_reused_and_writes_nothing(mheads, here):
+    assert mheads("reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY).code == 0
+    before = {p: p.stat().st_mtime_ns for p in here.rglob("*")}
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--trials", 2, "--dry-run", *TINY)
+    assert done.code == 0, done.err
+    lines = {line.split()[0]: line for line in done.out.splitlines() if line.strip()}
+    assert "finished, reused" in lines["plain-seed0"]
+    assert lines["mcl-seed1"].split()[1:3] == ["4", "0"]
+    assert lines["3"].startswith("3 runs to train, about ") and "; 1 reused" in lines["3"]
+    assert {p: p.stat().st_mtime_ns for p in here.rglob("*")} == before
+
+
+def test_a_dry_run_tells_what_cannot_be_built(mheads, here):
+    (here / "mine.yaml").write_text("rows:\n  - {name: good}\n  - {name: bad, set: [split=conv9]}\n")
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--dry-run", *TINY)
+    assert done.code == 0 and "not known" in done.out and "2 runs to train, more than" in done.out
+    assert "bad-seed0: split 'conv9'" in done.out
+
+
+# The paper's other networks, on small data of the right kind.
+
+
+def pictures(folder, side, classes):
+    """A set of coloured noise, one mean for each class."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(6) % classes
+    images = (rng.integers(0, 60, (6, 3, side, side)) + 40 * labels[:, None, None, None]).astype(np.uint8)
+    np.savez(folder / "data.npz", x_train=images, y_train=labels, x_test=images[:3], y_test=labels[:3],
+             classes=np.array([f"class{c}" for c in range(classes)]))  # fmt: skip
+    return ["data={name: npz, path: data.npz, normalize: mean_image, scale: 1}", f"model_args.classes={classes}",
+            "optim.iterations=2", "optim.batch_size=2", "optim.lr=0.0001", "log.every=1"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("suite", "recipe", "side", "rows"),
+    [
+        ("standard", "nin_cifar100", 32, ["random_init"]),
+        ("tree", "nin_ilsvrc", 224, ["tree_cccp7"]),
+        ("finetune", "caffenet", 32, ["base", "finetune_k4", "finetune_copies_k1"]),
+    ],
+)
+def test_suites_of_the_larger_networks_run(mheads, here, suite, recipe, side, rows):
+    given = pictures(here, side, 3)
+    if recipe == "caffenet":
+        given.append("model=cifar10_quick")  # five of CaffeNet itself would take gigabytes
+    only = [word for row in rows for word in ("--only", row)]
+    done = mheads("reproduce", suite, "--recipe", recipe, *only, *given)
+    assert done.code == 0, done.err
+    found = results(here, f"{suite}-{recipe}")
+    assert set(found["runs"]) == {"random_init" if row == "base" else row for row in rows}
+    assert all(0 <= runs[0]["result"]["oracle"] <= 100 for runs in found["runs"].values())
+    assert (here / f"results/{suite}-{recipe}.md").read_text().count(" not run |") > 0
+    if recipe == "nin_cifar100":
+        assert found["rows"][1]["paper"]["ensemble_mean"] == [66.51, 0.27]
+        assert "| 66.51 ± 0.27 |" in (here / "results/README.md").read_text()
+
+
+# What is seen meanwhile.
+
+
+def test_one_line_shows_the_run_its_bar_and_the_time_left_for_all(here):
+    planner = Planner(Options("digits", overrides=tuple(TINY)))
+    jobs = [planner.job(read("standard"), row, 0) for row in ("random_init", "bagging")]
+    out = io.StringIO()
+    console = rich.console.Console(file=out, force_terminal=True, width=140, highlight=False)
+    watch = Overview(console, "standard", jobs)
+    watch.begin(jobs[0])
+    with watch.training(4, 0):
+        for step in range(1, 5):
+            watch.step(step, 1.0, 0.1, 20, [0.5, 0.5])
+        watch._bar.refresh()
+    watch.ended(jobs[0], {"single": 80.0, "ensemble_mean": 90.0, "oracle": None, "seconds": 3.0})
+    assert "standard 1/2 random_init-seed0" in out.getvalue()
+    assert "left for all" in out.getvalue() and "4/4" in out.getvalue()
+    assert "1/2  random_init-seed0  mean member 80.00  Ensemble-Mean 90.00  3 s" in out.getvalue()
+    assert watch._left == 4  # steps of the second run
+
+
+def test_durations_are_told_in_two_units():
+    assert [duration(s) for s in (0.4, 75, 7500)] == ["0 s", "1 min 15 s", "2 h 05 min"]
+
+
+def test_the_config_of_a_run_can_be_trained_by_its_command(here):
+    planner = Planner(Options("digits", scale=0.1, overrides=("data.limit=60",)))
+    job = planner.job(read("mixture"), "mixture_0.5", 2)
+    assert load("digits", job.overrides) == job.config

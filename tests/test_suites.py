@@ -1,0 +1,323 @@
+"""Suites as data: what rows stand for, what a table says of results, and what is wrong with a file."""
+
+import math
+
+import pytest
+
+from mheads import config as configs
+from mheads.errors import UserError
+from mheads.suites import findings
+from mheads.suites.jobs import Options, Planner, difference, public, scaling
+from mheads.suites.results import evenness
+from mheads.suites.suite import SUITES, read
+from mheads.suites.words import binary
+
+PAPER = ("cifar10_quick", "nin_cifar100", "caffenet", "nin_ilsvrc")
+
+
+def planned(suite, recipe, *overrides, **options):
+    planner = Planner(Options(recipe, overrides=tuple(overrides), **options))
+    return planner, planner.table(read(suite))
+
+
+def rows(suite, recipe, *overrides):
+    return planned(suite, recipe, *overrides)[1].names
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("recipe", [*PAPER, "digits", "cifar10_resnet20"])
+def test_every_suite_has_runs_for_every_recipe_and_rows_of_one_name_are_one_run(recipe):
+    planner, found = Planner(Options(recipe)), {}
+    for name in SUITES:
+        suite = read(name)
+        table = planner.table(suite)
+        assert set(table.paper) <= set(table.names)  # the paper has no figure for a row that is not there
+        for row in table.names:
+            job = planner.job(suite, row, 0)
+            assert job.path.name == f"{job.row}-seed0"
+            same = found.setdefault(job.path, job)
+            assert difference(same.config, job.config) is None
+    assert planner.job(read("standard"), "random_init", 0).config == configs.load(recipe, ["seed=0"])
+
+
+def test_rows_are_the_papers_experiments():
+    planner, _ = planned("standard", "cifar10_quick")
+
+    def config(suite, row):
+        return planner.job(read(suite), row, 3).config
+
+    assert config("standard", "bagging") == configs.load("cifar10_quick", ["sampling=bagging", "init=same", "seed=3"])
+    assert config("standard", "combined") == configs.load("cifar10_quick", ["sampling=bagging", "seed=3"])
+    assert config("standard", "unique_subset") == configs.load("cifar10_quick", ["sampling=subset", "seed=3"])
+    assert config("tree", "tree_conv2") == configs.load("cifar10_quick", ["split=conv2", "seed=3"])
+    direct = config("averaged", "prob_averaged_direct").loss
+    assert (direct.name, direct.stable, direct.scale_rate) == ("prob_averaged", False, True)
+    assert config("mcl", "mcl_k2") == configs.load("cifar10_quick", ["loss=mcl", "loss.k=2", "seed=3"])
+    assert config("pretrain", "pretrain_4000_k1").pretrain == 4000
+    assert config("mixture", "mixture_0.1").loss.ce_weight == 0.1
+    copies = config("finetune", "finetune_copies_k1")
+    assert (copies.init_members, copies.optim.accumulate, copies.optim.iterations) == ([0, 0, 0, 0], 5, 3000)
+    assert copies.init.endswith("runs/reproduce/cifar10_quick/random_init-seed3")
+
+
+def test_a_single_network_and_all_members_of_mcl_are_trained_once():
+    planner, _ = planned("standard", "cifar10_quick")
+    ensemble = planner.job(read("standard"), "random_init", 0)
+    assert planner.job(read("standard"), "single", 0) == ensemble
+    assert planner.job(read("mcl"), "mcl_k4", 0) == ensemble
+    assert planner.job(read("finetune"), "base", 0) == ensemble
+    assert planner.job(read("finetune"), "finetune_k1", 0).needs == (ensemble,)
+
+
+def test_trees_are_split_wherever_the_network_can_be():
+    assert rows("tree", "cifar10_quick") == [
+        "random_init", "tree_conv1", "tree_conv2", "tree_conv3", "tree_ip1", "tree_binary", "single",
+    ]  # fmt: skip
+    assert "tree_cccp7" in rows("tree", "nin_ilsvrc") and "tree_cccp8" not in rows("tree", "nin_ilsvrc")
+    assert rows("tree", "digits", "members=2") == ["random_init", "tree_conv1", "tree_conv2", "tree_ip1", "single"]
+    planner, _ = planned("tree", "nin_ilsvrc")
+    job = planner.job(read("tree"), "tree_binary", 0)
+    assert job.config.members == 4 and job.config.split == {"conv1": [{"cccp1": 2}, {"cccp1": 2}]}
+    assert job.path.parent.name == "nin_ilsvrc_x4"  # five members in the other suites
+
+
+@pytest.mark.parametrize(
+    ("members", "tree"),
+    [
+        (2, {"a": 2}),
+        (3, {"a": [1, {"b": 2}]}),
+        (4, {"a": [{"b": 2}, {"b": 2}]}),
+        (5, {"a": [{"b": 2}, {"b": [1, {"c": 2}]}]}),
+        (8, {"a": [{"b": [{"c": 2}, {"c": 2}]}, {"b": [{"c": 2}, {"c": 2}]}]}),
+        (16, {"a": [{"b": [{"c": [2, 2]}] * 2}] * 2}),  # no layer is left for the last splits
+    ],
+)
+def test_binary_trees_are_balanced(members, tree):
+    def leaves(spec):
+        if isinstance(spec, int):
+            return spec
+        return sum(map(leaves, spec.values() if isinstance(spec, dict) else spec))
+
+    assert leaves(binary(members, ["a", "b", "c"])) == members
+    assert binary(members, ["a", "b", "c"]) == tree
+
+
+def test_k_goes_up_to_the_number_of_members():
+    assert rows("mcl", "cifar10_quick") == ["mcl_k1", "mcl_k2", "mcl_k3", "mcl_k4", "mcl_k1_same"]
+    assert rows("mcl", "caffenet")[:5] == ["mcl_k1", "mcl_k2", "mcl_k3", "mcl_k4", "mcl_k5"]
+    _, table = planned("mcl", "digits", "members=3")
+    assert table.claims[0].order == ["mcl_k1", "mcl_k2", "mcl_k3"]
+    assert table.claims[1].order == ["mcl_k3", "mcl_k2", "mcl_k1"]
+
+
+def test_claims_are_for_the_recipes_that_they_name():
+    def orders(recipe):
+        return [claim.order for claim in planned("standard", recipe)[1].claims if claim.order]
+
+    assert orders("cifar10_quick") == [["random_init", "combined", "bagging", "single"]]
+    assert orders("nin_ilsvrc") == [["random_init", "combined", "single", "bagging"]]
+    assert orders("digits") == []
+
+
+def test_scaling_shortens_everything_that_is_counted_in_iterations():
+    def scaled(recipe, *overrides):
+        given = [*overrides, "seed=0"]
+        return configs.load(recipe, given + scaling(configs.load(recipe, given), 0.2))
+
+    quick = scaled("cifar10_quick", "pretrain=4000", "optim.schedule.warmup=50")
+    assert (quick.optim.iterations, quick.optim.schedule.at) == (1000, [800])
+    assert (quick.pretrain, quick.optim.schedule.warmup) == (800, 10)
+    assert quick.log == configs.load("cifar10_quick").log
+    assert scaled("nin_cifar100").optim.schedule.window == 4000
+    alex = scaled("caffenet").optim
+    assert (alex.iterations, alex.schedule.every) == (90_000, 20_000)
+    tiny = configs.load("cifar10_quick", scaling(configs.load("cifar10_quick"), 0.0001))
+    assert (tiny.optim.iterations, tiny.optim.schedule.at, tiny.log.every) == (1, [1], 1)
+
+
+def test_runs_are_named_after_row_seed_and_length():
+    planner, _ = planned("mcl", "cifar10_quick", scale=0.2)
+    job = planner.job(read("mcl"), "mcl_k1", 7)
+    assert str(job.path) == "runs/reproduce/cifar10_quick/mcl_k1-seed7-scale0.2"
+    assert planner.command(job) == (
+        "mheads train cifar10_quick loss=mcl loss.k=1 seed=7 optim.iterations=1000 'optim.schedule.at=[800]' "
+        "-f runs/reproduce/cifar10_quick/mcl_k1-seed7-scale0.2"
+    )
+    planner, _ = planned("mixture", "cifar10_quick", validation=5000)
+    job = planner.job(read("mixture"), "mixture_0.1", 0)
+    assert job.config.data.validation == 5000 and job.name == "mixture_0.1-seed0-validation5000"
+
+
+def test_no_path_of_this_machine_is_shown():
+    assert public("data.path=/home/me/pictures") == "data.path=.../pictures"
+    assert public("loss.k=2") == "loss.k=2" and public("mine/digits.yaml") == "mine/digits.yaml"
+
+
+# What a table says.
+
+
+def document(values, claims=(), problem="classification", **rows_of):
+    """Runs with these values of `oracle` (and `single`, a tenth of them), one for each seed."""
+    runs = {
+        row: [
+            {"seed": seed, "result": {"oracle": v, "single": v / 10, "members": [v, v], "problem": problem}}
+            for seed, v in enumerate(found)
+        ]
+        for row, found in values.items()
+        if found
+    }
+    entries = [{"name": row, "run": row, **rows_of.get(row, {})} for row in values]
+    return {"rows": entries, "claims": list(claims), "runs": runs, "metrics": ["oracle"]}
+
+
+def test_means_deviations_and_differences():
+    found = document({"a": [90.0, 92.0, 94.0], "b": [80.0], "c": []}, a={"paper": {"oracle": [91.5, 0.4]}})
+    assert findings.ours(found, "a", "oracle") == "92.00 ± 2.00"  # n - 1: sqrt((4 + 0 + 4) / 2)
+    assert findings.theirs(found, "a", "oracle") == "91.50 ± 0.40"
+    assert findings.apart(found, "a", "oracle") == "+0.50"
+    assert findings.ours(found, "b", "oracle") == "80.00"
+    assert (findings.theirs(found, "b", "oracle"), findings.apart(found, "b", "oracle")) == ("", "")
+    assert findings.ours(found, "c", "oracle") == "not run"
+    assert findings.ours(found, "b", "train_loss") == ""  # it was run, and has none
+
+
+def test_a_range_of_the_paper_stands_beside_ours():
+    found = document({"a": [90.0, 94.0]}, a={"paper": {"oracle": {"mean": 93, "min": 88, "max": 95}}})
+    assert findings.ours(found, "a", "oracle") == "92.00 ± 2.83 (90.00 to 94.00)"
+    assert findings.theirs(found, "a", "oracle") == "93.00 (88.00 to 95.00)"
+    assert findings.apart(found, "a", "oracle") == "-1.00"
+
+
+def test_a_row_shows_another_metric_of_anothers_run():
+    found = document({"a": [90.0]})
+    found["rows"].append({"name": "one", "run": "a", "metrics": {"oracle": "single"}})
+    assert findings.ours(found, "one", "oracle") == "9.00"
+    assert findings.ours(found, "one", "members") == "90.0 90.0"
+
+
+@pytest.mark.parametrize(
+    ("values", "word", "figures"),
+    [
+        ({"a": [3.0], "b": [2.0, 1.0], "c": [1.0]}, "holds", "a 3.00, b 1.50, c 1.00"),
+        ({"a": [3.0], "b": [1.0], "c": [2.0]}, "does not hold", "a 3.00, b 1.00, c 2.00"),
+        ({"a": [3.0], "b": [3.0], "c": [2.0]}, "does not hold", "a 3.00, b 3.00, c 2.00"),
+        ({"a": [3.0], "b": [], "c": [2.0]}, "holds", "a 3.00, c 2.00, b not run"),
+        ({"a": [3.0], "b": [], "c": []}, "open", "a 3.00, b not run, c not run"),
+    ],
+)
+def test_an_order_holds_from_best_to_worst(values, word, figures):
+    claim = {"order": ["a", "b", "c"], "by": "oracle"}
+    (verdict,) = findings.verdicts(document(values, [claim]))
+    assert (verdict.claim, verdict.word, verdict.figures) == ("Oracle: a > b > c", word, figures)
+
+
+def test_of_errors_the_lower_is_better():
+    claims = [
+        {"order": ["a", "b"], "by": "oracle"},
+        {"left": "a.oracle", "is": "better", "right": "b.oracle"},
+        {"left": "a.oracle", "is": "above", "right": "b.oracle"},
+    ]
+    for problem, words in (
+        ("classification", ["does not hold", "does not hold", "does not hold"]),
+        ("regression", ["holds", "holds", "does not hold"]),
+    ):
+        found = findings.verdicts(document({"a": [1.0], "b": [2.0]}, claims, problem))
+        assert [verdict.word for verdict in found] == words
+
+
+@pytest.mark.parametrize(
+    ("relation", "right", "holds"),
+    [
+        ("better", "b.oracle", True),
+        ("better", "b.oracle + 1", False),
+        ("no worse", "b.oracle + 1", True),
+        ("no better", "b.oracle + 1", True),
+        ("no worse", "b.oracle + 1.01", False),
+        ("worse", "b.oracle", False),
+        ("worse", "2 * b.oracle", True),
+        ("below", "b.oracle - 1", False),
+        ("about", "b.oracle", True),  # 3 is within a half of 2
+        ("about", "0.9 * b.oracle", False),
+        ("about", "2 * b.oracle", True),
+    ],
+)
+def test_relations_of_two_terms(relation, right, holds):
+    claim = {"left": "a.oracle", "is": relation, "right": right, "within": 0.5}
+    (verdict,) = findings.verdicts(document({"a": [3.0], "b": [2.0]}, [claim]))
+    assert verdict.holds is holds
+    assert verdict.figures.startswith(f"a.oracle 3.00, {right} ")
+
+
+def test_a_claim_is_open_where_a_row_or_a_metric_is_missing():
+    claims = [{"left": "a.oracle", "is": "better", "right": "b.oracle"},
+              {"left": "a.train_loss", "is": "about", "right": "a.oracle"}]  # fmt: skip
+    first, second = findings.verdicts(document({"a": [3.0], "b": []}, claims))
+    assert (first.holds, first.figures) == (None, "b not run")
+    assert (second.holds, second.figures) == (None, "a has no training loss")
+
+
+def test_evenness_is_one_where_all_own_as_many_and_zero_where_one_owns_all():
+    assert evenness([5, 5, 5, 5]) == pytest.approx(1)
+    assert evenness([20, 0, 0, 0]) == 0
+    assert evenness([10, 10, 0, 0]) == pytest.approx(math.log(2) / math.log(4))
+
+
+# Files of the user's own.
+
+GOOD = "rows:\n  - {name: a}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("rows: [", ["not valid YAML"]),
+        ("- 1", ["mapping"]),
+        ("rows: []", ["rows"]),
+        ("metrics: [oracle]", ["rows is missing"]),
+        ("rows:\n  - {name: a}\n  - {name: b, sett: [loss=mcl]}", ["row 'b'", "'sett'", "name, set, from"]),
+        ("rows:\n  - {set: [loss=mcl]}", ["row number 1", "name is missing"]),
+        ("rows:\n  - {name: a b}", ["row 'a b'", "name"]),
+        ("rows:\n  - {name: a, set: loss=mcl}", ["row 'a'", "set = 'loss=mcl'"]),
+        ("rows:\n  - {name: a}\n  - {name: b, from: a, set: [loss=mcl]}", ["row 'b'", "from"]),
+        (f"{GOOD}nmae: x", ["'nmae'", "metrics, rows"]),
+        (f"{GOOD}name: x", ["'name'", "metrics, rows"]),
+        (f"{GOOD}claims:\n  - {{left: a.oracle, is: better}}", ["claim number 1", "`left`, `is` and `right`"]),
+        (f"{GOOD}claims:\n  - {{left: a, is: better, right: a.oracle}}", ["'a'", "row.metric"]),
+        (f"{GOOD}claims:\n  - {{say: so, left: a.b, is: nicer, right: a.c}}", ["claim 'so'", "is = 'nicer'"]),
+        (f"{GOOD}paper: {{digits: {{a: {{oracle: high}}}}}}", ["paper.digits.a.oracle", "'high'"]),
+    ],
+)
+def test_a_bad_file_is_told_with_row_and_key(text, parts, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        read(str(path))
+    assert str(path) in str(error.value)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("rows:\n  - {name: a, set: [loss.kk=1]}", ["row 'a'", "'loss.kk'", "'loss.k'"]),
+        ("rows:\n  - {name: a}\n  - {name: a}", ["two rows 'a'"]),
+        ("rows:\n  - {name: a_<n>}", ["row 'a_<n>'", "<n>", "<M>"]),
+        ("rows:\n  - {name: a_<n>, each: {n: some}}", ["row 'a_<n>'", "'some'", "1..M-1"]),
+        ("rows:\n  - {name: a, from: b}", ["no row 'b'", "it has a"]),
+        ("rows:\n  - {name: a, from: standrd/b}", ["row 'a'", "standrd", "did you mean standard?"]),
+        ("rows:\n  - {name: a, from: b}\n  - {name: b, from: a}", ["'a' needs itself"]),
+        ("rows:\n  - {name: a, set: ['init=<run:a>']}", ["'a' needs itself"]),
+        ("rows:\n  - {name: random_init, set: [loss=mcl]}\n  - {name: b, from: standard/random_init}",
+         ["random_init", "loss.name", "another name"]),
+    ],
+)  # fmt: skip
+def test_a_bad_row_is_told_before_anything_is_run(text, parts, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    planner, suite = Planner(Options("digits")), read(str(path))
+    with pytest.raises(UserError) as error:
+        for row in planner.table(suite).names:
+            planner.job(suite, row, 0)
+    assert all(part in str(error.value) for part in parts), str(error.value)

@@ -57,7 +57,7 @@ def train_rounds(
     Returns what classical.json holds. A folder that has it goes on from there.
     """
     _check(config)
-    known = _read(folder, config)
+    known = read_rounds(folder, config)
     with _stopping():
         data = experiments.load_data(config)
         num_examples = len(data.train)
@@ -219,7 +219,7 @@ def _write_owners(path: Path, owners: Tensor, members: int) -> None:
     files.write_atomically(path, lambda file: np.savez_compressed(file, priors=priors))
 
 
-def _read(folder: Path, config: Config) -> list[dict[str, Any]]:
+def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
     """The rounds that classical.json holds; refuses a folder of anything else."""
     path = folder / SUMMARY
     if not path.exists():

@@ -260,6 +260,21 @@ def test_a_dry_run_tells_what_cannot_be_built(mheads, here):
     assert "bad-seed0: split 'conv9'" in done.out
 
 
+def test_rounds_of_classical_mcl_are_a_row(mheads, here):
+    (here / "mine.yaml").write_text("rows:\n  - {name: rounds, rounds: 2}\n")
+    command = ["reproduce", "mine.yaml", "--recipe", "digits", *TINY]
+    assert "4 runs" not in mheads(*command, "--dry-run").out and not (here / "runs").exists()
+    assert mheads(*command).code == 0
+    (run,) = results(here)["runs"]["rounds"]
+    rounds = json.loads((here / "runs/reproduce/digits/rounds-seed0/classical.json").read_text())["rounds"]
+    assert run["result"]["oracle"] == rounds[-1]["oracle"] and len(rounds) <= 2
+    assert run["command"].startswith("mheads classical --rounds 2 digits ")
+    before = trained_at(here)
+    assert "0 runs to train, 1 finished" in mheads(*command).out
+    assert trained_at(here) == before
+    assert mheads(*command[:-1], "optim.lr=0.3", "-o", "other").code == 2  # rounds of another config
+
+
 # The paper's other networks, on small data of the right kind.
 
 

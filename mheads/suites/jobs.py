@@ -6,9 +6,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mheads import config as configs
 from mheads.checkpoint import Checkpoints
+from mheads.classical import is_stable, read_rounds
 from mheads.config import Config
 from mheads.errors import UserError
 from mheads.manifest import DamageError
@@ -61,6 +63,7 @@ class Job:
     overrides: tuple[str, ...]
     path: Path
     needs: tuple[Job, ...] = ()  # runs that it starts from
+    rounds: int | None = None  # of classical MCL: the path then holds a run for each
 
     @property
     def name(self) -> str:
@@ -68,10 +71,22 @@ class Job:
 
     @property
     def total(self) -> int:
-        return self.config.pretrain + self.config.optim.iterations
+        return (self.config.pretrain + self.config.optim.iterations) * (self.rounds or 1)
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run whose result counts: of rounds the last one."""
+        return RunFolder(self.path if self.rounds is None else self.path / f"round{max(0, len(self._rounds()) - 1)}")
+
+    def _rounds(self) -> list[dict[str, Any]]:
+        """The rounds that are done, up to the last one that is wanted."""
+        return read_rounds(self.path, self.config)[: self.rounds]
 
     def finished(self) -> bool:
         """Whether the run is there to be reused. Refuses a folder of another config."""
+        if self.rounds is not None:
+            known = self._rounds()
+            return bool(known) and (len(known) == self.rounds or is_stable(known[-1]))
         folder = RunFolder(self.path)
         if not folder.exists():
             return False
@@ -88,7 +103,10 @@ class Job:
 
     def steps_done(self) -> int:
         """How far an unfinished run has come."""
-        return max(Checkpoints(self.path / "checkpoints").steps(), default=0)
+        path, before = self.path, 0
+        if self.rounds is not None:
+            path, before = path / f"round{len(self._rounds())}", sum(entry["iterations"] for entry in self._rounds())
+        return before + max(Checkpoints(path / "checkpoints").steps(), default=0)
 
 
 def difference(there: Config, here: Config) -> str | None:
@@ -160,7 +178,7 @@ class Planner:
         special = suite.recipes.get(self.options.short)
         group = (special.folder if special else None) or self.options.short
         path = self.folder / group / f"{name}-seed{seed}{self.options.suffix}"
-        job = Job(name, seed, config, tuple(overrides), path, tuple(needs))
+        job = Job(name, seed, config, tuple(overrides), path, tuple(needs), row.rounds)
         for other_job in self._jobs.values():
             if other_job.path == path and (key := difference(other_job.config, config)):
                 raise UserError(
@@ -171,7 +189,8 @@ class Planner:
 
     def command(self, job: Job) -> str:
         """The command that trains this run alone, with folders as on any machine."""
-        words = ["mheads", "train", self.options.recipe, *job.overrides, "-f", str(job.path)]
+        kind = ["train"] if job.rounds is None else ["classical", "--rounds", str(job.rounds)]
+        words = ["mheads", *kind, self.options.recipe, *job.overrides, "-f", str(job.path)]
         return shlex.join(public(word.replace(str(self.folder), str(FOLDER))) for word in words)
 
 

@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from mheads import files
+from mheads.classical import train_rounds
 from mheads.errors import UserError
 from mheads.report.figures import save, suite_figure
-from mheads.run_folder import RunFolder
 from mheads.suites import findings, results, tables, timing
 from mheads.suites.jobs import FOLDER, Job, Options, Planner, in_order
 from mheads.suites.suite import SUITES, read
@@ -102,7 +102,7 @@ class Run:
                     try:
                         if broken := [need.name for need in job.needs if need.path in failed]:
                             raise UserError(f"it starts from {broken[0]}, which failed")
-                        result = train_config(job.config, RunFolder(job.path), watch)
+                        result = _train(job, watch)
                         done += 1
                         results.add(self.document, job, self.planner)
                         results.save(self.document, self.path)
@@ -199,6 +199,13 @@ def _figure(document: dict[str, Any]) -> Any:
             points.append((mean, std, paper.get("mean"), paper.get("std")))
         panels[findings.label(metric)] = points
     return suite_figure(rows, panels, tables.title(document))
+
+
+def _train(job: Job, watch: Overview) -> dict[str, Any]:
+    if job.rounds is None:
+        return train_config(job.config, job.folder, watch)
+    train_rounds(job.config, job.path, lambda label: watch, job.rounds)
+    return job.folder.read_result()
 
 
 def _runs(count: int) -> str:

@@ -78,7 +78,7 @@ def add(document: Document, job: Job, planner: Planner) -> None:
     """Adds a finished run, in the place of one with the same seed; one that no row shows is left out."""
     if job.row not in {entry["run"] for entry in document["rows"]}:
         return
-    folder = RunFolder(job.path)
+    folder = job.folder
     entry = {
         "seed": job.seed,
         "config": digest(job.config),

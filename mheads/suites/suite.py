@@ -24,7 +24,18 @@ from mheads.errors import UserError
 from mheads.suites.words import Words
 
 # As they are shown: those of the paper in the order in which it asks its questions.
-SUITES = ("standard", "tree", "averaged", "mcl", "pretrain", "finetune", "mixture", "specialists")
+SUITES = (
+    "standard",
+    "tree",
+    "averaged",
+    "mcl",
+    "pretrain",
+    "finetune",
+    "mixture",
+    "specialists",
+    "classical",
+    "modern",
+)
 TERM = re.compile(r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)(?: *(?P<added>[+-] *[\d.]+))?$")
 
 
@@ -43,10 +54,11 @@ class Row(_Part):
     from_: str | None = Field(None, alias="from")
     metrics: dict[str, str] = {}  # what is shown as a metric -> the metric of the run that it is
     each: Each = {}
+    rounds: int | None = Field(None, ge=1)  # of classical MCL, instead of one run
 
     @model_validator(mode="after")
     def _run_or_from(self) -> Row:
-        if self.from_ is not None and self.set:
+        if self.from_ is not None and (self.set or self.rounds):
             raise ValueError("`from` takes the run of another row, so nothing can be `set`")
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from dataclasses import replace
 
 from mheads.config import Config
 from mheads.engine.engine import Engine
@@ -18,6 +19,9 @@ FORWARD = 1 / 3  # what an example costs in an evaluation, as a part of a step
 def seconds(job: Job) -> float:
     """What the rest of a run will take: its steps and its evaluations. Writes nothing."""
     config, done = job.config, job.steps_done()
+    if job.rounds is not None:  # reading the training set between them takes little
+        one = replace(job, rounds=None, path=job.path / "none")
+        return seconds(one) * (1 - done / job.total) * job.rounds
     experiment = build(_startable(config))
     parts = [(config.pretrain - done, 0)] if done < config.pretrain else []  # (steps to go, a step like them)
     parts.append((job.total - max(done, config.pretrain), config.pretrain))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mheads.evaluation import outputs_of
     from mheads.run import Run
     from mheads.scores import with_scores
-    from mheads.tree import TreeNet
+    from mheads.treenet import TreeNet
 
 __all__ = [
     "Dropout",
@@ -40,7 +40,7 @@ _HOMES = {
     "Dropout": "mheads.dropout",
     "Interrupted": "mheads.api",
     "Run": "mheads.run",
-    "TreeNet": "mheads.tree",
+    "TreeNet": "mheads.treenet",
     "UserError": "mheads.errors",
     "evaluate": "mheads.api",
     "fit": "mheads.api",

@@ -33,7 +33,7 @@ from mheads.progress import Silent, Watcher, watcher
 from mheads.run import Run, Temporary, labelled, opened
 from mheads.run_folder import RunFolder
 from mheads.train import Stopped, train_config
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 Examples = Any  # (inputs, labels) as arrays or tensors, a list of pairs, a torch Dataset or DataLoader

@@ -18,7 +18,7 @@ from mheads.experiment import factory
 from mheads.graph import GraphChain, finest_chain
 from mheads.models import INPUT_SHAPES
 from mheads.probe import compare_with_forward
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 MEMBERS = 4  # what a split would cost is said for so many

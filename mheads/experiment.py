@@ -32,7 +32,8 @@ from mheads.problems import Classification
 from mheads.progress import Silent
 from mheads.run_folder import DataFacts, RunFolder
 from mheads.scores import OWN, with_scores
-from mheads.tree import TreeNet, parse, whole_spec
+from mheads.tree import parse, whole_spec
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 

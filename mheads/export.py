@@ -31,7 +31,7 @@ from mheads.data.catalog import DATASETS
 from mheads.data.preprocess import centre
 from mheads.errors import UserError, named
 from mheads.run_folder import DataFacts
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 if TYPE_CHECKING:

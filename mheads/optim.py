@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mheads.config import OptimOptions, ScheduleOptions
 from mheads.engine.tape import trainable
 from mheads.errors import UserError
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 
 
 class Optimizer:

@@ -27,7 +27,7 @@ from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.prepared import Prepared, check, raw_examples
 from mheads.problems import Classification, Problem
 from mheads.run_folder import DataFacts, RunFolder
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

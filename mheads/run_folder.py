@@ -35,7 +35,7 @@ from mheads.log import Log, good_lines
 from mheads.manifest import AGAIN, DamageError, Manifest
 from mheads.plain import from_json
 from mheads.problems import Problem
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 Warn = Callable[[str], None]

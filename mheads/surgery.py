@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from mheads.errors import UserError
-from mheads.tree import Node, Spec, TreeNet, unsaved_buffers
+from mheads.tree import Node, Spec
+from mheads.treenet import TreeNet, unsaved_buffers
 
 Sources = list[int | None]  # the member that each member of the new tree comes from, None for one that is new
 

@@ -31,7 +31,7 @@ from mheads.optim import Optimizer, Schedule
 from mheads.problems import Problem, Result
 from mheads.progress import Silent, Watcher
 from mheads.run_folder import DataFacts, RunFolder
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 
 
 class Stopped(Exception):  # noqa: N818, it is not an error

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mheads.errors import UserError
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 

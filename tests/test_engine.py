@@ -23,7 +23,7 @@ from mheads.engine.sums import PairwiseSum
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
 from mheads.engine.tasks import cuts
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
-from mheads.tree import canonical
+from mheads.strides import canonical
 
 LOSSES = {
     "independent": losses.independent(),

@@ -22,7 +22,8 @@ from mheads.data.batch import Batch
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, record
 from mheads.engine.threads import ThreadsEngine
 from mheads.graph import GraphStage
-from mheads.tree import canonical, describe
+from mheads.strides import canonical
+from mheads.treenet import describe
 
 IMAGES = torch.randn(14, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TOKENS = torch.randint(12, (14, 7), generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from torch import nn
 
 from mheads import TreeNet, UserError, values
 from mheads.dropout import Dropout
-from mheads.tree import canonical
+from mheads.strides import canonical
 
 
 class Plain(nn.Module):

@@ -16,7 +16,7 @@ import mheads
 from mheads import UserError, losses
 from mheads.data.batch import Batch
 from mheads.dropout import Dropout, keyed_masks
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 6)).astype(np.float32)

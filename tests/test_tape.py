@@ -15,7 +15,7 @@ from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record, trainable
 from mheads.models import MODELS
-from mheads.tree import canonical
+from mheads.strides import canonical
 
 LAYERS = {
     "conv": lambda: nn.Conv2d(6, 4, 3, padding=1),

@@ -12,9 +12,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 from mheads import TreeNet, UserError
+from mheads.chain import Layer
 from mheads.dropout import Dropout
 from mheads.models import MODELS
-from mheads.tree import Layer, canonical, parse
+from mheads.strides import canonical
+from mheads.tree import parse
 
 LAYERS = [
     Layer("conv1", True, False),

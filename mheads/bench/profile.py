@@ -16,7 +16,8 @@ from mheads.engine import sliced
 from mheads.engine.memory import keep_freed_memory
 from mheads.models import INPUT_SHAPES, MODELS
 from mheads.modules import children
-from mheads.tree import TreeNet, canonical
+from mheads.strides import canonical
+from mheads.treenet import TreeNet
 
 ROWS, REPEATS = 88, 15
 

@@ -25,7 +25,8 @@ from mheads.models import INPUT_SHAPES, MODELS
 from mheads.planning.job import Job
 from mheads.planning.loads import StageLoad, measured_loads
 from mheads.planning.search import Edge
-from mheads.tree import Tree, TreeNet, describe, parse
+from mheads.tree import Tree, parse
+from mheads.treenet import TreeNet, describe
 
 RANKS = 2
 

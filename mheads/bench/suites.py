@@ -28,7 +28,7 @@ from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_c
 from mheads.losses import Loss
 from mheads.models import MODELS
 from mheads.optim import Optimizer
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 
 Progress = Callable[[int, int], None]
 SHAPE, BATCH, MEMBERS = (3, 32, 32), 350, 4

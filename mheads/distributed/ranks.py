@@ -22,7 +22,8 @@ from mheads.engine.tasks import StepReport
 from mheads.engine.threads import ThreadsEngine
 from mheads.errors import UserError
 from mheads.losses import Loss
-from mheads.tree import Tree, TreeNet
+from mheads.tree import Tree
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 T = TypeVar("T")

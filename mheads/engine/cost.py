@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mheads import values
 from mheads.errors import UserError
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 

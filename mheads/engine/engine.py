@@ -10,7 +10,7 @@ from torch import Tensor
 from mheads.data.batch import Batch
 from mheads.engine.tasks import StepReport
 from mheads.losses import Loss
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mheads import values
-from mheads.tree import canonical
+from mheads.strides import canonical
 from mheads.values import Value
 
 ROW_MULTIPLE = 4  # a convolution that meets a new row count spends 1 to 2 ms on building a primitive for it

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mheads.engine import sliced
 from mheads.modules import has_batch_statistics
-from mheads.tree import Node, TreeNet
+from mheads.tree import Node
+from mheads.treenet import TreeNet
 
 
 @dataclass(frozen=True)

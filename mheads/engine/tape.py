@@ -21,7 +21,7 @@ from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.sums import Gradients
 from mheads.modules import has_batch_statistics
-from mheads.tree import canonical
+from mheads.strides import canonical
 from mheads.values import Value
 
 # Forward is a third of a step: computing it twice for a member's own rows pays while these are less than two thirds.

@@ -23,7 +23,8 @@ from mheads.engine.stages import Stages
 from mheads.engine.sums import Gradients, PairwiseSum
 from mheads.engine.tape import Context, Tape, record
 from mheads.losses import Loss
-from mheads.tree import Node, canonical
+from mheads.strides import canonical
+from mheads.tree import Node
 from mheads.values import Value
 
 # Phases of a micro-batch, the most advanced first: tasks that free memory go before those that take it.

@@ -20,7 +20,7 @@ from mheads.engine.stages import Stages
 from mheads.engine.tasks import ForwardPass, StepReport, TrainingStep
 from mheads.errors import UserError
 from mheads.losses import Loss
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 CPU = torch.device("cpu")

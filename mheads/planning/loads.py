@@ -24,7 +24,8 @@ from mheads.engine.tape import Context, record, trainable
 from mheads.modules import children
 from mheads.optim import Optimizer
 from mheads.planning.job import Job
-from mheads.tree import Node, Tree, TreeNet
+from mheads.tree import Node, Tree
+from mheads.treenet import TreeNet
 from mheads.values import Value
 
 

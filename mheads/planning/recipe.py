@@ -20,7 +20,7 @@ from mheads.models import INPUT_SHAPES
 from mheads.planning.job import Cluster, Job
 from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.search import auto
-from mheads.tree import TreeNet
+from mheads.treenet import TreeNet
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class Words:
     def splits(self) -> list[str]:
         """The layers that the network can be split at, in order: with parameters, and others with some below."""
         from mheads.experiment import factory
-        from mheads.tree import TreeNet
+        from mheads.treenet import TreeNet
 
         layers = TreeNet(factory(self._config), 1, only=()).layers
         return [layer.name for layer in layers if layer.has_parameters or layer.ends][:-1]

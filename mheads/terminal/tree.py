@@ -14,7 +14,8 @@ from rich.tree import Tree as Drawing
 from mheads.config import Config
 from mheads.experiment import factory
 from mheads.terminal.words import mesh_text, names, numbers, ranks_of
-from mheads.tree import Node, Tree, TreeNet
+from mheads.tree import Node, Tree
+from mheads.treenet import TreeNet
 
 if TYPE_CHECKING:
     from mheads.distributed.placement import Placement

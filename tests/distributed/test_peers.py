@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mheads.chain import Layer
 from mheads.distributed.placement import Placement, default
 from mheads.distributed.ranks import peers, relatives
-from mheads.tree import Layer, parse
+from mheads.tree import parse
 
 LAYERS = [Layer(name, True, False) for name in ("a", "b", "c")]
 TREES = [4, {"a": 4}, {"a": [{"b": 2}, 2]}, {"a": {"b": 3}}, 1]

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mheads import UserError
+from mheads.chain import Layer
 from mheads.distributed.placement import default, explicit, meshes, spread
 from mheads.engine.sums import divides_evenly
-from mheads.tree import Layer, parse
+from mheads.tree import parse
 
 LAYERS = [Layer(name, True, False) for name in "abcdefgh"]
 

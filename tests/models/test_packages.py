@@ -8,7 +8,7 @@ from stepping import engine_gradients
 from mheads import TreeNet, UserError, losses
 from mheads.data.batch import Batch
 from mheads.models import resolve
-from mheads.tree import canonical
+from mheads.strides import canonical
 
 ARGS = {"in_chans": 1, "num_classes": 10}
 

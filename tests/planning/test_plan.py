@@ -14,6 +14,7 @@ from torch import nn
 
 from mheads import TreeNet, UserError
 from mheads import config as configs
+from mheads.chain import Layer
 from mheads.distributed.placement import Placement, default, explicit, meshes
 from mheads.engine.cost import stage_costs
 from mheads.models import MODELS
@@ -22,7 +23,7 @@ from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.recipe import input_shape, job_of, place
 from mheads.planning.search import auto, exchanged, predict, traffic
 from mheads.planning.simulation import Simulation
-from mheads.tree import Layer, parse
+from mheads.tree import parse
 
 LAYERS = [Layer(name, True, False) for name in "abcd"]
 TREE = parse({"a": 2}, LAYERS)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from mheads import config as configs
 from mheads import data as datasets
+from mheads import donors, identity, parts, values
 from mheads import experiment as experiments
-from mheads import identity, values
 from mheads import weights as weights_of
 from mheads.checkpoint import Checkpoints
 from mheads.data import Preprocess
@@ -257,7 +257,7 @@ def _initialise(
         said = str(weights_of.load_into(net, found, "init", renamed))
     elif isinstance(init, str | Path) and init not in ("random", "same"):
         name = str(Path(init).absolute())
-        said = experiments.start_from(net, name, renamed)
+        said = donors.start_from(net, name, renamed)
     else:
         raise UserError(
             f"init={init!r}: give a file of weights, a state dict, the folder of a run, a run or a TreeNet; "
@@ -388,7 +388,7 @@ def load(
     """
     folder = RunFolder(Path(run))
     config = folder.read_config()
-    net = experiments.net_of_run(folder, config, warn or Silent().warn, network_factory, trust)
+    net = parts.net_of_run(folder, config, warn or Silent().warn, network_factory, trust)
     loaded = opened(folder, config, net, warn or Silent().warn)
     _leave(net, folder, folder.read_identity().get("start"), config.init)  # fit may go on with it in this folder
     return loaded

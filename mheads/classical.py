@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mheads import config as configs
 from mheads import experiment as experiments
-from mheads import files, seeds
+from mheads import files, parts, seeds
 from mheads.config import Config, Sampling
 from mheads.data import Data, read_priors
 from mheads.data.batch import evaluation_batches
@@ -59,7 +59,7 @@ def train_rounds(
     _check(config)
     known = read_rounds(folder, config)
     with _stopping():
-        data = experiments.load_data(config)
+        data = parts.load_data(config)
         num_examples = len(data.train)
         if num_examples < config.members:
             raise UserError(f"{data.name} has {num_examples} training examples for {config.members} members: too few")
@@ -148,7 +148,7 @@ def _of_round(config: Config, folder: Path, number: int) -> Config:
 
 def _begin(config: Config, data: Data) -> Tensor:
     """The first assignment. What does not fit together is refused here, before anything is written."""
-    net, loss = experiments.build_net(config), experiments.build_loss(config)
+    net, loss = parts.build_net(config), parts.build_loss(config)
     distances = input_distances(data.train, data.preprocess, config.members, config.seed)
     owners = share_out(distances, _ties(config, -1, distances), _least(config, distances.shape[1]))
     given = config.model_copy(update={"sampling": Sampling(name="array")})

@@ -14,9 +14,9 @@ from mheads.config import of_model
 from mheads.dropout import replace_dropout
 from mheads.engine.cost import example_of, multiply_adds
 from mheads.errors import UserError
-from mheads.experiment import factory
 from mheads.graph import GraphChain, finest_chain
 from mheads.models import INPUT_SHAPES
+from mheads.parts import factory
 from mheads.probe import compare_with_forward
 from mheads.treenet import TreeNet
 from mheads.values import Value

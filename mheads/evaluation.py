@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mheads import api, experiment
+from mheads import api, parts
 from mheads import config as configs
 from mheads.data import POSED
 from mheads.data.catalog import DATASETS
@@ -46,7 +46,7 @@ def evaluate_run(
     config = folder.read_config()
     if outputs_file is not None and not outputs_file.parent.is_dir():
         raise UserError(f"cannot write {outputs_file}: there is no folder {outputs_file.parent}")
-    net = experiment.net_of_run(folder, config, watch.warn, trust=trust)
+    net = parts.net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
     with telling(watch):
         data, examples, split = _examples(folder, overrides, split)
@@ -58,7 +58,7 @@ def evaluate_run(
             kept.append((found.cpu().numpy(), targets.cpu().numpy()))
             counted.extend([] if weights is None else [weights.cpu().numpy()])
 
-    with closing(experiment.threads_engine(config, net)) as engine:
+    with closing(parts.threads_engine(config, net)) as engine:
         result = measure(engine, examples, data.inputs, data.problem, watch, keep)
     assert result is not None  # there are examples
     if outputs_file is not None:
@@ -81,7 +81,7 @@ def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> 
     run = run if isinstance(run, Run) else api.load(run)
     overrides = [f"data.{key}={value}" for key, value in data.items()]
     facts, examples, _ = _examples(RunFolder(run.folder), overrides, split)
-    with closing(experiment.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
+    with closing(parts.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
         outputs, _, targets = all_answers(engine, examples, facts.inputs, facts.problem)
     return outputs, targets
 
@@ -134,8 +134,8 @@ def _examples(folder: RunFolder, overrides: Sequence[str], split: str | None) ->
         # Other targets are read as those of the run, whatever they look like.
         update = {"data": held_out.data.model_copy(update={"problem": facts.problem.name})}
         held_out = held_out.model_copy(update=update)
-    data = experiment.load_data(held_out)
-    before = experiment.load_data(config).fingerprint if same and held_out is not config else data.fingerprint
+    data = parts.load_data(held_out)
+    before = parts.load_data(config).fingerprint if same and held_out is not config else data.fingerprint
     if same and before != facts.fingerprint:
         raise UserError(
             f"{folder.path} was trained on other data than {data.name} is now: checksum "

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import os
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mheads import data as datasets
-from mheads import files, identity, models, plain, seeds, values, weights
+from mheads import files, identity, models, seeds, values
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream, Reader
-from mheads.device import default_workers, refuse_beyond_memory, resolve
+from mheads.device import refuse_beyond_memory, resolve
+from mheads.donors import donor_digest
 from mheads.engine.engine import Engine
-from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
-from mheads.errors import UserError, named
-from mheads.losses import LOSSES, Loss, independent
+from mheads.errors import UserError
+from mheads.losses import Loss, independent
 from mheads.measuring import all_answers
+from mheads.parts import build_loss, build_net, load_data, micro_batches, net_of_run, threads_engine
 from mheads.problems import Classification
 from mheads.progress import Silent
-from mheads.run_folder import DataFacts, RunFolder
-from mheads.scores import OWN, with_scores
-from mheads.tree import parse, whole_spec
+from mheads.run_folder import RunFolder
+from mheads.scores import OWN
 from mheads.treenet import TreeNet
 from mheads.values import Value
 
@@ -104,23 +99,6 @@ class Experiment:
 def _some(names: Sequence[str]) -> str:
     """Names, the first twenty of them if there are many."""
     return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-
-
-def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:
-    """The engine of one process."""
-    device = resolve(config.device)
-    workers = config.engine.workers
-    if workers == "auto":
-        workers = default_workers(device, available_cores())
-    return ThreadsEngine(net, workers, micro_batches(config, net), config.seed, device, config.optim.accumulate)
-
-
-def micro_batches(config: Config, net: TreeNet) -> int:
-    """How many micro-batches a batch is cut into."""
-    asked = config.engine.micro_batches
-    if asked == "auto" and config.loss.whole_batch:
-        return 1
-    return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked
 
 
 def build(config: Config, data: Data | None = None) -> Experiment:
@@ -313,231 +291,3 @@ def _identical(net: TreeNet, loss: Loss, a: int, b: int) -> UserError:
         f"one gets the same gradient. Does {net.network_name} seed torch itself, load weights or fill in constants? "
         f"Let it draw its weights, or use {remedy}"
     )
-
-
-def factory(config: Config) -> Callable[[], nn.Module]:
-    function = models.resolve(config.model)
-    try:
-        inspect.signature(function).bind(**config.model_args)
-    except ValueError:
-        pass  # written in C: it has no signature to look at
-    except TypeError as error:
-        raise UserError(f"model_args = {config.model_args!r} do not fit {config.model}: {error}") from error
-
-    def make() -> nn.Module:
-        try:
-            network = function(**config.model_args)
-        except UserError:
-            raise
-        except (Exception, SystemExit) as error:  # the user's function may raise anything
-            called = f"model {config.model!r} with model_args = {config.model_args!r}"
-            raise UserError(f"{called} failed with {named(error)}") from error
-        if not isinstance(network, nn.Module):
-            raise UserError(f"model {config.model!r} gives {network!r}, not a torch.nn.Module")
-        return network
-
-    make.__name__ = config.model
-    make.__wrapped__ = function  # type: ignore[attr-defined]  # identity.py describes it
-    return with_scores(make) if config.loss.name == "scored" else make
-
-
-def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
-    """The tree of a config with its first weights, or `only` some stages."""
-    init = config.init if config.init == "same" else "random"
-    # The next seed, as in surgery.py: a new member must not start where one of the same number there did.
-    seed = config.seed + (None in (config.init_members or ()))
-    net = TreeNet(factory(config), config.members, config.split, seed=seed, init=init, only=only)
-    if config.init not in ("random", "same"):
-        net.origin = start_from(net, config.init, config.init_map, config.init_members)
-    elif config.init_map or config.init_members is not None:
-        raise UserError(f"init_map and init_members are about weights to start from, but init is {config.init}")
-    net.freeze(config.freeze)
-    return net
-
-
-def start_from(
-    net: TreeNet,
-    init: str,
-    renamed: Mapping[str, str | None] | None = None,
-    members: Sequence[int | None] | None = None,
-) -> str:
-    """Gives a net the weights in a file, or those of a run; returns what there is to say of it.
-
-    `renamed` is about the names in a file, see `weights.py`; `members` are those of the run that members start from,
-    None for one that is drawn.
-    """
-    if Path(init).suffix in weights.SUFFIXES:
-        if members is not None:
-            raise UserError(f"init_members names members of a run, and init = {init!r} is a file of weights")
-        return str(weights.load_into(net, weights.read(Path(init)), init, renamed))
-    donor = RunFolder(Path(init))
-    if not donor.exists():
-        raise UserError(
-            f"init = {init!r}: give random, same, the folder of a finished run, or a file of weights "
-            f"({', '.join(weights.SUFFIXES)})"
-        )
-    if renamed:
-        raise UserError(f"init_map renames what is in a file of weights, and init = {init!r} is a run")
-    there = donor.read_config()
-    if members is None and there.members not in (1, net.num_members):
-        raise UserError(
-            f"init = {init!r} has {there.members} members, this run {net.num_members}: "
-            "start from as many members, from one to be copied to all, or say with init_members which"
-        )
-    if members is not None and (bad := [m for m in members if m is not None and m >= there.members]):
-        raise UserError(
-            f"init_members names member {bad[0]}, but init = {init!r} has {there.members}, counted from 0 to "
-            f"{there.members - 1}"
-        )
-    try:
-        # The donor's tree over the layers of this network: nothing that the donor names is built.
-        tree = parse(whole_spec(there.members, there.split), net.layers, there.members, net.network_name)
-        net.take_weights(tree, donor.final_weights().tensors, members)
-    except UserError as error:
-        raise UserError(f"init = {init!r}: {error}") from error
-    if there.members == 1 if members is None else len(set(members)) == 1:
-        net.init = "same"
-    return ""
-
-
-def donor_digest(init: str) -> str | None:
-    """A digest of the weights that `init` names: another run or file under the same name is another start."""
-    if init in ("random", "same"):
-        return None
-    path = Path(init)
-    return files.digest(path if path.suffix in weights.SUFFIXES else RunFolder(path).model)
-
-
-def donor_differences(config: Config, data: Data) -> list[str]:
-    """How the inputs and classes of the run that `init` names differ from those here."""
-    if not RunFolder(Path(config.init)).exists():  # random, same, or weights without a run
-        return []
-    there, here = RunFolder(Path(config.init)).read_data(), DataFacts.of(data)
-    what = "classes" if here.problem.name == "classification" else "groups"
-    pairs = {
-        "the shape of an example": (there.shape, here.shape),
-        "the problem": (there.problem.name, here.problem.name),
-        f"the number of {what}": (len(there.problem.groups), len(here.problem.groups)),
-        **{f"class {c}": names for c, names in enumerate(zip(there.problem.groups, here.problem.groups, strict=False))},
-        "data.scale": (there.preprocess.scale, here.preprocess.scale),
-        "the mean that is subtracted": (_said(there.preprocess.mean), _said(here.preprocess.mean)),
-        "the deviation that is divided by": (_said(there.preprocess.std), _said(here.preprocess.std)),
-    }
-    lines = [f"{what}: {old} there, {new} here" for what, (old, new) in pairs.items() if old != new]
-    return lines if len(lines) <= 5 else [*lines[:5], f"and {len(lines) - 5} more"]
-
-
-def _said(tensor: torch.Tensor | None) -> str:
-    return "none" if tensor is None else f"{tensor.double().mean():.4g} on average ({identity.weights({'': tensor})})"
-
-
-def net_of_run(
-    folder: RunFolder,
-    config: Config,
-    warn: Callable[[str], None],
-    network_factory: Callable[[], nn.Module] | None = None,
-    trust: bool = False,
-) -> TreeNet:
-    """The tree of a run, without its weights. Code that only the folder names is run only if it is trusted.
-
-    `warn` is told if the code has changed since: that may be harmless, so it is not refused.
-    """
-    if network_factory is None:
-        if config.model.startswith("__main__:"):
-            raise UserError(
-                f"{folder.path} was trained on {config.model}, which only that script knows: "
-                "give its factory, mheads.load(run, factory)"
-            )
-        if config.model not in models.MODELS:
-            where = folder.read_identity().get("place")
-            if not trust:
-                raise UserError(
-                    f"{folder.path} names code of its own: {config.model} with model_args = {config.model_args!r}, "
-                    f"found in {where} when it was trained. None of it was run. If you trust it, give --trust "
-                    "(trust=True in Python), or the factory itself: mheads.load(run, factory)"
-                )
-            _look_in(where, config.model)
-        network_factory = factory(config)
-    elif config.loss.name == "scored":
-        network_factory = with_scores(network_factory)
-    there = folder.read_identity()
-    drawn = there["network"]
-    net = TreeNet(network_factory, config.members, config.split, seed=int(drawn["seed"]), init=drawn["init"])
-    if lines := identity.differences(there, {**there, "network": net.identity}):
-        warn("\n  ".join([f"the network is not the one that {folder.path} was trained with:", *lines]))
-    return net
-
-
-def _look_in(place: str | None, name: str) -> None:
-    """Puts the folder that held a run's code when it was trained on the path, unless the module is found without it."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    package = name.partition(":")[0].partition(".")[0]
-    if package in sys.modules or importlib.util.find_spec(package) is not None or place is None:
-        return
-    if not Path(place).is_dir():
-        raise UserError(
-            f"model {name!r}: there is no module {package} here, and {place}, where it was found when the run was "
-            "trained, is gone: set PYTHONPATH to the folder that it is in now"
-        )
-    sys.path.append(place)
-
-
-def build_loss(config: Config) -> Loss:
-    """The loss of a config, if it fits the members and the sampling."""
-    loss, of = _make_loss(config), config.loss.of
-    if of is not None and not loss.takes_of:
-        raise UserError(
-            f"loss.of = {plain.short(of)}: {loss.name} has a loss of its own for each example; leave loss.of out"
-        )
-    loss = loss if of is None else replace(loss, of=of)
-    loss.check(config.members, config.sampling.name)
-    return loss
-
-
-def _make_loss(config: Config) -> Loss:
-    name, options, args = config.loss.name, config.loss.options, config.loss.args
-    if name in LOSSES:
-        if args:
-            keys = ", ".join(f"loss.{key}" for key in options)
-            raise UserError(
-                f"loss.args = {args!r}: they are the arguments of a loss of your own, and {name} is not one; it takes "
-                f"{keys or 'none'}"
-            )
-        return LOSSES[name](**options)
-    function = models.import_factory(name, "loss")
-    if _is_plain_loss(function, args):
-        return Loss(name, partial(function, **args), options=args)
-    try:
-        loss = function(**args)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's function may raise anything
-        raise UserError(f"loss {name!r} with loss.args = {args!r} failed with {named(error)}") from error
-    if not isinstance(loss, Loss):
-        raise UserError(
-            f"loss.name = {name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss; name a function "
-            "that makes one, or one of (outputs, y) that returns the losses [M, B]"
-        )
-    return loss
-
-
-def _is_plain_loss(function: Callable[..., Any], args: dict[str, Any]) -> bool:
-    """Whether this function is itself a loss of (outputs, y), instead of making one."""
-    try:
-        inspect.signature(function).bind(**args)
-    except TypeError:
-        try:
-            inspect.signature(function).bind(None, None, **args)
-        except TypeError:
-            return False
-        return True
-    except ValueError:  # not written in Python
-        return False
-    return False
-
-
-def load_data(config: Config) -> Data:
-    options = config.data.model_dump(exclude={"reader"})
-    return datasets.load(options.pop("name"), **options)

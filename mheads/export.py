@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mheads import experiment, files, scores
+from mheads import files, parts, scores
 from mheads.data.catalog import DATASETS
 from mheads.data.preprocess import centre
 from mheads.errors import UserError, named
@@ -163,7 +163,7 @@ def _own_examples(run: Run) -> Tensor:
     """Those that the run was evaluated on, if its config can name them, else drawn from the range of training."""
     with contextlib.suppress(UserError, OSError):
         if run.config.data.name in DATASETS:
-            test = experiment.load_data(run.config).test
+            test = parts.load_data(run.config).test
             if tuple(test.shape) == run.data.shape and len(test):
                 return test.read(np.arange(min(len(test), EXAMPLES)), None)
     seen = run.data.seen

@@ -24,9 +24,9 @@ from mheads.data.split import Beside
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
 from mheads.evaluation import telling
-from mheads.experiment import threads_engine
 from mheads.files import hidden_name, remove, write_atomically
 from mheads.measuring import answers, in_eval_mode
+from mheads.parts import threads_engine
 from mheads.prepared import check, raw_examples
 from mheads.problems import Classification
 from mheads.progress import Watcher

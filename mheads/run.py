@@ -21,9 +21,9 @@ from mheads.data import ArraySplit
 from mheads.data.arrays import Unlabelled, as_side
 from mheads.data.dataset import DatasetSplit
 from mheads.errors import UserError
-from mheads.experiment import threads_engine
 from mheads.log import Log
 from mheads.measuring import all_answers, in_eval_mode, measure
+from mheads.parts import threads_engine
 from mheads.prepared import Prepared, check, raw_examples
 from mheads.problems import Classification, Problem
 from mheads.run_folder import DataFacts, RunFolder

@@ -21,10 +21,11 @@ from mheads.checkpoint import Checkpoints
 from mheads.config import Config
 from mheads.data.batch import Batch, Batches
 from mheads.diagnostics import Diagnostics, gradient_norms, idle_warning
+from mheads.donors import donor_differences
 from mheads.engine.engine import Engine
 from mheads.engine.tasks import StepReport
 from mheads.errors import UserError
-from mheads.experiment import Experiment, build, donor_differences
+from mheads.experiment import Experiment, build
 from mheads.log import History, MetricsLog
 from mheads.measuring import measure
 from mheads.optim import Optimizer, Schedule

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mheads import experiment
+from mheads import parts
 from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
 from mheads.errors import UserError
@@ -48,7 +48,7 @@ def class_pictures(record: Record, kind: str, watch: Watcher) -> np.ndarray:
     mean: the mean image; typical: the example nearest to it.
     """
     names = groups(record)
-    data = experiment.load_data(record.config) if record.config.data.name in DATASETS else None
+    data = parts.load_data(record.config) if record.config.data.name in DATASETS else None
     if data is None or len(data.train.shape) != 3 or data.train.targets.ndim != 1:
         watch.warn(f"{record.folder.path}: no images of its classes are at hand, so they are shown as colours")
         return plain_colours(len(names))

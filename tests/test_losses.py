@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 from torch import nn
 
-from mheads import TreeNet, UserError, experiment, losses
+from mheads import TreeNet, UserError, losses, parts
 from mheads import config as configs
 from mheads.losses import assign, options
 
@@ -220,7 +220,7 @@ def test_a_plain_function_of_outputs_and_labels_is_a_loss():
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_config_may_name_a_plain_function(power):
     config = configs.load("digits", ["loss.name=networks:squared", f"loss.args.power={power}"])
-    loss = experiment.build_loss(config)
+    loss = parts.build_loss(config)
     outputs, y = problem(14)
     expected = np.abs(softmax(outputs.numpy()) - np.eye(C)[y]) ** power
     assert loss(outputs, y).total.item() == pytest.approx(expected.sum())
@@ -245,7 +245,7 @@ def test_a_config_knows_the_options_of_a_loss_by_its_factory(name):
     assert known.keys() == inspect.signature(factory).parameters.keys() - {"of"}
     assert factory().options == {key: option.default for key, option in known.items()}
     config = configs.load("digits", [f"loss={name}"])
-    assert experiment.build_loss(config).options == factory().options == config.loss.options
+    assert parts.build_loss(config).options == factory().options == config.loss.options
 
 
 def test_only_arguments_that_say_what_they_mean_are_options():

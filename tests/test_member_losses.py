@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import mheads
-from mheads import UserError, experiment, losses
+from mheads import UserError, losses, parts
 from mheads import config as configs
 from mheads.losses import MEMBER_LOSSES, of
 from mheads.problems import Classification, Regression
@@ -169,7 +169,7 @@ def test_a_loss_for_other_targets_is_refused():
 def test_a_config_names_it(overrides, expected):
     config = configs.load("digits", ["loss=mcl", *overrides])
     assert config.loss.of == expected
-    assert of.named(experiment.build_loss(config).of) == expected
+    assert of.named(parts.build_loss(config).of) == expected
     assert (config.digest() == configs.load("digits", ["loss=mcl"]).digest()) is (expected is None)
 
 
@@ -181,10 +181,10 @@ def test_a_config_says_what_is_wrong_with_it():
     assert configs.load("digits", ["loss.of=nowhere:f"]).loss.of == "nowhere:f"  # reading a config runs no code
     config = configs.load("digits", ["loss=prob_averaged", "loss.of=cross_entropy"])
     with pytest.raises(UserError, match=r"prob_averaged has a loss of its own for each example; leave loss.of out"):
-        experiment.build_loss(config)
+        parts.build_loss(config)
     own = configs.load("digits", ["loss=networks:squared", "loss.of=cross_entropy"])
     with pytest.raises(UserError, match="networks:squared has a loss of its own"):
-        experiment.build_loss(own)
+        parts.build_loss(own)
 
 
 def test_another_loss_of_an_example_is_another_run(tmp_path):

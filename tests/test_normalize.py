@@ -6,7 +6,7 @@ import torch
 from stepping import engine_gradients
 from torch import nn
 
-from mheads import TreeNet, UserError, experiment, fit, losses
+from mheads import TreeNet, UserError, experiment, fit, losses, parts
 from mheads import config as configs
 from mheads.data.batch import Batch
 from mheads.data.preprocess import Preprocess
@@ -83,9 +83,9 @@ def test_the_batch_is_not_cut():
         return configs.load("digits", ["loss=mcl", "loss.normalize=wins", "optim.batch_size=400", *more])
 
     built = experiment.build(config())
-    assert experiment.micro_batches(built.config, built.net) == 1
-    assert experiment.micro_batches(config("loss.normalize=batch"), built.net) > 1
-    assert experiment.micro_batches(config("loss=independent"), built.net) > 1  # which has no such option
+    assert parts.micro_batches(built.config, built.net) == 1
+    assert parts.micro_batches(config("loss.normalize=batch"), built.net) > 1
+    assert parts.micro_batches(config("loss=independent"), built.net) > 1  # which has no such option
     for key in ("engine.micro_batches=2", "optim.accumulate=2"):
         with pytest.raises(UserError, match=r"whole batches.*cut into 2 micro-batches: use engine.micro_batches=1"):
             experiment.build(config(key))

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import mheads as package
-from mheads import config, experiment, identity
+from mheads import config, experiment, identity, parts
 from mheads.errors import UserError
 from mheads.manifest import Manifest
 from mheads.progress import Silent
@@ -103,7 +103,7 @@ def test_a_strangers_run_folder_runs_nothing(mheads, plain, tmp_path, monkeypatc
             package.load(run)
     else:
         package.load(run)
-    experiment.build_net(config.load("digits", [*SMALL, f"init={run}"]))
+    parts.build_net(config.load("digits", [*SMALL, f"init={run}"]))
     assert not (tmp_path / "ran").exists()
 
 
@@ -414,13 +414,13 @@ def test_members_trained_apart_are_not_grafted_onto_one_trunk(mheads, plain, tmp
 def test_a_tree_that_splits_earlier_takes_every_layer_from_where_its_members_had_it(mheads, tmp_path):
     shared = tmp_path / "shared"
     assert mheads("train", "digits", *SMALL, "split={conv2: [{ip1: 2}, 1]}", "--run", shared).code == 0
-    net = experiment.build_net(config.load("digits", [*SMALL, "split=conv1", f"init={shared}"]))
+    net = parts.build_net(config.load("digits", [*SMALL, "split=conv1", f"init={shared}"]))
     donor = package.load(shared).net
     for m in range(3):
         mine, theirs = net.member(m).state_dict(), donor.member(m).state_dict()
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     with pytest.raises(UserError, match="members 0, 1, 2 share ip1 here"):
-        experiment.build_net(config.load("digits", [*SMALL, "split=ip1", f"init={shared}"]))
+        parts.build_net(config.load("digits", [*SMALL, "split=ip1", f"init={shared}"]))
     copy = package.TreeNet(package.models.digits, members=3, split="ip1")
     with pytest.raises(UserError, match="share ip1 here"):
         copy.copy_weights(donor)

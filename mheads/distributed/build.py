@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mheads import config as configs
+from mheads import donors, parts
 from mheads import experiment as experiments
 from mheads.config import Config
 from mheads.data.batch import Batches
@@ -32,7 +33,7 @@ class RanksExperiment(Experiment):
         workers = config.engine.workers
         if workers == "auto":
             workers = default_workers(device, self.world.cores)
-        count = experiments.micro_batches(config, self.net)
+        count = parts.micro_batches(config, self.net)
         lead_reads = config.data.reader == "lead"
         world, placement, accumulate = self.world, self.placement, config.optim.accumulate
         return RanksEngine(
@@ -62,16 +63,16 @@ def build(config: Config, world: World) -> RanksExperiment:
     world.watch.timeout = config.timeout
     resolve(config.device)
     placement = place(config, world)
-    loss = experiments.build_loss(config)
-    net = experiments.build_net(config, only=placement.owned(world.rank))
-    world.compare("start", {"init": experiments.donor_digest(config.init) or config.init})
+    loss = parts.build_loss(config)
+    net = parts.build_net(config, only=placement.owned(world.rank))
+    world.compare("start", {"init": donors.donor_digest(config.init) or config.init})
     clustered = None
     if config.sampling.name == "clustered":
         clustered = world.share("groups", lambda: experiments.cluster_classes(config))
     if config.data.reader == "lead" and not world.lead:
         absent = absent_data(world)
         return RanksExperiment(config, net, loss.on(absent.problem), absent, None, world, placement)
-    data = experiments.load_data(config)
+    data = parts.load_data(config)
     if config.data.reader == "lead":
         world.share("data", lambda: facts_of(data))
     else:

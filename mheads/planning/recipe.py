@@ -15,8 +15,8 @@ from mheads.data import DATASETS
 from mheads.distributed.placement import Placement, default, explicit
 from mheads.engine.cost import example_of
 from mheads.errors import UserError
-from mheads.experiment import build_loss, factory, micro_batches
 from mheads.models import INPUT_SHAPES
+from mheads.parts import build_loss, factory, micro_batches
 from mheads.planning.job import Cluster, Job
 from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.search import auto

@@ -31,7 +31,7 @@ class Words:
     @cached_property
     def splits(self) -> list[str]:
         """The layers that the network can be split at, in order: with parameters, and others with some below."""
-        from mheads.experiment import factory
+        from mheads.parts import factory
         from mheads.treenet import TreeNet
 
         layers = TreeNet(factory(self._config), 1, only=()).layers

@@ -12,7 +12,7 @@ from rich.text import Text
 from rich.tree import Tree as Drawing
 
 from mheads.config import Config
-from mheads.experiment import factory
+from mheads.parts import factory
 from mheads.terminal.words import mesh_text, names, numbers, ranks_of
 from mheads.tree import Node, Tree
 from mheads.treenet import TreeNet

@@ -1,0 +1,197 @@
+"""The parts of an experiment, each made of what a config says of it: network, loss, data and engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mheads import data as datasets
+from mheads import identity, models, plain
+from mheads.config import Config
+from mheads.data import Data
+from mheads.device import default_workers, resolve
+from mheads.donors import start_from
+from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
+from mheads.errors import UserError, named
+from mheads.losses import LOSSES, Loss
+from mheads.run_folder import RunFolder
+from mheads.scores import with_scores
+from mheads.treenet import TreeNet
+
+
+def factory(config: Config) -> Callable[[], nn.Module]:
+    function = models.resolve(config.model)
+    try:
+        inspect.signature(function).bind(**config.model_args)
+    except ValueError:
+        pass  # written in C: it has no signature to look at
+    except TypeError as error:
+        raise UserError(f"model_args = {config.model_args!r} do not fit {config.model}: {error}") from error
+
+    def make() -> nn.Module:
+        try:
+            network = function(**config.model_args)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
+            called = f"model {config.model!r} with model_args = {config.model_args!r}"
+            raise UserError(f"{called} failed with {named(error)}") from error
+        if not isinstance(network, nn.Module):
+            raise UserError(f"model {config.model!r} gives {network!r}, not a torch.nn.Module")
+        return network
+
+    make.__name__ = config.model
+    make.__wrapped__ = function  # type: ignore[attr-defined]  # identity.py describes it
+    return with_scores(make) if config.loss.name == "scored" else make
+
+
+def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
+    """The tree of a config with its first weights, or `only` some stages."""
+    init = config.init if config.init == "same" else "random"
+    # The next seed, as in surgery.py: a new member must not start where one of the same number there did.
+    seed = config.seed + (None in (config.init_members or ()))
+    net = TreeNet(factory(config), config.members, config.split, seed=seed, init=init, only=only)
+    if config.init not in ("random", "same"):
+        net.origin = start_from(net, config.init, config.init_map, config.init_members)
+    elif config.init_map or config.init_members is not None:
+        raise UserError(f"init_map and init_members are about weights to start from, but init is {config.init}")
+    net.freeze(config.freeze)
+    return net
+
+
+def net_of_run(
+    folder: RunFolder,
+    config: Config,
+    warn: Callable[[str], None],
+    network_factory: Callable[[], nn.Module] | None = None,
+    trust: bool = False,
+) -> TreeNet:
+    """The tree of a run, without its weights. Code that only the folder names is run only if it is trusted.
+
+    `warn` is told if the code has changed since: that may be harmless, so it is not refused.
+    """
+    if network_factory is None:
+        if config.model.startswith("__main__:"):
+            raise UserError(
+                f"{folder.path} was trained on {config.model}, which only that script knows: "
+                "give its factory, mheads.load(run, factory)"
+            )
+        if config.model not in models.MODELS:
+            where = folder.read_identity().get("place")
+            if not trust:
+                raise UserError(
+                    f"{folder.path} names code of its own: {config.model} with model_args = {config.model_args!r}, "
+                    f"found in {where} when it was trained. None of it was run. If you trust it, give --trust "
+                    "(trust=True in Python), or the factory itself: mheads.load(run, factory)"
+                )
+            _look_in(where, config.model)
+        network_factory = factory(config)
+    elif config.loss.name == "scored":
+        network_factory = with_scores(network_factory)
+    there = folder.read_identity()
+    drawn = there["network"]
+    net = TreeNet(network_factory, config.members, config.split, seed=int(drawn["seed"]), init=drawn["init"])
+    if lines := identity.differences(there, {**there, "network": net.identity}):
+        warn("\n  ".join([f"the network is not the one that {folder.path} was trained with:", *lines]))
+    return net
+
+
+def _look_in(place: str | None, name: str) -> None:
+    """Puts the folder that held a run's code when it was trained on the path, unless the module is found without it."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    package = name.partition(":")[0].partition(".")[0]
+    if package in sys.modules or importlib.util.find_spec(package) is not None or place is None:
+        return
+    if not Path(place).is_dir():
+        raise UserError(
+            f"model {name!r}: there is no module {package} here, and {place}, where it was found when the run was "
+            "trained, is gone: set PYTHONPATH to the folder that it is in now"
+        )
+    sys.path.append(place)
+
+
+def build_loss(config: Config) -> Loss:
+    """The loss of a config, if it fits the members and the sampling."""
+    loss, of = _make_loss(config), config.loss.of
+    if of is not None and not loss.takes_of:
+        raise UserError(
+            f"loss.of = {plain.short(of)}: {loss.name} has a loss of its own for each example; leave loss.of out"
+        )
+    loss = loss if of is None else replace(loss, of=of)
+    loss.check(config.members, config.sampling.name)
+    return loss
+
+
+def _make_loss(config: Config) -> Loss:
+    name, options, args = config.loss.name, config.loss.options, config.loss.args
+    if name in LOSSES:
+        if args:
+            keys = ", ".join(f"loss.{key}" for key in options)
+            raise UserError(
+                f"loss.args = {args!r}: they are the arguments of a loss of your own, and {name} is not one; it takes "
+                f"{keys or 'none'}"
+            )
+        return LOSSES[name](**options)
+    function = models.import_factory(name, "loss")
+    if _is_plain_loss(function, args):
+        return Loss(name, partial(function, **args), options=args)
+    try:
+        loss = function(**args)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
+        raise UserError(f"loss {name!r} with loss.args = {args!r} failed with {named(error)}") from error
+    if not isinstance(loss, Loss):
+        raise UserError(
+            f"loss.name = {name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss; name a function "
+            "that makes one, or one of (outputs, y) that returns the losses [M, B]"
+        )
+    return loss
+
+
+def _is_plain_loss(function: Callable[..., Any], args: dict[str, Any]) -> bool:
+    """Whether this function is itself a loss of (outputs, y), instead of making one."""
+    try:
+        inspect.signature(function).bind(**args)
+    except TypeError:
+        try:
+            inspect.signature(function).bind(None, None, **args)
+        except TypeError:
+            return False
+        return True
+    except ValueError:  # not written in Python
+        return False
+    return False
+
+
+def load_data(config: Config) -> Data:
+    options = config.data.model_dump(exclude={"reader"})
+    return datasets.load(options.pop("name"), **options)
+
+
+def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:
+    """The engine of one process."""
+    device = resolve(config.device)
+    workers = config.engine.workers
+    if workers == "auto":
+        workers = default_workers(device, available_cores())
+    return ThreadsEngine(net, workers, micro_batches(config, net), config.seed, device, config.optim.accumulate)
+
+
+def micro_batches(config: Config, net: TreeNet) -> int:
+    """How many micro-batches a batch is cut into."""
+    asked = config.engine.micro_batches
+    if asked == "auto" and config.loss.whole_batch:
+        return 1
+    return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked

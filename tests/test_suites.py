@@ -1,6 +1,7 @@
 """Suites as data: what rows stand for, what a table says of results, and what is wrong with a file."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -321,3 +322,12 @@ def test_a_bad_row_is_told_before_anything_is_run(text, parts, tmp_path):
         for row in planner.table(suite).names:
             planner.job(suite, row, 0)
     assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_the_example_of_residual_networks_is_what_it_says():
+    file = Path(__file__).parents[1] / "examples/residual.yaml"
+    planner, table = planned(str(file), "cifar10_resnet20", scale=0.03125)
+    assert table.names == ["independent", "single", "tree_layer2.1", "mcl_k1"]
+    for row in table.names:
+        optim = planner.job(read(str(file)), row, 0).config.optim
+        assert (optim.iterations, optim.schedule.at) == (2000, [1000, 1500])

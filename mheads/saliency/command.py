@@ -41,18 +41,20 @@ def saliency(
         if images:
             found = explain_files(run, images, layer, other, resize)
         else:
-            found = explain(run, count, by, layer, other, sample, watch)
+            found = explain(run, None, count, by, layer, other, sample, watch)
     figures.save(found.figure(), output)
     if not found.guided:
         watch.say("there is a network without ReLU: its maps are plain gradients")
-    for energy, where in ((found.energy, "the images shown"), (found.sample, "examples")):
-        if energy is not None:
-            watch.say(said(energy, where))
+    if found.energy is not None:
+        count = found.energy.examples
+        watch.say(said(found.energy, "the image shown" if count == 1 else f"the {count} images shown"))
+    if found.sample is not None:
+        watch.say(said(found.sample, f"{found.sample.examples:,} examples that training evaluated on"))
     return output
 
 
 def said(energy: Energy, where: str) -> str:
     """The energy in a sentence."""
     if math.isfinite(energy.ratio):
-        return f"owner {energy.ratio:.2f} times the energy of the others, on {energy.examples:,} {where}"
-    return f"energy of the owner {energy.owner:.3g}, of the others {energy.others:.3g}, on {energy.examples:,} {where}"
+        return f"owner {energy.ratio:.2f} times the energy of the others, on {where}"
+    return f"energy of the owner {energy.owner:.3g}, of the others {energy.others:.3g}, on {where}"

@@ -92,6 +92,16 @@ def _strongest(kept: list[Any], layer: str, count: int) -> Tensor:
     return units.gather(1, units.argmax(1, keepdim=True))[:, 0]
 
 
+def find_layer(network: nn.Module, layer: str) -> nn.Module:
+    """The module of this name in a network."""
+    modules = dict(network.named_modules())
+    if not layer or layer not in modules:
+        inner = next((f", and what is in them, such as {name}" for name in modules if "." in name), "")
+        names = ", ".join(name for name, _ in network.named_children())
+        raise UserError(f"there is no layer {layer!r}: the layers are {names}{inner}")
+    return modules[layer]
+
+
 @contextmanager
 def _kept(network: nn.Module, layer: str | None) -> Iterator[list[Any]]:
     """What a layer gives while the network runs in this thread."""
@@ -99,20 +109,16 @@ def _kept(network: nn.Module, layer: str | None) -> Iterator[list[Any]]:
     if layer is None:
         yield found
         return
-    modules = dict(network.named_modules())
-    if not layer or layer not in modules:
-        inner = next((f", and what is in them, such as {name}" for name in modules if "." in name), "")
-        names = ", ".join(name for name, _ in network.named_children())
-        raise UserError(f"there is no layer {layer!r}: the layers are {names}{inner}")
+    module = find_layer(network, layer)
     thread = threading.get_ident()
 
-    def keep(module: nn.Module, args: Any, output: Any) -> Any:
+    def keep(_: nn.Module, args: Any, output: Any) -> Any:
         if threading.get_ident() != thread:
             return None
         found.append(output)
         return values.map_leaves(torch.clone, output)  # what follows may write into it
 
-    handle = modules[layer].register_forward_hook(keep)
+    handle = module.register_forward_hook(keep)
     try:
         yield found
     finally:

@@ -8,24 +8,27 @@ from contextlib import closing
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mheads import experiment, values
+from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
 from mheads.errors import UserError
 from mheads.evaluation import examples_of
 from mheads.measuring import all_answers, in_eval_mode
 from mheads.metrics import owner_of
 from mheads.predictions import read_image
+from mheads.prepared import Prepared
 from mheads.progress import Silent, Watcher
 from mheads.report.figures import Figure
 from mheads.report.maps import saliency_figure
 from mheads.run import Run
 from mheads.run_folder import RunFolder
-from mheads.saliency.guided import backprop
+from mheads.saliency.guided import backprop, find_layer
 from mheads.values import Value
 
 BY = ("ensemble", "member")
@@ -98,6 +101,7 @@ def _shown_columns(columns: Sequence[str], owners: np.ndarray) -> list[int]:
 
 def explain(
     run: Run,
+    examples: Any = None,
     count: int = 6,
     by: str = "ensemble",
     layer: str | None = None,
@@ -105,18 +109,19 @@ def explain(
     sample: int = SAMPLE,
     watch: Watcher | None = None,
 ) -> Saliency:
-    """Of those examples that training evaluated on which get the highest correct response of the ensemble, or of one
-    member (`by="member"`).
+    """Maps of the images with the highest correct response of the ensemble, or of any one member (`by="member"`).
 
-    The response is the probability of the true class. Energies are also measured on `sample` examples, evenly spread.
+    The response is the probability of the true class. The images are among those that training evaluated on, or
+    `examples`: raw ones and their labels, as `run.evaluate` takes them. At most an even share is of one class, and at
+    most an even share chosen by one member. Energies are also measured on `sample` examples, evenly spread.
     """
     if by not in BY:
         raise UserError(f"--by {by}: there are {' and '.join(BY)}")
-    _check(run, beside)
+    _check(run, beside, layer)
     watch = watch or Silent()
-    facts, examples, split = examples_of(RunFolder(run.folder), [], None)
+    split, where = _split(run, examples)
     with closing(experiment.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
-        outputs, _, targets = all_answers(engine, examples, facts.inputs, facts.problem, watch)
+        outputs, _, targets = all_answers(engine, split, run.data.inputs, run.data.problem, watch)
     outputs, owners = outputs.double(), _owners(run, outputs, targets)
     own = outputs.log_softmax(-1)[:, torch.arange(len(targets)), targets]  # [M, N]; not rounded to 1, as p would be
     responses = own.exp().mean(0) if by == "ensemble" else own.amax(0)
@@ -125,9 +130,9 @@ def explain(
     wide = None
     if sample and run.net.num_members > 1:
         some = np.unique(np.linspace(0, len(targets) - 1, min(sample, len(targets))).astype(np.int64))
-        wide = energy_of(run, examples, some, owners[some], layer, watch)
-    raw, side = examples.read(rows, None), examples.beside(rows, None).side
-    caption = f"Below each map: the probability of the true class. Images of the {split} set."
+        wide = energy_of(run, split, some, owners[some], layer, watch)
+    raw, side = split.read(rows, None), split.beside(rows, None).side
+    caption = f"Below each map: the probability of the true class.{where}"
     return _explained(run, raw, targets[rows], outputs[:, rows], layer, beside, wide, caption, side)
 
 
@@ -135,13 +140,26 @@ def explain_files(
     run: Run, files: Sequence[Path], layer: str | None = None, beside: Run | None = None, resize: bool = False
 ) -> Saliency:
     """Of images in files; the class is the one that the ensemble answers."""
-    _check(run, beside)
+    _check(run, beside, layer)
     pixels = np.stack([read_image(file, run, resize) for file in files])
     outputs = run.predict(pixels).double()
     targets = run.data.problem.mean(outputs).argmax(-1)
     raw = torch.from_numpy(pixels).permute(0, 2, 3, 1)
     caption = "Below each map: the probability of the class that the ensemble answers."
     return _explained(run, raw, targets, outputs, layer, beside, None, caption)
+
+
+def _split(run: Run, examples: Any) -> tuple[Split, str]:
+    """The examples to choose from, and a sentence that says which these are."""
+    if examples is not None:
+        return run.split_of(examples), ""
+    if run.config.data.name not in DATASETS:
+        raise UserError(
+            f"{run.folder} was trained from Python on arrays, which it does not keep: give images, or in Python "
+            "mheads.saliency.explain(run, (x, y))"
+        )
+    _, split, name = examples_of(RunFolder(run.folder), [], None)
+    return split, f" Images of the {name} set."
 
 
 def choose(responses: np.ndarray, groups: Sequence[np.ndarray], count: int) -> np.ndarray:
@@ -152,15 +170,17 @@ def choose(responses: np.ndarray, groups: Sequence[np.ndarray], count: int) -> n
     order = np.argsort(-responses, kind="stable")
     most = [ceil(count / len(np.unique(kind))) for kind in groups]
     taken: list[Counter[int]] = [Counter() for _ in groups]
-    found: list[int] = []
+    chosen = np.zeros(len(order), bool)
     for row in order:
         own = [int(kind[row]) for kind in groups]
-        if len(found) < count and all(n[g] < limit for n, g, limit in zip(taken, own, most, strict=True)):
-            found.append(int(row))
+        if all(n[g] < limit for n, g, limit in zip(taken, own, most, strict=True)):
+            chosen[row] = True
             for n, g in zip(taken, own, strict=True):
                 n[g] += 1
-    found += [int(row) for row in order if int(row) not in set(found)][: max(0, count - len(found))]
-    return np.array(sorted(found, key=list(order).index))
+        if chosen.sum() == count:
+            break
+    chosen[order[~chosen[order]][: max(0, count - chosen.sum())]] = True
+    return order[chosen[order]]
 
 
 def maps_of(
@@ -237,8 +257,9 @@ def _explained(
     columns = [f"member {m}" for m in range(len(maps))]
     if beside is not None:
         other, also = maps_of(beside, raw, targets, layer, [0], side)
-        with torch.inference_mode():
-            answer = beside.data.problem.answer(beside.member(0).run(raw, side or None)).double().cpu()
+        with torch.inference_mode(), in_eval_mode([beside.net]):
+            output = Prepared(beside.net.member(0), beside.data).run(raw, side or None)
+        answer = beside.data.problem.answer(output).double().cpu()
         maps, guided = np.concatenate([other, maps]), guided and also
         probabilities = torch.cat([answer.softmax(-1)[None], probabilities])
         columns = [f"{beside.folder.resolve().name}\nmember 0", *columns]
@@ -260,17 +281,18 @@ def _owners(run: Run, outputs: Tensor, targets: Tensor) -> np.ndarray:
 
 def _pictures(run: Run, raw: Tensor) -> np.ndarray:
     """Raw images as 0..1 [N, H, W, 1 or 3]."""
+    seen = run.data.seen
+    raw = raw if seen is None else seen.convert(raw)
     pixels = (raw.permute(0, 2, 3, 1) if raw.is_floating_point() else raw).numpy().astype(np.float64)
     pixels = pixels[..., : 3 if pixels.shape[-1] >= 3 else 1]
-    seen = run.data.seen
     low, high = (seen.low, seen.high) if seen is not None else (pixels.min(), pixels.max())
     if not raw.is_floating_point() and high > 32:  # not so the digits, which go to 16
         low, high = 0, 255
     return np.clip((pixels - low) / max(high - low, 1e-12), 0, 1)
 
 
-def _check(run: Run, beside: Run | None) -> None:
-    """Refuses what has no images or no classes, and runs that do not go together."""
+def _check(run: Run, beside: Run | None, layer: str | None) -> None:
+    """Refuses what has no images, no classes or no such layer, and runs that do not go together."""
     for one in (run, beside):
         if one is None:
             continue
@@ -278,6 +300,8 @@ def _check(run: Run, beside: Run | None) -> None:
             raise UserError(f"{one.folder} is {one.data.problem.name}: saliency is about the scores of classes")
         if len(one.data.shape) != 3:
             raise UserError(f"{one.folder} was trained on examples of shape {one.data.shape}, not on images")
+        if layer is not None:
+            find_layer(one.net.member(0), layer)
     if beside is not None and beside.data.shape != run.data.shape:
         raise UserError(
             f"{beside.folder} was trained on images of shape {beside.data.shape}, {run.folder} on {run.data.shape}: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 
 import numpy as np
 
@@ -31,8 +32,9 @@ def saliency_figure(
     rows, num = len(images), len(columns)
     height = CELL * (images.shape[1] / images.shape[2]) + 0.2
     lines = max(title.count("\n") for title in columns) + 1
-    note = [CAPTION, *([caption] if caption else [])]
-    size = (CELL * 1.06 * (num + 1) + 0.1, height * rows + 0.2 * lines + 0.17 * len(note) + 0.1)
+    width = CELL * 1.06 * (num + 1) + 0.1
+    note = wrap(f"{CAPTION} {caption}", int(19 * width))  # as many letters of this size stand side by side
+    size = (width, height * rows + 0.2 * lines + 0.17 * len(note) + 0.1)
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)  # type: ignore[union-attr,call-arg]
     panels = figure.subplots(rows, num + 1, squeeze=False)
@@ -55,7 +57,7 @@ def saliency_figure(
     return figure
 
 
-CAPTION = f"Grey is zero. Black and white are the {LARGEST:g}th percentile of all gradients in the row."
+CAPTION = f"Grey is zero, full contrast the {LARGEST:g}th percentile of all gradients in the row."
 
 
 def scaled(maps: np.ndarray) -> np.ndarray:
@@ -64,7 +66,7 @@ def scaled(maps: np.ndarray) -> np.ndarray:
     return np.clip(0.5 + 0.5 * maps / largest, 0, 1)
 
 
-def shorten(name: str, length: int = 16) -> str:
+def shorten(name: str, length: int = 14) -> str:
     return name if len(name) <= length else f"{name[: length - 1]}…"
 
 

@@ -48,7 +48,7 @@ def backprop(
         start = x.detach().to(like.device, like.dtype, copy=True).requires_grad_()
         given = start.clone()  # which a network may write into
         output = network(given) if side is None else network(given, side)
-        scores = _scores(output, target) if layer is None else _strongest(kept, layer, len(x))
+        scores = _scores(output, target) if layer is None else _strongest(kept, network, layer, len(x))
         if scores.grad_fn is None:
             raise UserError(f"{type(network).__name__} gives no gradient: is there a no_grad or a detach in it?")
         # In the graph every kind of call has become the same node, and the network itself is left alone.
@@ -80,10 +80,12 @@ def _scores(output: Any, target: Any) -> Tensor:
     return scores.gather(1, wanted.long().expand(count)[:, None])[:, 0]
 
 
-def _strongest(kept: list[Any], layer: str, count: int) -> Tensor:
+def _strongest(kept: list[Any], network: nn.Module, layer: str, count: int) -> Tensor:
     """The largest activation [B] of what a layer gave when it was last called."""
-    if not kept:
-        raise UserError(f"layer {layer!r} is never called, only what is in it: give a layer in it")
+    if not kept:  # in a network that was cut as a graph, blocks are no modules any more
+        inside = [f"{layer}.{name}" for name, _ in network.get_submodule(layer).named_modules() if name]
+        hint = f"give a layer in it, such as {inside[-1]}" if inside else "give another"
+        raise UserError(f"layer {layer!r} is not called by itself in this network: {hint}")
     found = values.leaves(kept[-1])[0]
     if not found.is_floating_point() or found.shape[:1] != (count,):
         raise UserError(f"layer {layer!r} gives {tuple(found.shape)} for {count} examples: give another layer")

@@ -108,20 +108,24 @@ def explain(
     beside: Run | None = None,
     sample: int = SAMPLE,
     watch: Watcher | None = None,
+    outputs: Tensor | None = None,
 ) -> Saliency:
     """Maps of the images with the highest correct response of the ensemble, or of any one member (`by="member"`).
 
     The response is the probability of the true class. The images are among those that training evaluated on, or
     `examples`: raw ones and their labels, as `run.evaluate` takes them. At most an even share is of one class, and at
     most an even share chosen by one member. Energies are also measured on `sample` examples, evenly spread.
+    `outputs` [M, N, C] of the examples, as `outputs_of` gives them, need not be computed again if they are known.
     """
     if by not in BY:
         raise UserError(f"--by {by}: there are {' and '.join(BY)}")
     _check(run, beside, layer)
     watch = watch or Silent()
     split, where = _split(run, examples)
-    with closing(experiment.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
-        outputs, _, targets = all_answers(engine, split, run.data.inputs, run.data.problem, watch)
+    targets = torch.from_numpy(np.array(split.targets))
+    if outputs is None:
+        with closing(experiment.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
+            outputs, _, _ = all_answers(engine, split, run.data.inputs, run.data.problem, watch)
     outputs, owners = outputs.double(), _owners(run, outputs, targets)
     own = outputs.log_softmax(-1)[:, torch.arange(len(targets)), targets]  # [M, N]; not rounded to 1, as p would be
     responses = own.exp().mean(0) if by == "ensemble" else own.amax(0)

@@ -281,6 +281,25 @@ def test_arrays_of_ones_own_are_explained(runs):
     assert found.sample.examples == 3
 
 
+def test_members_with_scores_and_side_inputs_are_explained():
+    rng = np.random.default_rng(0)
+    x, y, shift = rng.random((30, 2, 4, 4), np.float32), np.arange(30) % 3, rng.random((30, 5), np.float32)
+    layers = {"flatten": nn.Flatten(), "a": nn.Linear(32, 5), "shift": networks.Shift(), "b": nn.ReLU()}
+    factory = package.with_scores(lambda: nn.Sequential(OrderedDict(**copy.deepcopy(layers), c=nn.Linear(5, 3))))
+    data = (x, y, {"shift": shift})
+    run = package.fit(package.TreeNet(factory, members=2), "scored", train=data, test=data, iterations=2)
+    found = explain(run, data, count=30, beside=run)
+    weight, bias = (run.net.member(1).get_parameter(f"a.{key}").detach().numpy() for key in ("weight", "bias"))
+    out = run.net.member(1).get_parameter("c.weight").detach().numpy()
+    assert found.maps.shape == (3, 30, 2, 4, 4)
+    np.testing.assert_array_equal(found.maps[0], found.maps[1])
+    np.testing.assert_array_equal(found.probabilities[0], found.probabilities[1])
+    i = np.abs(x[:, 0] - ((x.max() - x.min()) * found.images[7, ..., 0] + x.min())).sum((1, 2)).argmin()  # the image
+    hidden = weight @ x[i].ravel() + bias + shift[i]
+    expected = weight.T @ (np.maximum(out[int(found.classes[7])], 0) * (hidden > 0))
+    np.testing.assert_allclose(found.maps[2, 7].ravel(), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_row_is_drawn_on_one_scale_and_its_owner_marked(explained):
     figure = explained.figure()
     panels = np.array(figure.axes).reshape(5, 6)

@@ -25,7 +25,7 @@ from mheads.predictions import read_image
 from mheads.prepared import Prepared
 from mheads.progress import Silent, Watcher
 from mheads.report.figures import Figure
-from mheads.report.maps import saliency_figure
+from mheads.report.maps import saliency_figure, shorten
 from mheads.run import Run
 from mheads.run_folder import RunFolder
 from mheads.saliency.guided import backprop, find_layer
@@ -266,7 +266,7 @@ def _explained(
         answer = beside.data.problem.answer(output).double().cpu()
         maps, guided = np.concatenate([other, maps]), guided and also
         probabilities = torch.cat([answer.softmax(-1)[None], probabilities])
-        columns = [f"{beside.folder.resolve().name}\nmember 0", *columns]
+        columns = [f"{shorten(beside.folder.resolve().name)}\nmember 0", *columns]
         owners = np.where(owners < 0, -1, owners + 1)
     classes = [run.data.problem.groups[int(target)] for target in targets]
     of_class = probabilities[:, torch.arange(len(targets)), targets].numpy()

@@ -276,7 +276,7 @@ def test_by_member_every_member_has_its_images(runs):
 def test_arrays_of_ones_own_are_explained(runs):
     rng = np.random.default_rng(0)
     x, y = rng.integers(17, size=(6, 1, 8, 8)).astype(np.uint8), np.array([3, 3, 3, 5, 5, 5])
-    found = explain(runs["mcl"], (x, y), count=2, sample=3)
+    found = package.saliency.explain(runs["mcl"], (x, y), count=2, sample=3)
     assert sorted(found.classes) == ["3", "5"]
     assert found.sample.examples == 3
 

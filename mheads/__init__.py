@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mheads import losses
+    from mheads import losses, saliency
     from mheads.api import Interrupted, evaluate, fit, load
     from mheads.dropout import Dropout
     from mheads.errors import UserError
@@ -33,6 +33,7 @@ __all__ = [
     "load",
     "losses",
     "outputs_of",
+    "saliency",
     "with_scores",
 ]
 
@@ -55,8 +56,8 @@ def __getattr__(name: str) -> Any:
 
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "losses":
-        return importlib.import_module("mheads.losses")
+    if name in ("losses", "saliency"):
+        return importlib.import_module(f"mheads.{name}")
     raise AttributeError(f"module 'mheads' has no attribute {name!r}")
 
 

@@ -111,12 +111,17 @@ class Run:
         x and y are arrays as `fit` takes them; without y, x is a pair of them, a list of pairs, a Dataset or a
         DataLoader.
         """
+        split = self.split_of(x, y)
+        with closing(threads_engine(self.config, self.net)) as engine, in_eval_mode([self.net]):
+            return measure(engine, split, self.data.inputs, self.data.problem)
+
+    def split_of(self, x: Any, y: Any = None) -> ArraySplit | DatasetSplit:
+        """Raw examples and targets as `evaluate` takes them, refused if they are not like those of training."""
         split, _ = labelled(x if y is None else (x, y), "the examples", self.data.problem)
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")
-        with closing(threads_engine(self.config, self.net)) as engine, in_eval_mode([self.net]):
-            return measure(engine, split, self.data.inputs, self.data.problem)
+        return split
 
     def member(self, m: int) -> Prepared:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""

@@ -1,0 +1,60 @@
+"""`mheads saliency`: the figure of a run, and who responds how much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from mheads import api
+from mheads.errors import UserError
+from mheads.evaluation import telling
+from mheads.plots import SUFFIXES
+from mheads.progress import Watcher
+from mheads.report import figures
+from mheads.saliency.members import SAMPLE, Energy, explain, explain_files
+
+
+def saliency(
+    path: Path,
+    images: Sequence[Path],
+    watch: Watcher,
+    *,
+    output: Path | None = None,
+    beside: Path | None = None,
+    layer: str | None = None,
+    count: int = 6,
+    by: str = "ensemble",
+    sample: int = SAMPLE,
+    resize: bool = False,
+    trust: bool = False,
+) -> Path:
+    """Writes the figure, by default saliency.png in the run folder, and says what the owners' energy is."""
+    output = output or path / "saliency.png"
+    if output.suffix.lower() not in SUFFIXES:
+        raise UserError(f"{output}: give a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if not output.parent.is_dir():
+        raise UserError(f"cannot write {output}: there is no folder {output.parent}")
+    run = api.load(path, trust=trust, warn=watch.warn)
+    other = None if beside is None else api.load(beside, trust=trust, warn=watch.warn)
+    with telling(watch):
+        if images:
+            found = explain_files(run, images, layer, other, resize)
+        else:
+            found = explain(run, None, count, by, layer, other, sample, watch)
+    figures.save(found.figure(), output)
+    if not found.guided:
+        watch.say("there is a network without ReLU: its maps are plain gradients")
+    if found.energy is not None:
+        count = found.energy.examples
+        watch.say(said(found.energy, "the image shown" if count == 1 else f"the {count} images shown"))
+    if found.sample is not None:
+        watch.say(said(found.sample, f"{found.sample.examples:,} examples that training evaluated on"))
+    return output
+
+
+def said(energy: Energy, where: str) -> str:
+    """The energy in a sentence."""
+    if math.isfinite(energy.ratio):
+        return f"owner {energy.ratio:.2f} times the energy of the others, on {where}"
+    return f"energy of the owner {energy.owner:.3g}, of the others {energy.others:.3g}, on {where}"

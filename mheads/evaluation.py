@@ -49,7 +49,7 @@ def evaluate_run(
     net = experiment.net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
     with telling(watch):
-        data, examples, split = _examples(folder, overrides, split)
+        data, examples, split = examples_of(folder, overrides, split)
     kept: list[tuple[np.ndarray, np.ndarray]] = []
     counted: list[np.ndarray] = []
 
@@ -80,7 +80,7 @@ def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> 
     """
     run = run if isinstance(run, Run) else api.load(run)
     overrides = [f"data.{key}={value}" for key, value in data.items()]
-    facts, examples, _ = _examples(RunFolder(run.folder), overrides, split)
+    facts, examples, _ = examples_of(RunFolder(run.folder), overrides, split)
     with closing(experiment.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
         outputs, _, targets = all_answers(engine, examples, facts.inputs, facts.problem)
     return outputs, targets
@@ -100,7 +100,9 @@ SPLITS = ("train", "validation", "test")
 DATA_KEYS = ("name", "root", "path", "validation", "resize", "crop", "limit")
 
 
-def _examples(folder: RunFolder, overrides: Sequence[str], split: str | None) -> tuple[DataFacts, Split, str]:
+def examples_of(
+    folder: RunFolder, overrides: Sequence[str] = (), split: str | None = None
+) -> tuple[DataFacts, Split, str]:
     """What the run knows of its data, and the examples to evaluate on."""
     trained, facts = folder.read_config(), folder.read_data()
     for override in overrides:

@@ -1,0 +1,141 @@
+"""What only the network and the data of a run can show: which classes are confused, and which examples are hard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mheads import experiment, models
+from mheads.data.catalog import DATASETS
+from mheads.data.split import Split
+from mheads.errors import UserError
+from mheads.evaluation import examples_of, telling
+from mheads.measuring import answers, in_eval_mode
+from mheads.metrics import Metrics, add_counts, mean_members, weighted_mean
+from mheads.progress import Watcher
+from mheads.record import Record
+from mheads.report.page import picture
+from mheads.tree import TreeNet
+from mheads.videos import class_pictures, shown
+
+HARDEST = 24
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What somebody said of an example, and how sure they were, in percent."""
+
+    who: str
+    said: str
+    confidence: float
+    right: bool
+
+
+@dataclass(frozen=True)
+class Hard:
+    """An example that most members get wrong; `image` is a data URI, if it is an image."""
+
+    number: int
+    image: str | None
+    truth: str
+    answers: list[Answer]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """confusion: counts [M + 1, C, C] by true class and answer, of the ensemble first; reliability: see `Metrics`."""
+
+    confusion: np.ndarray
+    reliability: dict[str, dict[str, list[float]]]
+    hardest: list[Hard]
+    iteration: int
+    split: str
+
+
+def network(record: Record, watch: Watcher, trust: bool) -> TreeNet:
+    """The tree of a run with fresh weights; refuses code that only the folder names, unless it is trusted."""
+    if record.config.model not in models.MODELS and not trust:
+        raise UserError(
+            f"the network is code of the run's own, {record.config.model}, and none of it was run: if you trust it, "
+            "give --trust"
+        )
+    return experiment.net_of_run(record.folder, record.config, watch.warn, trust=trust)
+
+
+def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
+    """Runs the newest weights over the examples that training evaluates on."""
+    problem = record.data.problem
+    if problem.name != "classification":
+        raise UserError(f"this is about classes, and the run is {problem.name}")
+    weights = record.folder.load_weights(net, lambda message: None)  # the page itself says how far the run is
+    with telling(watch):
+        facts, examples, split = examples_of(record.folder)
+    names, members = problem.groups, net.num_members
+    metrics: Metrics | None = None
+    confusion = torch.zeros(members + 1, len(names), len(names), dtype=torch.long)
+    said, sure, true = [], [], []
+    with closing(experiment.threads_engine(record.config, net)) as engine, in_eval_mode([net]):
+        for outputs, scores, targets in answers(engine, examples, facts.inputs, problem, watch):
+            metrics = metrics or Metrics(members, len(names), scored=scores is not None)
+            metrics.update(outputs, targets, *([] if scores is None else [scores]))
+            each = outputs.cpu().double().softmax(-1)  # [M, b, C]
+            mean = mean_members(each) if scores is None else weighted_mean(each, scores.cpu())
+            probabilities = torch.cat([mean[None], each])
+            confidence, answer = probabilities.max(-1)
+            for counts, found in zip(confusion, answer, strict=True):
+                add_counts(counts, targets, found)
+            said.append(answer)
+            sure.append(confidence)
+            true.append(targets)
+    assert metrics is not None  # there are examples
+    everything = torch.cat(said, 1).numpy(), torch.cat(sure, 1).numpy(), torch.cat(true).numpy()
+    return Evidence(
+        confusion.numpy(), metrics.reliability(), _hardest(examples, names, *everything), weights.iteration, split
+    )
+
+
+def _hardest(examples: Split, names: Sequence[str], said: np.ndarray, sure: np.ndarray, true: np.ndarray) -> list[Hard]:
+    """The examples that most members get wrong, the surest first: answers and confidences [M + 1, N], truth [N]."""
+    wrong = said[1:] != true
+    count = wrong.sum(0)
+    surely = np.where(wrong, np.nan_to_num(sure[1:]), 0).sum(0) / np.maximum(count, 1)
+    rows = np.lexsort((-surely, -count))[:HARDEST]
+    rows = rows[count[rows] > 0]
+    images = _images(examples, rows)
+    who = ["ensemble", *(f"member {m}" for m in range(len(wrong)))]
+    return [
+        Hard(
+            int(row),
+            image,
+            names[true[row]],
+            [
+                Answer(name, names[a], 100 * float(p), bool(a == true[row]))
+                for name, a, p in zip(who, said[:, row], sure[:, row], strict=True)
+            ],
+        )
+        for row, image in zip(rows, images, strict=True)
+    ]
+
+
+def _images(examples: Split, rows: np.ndarray) -> list[str] | list[None]:
+    if len(examples.shape) != 3 or not len(rows):
+        return [None] * len(rows)
+    raw = examples.read(rows, None)
+    images = (raw.permute(0, 2, 3, 1) if raw.is_floating_point() else raw).numpy().astype(np.float32)
+    return [picture(image) for image in shown(images, images, raw.is_floating_point())]
+
+
+def pictures(record: Record, watch: Watcher) -> list[str]:
+    """A small picture of each class as a data URI, or none where no images are at hand."""
+    if record.config.data.name not in DATASETS or len(record.data.shape) != 3:
+        return []
+    if record.data.problem.name != "classification":
+        return []
+    try:
+        return [picture(found, 40) for found in class_pictures(record, "typical", watch)]
+    except UserError:  # the section of the hardest examples says what is missing
+        return []

@@ -47,9 +47,9 @@ def wins(log: Log) -> Part:
         return Missing("There is no step in metrics.jsonl yet; a smaller log.every writes more.")
     at = [line["iteration"] for line in log.steps]
     won = [[100 * part for part in line.get("wins", line["share"])] for line in log.steps]
-    top = max(max(row) for row in won)
-    if min(min(row) for row in won) == top == 100:
-        return Missing("Every member learned from every example.")
+    top, least = max(max(row) for row in won), min(min(row) for row in won)
+    if top - least < 0.01:
+        return Missing("All members learned from equally many examples at all times.")
     lines = _members(at, won)
     return _chart("Examples that each member learns from", lines, "examples won, %", (0, max(10, top)))
 

@@ -96,9 +96,8 @@ def _table(records: Sequence[Record]) -> Table:
         )
     unit = records[0].data.problem.measure
     splits = sorted({record.result["split"] for record in records if record.result})
-    return Table(
-        "All runs", head, rows, sortable=True, note=f"{unit}, on the {' and '.join(splits)} set." * bool(splits)
-    )
+    note = f"{unit[0].upper()}{unit[1:]}, on the {' and '.join(splits)} set." if splits else ""
+    return Table("All runs", head, rows, sortable=True, note=note)
 
 
 def _number(value: Any, form: str) -> Cell:

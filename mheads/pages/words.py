@@ -64,12 +64,13 @@ def facts(record: Record) -> list[tuple[str, str]]:
     config, optim, data = record.config, record.config.optim, record.data
     shape = " × ".join(map(str, data.shape))
     schedule = optim.schedule.name if optim.schedule.name != "multistep" else f"multistep at {short(optim.schedule.at)}"
-    groups = data.problem.groups
+    classes = getattr(data.problem, "classes", ())
+    of_classes = f" of {count(len(classes), 'class', 'es')}" if classes else ""
     found = [
         ("Network", config.model + (f" {short(config.model_args)}" if config.model_args else "")),
         ("Members", f"{config.members}" + ("" if config.split is None else f", split {short(config.split)}")),
         ("Loss", loss_text(config)),
-        ("Data", f"{data.name}, {shape}, {data.problem.name}" + (f" of {len(groups):,} classes" if groups else "")),
+        ("Data", f"{data.name}, {shape}, {data.problem.name}{of_classes}"),
         ("Sampling", f"{config.sampling.name}; initial weights: {config.init}"),
         (
             "Training",

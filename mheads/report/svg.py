@@ -43,12 +43,13 @@ def line_chart(
     """Lines against one axis; the text that describes it is the first and the last value of each."""
     kept = [_thinned(line) for line in lines]
     x0, x1 = x_range or _range([x for line in kept for x in line.x])
+    x0, x1 = (x0, x1) if x1 > x0 else (x0 - 1, x1 + 1)  # one evaluation stands in the middle
     rules = _ticks(*(y_range or _range([y for line in kept for y in line.y if y is not None and math.isfinite(y)])))
     y0, y1 = y_range or (rules[0], rules[-1])
 
     def at(x: float, y: float) -> tuple[float, float]:
         return (
-            round(LEFT + (x - x0) / ((x1 - x0) or 1) * (WIDTH - LEFT - RIGHT), 1),
+            round(LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT), 1),
             round(HEIGHT - BOTTOM - (y - y0) / ((y1 - y0) or 1) * (HEIGHT - TOP - BOTTOM), 1),
         )
 
@@ -73,7 +74,7 @@ def line_chart(
         )
     )
     for line in kept:
-        found = Markup(" ").join(Markup('<path d="{}"/>').format(path) for path in _paths(line, at))
+        found = Markup(" ").join(Markup('<path{} d="{}"/>').format(kind, path) for kind, path in _paths(line, at))
         parts.append(Markup('<g class="line {}"><title>{}</title>{}</g>').format(line.style, line.name, found))
     return _figure(f"{y_label} against {x_label}. {_described(kept)}", parts, WIDTH, HEIGHT)
 
@@ -244,7 +245,7 @@ def _thinned(line: Line) -> Line:
     return Line(line.name, [line.x[i] for i in chosen], [line.y[i] for i in chosen], line.style)
 
 
-def _paths(line: Line, at: Callable[[float, float], tuple[float, float]]) -> list[str]:
+def _paths(line: Line, at: Callable[[float, float], tuple[float, float]]) -> list[tuple[Markup, str]]:
     """A path for each part of the line without a gap; a lone point is drawn as a dot."""
     found: list[list[str]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):
@@ -252,7 +253,11 @@ def _paths(line: Line, at: Callable[[float, float], tuple[float, float]]) -> lis
             found[-1].append("{} {}".format(*at(x, y)))
         elif found[-1]:
             found.append([])
-    return [f"M{points[0]}L{' '.join(points[1:] or points)}" for points in found if points]
+    return [
+        (Markup("" if len(points) > 1 else ' class="dot"'), f"M{points[0]}L{' '.join(points[1:] or points)}")
+        for points in found
+        if points
+    ]
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from mheads.train import train_config
 
 QUICK = ("optim.iterations=6", "optim.batch_size=20", "data.limit=100", "log.every=2", "log.evaluate_every=3")
 SECTIONS = ["run", "results", "curves", "ownership", "wins", "agreement", "reliability", "hardest", "cost", "repeat"]
-EVIL = ["<script>alert(1)</script>", "</script><!--", '"><img src=x onerror=alert(2)>', "{{7*7}}&amp;"]
+EVIL = ["<script>alert(1)</script>", "</script><!--\udc80", '"><img src=x onerror=alert(2)>', "{{7*7}}&amp;"]
 
 
 class Parsed(HTMLParser):
@@ -148,7 +148,7 @@ def test_names_from_data_are_shown_and_not_run(mheads, runs):
     assert mheads("report", runs["<b>evil"]).code == 0
     found = Parsed(runs["<b>evil"] / "report.html")
     for name in [*EVIL, "<b>evil"]:
-        assert name in found.text
+        assert name.replace("\udc80", "?") in found.text
     assert [script.get("type") for script in found.all("script")].count(None) == 1
     assert found.all("b") == []
     assert not [image for image in found.all("img") if "onerror" in image]
@@ -343,9 +343,7 @@ def demo_page(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         shorter = {t: [*(o for o in given if o[:8] != "pretrain"), *QUIET] for t, given in demo.ENSEMBLES.items()}
         patch.setattr(demo, "ENSEMBLES", shorter)
-        console = Console(width=200, record=True, file=io.StringIO())
-        demo.run_demo(folder, console)
-    assert f"All of it, to open in a browser: {folder / 'report.html'}" in console.export_text()
+        demo.run_demo(folder, Console(file=io.StringIO()))
     return folder / "report.html"
 
 

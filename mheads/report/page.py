@@ -191,7 +191,8 @@ class Page:
     refresh: int = 0  # seconds after which the page is loaded again; 0: never
 
     def html(self) -> str:
-        return render("page.html", page=self)
+        # Half a surrogate pair is how Python shows a byte of a file's name that is not UTF-8.
+        return render("page.html", page=self).encode("utf-8", "replace").decode()
 
 
 def percents(parts: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from mheads.record import Record
 from mheads.report.page import Cell, Grids, Missing, Page, Part, Section, Table
 from mheads.suites.findings import label
 
-MEASURES = ("single", "ensemble_mean", "ensemble_scored", "oracle", "disagreement")
+MEASURES = ("ensemble_mean", "ensemble_scored", "oracle", "single", "disagreement")
 
 
 def page_of_all(
@@ -76,7 +76,7 @@ def _headline(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
 
 def _table(records: Sequence[Record]) -> Table:
     shown = [key for key in MEASURES if any(key in (record.result or {}) for record in records)]
-    head = ["run", "members", "loss", *(label(key) for key in shown), "parameters", "seconds"]
+    head = ["run", *(label(key) for key in shown), "members", "loss", "parameters", "seconds"]
     if open_runs := not all(record.finished for record in records):
         head.append("state")
     rows = []
@@ -86,9 +86,9 @@ def _table(records: Sequence[Record]) -> Table:
         rows.append(
             [
                 Cell(record.title),
+                *(_number(result.get(key), ".2f" if record.data.problem.unit else ".4g") for key in shown),
                 Cell(str(record.config.members), record.config.members),
                 Cell(f"{loss.name}{k}"),
-                *(_number(result.get(key), ".2f" if record.data.problem.unit else ".4g") for key in shown),
                 _number(result.get("parameters"), ",.0f"),
                 _number(result.get("seconds"), ",.1f"),
                 *([Cell("finished" if record.finished else f"iteration {record.iteration:,}")] if open_runs else []),

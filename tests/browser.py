@@ -100,7 +100,6 @@ class Browser:
             self.complaints.append(params["entry"]["text"])
         elif method == "Page.javascriptDialogOpening":
             self.complaints.append(f"dialog: {params['message']}")
-            self._events.add("dialog")
         if method:
             self._events.add(method)
 
@@ -115,7 +114,13 @@ class Browser:
         self.complaints.clear()
         self._events.discard("Page.loadEventFired")
         self("Page.navigate", url=path.resolve().as_uri())
-        while "Page.loadEventFired" not in self._events:
+        self.wait_for("Page.loadEventFired", new=False)
+
+    def wait_for(self, event, new=True):
+        """Waits until an event has happened; if `new`, once more from now on."""
+        if new:
+            self._events.discard(event)
+        while event not in self._events:
             self._read()
 
     def js(self, expression):

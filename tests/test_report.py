@@ -1,6 +1,7 @@
 """Pages of runs: what they show, of which numbers, and what they say where something is missing."""
 
 import base64
+import dataclasses
 import io
 import re
 import shutil
@@ -367,6 +368,7 @@ def test_pages_work_in_a_browser(mheads, runs, demo_page):
                 assert browser.js("[...document.querySelectorAll('figure > svg')].every(s => s.clientWidth > 300)")
             _ownership_moves(browser)
         _rows_are_sorted(browser, demo_page)
+        _the_page_follows(browser, runs["mcl_k1"])
         _themes_change(browser)
         browser.open(pages[1])
         choose = "(s => { s.value = '2'; s.dispatchEvent(new Event('change')) })(document.querySelector('select'))"
@@ -415,6 +417,20 @@ def _rows_are_sorted(browser, file):
         values = [float(value) for value in browser.js(column)]
         assert values == sorted(values, key=lambda value: order * value)
         assert browser.js(f"{head}.getAttribute('aria-sort')") == state
+
+
+def _the_page_follows(browser, run):
+    """A page of a run that goes on loads itself again, and stays where the reader was."""
+    made = dataclasses.replace(report._page([Record.read(run)], Silent(), False, look=False), refresh=2)
+    file = run / "live.html"
+    file.write_text(made.html())
+    browser.open(file)
+    browser.js("scrollTo({ top: 700, behavior: 'instant' })")
+    file.write_text(made.html().replace("<h1>", "<h1>Again "))
+    browser.wait_for("Page.loadEventFired")
+    assert browser.js("document.querySelector('h1').textContent").startswith("Again ")
+    assert browser.js("scrollY") == 700
+    assert browser.complaints == []
 
 
 def _themes_change(browser):

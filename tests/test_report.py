@@ -140,7 +140,7 @@ def test_confusion_and_hardest_examples_follow_from_the_outputs(runs):
     assert [example.number for example in found.hardest] == order[:24]
     first = found.hardest[0]
     assert first.truth == record.data.problem.groups[labels[order[0]]]
-    assert [answer.who for answer in first.answers] == ["ensemble", *(f"member {m}" for m in range(4))]
+    assert [answer.who for answer in first.answers] == ["mean", *(f"member {m}" for m in range(4))]
     assert first.answers[2].confidence == pytest.approx(100 * float(p[2, order[0]].max()))
     assert first.image.startswith("data:image/png;base64,")
 

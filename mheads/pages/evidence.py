@@ -15,7 +15,7 @@ from mheads.data.split import Split
 from mheads.errors import UserError
 from mheads.evaluation import examples_of, telling
 from mheads.measuring import answers, in_eval_mode
-from mheads.metrics import Metrics, add_counts, mean_members, weighted_mean
+from mheads.metrics import Metrics, add_counts, mean_members
 from mheads.progress import Watcher
 from mheads.record import Record
 from mheads.report.page import picture
@@ -47,7 +47,7 @@ class Hard:
 
 @dataclass(frozen=True)
 class Evidence:
-    """confusion: counts [M + 1, C, C] by true class and answer, of the ensemble first; reliability: see `Metrics`."""
+    """confusion: counts [M + 1, C, C] by true class and answer, of the Ensemble-Mean first; reliability: see `Metrics`."""
 
     confusion: np.ndarray
     reliability: dict[str, dict[str, list[float]]]
@@ -75,23 +75,20 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
     with telling(watch):
         facts, examples, split = examples_of(record.folder)
     names, members = problem.groups, net.num_members
-    metrics: Metrics | None = None
+    metrics = Metrics(members, len(names))
     confusion = torch.zeros(members + 1, len(names), len(names), dtype=torch.long)
     said, sure, true = [], [], []
     with closing(experiment.threads_engine(record.config, net)) as engine, in_eval_mode([net]):
-        for outputs, scores, targets in answers(engine, examples, facts.inputs, problem, watch):
-            metrics = metrics or Metrics(members, len(names), scored=scores is not None)
-            metrics.update(outputs, targets, *([] if scores is None else [scores]))
+        for outputs, _, targets in answers(engine, examples, facts.inputs, problem, watch):
+            metrics.update(outputs, targets)
             each = outputs.cpu().double().softmax(-1)  # [M, b, C]
-            mean = mean_members(each) if scores is None else weighted_mean(each, scores.cpu())
-            probabilities = torch.cat([mean[None], each])
+            probabilities = torch.cat([mean_members(each)[None], each])
             confidence, answer = probabilities.max(-1)
             for counts, found in zip(confusion, answer, strict=True):
                 add_counts(counts, targets, found)
             said.append(answer)
             sure.append(confidence)
             true.append(targets)
-    assert metrics is not None  # there are examples
     everything = torch.cat(said, 1).numpy(), torch.cat(sure, 1).numpy(), torch.cat(true).numpy()
     return Evidence(
         confusion.numpy(), metrics.reliability(), _hardest(examples, names, *everything), weights.iteration, split
@@ -106,7 +103,7 @@ def _hardest(examples: Split, names: Sequence[str], said: np.ndarray, sure: np.n
     rows = np.lexsort((-surely, -count))[:HARDEST]
     rows = rows[count[rows] > 0]
     images = _images(examples, rows)
-    who = ["ensemble", *(f"member {m}" for m in range(len(wrong)))]
+    who = ["mean", *(f"member {m}" for m in range(len(wrong)))]
     return [
         Hard(
             int(row),

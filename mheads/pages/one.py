@@ -53,15 +53,16 @@ def page_of(
     if net is not None and look:
         weighed = net
         evidence, why = _try(lambda: examine(record, weighed, watch))
-    shown = pictures(record, watch) if look else []
+    shown = pictures(record, watch) if look and record.config.members > 1 else []
     sections = [
         Section("run", "What was run", [Facts(words.facts(record)), _tree(record, net, why_no_net)]),
         Section("results", "Results", _results(record)),
         Section("curves", "Over training", [curves.measures(record), curves.losses(record.log)]),
-        Section("ownership", "Who owns which class", _ownership(record, shown), OWNED),
-        Section("wins", "Who wins", [curves.wins(record.log)], WINS),
-        Section("agreement", "Where answers differ", _agreement(record, evidence, why)),
     ]
+    if record.config.members > 1:
+        sections.append(Section("ownership", "Who owns which class", _ownership(record, shown), OWNED))
+        sections.append(Section("wins", "Who wins", [curves.wins(record.log)], WINS))
+    sections.append(Section("agreement", "Where answers differ", _agreement(record, evidence, why)))
     if record.data.problem.name == "classification":
         trusted = [curves.reliability(evidence.reliability)] if evidence else [Missing(why)]
         sections.append(Section("reliability", "How far to trust it", trusted))
@@ -205,7 +206,7 @@ def _ownership(record: Record, shown: Sequence[str]) -> list[Part]:
         if isinstance(grid, str):
             return [*found, Missing(grid)]
         alike = training and np.ptp(np.where(grid.cells == NOTHING, 0, grid.cells).astype(int), axis=1).max() <= 1
-        if alike and record.config.members > 1:
+        if alike:
             continue  # all learn from everything
         found.append(Grids([grid]))
     return found

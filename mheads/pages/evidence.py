@@ -47,7 +47,7 @@ class Hard:
 
 @dataclass(frozen=True)
 class Evidence:
-    """confusion: counts [M + 1, C, C] by true class and answer, of the Ensemble-Mean first; reliability: see `Metrics`."""
+    """confusion: counts [M + 1, C, C] by true class and answer, of the mean first; reliability: see `Metrics`."""
 
     confusion: np.ndarray
     reliability: dict[str, dict[str, list[float]]]

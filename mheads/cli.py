@@ -282,6 +282,42 @@ def saliency(
 
 
 @app.command(rich_help_panel="Train and look")
+def report(
+    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; several are set side by side.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The .html; by default report.html in the run folder, or beside several."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--watch", help="Write it anew while training goes on; the open page loads itself again.")
+    ] = False,
+    suite: Annotated[str | None, typer.Option(help="Instead of runs: those of `mheads reproduce SUITE`.")] = None,
+    recipe: Annotated[str, typer.Option(help="With --suite: the recipe.")] = "cifar10_quick",
+    scale: Annotated[float, typer.Option(help="With --suite: the part of the iterations.")] = 1,
+    folder: Annotated[Path, typer.Option(*FOLDER, help="With --suite: where its runs are.")] = Path("runs/reproduce"),
+    trust: Trust = False,
+) -> None:
+    """Write a page to open in a browser: results, curves, ownership over time, the hardest images, in one HTML file.
+
+    Example: mheads report runs/mcl
+    """
+    from mheads.pages import report as pages
+    from mheads.progress import Terminal
+    from mheads.suites.jobs import Options
+
+    if bool(runs) == bool(suite):
+        raise UserError("give run folders, or --suite SUITE for the runs of mheads reproduce")
+    watch = Terminal(console)
+    if suite is not None:
+        if follow:
+            raise UserError("--watch follows runs: give their folders instead of --suite")
+        made = pages.report_suite(suite, Options(recipe, scale=scale), output, watch, folder)
+    else:
+        made = (pages.follow if follow else pages.report)(runs or [], output, watch, trust)
+    console.print(str(made), markup=False, soft_wrap=True)
+
+
+@app.command(rich_help_panel="Train and look")
 def export(
     run: RunPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="The file: .pt2 (torch.export) or .onnx.")],

@@ -10,7 +10,10 @@ from rich.markup import escape
 
 from mheads import config as configs
 from mheads.data import load
-from mheads.progress import Terminal
+from mheads.files import write_atomically
+from mheads.pages.several import page_of_all
+from mheads.progress import Silent, Terminal
+from mheads.record import Record
 from mheads.report.figures import ownership_figure, save
 from mheads.run_folder import RunFolder
 from mheads.terminal.tables import comparison_table
@@ -24,10 +27,16 @@ ENSEMBLES = {
     "MCL, k=1": ["members=4", "loss.name=mcl", "loss.k=1", "pretrain=300"],
 }
 
+ABOUT = (
+    "Averaged, independent members beat one of them. Under MCL each digit teaches only the member that does best on "
+    "it: members become specialists, poor alone, and one of the four answers is nearly always right (Oracle)."
+)
+
 
 def run_demo(folder: Path, console: Console) -> None:
-    """Trains each ensemble (or finds it finished), then shows the table and draws who owns which class."""
-    results = {}
+    """Trains each ensemble (or finds it finished), then shows the table, draws who owns which class, and writes a page
+    of it all."""
+    results, records = {}, []
     for title, overrides in ENSEMBLES.items():
         config = configs.load("digits", overrides)
         run = RunFolder(folder / title.replace(",", "").replace("=", "").replace(" ", "-").lower())
@@ -35,12 +44,13 @@ def run_demo(folder: Path, console: Console) -> None:
             f"[bold]{title}[/]  mheads train digits {' '.join(overrides)} -f {escape(str(run.path))}", soft_wrap=True
         )
         results[title] = train_config(config, run, Terminal(console))
+        records.append(Record.read(run.path, title))
     console.print(comparison_table(results))
     owners = {title: np.asarray(result["ownership"]) for title, result in results.items() if len(result["members"]) > 1}
     picture = folder / "ownership.png"
     save(ownership_figure(owners, load("digits").problem.groups), picture)
-    console.print(
-        "Averaged, independent members beat one of them. Under MCL each digit teaches only the member that does best "
-        "on it: members become specialists, poor alone, and one of the four answers is nearly always right (Oracle).\n"
-        f"Who owns which digit: {escape(str(picture))}"
-    )
+    console.print(ABOUT)
+    page = folder / "report.html"
+    write_atomically(page, page_of_all(records, Silent(), title="Four ways to use four networks", about=ABOUT).html())
+    console.print(f"Who owns which digit: {escape(str(picture))}", soft_wrap=True)
+    console.print(f"All of it, to open in a browser: {escape(str(page))}", soft_wrap=True)

@@ -100,7 +100,9 @@ SPLITS = ("train", "validation", "test")
 DATA_KEYS = ("name", "root", "path", "validation", "resize", "crop", "limit")
 
 
-def examples_of(folder: RunFolder, overrides: Sequence[str], split: str | None) -> tuple[DataFacts, Split, str]:
+def examples_of(
+    folder: RunFolder, overrides: Sequence[str] = (), split: str | None = None
+) -> tuple[DataFacts, Split, str]:
     """What the run knows of its data, and the examples to evaluate on."""
     trained, facts = folder.read_config(), folder.read_data()
     for override in overrides:

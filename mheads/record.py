@@ -30,11 +30,15 @@ class Record:
     finished: bool
 
     @staticmethod
-    def read(path: Path, title: str | None = None) -> Record:
+    def read(path: Path, title: str | None = None, lenient: bool = False) -> Record:
+        """The run in a folder; `lenient` leaves a damaged log out, where it is else refused."""
         folder = RunFolder(path)
         config = folder.read_config()
         data, finished = folder.read_data(), folder.finished(config.pretrain + config.optim.iterations)
-        log = folder.read_log() if finished else Log.of(_lines(folder.metrics))
+        if finished:
+            log = Log([], []) if lenient and folder.manifest.problem(folder.metrics) else folder.read_log()
+        else:
+            log = Log.of(_lines(folder.metrics))
         result = folder.read_result() if finished else (log.evaluations[-1] if log.evaluations else None)
         return Record(title or path.resolve().name, folder, config, data, log, result, finished)
 
@@ -59,13 +63,14 @@ class Record:
         return self.folder.read_assignments()
 
 
-def read_all(paths: Sequence[Path]) -> list[Record]:
+def read_all(paths: Sequence[Path], lenient: bool = False) -> list[Record]:
     """Runs under titles that tell them apart: the names of their folders, with parents where names are equal."""
     places = [path.resolve() for path in paths]
     depth = 1
     while len({place.parts[-depth:] for place in places}) < len(set(places)):
         depth += 1
-    return [Record.read(path, "/".join(place.parts[-depth:])) for path, place in zip(paths, places, strict=True)]
+    titles = ["/".join(place.parts[-depth:]) for place in places]
+    return [Record.read(path, title, lenient) for path, title in zip(paths, titles, strict=True)]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -69,8 +69,13 @@ def _picture(split: Split, label: int, kind: str, absent: np.ndarray) -> np.ndar
     images = (raw.permute(0, 2, 3, 1) if raw.is_floating_point() else raw).numpy().astype(np.float32)
     mean = images.mean(0)
     chosen = mean if kind == "mean" else images[np.square(images - mean).sum((1, 2, 3)).argmin()]
-    low, high = (0.0, 255.0) if not raw.is_floating_point() else (float(images.min()), float(images.max()))
-    if not raw.is_floating_point() and images.max() <= 32:  # such as the digits, which go to 16
+    return shown(chosen, images, raw.is_floating_point())
+
+
+def shown(chosen: np.ndarray, images: np.ndarray, floats: bool) -> np.ndarray:
+    """Images [..., H, W, channels] as uint8 [..., H, W, 3], brightened as `images` allow."""
+    low, high = (0.0, 255.0) if not floats else (float(images.min()), float(images.max()))
+    if not floats and images.max() <= 32:  # such as the digits, which go to 16
         high = float(images.max())
-    shown = (255 * (chosen - low) / max(high - low, 1e-12)).clip(0, 255).astype(np.uint8)
-    return shown[..., :3] if shown.shape[2] >= 3 else np.repeat(shown[..., :1], 3, axis=2)
+    grey = (255 * (chosen - low) / max(high - low, 1e-12)).clip(0, 255).astype(np.uint8)
+    return grey[..., :3] if grey.shape[-1] >= 3 else np.repeat(grey[..., :1], 3, axis=-1)

@@ -421,17 +421,19 @@ def test_a_process_that_fails_prints_the_message_alone():
     assert done.out == ""
 
 
-def test_the_demo_ends_with_a_table_and_a_picture(mheads, tmp_path, monkeypatch):
-    from mheads import config, demo
+def test_the_demo_ends_with_a_table_a_picture_and_a_page(mheads, tmp_path, monkeypatch):
+    from mheads import demo
 
-    load = config.load
-    monkeypatch.setattr(demo.configs, "load", lambda name, more: load(name, [*more, *QUICK, "pretrain=2"]))
+    shorter = {title: [*given, *QUICK, "pretrain=2"] for title, given in demo.ENSEMBLES.items()}
+    monkeypatch.setattr(demo, "ENSEMBLES", shorter)
     monkeypatch.setenv("COLUMNS", "80")
     done = mheads("demo", "--run", tmp_path / "demo")
     assert done.code == 0
     for text in ("single model", "TreeNet, conv1", "MCL, k=1", "Oracle", "seconds"):
         assert text in done.out
     assert (tmp_path / "demo/ownership.png").read_bytes().startswith(b"\x89PNG")
+    assert done.out.splitlines()[-1] == f"All of it, to open in a browser: {tmp_path / 'demo/report.html'}"
+    assert "Four ways to use four networks" in (tmp_path / "demo/report.html").read_text()
 
 
 def test_the_package_names_are_all_there():

@@ -19,5 +19,12 @@ def test_the_package_takes_any_newer_torch_and_make_pins_its_own():
     assert "--constraint constraints.txt" in makefile
 
 
+def test_files_that_are_not_python_are_in_the_package():
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["mheads"]
+    packed = {path for pattern in patterns for path in (ROOT / "mheads").glob(pattern)}
+    there = {path for path in (ROOT / "mheads").rglob("*.*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert there - packed == set()
+
+
 def test_no_test_is_judged_by_the_clock():
     assert hypothesis.settings().deadline is None

@@ -1,0 +1,1 @@
+"""`mheads report`: pages of runs."""

@@ -1,0 +1,98 @@
+"""The charts of a page: measures and losses over training, who wins, how far confidence can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mheads.log import Log
+from mheads.metrics import BINS
+from mheads.record import Record
+from mheads.report.page import Chart, Missing, Part
+from mheads.report.svg import Line, bars, line_chart, series
+
+MANY_MEMBERS = 12  # from here on the members' lines are thin and not named
+TOGETHER = (("ensemble_mean", "Ensemble-Mean", "ink"), ("ensemble_scored", "Ensemble-Scored", "ink dotted"))
+ORACLE = ("oracle", "Oracle", "ink dashed")
+
+
+def measures(record: Record) -> Part:
+    """Members, Ensemble-Mean and Oracle at each evaluation."""
+    lines = record.log.evaluations
+    if not lines:
+        return Missing("There is no evaluation in metrics.jsonl yet.")
+    at = [line["iteration"] for line in lines]
+    members = len(lines[0]["members"])
+    found = _members(at, [line["members"] for line in lines])
+    if members > 1:
+        for key, name, style in (*TOGETHER, ORACLE):
+            if all(key in line for line in lines):
+                found.append(Line(name, at, [line[key] for line in lines], style))
+    measure = record.data.problem.measure
+    split = lines[-1]["split"]
+    return _chart(f"{measure.partition(',')[0].capitalize()} on the {split} set", found, measure)
+
+
+def losses(log: Log) -> Part:
+    """Each member's loss on the training batches."""
+    if not log.steps:
+        return Missing("There is no step in metrics.jsonl yet; a smaller log.every writes more.")
+    at = [line["iteration"] for line in log.steps]
+    return _chart("Loss on the training batches", _members(at, [line["member_losses"] for line in log.steps]), "loss")
+
+
+def wins(log: Log) -> Part:
+    """The part of the examples that each member won."""
+    if not log.steps:
+        return Missing("There is no step in metrics.jsonl yet; a smaller log.every writes more.")
+    at = [line["iteration"] for line in log.steps]
+    won = [[100 * part for part in line.get("wins", line["share"])] for line in log.steps]
+    top, least = max(max(row) for row in won), min(min(row) for row in won)
+    if top - least < 0.01:
+        return Missing("All members learned from equally many examples at all times.")
+    lines = _members(at, won)
+    return _chart("Examples that each member learns from", lines, "examples won, %", (0, max(10, top)))
+
+
+def reliability(bins: Mapping[str, Mapping[str, Sequence[float]]]) -> Chart:
+    """Accuracy against confidence, over how often each confidence occurs in the ensemble's answers."""
+    lines = [Line("as accurate as confident", [0, 100], [0, 100], "faint dotted")]
+    for (name, found), style in zip(bins.items(), ("s0", "ink"), strict=False):
+        there = [i for i, examples in enumerate(found["examples"]) if examples]
+        lines.append(Line(name, [found["confidence"][i] for i in there], [found["accuracy"][i] for i in there], style))
+    occurs = list(bins["Ensemble-Mean"]["examples"])
+    return Chart(
+        "Reliability",
+        line_chart(lines, "confidence, %", "accuracy, %", (0, 100), (0, 100)),
+        [(line.style, line.name) for line in lines],
+        f"Above the dotted line an answer is better than it thinks, below it is worse. Answers are taken together in "
+        f"{BINS} bins of confidence; below, how many of the Ensemble-Mean's answers are in each.",
+        bars(occurs, "confidence of the Ensemble-Mean", "examples"),
+    )
+
+
+def compared(records: Sequence[Record], key: str, name: str) -> Part:
+    """One measure of several runs against the iteration."""
+    lines = []
+    for i, record in enumerate(records):
+        found = [line for line in record.log.evaluations if key in line]
+        if found:
+            at = [line["iteration"] for line in found]
+            lines.append(Line(record.title, at, [line[key] for line in found], series(i)))
+    if not lines:
+        return Missing(f"No run has an evaluation with {name} yet.")
+    return _chart(name, lines, records[0].data.problem.measure)
+
+
+def _members(at: Sequence[float], values: Sequence[Sequence[float | None]]) -> list[Line]:
+    number = len(values[0])
+    thin = " thin" if number > MANY_MEMBERS else ""
+    return [Line(f"member {m}", at, [row[m] for row in values], series(m) + thin) for m in range(number)]
+
+
+def _chart(title: str, lines: Sequence[Line], y_label: str, y_range: Any = None) -> Chart:
+    members = [line for line in lines if line.name.startswith("member ")]
+    named = [line for line in lines if len(members) <= MANY_MEMBERS or line not in members]
+    note = f"{len(members)} members, one thin line each." if len(members) > MANY_MEMBERS else ""
+    svg = line_chart(lines, "iteration", y_label, None, y_range)
+    return Chart(title, svg, [(line.style, line.name) for line in named] if len(lines) > 1 else [], note)

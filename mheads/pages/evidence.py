@@ -1,0 +1,161 @@
+"""What only the network and the data of a run can show: which classes are confused, and which examples are hard."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mheads import models, parts
+from mheads.data.catalog import DATASETS
+from mheads.data.split import Split
+from mheads.errors import UserError
+from mheads.evaluation import examples_of, telling
+from mheads.measuring import answers, in_eval_mode
+from mheads.metrics import Metrics, add_counts, mean_members
+from mheads.progress import Watcher
+from mheads.record import Record
+from mheads.report.page import Gallery, picture
+from mheads.run import opened
+from mheads.saliency.command import said
+from mheads.saliency.members import explain
+from mheads.treenet import TreeNet
+from mheads.videos import class_pictures, shown
+
+HARDEST = 24
+MOST_KEPT = 50_000_000  # outputs
+IMAGES = 6  # that members are shown to look at
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What somebody said of an example, and how sure they were, in percent."""
+
+    who: str
+    said: str
+    confidence: float
+    right: bool
+
+
+@dataclass(frozen=True)
+class Hard:
+    """An example that most members get wrong; `image` is a data URI, if it is an image."""
+
+    number: int
+    image: str | None
+    truth: str
+    answers: list[Answer]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """confusion: counts [M + 1, C, C] by true class and answer, of the mean first; reliability: see `Metrics`."""
+
+    confusion: np.ndarray
+    reliability: dict[str, dict[str, list[float]]]
+    hardest: list[Hard]
+    iteration: int
+    split: str
+    outputs: torch.Tensor | None  # [M, N, C], if they are not too many to be kept
+
+
+def network(record: Record, watch: Watcher, trust: bool) -> TreeNet:
+    """The tree of a run with fresh weights; refuses code that only the folder names, unless it is trusted."""
+    if record.config.model not in models.MODELS and not trust:
+        raise UserError(
+            f"the network is code of the run's own, {record.config.model}, and none of it was run: if you trust it, "
+            "give --trust"
+        )
+    return parts.net_of_run(record.folder, record.config, watch.warn, trust=trust)
+
+
+def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
+    """Runs the newest weights over the examples that training evaluates on."""
+    problem = record.data.problem
+    if problem.name != "classification":
+        raise UserError(f"this is about classes, and the run is {problem.name}")
+    weights = record.folder.load_weights(net, lambda message: None)  # the page itself says how far the run is
+    with telling(watch):
+        facts, examples, split = examples_of(record.folder)
+    names, members = problem.groups, net.num_members
+    metrics = Metrics(members, len(names))
+    confusion = torch.zeros(members + 1, len(names), len(names), dtype=torch.long)
+    answered, sure, true, kept = [], [], [], []
+    few = members * len(examples) * len(names) <= MOST_KEPT
+    with closing(parts.threads_engine(record.config, net)) as engine, in_eval_mode([net]):
+        for outputs, _, targets in answers(engine, examples, facts.inputs, problem, watch):
+            metrics.update(outputs, targets)
+            if few:
+                kept.append(outputs.cpu())
+            each = outputs.cpu().double().softmax(-1)  # [M, b, C]
+            probabilities = torch.cat([mean_members(each)[None], each])
+            confidence, answer = probabilities.max(-1)
+            for counts, found in zip(confusion, answer, strict=True):
+                add_counts(counts, targets, found)
+            answered.append(answer)
+            sure.append(confidence)
+            true.append(targets)
+    everything = torch.cat(answered, 1).numpy(), torch.cat(sure, 1).numpy(), torch.cat(true).numpy()
+    hardest = _hardest(examples, names, *everything)
+    together = torch.cat(kept, 1) if kept else None
+    return Evidence(confusion.numpy(), metrics.reliability(), hardest, weights.iteration, split, together)
+
+
+def looked_at(record: Record, net: TreeNet, evidence: Evidence, watch: Watcher) -> Gallery:
+    """What members respond to in some images, by guided backprop, and how much more their owners do."""
+    run = opened(record.folder, record.config, net, lambda message: None)
+    found = explain(run, count=IMAGES, outputs=evidence.outputs, watch=watch)
+    content = io.BytesIO()
+    found.figure().savefig(content, format="png", dpi=110)
+    source = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    text = f"Maps of {len(found.columns)} networks on {len(found.classes)} images: {', '.join(found.classes)}."
+    note = "" if found.sample is None else f"{said(found.sample, f'{found.sample.examples:,} images').capitalize()}."
+    return Gallery([("Guided backprop of the score of the true class", source, text)], note)
+
+
+def _hardest(examples: Split, names: Sequence[str], said: np.ndarray, sure: np.ndarray, true: np.ndarray) -> list[Hard]:
+    """The examples that most members get wrong, the surest first: answers and confidences [M + 1, N], truth [N]."""
+    wrong = said[1:] != true
+    count = wrong.sum(0)
+    surely = np.where(wrong, np.nan_to_num(sure[1:]), 0).sum(0) / np.maximum(count, 1)
+    rows = np.lexsort((-surely, -count))[:HARDEST]
+    rows = rows[count[rows] > 0]
+    images = _images(examples, rows)
+    who = ["mean", *(f"member {m}" for m in range(len(wrong)))]
+    return [
+        Hard(
+            int(row),
+            image,
+            names[true[row]],
+            [
+                Answer(name, names[a], 100 * float(p), bool(a == true[row]))
+                for name, a, p in zip(who, said[:, row], sure[:, row], strict=True)
+            ],
+        )
+        for row, image in zip(rows, images, strict=True)
+    ]
+
+
+def _images(examples: Split, rows: np.ndarray) -> list[str] | list[None]:
+    if len(examples.shape) != 3 or not len(rows):
+        return [None] * len(rows)
+    raw = examples.read(rows, None)
+    images = (raw.permute(0, 2, 3, 1) if raw.is_floating_point() else raw).numpy().astype(np.float32)
+    return [picture(image) for image in shown(images, images, raw.is_floating_point())]
+
+
+def pictures(record: Record, watch: Watcher) -> list[str]:
+    """A small picture of each class as a data URI, or none where no images are at hand."""
+    if record.config.data.name not in DATASETS or len(record.data.shape) != 3:
+        return []
+    if record.data.problem.name != "classification":
+        return []
+    try:
+        return [picture(found, 40) for found in class_pictures(record, "typical", watch)]
+    except UserError:  # the section of the hardest examples says what is missing
+        return []

@@ -1,0 +1,139 @@
+"""The page that sets several runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mheads import config as configs
+from mheads.errors import UserError
+from mheads.pages import curves, words
+from mheads.pages.evidence import pictures
+from mheads.pages.one import OWNED, ownership
+from mheads.progress import Watcher
+from mheads.record import Record
+from mheads.report.page import Cell, Grids, Missing, Page, Part, Section, Table
+from mheads.suites.findings import label
+
+MEASURES = ("ensemble_mean", "ensemble_scored", "oracle", "single", "disagreement")
+
+
+def page_of_all(
+    records: Sequence[Record],
+    watch: Watcher,
+    look: bool = True,
+    title: str | None = None,
+    about: str | None = None,
+    further: Sequence[Section] = (),
+) -> Page:
+    """The runs in one table, their curves over each other, their ownership side by side; `further` sections first."""
+    for record in records[1:]:
+        if record.data.problem.measure != records[0].data.problem.measure:
+            raise UserError(
+                f"{record.folder.path} measures {record.data.problem.measure}, {records[0].folder.path} "
+                f"{records[0].data.problem.measure}: report them one by one"
+            )
+    sections = [
+        *further,
+        Section("runs", "The runs", [_table(records)], "A click on the head of a column sorts by it."),
+        Section("settings", "What is different", [_settings(records)]),
+        Section("curves", "Over training", [
+            curves.compared(records, key, name) for key, name in (
+                ("ensemble_mean", "Ensemble-Mean"), ("oracle", "Oracle"), ("single", "Mean member"),
+            )
+        ]),
+        Section("ownership", "Who owns which class", _ownership(records, watch, look), OWNED),
+        Section("repeat", "How to repeat it", [_commands(records)]),
+    ]  # fmt: skip
+    notes = [
+        f"{record.title}: something is wrong in the run folder, {path.name} {problem}."
+        for record in records
+        for path, problem in record.folder.problems().items()
+    ]
+    open_runs = [f"{record.title}, iteration {record.iteration:,}" for record in records if not record.finished]
+    return Page(
+        title or f"{len(records)} runs",
+        about or f"Side by side: {', '.join(record.title for record in records)}.",
+        _headline(records),
+        sections,
+        f"Not finished: {'; '.join(open_runs)}" if open_runs else "",
+        notes,
+        "Made by mheads.",
+    )
+
+
+def _headline(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
+    """The best of the two measures, and whose they are."""
+    problem = records[0].data.problem
+    found = []
+    for key in ("ensemble_mean", "oracle"):
+        known = [(r.result[key], r.title) for r in records if r.result and r.result.get(key) is not None]
+        if known:
+            value, who = (max if problem.unit else min)(known, key=lambda pair: pair[0])
+            found.append((f"Best {label(key)}", format(value, ".2f" if problem.unit else ".4g"), problem.unit, who))
+    return found
+
+
+def _table(records: Sequence[Record]) -> Table:
+    shown = [key for key in MEASURES if any(key in (record.result or {}) for record in records)]
+    head = ["run", *(label(key) for key in shown), "members", "loss", "parameters", "seconds"]
+    if open_runs := not all(record.finished for record in records):
+        head.append("state")
+    rows = []
+    for record in records:
+        result, loss = record.result or {}, record.config.loss
+        k = f", k={loss.options['k']}" if "k" in loss.options else ""
+        rows.append(
+            [
+                Cell(record.title),
+                *(_number(result.get(key), ".2f" if record.data.problem.unit else ".4g") for key in shown),
+                Cell(str(record.config.members), record.config.members),
+                Cell(f"{loss.name}{k}"),
+                _number(result.get("parameters"), ",.0f"),
+                _number(result.get("seconds"), ",.1f"),
+                *([Cell("finished" if record.finished else f"iteration {record.iteration:,}")] if open_runs else []),
+            ]
+        )
+    unit = records[0].data.problem.measure
+    splits = sorted({record.result["split"] for record in records if record.result})
+    note = f"{unit[0].upper()}{unit[1:]}, on the {' and '.join(splits)} set." if splits else ""
+    return Table("All runs", head, rows, sortable=True, note=note)
+
+
+def _number(value: Any, form: str) -> Cell:
+    return Cell(format(value, form), value) if isinstance(value, int | float) else Cell("")
+
+
+def _settings(records: Sequence[Record]) -> Part:
+    flat = [configs.flatten(record.config) for record in records]
+    keys = [key for key in flat[0] if any(other[key] != flat[0][key] for other in flat)]
+    if not keys:
+        return Missing("Nothing: all have the same settings.")
+    rows = [[Cell(key), *(Cell(words.short(values[key])) for values in flat)] for key in keys]
+    return Table("Settings that differ", ["key", *(record.title for record in records)], rows)
+
+
+def _ownership(records: Sequence[Record], watch: Watcher, look: bool) -> list[Part]:
+    shown: dict[str, list[str]] = {}
+    grids, missing = [], []
+    for i, record in enumerate(records):
+        if record.config.members == 1:
+            continue  # it owns everything
+        data = record.data.fingerprint
+        if look and data not in shown:
+            shown[data] = pictures(record, watch)
+        grid = ownership(record, shown.get(data, []), f"owned-{i}", record.title)
+        if isinstance(grid, str):
+            missing.append(Missing(f"{record.title}: {grid}"))
+        else:
+            grids.append(grid)
+    found: list[Part] = [Grids(grids)] if grids else []
+    return [*found, *missing] or [Missing("No run has several members.")]
+
+
+def _commands(records: Sequence[Record]) -> Table:
+    rows = [[Cell(record.title), Cell(words.command(record.config)), Cell(str(record.config.seed), record.config.seed)]
+            for record in records]  # fmt: skip
+    versions = {", ".join(f"{name} {version}" for name, version in record.result["versions"].items())
+                for record in records if record.result and "versions" in record.result}  # fmt: skip
+    return Table("Commands", ["run", "command", "seed"], rows, note="; ".join(sorted(versions)))

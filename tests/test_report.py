@@ -1,0 +1,440 @@
+"""Pages of runs: what they show, of which numbers, and what they say where something is missing."""
+
+import base64
+import dataclasses
+import io
+import re
+import shutil
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from browser import CHROMIUM, Browser
+from rich.console import Console
+
+from mheads import config as configs
+from mheads import demo, evaluation
+from mheads.pages import evidence, report, words
+from mheads.progress import Silent
+from mheads.record import Record
+from mheads.report import page, svg
+from mheads.run_folder import RunFolder
+from mheads.suites.beside import paper_figures
+from mheads.train import train_config
+
+QUICK = ("optim.iterations=6", "optim.batch_size=20", "data.limit=100", "log.every=2", "log.evaluate_every=3")
+SECTIONS = ["run", "results", "curves", "ownership", "wins", "agreement", "reliability", "hardest", "cost", "repeat"]
+EVIL = ["<script>alert(1)</script>", "</script><!--\udc80", '"><img src=x onerror=alert(2)>', "{{7*7}}&amp;"]
+
+
+class Parsed(HTMLParser):
+    """The elements of a page: their attributes by tag, ids, texts, and whether all are closed in order."""
+
+    VOID = ("meta", "link", "input", "img", "hr", "circle", "path", "line", "rect")
+
+    def __init__(self, file):
+        super().__init__()
+        self.tags, self.ids, self.texts, self._open, self._svg = [], {}, [], [], 0
+        self.feed(file.read_text())
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.tags.append((tag, found))
+        if "id" in found:
+            assert found["id"] not in self.ids
+            self.ids[found["id"]] = tag
+        if tag not in self.VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        if tag in ("p", "li", "tr", "td") and self._open[-1] != tag:
+            raise AssertionError(f"</{tag}> closes <{self._open[-1]}>")
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.texts).split())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Short runs by name; one has classes with the names that nobody should have."""
+    folder = tmp_path_factory.mktemp("runs")
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(17, size=(60, 1, 8, 8)).astype(np.uint8), np.arange(60) % len(EVIL)
+    np.savez(folder / "evil.npz", x_train=x, y_train=y, x_test=x, y_test=y, classes=np.array(EVIL))
+    made = {
+        "mcl_k1": ["loss.name=mcl", "loss.k=1"],
+        "tree": ["split=conv1"],
+        "single": ["members=1"],
+        "<b>evil": ["loss.name=mcl", "model_args.classes=4", "data.name=npz", f"data.path={folder / 'evil.npz'}"],
+    }
+    for name, overrides in made.items():
+        train_config(configs.load("digits", [*QUICK, *overrides]), RunFolder(folder / name), Silent())
+    return {name: folder / name for name in made}
+
+
+def test_a_page_has_every_section_and_asks_nobody_for_anything(mheads, runs):
+    done = mheads("report", runs["mcl_k1"])
+    file = runs["mcl_k1"] / "report.html"
+    assert (done.code, done.out.strip()) == (0, str(file)), done.err
+    found = Parsed(file)
+    assert [name for name in found.ids if name in SECTIONS] == SECTIONS
+    assert [link["href"] for link in found.all("a")][1:] == [f"#{name}" for name in SECTIONS]
+    assert "http" not in re.sub(r"http-equiv", "", file.read_text())
+    for tag, attributes in found.tags:
+        assert attributes.get("src", "data:").startswith("data:")
+        assert tag not in ("iframe", "object", "embed", "base")
+    assert all("alt" in image for image in found.all("img"))
+    assert all(drawing.get("aria-label") or drawing.get("aria-hidden") for drawing in found.all("svg"))
+    assert file.stat().st_size < 400_000
+
+
+def test_the_numbers_are_those_of_the_result(runs):
+    record = Record.read(runs["mcl_k1"])
+    made = report._page([record], Silent(), trust=False)
+    assert [entry[1] for entry in made.headline] == [
+        f"{record.result[key]:.2f}" for key in ("ensemble_mean", "oracle", "single")
+    ]
+    sections = {section.name: section for section in made.sections}
+    learned, owned = (part.grids[0] for part in sections["ownership"].parts)
+    counts = np.asarray(record.result["ownership"])
+    np.testing.assert_array_equal(owned.cells[-1], np.round(100 * counts / counts.sum(0)))
+    assert owned.labels == ["iteration 3", "iteration 6"]
+    assert learned.labels == ["iteration 2", "iteration 4", "iteration 6"]
+    steps = record.assignments()["steps"]
+    totals = steps[0].sum(0)
+    there = totals > 0
+    np.testing.assert_array_equal(learned.cells[0][:, there], np.round(100 * steps[0][:, there] / totals[there]))
+    differ = sections["agreement"].parts[0].grids[0]
+    assert differ.cells[0, 1, 2] == round(record.result["disagreement_pairs"][1][2])
+    assert differ.cells[0, 1, 1] == page.NOTHING
+    assert base64.b64decode(owned.data["cells"]) == owned.cells.tobytes()
+
+
+def test_confusion_and_hardest_examples_follow_from_the_outputs(runs):
+    record = Record.read(runs["tree"])
+    found = evidence.examine(record, evidence.network(record, Silent(), False), Silent())
+    outputs, labels = evaluation.outputs_of(runs["tree"])
+    p = outputs.double().softmax(-1)
+    p = torch.cat([p.mean(0)[None], p])
+    for counts, answers in zip(found.confusion, p.argmax(-1), strict=True):
+        assert counts.sum() == len(labels)
+        assert np.trace(counts) == (answers == labels).sum()
+        assert counts[3, 5] == ((labels == 3) & (answers == 5)).sum()
+    wrong = p[1:].argmax(-1) != labels
+    sure = (p[1:].amax(-1) * wrong).sum(0) / wrong.sum(0).clamp(min=1)
+    order = sorted(range(len(labels)), key=lambda i: (-int(wrong[:, i].sum()), -float(sure[i]), i))
+    assert [example.number for example in found.hardest] == order[:24]
+    first = found.hardest[0]
+    assert first.truth == record.data.problem.groups[labels[order[0]]]
+    assert [answer.who for answer in first.answers] == ["mean", *(f"member {m}" for m in range(4))]
+    assert first.answers[2].confidence == pytest.approx(100 * float(p[2, order[0]].max()))
+    assert first.image.startswith("data:image/png;base64,")
+
+
+def test_names_from_data_are_shown_and_not_run(mheads, runs):
+    assert mheads("report", runs["<b>evil"]).code == 0
+    found = Parsed(runs["<b>evil"] / "report.html")
+    for name in [*EVIL, "<b>evil"]:
+        assert name.replace("\udc80", "?") in found.text
+    assert [script.get("type") for script in found.all("script")].count(None) == 1
+    assert found.all("b") == []
+    assert not [image for image in found.all("img") if "onerror" in image]
+
+
+def test_an_unfinished_run_and_damaged_files_are_told(mheads, runs, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(runs["mcl_k1"], folder)
+    for name in ("result.json", "model.safetensors"):
+        (folder / name).unlink()
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-2]) + lines[-1][:20])
+    assert mheads("report", folder).code == 0
+    text = Parsed(folder / "report.html").text
+    assert "Not finished: iteration 4 of 6" in text
+    assert "result.json is missing" in text
+
+    shutil.copytree(runs["mcl_k1"], tmp_path / "damaged")
+    for name in ("assignments.npz", "metrics.jsonl"):
+        (tmp_path / "damaged" / name).write_bytes(b"nothing of use")
+    assert mheads("report", tmp_path / "damaged").code == 0
+    text = Parsed(tmp_path / "damaged" / "report.html").text
+    assert "metrics.jsonl is damaged" in text
+    assert "assignments.npz is damaged" in text
+    assert "There is no evaluation in metrics.jsonl yet" in text
+
+
+def test_a_run_without_its_data_says_so(mheads, runs, tmp_path):
+    shutil.copytree(runs["<b>evil"], tmp_path / "run")
+    data = runs["<b>evil"].parent / "evil.npz"
+    data.rename(tmp_path / "away.npz")
+    try:
+        assert mheads("report", tmp_path / "run").code == 0
+    finally:
+        (tmp_path / "away.npz").rename(data)
+    assert "evil.npz does not exist" in Parsed(tmp_path / "run" / "report.html").text
+
+
+def test_code_of_the_run_is_called_only_if_it_is_trusted(mheads, tmp_path):
+    folder = tmp_path / "run"
+    given = ("model=networks:with_dropout", "members=2", "split=conv", *QUICK)
+    assert mheads("train", "digits", *given, "-f", folder).code == 0
+    assert mheads("report", folder).code == 0
+    text = Parsed(folder / "report.html").text
+    assert "none of it was run: if you trust it, give --trust" in text
+    assert "The tree is not drawn" in text
+    assert mheads("report", folder, "--trust").code == 0
+    found = Parsed(folder / "report.html")
+    assert "grid-confusion" in found.ids
+    assert "The tree is not drawn" not in found.text
+
+
+def test_numbers_instead_of_classes(mheads, tmp_path):
+    assert mheads("train", "diabetes", "optim.iterations=4", "-f", tmp_path / "run").code == 0
+    done = mheads("report", tmp_path / "run")
+    assert done.code == 0, done.err
+    assert "not classes that could differ" in Parsed(tmp_path / "run" / "report.html").text
+
+
+def test_several_runs_are_compared(mheads, runs, tmp_path):
+    file = tmp_path / "all.html"
+    done = mheads("report", *(runs[name] for name in ("single", "tree", "mcl_k1")), "-o", file)
+    assert (done.code, done.out.strip()) == (0, str(file)), done.err
+    found = Parsed(file)
+    for name in ("runs", "settings", "curves", "ownership", "repeat"):
+        assert found.ids[name] == "section"
+    assert "split null conv1 null" in found.text
+    assert "mheads train digits members=1" in found.text
+    assert [name for name in found.ids if name.startswith("grid-")] == ["grid-owned-1", "grid-owned-2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give run folders, or --suite SUITE"),
+        (("single", "--suite", "mcl"), "give run folders, or --suite SUITE"),
+        (("single", "-o", "page.pdf"), "give a file that ends in .html"),
+        (("single", "-o", "nowhere/page.html"), "there is no folder nowhere"),
+        (("--suite", "mcl", "-f", "nowhere", "-o", "x.html"), "nowhere holds no run of mcl on cifar10_quick"),
+    ],
+)
+def test_what_cannot_be_reported_is_said(mheads, runs, arguments, message):
+    done = mheads("report", *(runs.get(argument, argument) for argument in arguments))
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_the_command_trains_the_same_again(runs):
+    for name in ("mcl_k1", "tree", "single"):
+        config = Record.read(runs[name]).config
+        _, _, recipe, *overrides = words.command(config).split()
+        assert configs.load(recipe, overrides) == config
+
+
+def test_the_papers_figures_are_found_by_the_config():
+    row, figures = paper_figures(configs.load("cifar10_quick", ["loss.name=mcl", "loss.k=1", "seed=3"]))
+    assert row == "mcl_k1 of mcl, cifar10_quick"
+    assert figures["oracle"]["mean"] == 93.10
+    assert paper_figures(configs.load("cifar10_quick", ["loss.name=mcl", "optim.iterations=10"])) is None
+    assert paper_figures(configs.load("digits")) is None
+
+
+def test_a_suite_is_shown_beside_the_paper(mheads, tmp_path):
+    recipe, suite = tmp_path / "tiny.yaml", tmp_path / "two.yaml"
+    text = configs.load("digits", [*QUICK, "members=2"]).to_yaml()
+    recipe.write_text(text)
+    suite.write_text(
+        "# Two rows.\nrows: [{name: plain}, {name: mcl, set: [loss=mcl]}, {name: later, set: [loss.k=2]}]\n"
+        "paper: {tiny: {plain: {oracle: 55.5}}}\nclaims: [{left: mcl.oracle, is: better, right: plain.single}]\n"
+    )
+    given = (str(suite), "--recipe", str(recipe), "-f", tmp_path / "runs")
+    done = mheads("reproduce", *given, "--only", "plain", "--only", "mcl", "-o", tmp_path / "results")
+    assert done.code == 0, done.err
+    done = mheads("report", "--suite", *given)
+    assert done.code == 0, done.err
+    file = tmp_path / "runs" / "two-tiny.html"
+    assert done.out.strip() == str(file)
+    found = Parsed(file)
+    assert "Two rows." in found.text
+    assert "55.50" in found.text and "not run" in found.text and "mcl.oracle is better plain.single" in found.text
+    assert [name for name in found.ids if name.startswith("grid-")] == ["grid-owned-0", "grid-owned-1"]
+
+
+def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path):
+    folder, file = tmp_path / "run", tmp_path / "page.html"
+    shutil.copytree(runs["mcl_k1"], folder)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "result.json").rename(tmp_path / "result.json")
+    (folder / "metrics.jsonl").write_text("".join(lines[:2]))
+    seen = []
+
+    def wait(seconds):
+        text = file.read_text()
+        seen.append((re.search(r"iteration (\d) of 6", text)[1], 'data-refresh="5"' in text))
+        if len(seen) == 1:
+            (folder / "metrics.jsonl").write_text("".join(lines[:3]))
+        elif len(seen) == 2:
+            (folder / "metrics.jsonl").write_text("".join(lines))
+            (tmp_path / "result.json").rename(folder / "result.json")
+
+    assert report.follow([folder], file, Silent(), wait=wait) == file
+    assert seen == [("3", True), ("4", True)]
+    assert "data-refresh" not in file.read_text() and "Not finished" not in file.read_text()
+    assert "grid-confusion" in Parsed(file).ids
+
+
+def test_ctrl_c_leaves_a_page_that_no_longer_loads_itself(runs, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(runs["mcl_k1"], folder)
+    (folder / "result.json").unlink()
+
+    def wait(seconds):
+        raise KeyboardInterrupt
+
+    file = report.follow([folder], None, Silent(), wait=wait)
+    assert "Not finished" in file.read_text() and "data-refresh" not in file.read_text()
+
+
+def test_a_long_history_of_many_classes_stays_small():
+    counts = np.random.default_rng(0).integers(0, 5, size=(256, 50, 1000))
+    names = [f"class {c}" for c in range(1000)]
+    grid = page.ownership_grid("owned", "", np.arange(256), counts, names)
+    assert grid.cells.shape[1:] == (50, page.MOST_CLASSES)
+    assert grid.cells.size <= page.MOST_CELLS
+    assert (grid.labels[0], grid.labels[-1]) == ("iteration 0", "iteration 255")
+
+
+def test_lines_have_gaps_where_there_is_no_number():
+    drawn = str(svg.line_chart([svg.Line("<a>", [0, 1, 2, 3, 4], [1.0, 2.0, None, float("nan"), 3.0])], "x", "y"))
+    assert drawn.count("<path") == 2 and drawn.count('class="dot"') == 1
+    assert "<title>&lt;a&gt;</title>" in drawn and "nan" not in drawn
+    assert svg._ticks(0, 100) == [0, 20, 40, 60, 80, 100]
+    assert svg._ticks(0.013, 0.052)[0] <= 0.013
+
+
+def test_many_leaves_that_are_alike_are_drawn_once():
+    stages = {"trunk": svg.Stage("trunk", ("conv",), tuple(range(40)), tuple(f"b/{m}" for m in range(40)), 5)}
+    stages |= {f"b/{m}": svg.Stage(f"b/{m}", ("fc",), (m,), (), 7) for m in range(40)}
+    drawn = str(svg.tree(stages, ["trunk"], "3"))
+    assert drawn.count("<rect") == 3 and "members 0 to 39" in drawn
+
+
+# In a browser.
+
+QUIET = ("optim.iterations=12", "log.every=2", "log.evaluate_every=4", "data.limit=200")
+
+
+@pytest.fixture(scope="module")
+def demo_page(tmp_path_factory):
+    """The page of the demo, with shorter runs."""
+    folder = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        shorter = {t: [*(o for o in given if o[:8] != "pretrain"), *QUIET] for t, given in demo.ENSEMBLES.items()}
+        patch.setattr(demo, "ENSEMBLES", shorter)
+        demo.run_demo(folder, Console(file=io.StringIO()))
+    return folder / "report.html"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+def test_pages_work_in_a_browser(mheads, runs, demo_page):
+    assert mheads("report", runs["<b>evil"]).code == 0
+    assert mheads("report", runs["mcl_k1"]).code == 0
+    pages = [demo_page, runs["mcl_k1"] / "report.html", runs["<b>evil"] / "report.html"]
+    with Browser() as browser:
+        for file in pages:
+            for width in (1280, 390):
+                browser.size(width, dark=width == 390)
+                browser.open(file)
+                assert browser.complaints == []
+                assert [url for url in browser.requests if not url.startswith(("data:", "file:"))] == []
+                assert [url.rpartition("/")[2] for url in browser.requests if url.startswith("file:")] == [
+                    "report.html"
+                ]
+                assert browser.js("document.documentElement.scrollWidth") <= width
+                assert browser.js("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+                assert browser.js("[...document.querySelectorAll('figure > svg')].every(s => s.clientWidth > 300)")
+            _ownership_moves(browser)
+        _rows_are_sorted(browser, demo_page)
+        _the_page_follows(browser, runs["mcl_k1"])
+        _themes_change(browser)
+        browser.open(pages[1])
+        choose = "(s => { s.value = '2'; s.dispatchEvent(new Event('change')) })(document.querySelector('select'))"
+        cells = "document.querySelector('#grid-confusion tbody').textContent"
+        before = browser.js(cells)
+        browser.js(choose)
+        assert browser.js(cells) != before
+
+
+def _ownership_moves(browser):
+    """The slider, by keyboard too, and the play button change what is shown."""
+    cells = "[...document.querySelectorAll('#ownership tbody td')].map(c => c.textContent).join()"
+    slider = "document.querySelector('#ownership input')"
+    last = browser.js(cells)
+    browser.js(f"(s => {{ s.value = 0; s.dispatchEvent(new Event('input')) }})({slider})")
+    first = browser.js(cells)
+    assert first != last
+    browser.js(f"{slider}.focus()")
+    for kind in ("keyDown", "keyUp"):
+        browser("Input.dispatchKeyEvent", type=kind, key="End", code="End", windowsVirtualKeyCode=35)
+    assert browser.js(cells) == last
+    said = "document.querySelector('#ownership output').textContent"
+    assert re.search(r"iteration|100 %", browser.js(said))
+    ended = browser.js(
+        """new Promise(done => {
+          const button = document.querySelector('#ownership .play'), seen = [];
+          const watch = new MutationObserver(() => {
+            seen.push(document.querySelector('#ownership input').value);
+            if (button.getAttribute('aria-pressed') === 'false') { watch.disconnect(); done(seen); }
+          });
+          button.click();
+          watch.observe(button.closest('.player'), { attributes: true, subtree: true, childList: true });
+        })"""
+    )
+    assert len(set(ended)) > 1 and browser.js(cells) == last
+
+
+def _rows_are_sorted(browser, file):
+    browser.open(file)
+    column = "[...document.querySelectorAll('#runs tbody tr')].map(r => r.cells[1].textContent)"
+    head = "document.querySelectorAll('#runs thead th')[1]"
+    browser.js(f"{head}.querySelector('button').focus()")
+    for order, state in ((-1, "descending"), (1, "ascending")):
+        for kind in ("keyDown", "keyUp"):
+            browser("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", text="\r", windowsVirtualKeyCode=13)
+        values = [float(value) for value in browser.js(column)]
+        assert values == sorted(values, key=lambda value: order * value)
+        assert browser.js(f"{head}.getAttribute('aria-sort')") == state
+
+
+def _the_page_follows(browser, run):
+    """A page of a run that goes on loads itself again, and stays where the reader was."""
+    made = dataclasses.replace(report._page([Record.read(run)], Silent(), False, look=False), refresh=2)
+    file = run / "live.html"
+    file.write_text(made.html())
+    browser.open(file)
+    browser.js("scrollTo({ top: 700, behavior: 'instant' })")
+    file.write_text(made.html().replace("<h1>", "<h1>Again "))
+    browser.wait_for("Page.loadEventFired")
+    assert browser.js("document.querySelector('h1').textContent").startswith("Again ")
+    assert browser.js("scrollY") == 700
+    assert browser.complaints == []
+
+
+def _themes_change(browser):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    before = browser.js(ground)
+    browser.js("document.getElementById('theme').click()")
+    assert browser.js(ground) != before

@@ -46,6 +46,15 @@ def test_labels_name_members_and_classes():
     assert [label.get_text() for label in panel.get_yticklabels()] == ["member 0", "member 1"]
 
 
+def test_names_are_drawn_as_they_are(tmp_path):
+    names = ["$x^2$", "$_", "no \udc80 character"]
+    figure = ownership_figure({"a $b$": counts(2, 3), "c\udc81": counts(2, 3)}, names)
+    save(figure, tmp_path / "names.png")
+    first = panels(figure)[0]
+    assert [label.get_text() for label in first.get_xticklabels()] == ["$x^2$", "$_", "no ? character"]
+    assert not any(label.get_parse_math() for label in first.get_xticklabels())
+
+
 def test_several_ensembles_stand_side_by_side_with_one_colour_bar():
     figure = ownership_figure({"independent": counts(4, 10), "MCL": counts(3, 10)}, DIGITS)
     assert [panel.get_title() for panel in panels(figure)] == ["independent", "MCL"]

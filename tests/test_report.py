@@ -16,6 +16,7 @@ from rich.console import Console
 from mheads import config as configs
 from mheads import demo, evaluation
 from mheads.pages import evidence, report, words
+from mheads.pages.one import page_of
 from mheads.progress import Silent
 from mheads.record import Record
 from mheads.report import page, svg
@@ -24,7 +25,8 @@ from mheads.suites.beside import paper_figures
 from mheads.train import train_config
 
 QUICK = ("optim.iterations=6", "optim.batch_size=20", "data.limit=100", "log.every=2", "log.evaluate_every=3")
-SECTIONS = ["run", "results", "curves", "ownership", "wins", "agreement", "reliability", "hardest", "cost", "repeat"]
+SECTIONS = ["run", "results", "curves", "ownership", "wins", "agreement", "reliability", "hardest"]
+SECTIONS += ["saliency", "cost", "repeat"]
 EVIL = ["<script>alert(1)</script>", "</script><!--\udc80", '"><img src=x onerror=alert(2)>', "{{7*7}}&amp;"]
 
 
@@ -143,6 +145,17 @@ def test_confusion_and_hardest_examples_follow_from_the_outputs(runs):
     assert [answer.who for answer in first.answers] == ["mean", *(f"member {m}" for m in range(4))]
     assert first.answers[2].confidence == pytest.approx(100 * float(p[2, order[0]].max()))
     assert first.image.startswith("data:image/png;base64,")
+
+
+def test_the_energy_of_the_owners_maps_is_measured_on_the_page(runs):
+    record = Record.read(runs["tree"])
+    net = evidence.network(record, Silent(), False)
+    found = evidence.looked_at(record, net, evidence.examine(record, net, Silent()), Silent())
+    assert re.search(r"^Owner \d+\.\d\d times the energy of the others, on [\d,]+ images\.$", found.note)
+    ((_, source, text),) = found.pictures
+    assert source.startswith("data:image/png;base64,")
+    assert "6 images" in text
+    assert f'<p class="wide dim">{found.note}</p>' in page_of(record, Silent()).html()
 
 
 def test_names_from_data_are_shown_and_not_run(mheads, runs):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from mheads.report.figures import COLOURS, DPI, Figure, colour
+from mheads.report.figures import COLOURS, DPI, Figure, colour, written
 
 Results = Sequence[Mapping[str, Any]]  # what result.json holds, of one run or of several trials
 MANY_MEMBERS = 12  # from here on cells hold no value, and lines no name
@@ -74,7 +74,7 @@ def splits_figure(runs: Mapping[str, Results], measure: str = "accuracy, %") -> 
     style: dict[str, Any] = {"fontsize": 8}
     if max(len(name) for name in runs) * len(runs) > 50:
         style |= {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    panel.set_xticks(at, list(runs), **style)
+    panel.set_xticks(at, [written(name) for name in runs], parse_math=False, **style)
     _finish(panel, "members share the layers up to", measure)
     panel.tick_params(axis="x", length=0)
     panel.legend(fontsize=8, frameon=False)
@@ -92,7 +92,7 @@ def disagreement_figure(pairs: np.ndarray | Mapping[str, np.ndarray]) -> Figure:
     panels = figure.subplots(1, len(tables), squeeze=False).ravel()
     for panel, (title, table) in zip(panels, tables.items(), strict=True):
         image = panel.imshow(table, cmap=COLOURS, vmin=0, vmax=100)
-        panel.set_title(title, fontsize=10)
+        panel.set_title(written(title), fontsize=10, parse_math=False)
         ticks = range(0, len(table), -(-len(table) // 20))
         panel.set_xticks(ticks, [str(m) for m in ticks], fontsize=8)
         panel.set_yticks(ticks, [f"member {m}" for m in ticks], fontsize=8)

@@ -58,7 +58,7 @@ def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: 
     for panel, (title, counts) in zip(panels, tables.items(), strict=True):
         shares = _shares(counts)
         image = panel.imshow(shares, cmap=COLOURS, vmin=0, vmax=100, aspect="auto")
-        panel.set_title(title, fontsize=10)
+        panel.set_title(written(title), fontsize=10, parse_math=False)
         _label(panel, len(counts), classes, many)
         if not many:
             _write_values(panel, shares)
@@ -216,6 +216,11 @@ def save(figure: Figure, path: str | Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+def written(text: str) -> str:
+    """Text that can be drawn: names of files and classes may hold bytes that are no character."""
+    return text.encode(errors="replace").decode()
+
+
 def _shares(counts: np.ndarray) -> np.ma.MaskedArray:
     """Counts [M, C] -> percent of each column, masked where a column is empty."""
     totals = counts.sum(0, keepdims=True)
@@ -232,7 +237,9 @@ def _label(panel: Axes, num_members: int, classes: Sequence[str], many: bool) ->
     else:
         style = {"fontsize": 8, "rotation": 45, "ha": "right", "rotation_mode": "anchor"}
     step = -(-len(classes) // MOST_LABELS)
-    panel.set_xticks(range(0, len(classes), step), classes[::step], **style)
+    panel.set_xticks(
+        range(0, len(classes), step), [written(name) for name in classes[::step]], parse_math=False, **style
+    )
     panel.set_yticks(range(num_members), [f"member {m}" for m in range(num_members)], fontsize=8)
     panel.set_xticks(np.arange(len(classes) + 1) - 0.5, minor=True)
     panel.set_yticks(np.arange(num_members + 1) - 0.5, minor=True)

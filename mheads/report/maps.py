@@ -7,7 +7,7 @@ from textwrap import wrap
 
 import numpy as np
 
-from mheads.report.figures import DPI, PALETTE, Figure
+from mheads.report.figures import DPI, PALETTE, Figure, written
 
 CELL = 0.86  # inches
 LARGEST = 99.5  # percentile of a row's gradients that is shown as black or white: single pixels would dim all others
@@ -42,7 +42,7 @@ def saliency_figure(
         panel.set(xticks=[], yticks=[])
         panel.spines[:].set_visible(False)
     for title, panel in zip(("image", *columns), panels[0], strict=True):
-        panel.set_title(title, fontsize=8, pad=3, parse_math=False)
+        panel.set_title(written(title), fontsize=8, pad=3, parse_math=False)
     for i in range(rows):
         panels[i, 0].imshow(_shown(images[i]), cmap="gray", vmin=0, vmax=1)
         panels[i, 0].set_xlabel(shorten(classes[i]), fontsize=8, labelpad=2, parse_math=False)
@@ -67,6 +67,7 @@ def scaled(maps: np.ndarray) -> np.ndarray:
 
 
 def shorten(name: str, length: int = 14) -> str:
+    name = written(name)
     return name if len(name) <= length else f"{name[: length - 1]}…"
 
 

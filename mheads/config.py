@@ -191,6 +191,7 @@ class LogOptions(_Section):
     evaluate_every: int = _option(500, "iterations between evaluations on the test set; 0: only at the end", ge=0)
     checkpoint_every: int = _option(500, "iterations between checkpoints; 0: only at the end", ge=0)
     keep: int = _option(2, "how many of the newest checkpoints are kept", ge=1)
+    tensorboard: bool = _option(False, "also write the log for TensorBoard, in the run folder")
     idle_after: int = _option(100, "warn of a member that has won no example for n iterations", ge=1)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mheads import data as datasets
-from mheads import files, identity, models, seeds, values
+from mheads import files, identity, models, seeds, tensorboard, values
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream, Reader
@@ -123,6 +123,8 @@ def assemble(
 
     `given` are the priors [M, N] of `sampling: array`; `clustered` is what `cluster_classes` found, if it was asked.
     """
+    if config.log.tensorboard:
+        tensorboard.require()
     if not len(data.test):
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
     few = np.arange(min(2, len(data.train)))

@@ -13,17 +13,20 @@ import numpy as np
 
 from mheads import files
 from mheads.files import saving
+from mheads.tensorboard import Board
 
 
 class MetricsLog:
     """metrics.jsonl: appended line by line, and cut back to the checkpoint on resuming.
 
     `parts` are the lines that checkpoints know, as [bytes, SHA-256] from one checkpoint to the next: lines of a part
-    that is damaged are left out, and `mended` says so.
+    that is damaged are left out, and `mended` says so. A `board` is given each line too.
     """
 
-    def __init__(self, path: Path, parts: list[list[Any]], warn: Callable[[str], None]) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, parts: list[list[Any]], warn: Callable[[str], None], board: Board | None = None
+    ) -> None:
+        self._path, self._board = path, board
         content, bad = good_lines(path, parts)
         self.parts = [part for i, part in enumerate(parts) if i not in bad]
         self.mended = bool(bad)
@@ -48,6 +51,8 @@ class MetricsLog:
         with saving(self._path):
             while content:  # half a line on a full disk is cut off on resuming
                 content = content[self._file.write(content) or 0 :]
+        if self._board is not None:
+            self._board.write(line)
 
     def mark(self) -> list[list[Any]]:
         """Flushes the lines to the disk and begins another part; returns the parts so far."""
@@ -60,6 +65,8 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
+        if self._board is not None:
+            self._board.close()
 
 
 def good_lines(path: Path, parts: list[list[Any]]) -> tuple[bytes, set[int]]:

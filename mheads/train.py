@@ -32,6 +32,7 @@ from mheads.optim import Optimizer, Schedule
 from mheads.problems import Problem, Result
 from mheads.progress import Silent, Watcher
 from mheads.run_folder import DataFacts, RunFolder
+from mheads.tensorboard import Board
 from mheads.treenet import TreeNet
 
 
@@ -88,7 +89,8 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 folder.write_config(config)  # more iterations, say
                 watch.resumed(state.step, total)
             folder.manifest.forget(folder.metrics)  # until its last line is written
-            log = MetricsLog(folder.metrics, state.log, watch.warn)
+            board = Board(folder.path, state.step) if config.log.tensorboard else None
+            log = MetricsLog(folder.metrics, state.log, watch.warn, board)
             if log.mended:
                 checkpoints.save(state.step, tensors or {}, {**found["state"], "log": log.parts}, again=True)
         with _signals(engine.ask_to_stop), watch.training(total, state.step):

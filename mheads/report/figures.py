@@ -154,11 +154,13 @@ def suite_figure(rows: Sequence[str], panels: Mapping[str, Sequence[Sequence[flo
     figure = Figure(figsize=(width + 2.6 * len(panels), 1.2 + 0.26 * len(rows)), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=10)
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    compared = any(point[2] is not None for points in panels.values() for point in points)
+    sides: list[tuple[int, float, dict[str, Any]]] = [(0, 0.0, {"fmt": "o", "color": PALETTE[0], "label": "here"})]
+    if compared:
+        theirs = {"fmt": "D", "color": PALETTE[5], "label": "paper", "markerfacecolor": "white"}
+        sides = [(0, -0.12, sides[0][2]), (2, 0.12, theirs)]
     for panel, (metric, points) in zip(axes, panels.items(), strict=True):
-        for what, shift, style in (
-            (0, -0.12, {"fmt": "o", "color": PALETTE[0], "label": "here"}),
-            (2, 0.12, {"fmt": "D", "color": PALETTE[5], "label": "paper", "markerfacecolor": "white"}),
-        ):
+        for what, shift, style in sides:
             at = [i for i, point in enumerate(points) if point[what] is not None]
             means = [points[i][what] for i in at]
             spreads = [points[i][what + 1] or 0 for i in at]
@@ -168,9 +170,10 @@ def suite_figure(rows: Sequence[str], panels: Mapping[str, Sequence[Sequence[flo
         panel.grid(axis="y", color="0.9", linewidth=0.8)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
-    axes[0].set_yticks(range(len(rows)), rows, fontsize=8)
+    axes[0].set_yticks(range(len(rows)), [written(row) for row in rows], fontsize=8, parse_math=False)
     axes[0].set_ylim(len(rows) - 0.5, -0.5)
-    axes[-1].legend(fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    if compared:
+        axes[-1].legend(fontsize=7, frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return figure
 
 

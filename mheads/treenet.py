@@ -102,9 +102,22 @@ class TreeNet(nn.Module):
                     "not hand out the same one again (TreeNet(network, ...) copies a built one)"
                 )
             raise UserError(f"layers of {self.network_name} on both sides of a split share a parameter")
+        self._refuse_common_statistics()
         _out_of_place(self)
         for parameter in self.parameters():
             parameter.data = canonical(parameter.data)
+
+    def _refuse_common_statistics(self) -> None:
+        """Running statistics of one network in two stages would be updated by one branch and not by the others."""
+        seen: dict[int, str] = {}
+        for stage, module in self.stages.items():
+            taking = [m for m in module.modules() if takes_statistics(m)]
+            for buffer in {id(b): b for m in taking for b in m.buffers(recurse=False)}.values():
+                if seen.setdefault(id(buffer), stage) != stage:
+                    raise UserError(
+                        f"layers of {self.network_name} on both sides of a split share running statistics (a "
+                        "normalisation that is used twice?): give each place its own, or split elsewhere"
+                    )
 
     def _draw(self, member: int) -> nn.Module:
         """The network that a member's own stages come from; only the seed and the member decide its weights."""

@@ -411,3 +411,15 @@ def test_layers_rewritten_before_each_call_are_refused():
 
     with pytest.raises(UserError, match=r"'pruned'.*parametrizations"):
         TreeNet(factory, members=2).probe(torch.randn(2, 4))
+
+
+def test_running_statistics_on_both_sides_of_a_split_are_refused():
+    def network():
+        norm = nn.BatchNorm1d(4, affine=False)
+        return nn.Sequential(OrderedDict(a=nn.Linear(4, 4), n1=norm, b=nn.Linear(4, 4), n2=norm, c=nn.Linear(4, 3)))
+
+    with pytest.raises(UserError, match="on both sides of a split share running statistics"):
+        TreeNet(network, members=2, split="a")
+    whole = TreeNet(network, members=2, split="b")
+    assert whole(torch.randn(5, 4)).shape == (2, 5, 3)
+    assert TreeNet(network, members=2)(torch.randn(5, 4)).shape == (2, 5, 3)

@@ -414,7 +414,10 @@ def test_rounding_that_statistics_of_few_values_magnify_is_no_difference():
         memory_format=torch.channels_last
     )
     for seed in range(6):
-        TreeNet(SinglePixel, members=2, split="stem", seed=seed).probe(x)
+        net = TreeNet(SinglePixel, members=2, split="stem", seed=seed)
+        assert net.probe(x).shape == (2, 2)  # not refused, and of each example two scores
+        whole = TreeNet(SinglePixel, members=2, seed=seed).eval()
+        torch.testing.assert_close(net.eval()(x)[0], whole(x)[0])
 
 
 def test_what_a_layer_must_not_do_is_refused_inside_a_graph():

@@ -14,9 +14,8 @@ from __future__ import annotations
 import json
 import math
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,8 @@ from mheads.measuring import EVALUATION_ROWS
 from mheads.plain import from_json
 from mheads.progress import Watcher
 from mheads.run_folder import RunFolder
-from mheads.train import Stopped, train
+from mheads.signals import handling
+from mheads.train import stop_at_once, train
 
 ROUNDS, TOLERANCE = 10, 0.001
 SUMMARY = "classical.json"
@@ -58,7 +58,7 @@ def train_rounds(
     """
     _check(config)
     known = read_rounds(folder, config)
-    with _stopping():
+    with handling(stop_at_once, (signal.SIGTERM,)):  # nothing is lost between runs
         data = parts.load_data(config)
         num_examples = len(data.train)
         if num_examples < config.members:
@@ -264,20 +264,3 @@ def _line(entry: dict[str, Any], num_examples: int) -> str:
         f"round {entry['round']}: objective {entry['objective']:,.6g}; {entry['changed']:,} of {num_examples:,} "
         "examples change their member"
     )
-
-
-@contextmanager
-def _stopping() -> Iterator[None]:
-    """Inside, SIGTERM ends the command at once where no run is training: nothing is lost. Training hears it itself."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(signum: int, frame: Any) -> None:
-        raise Stopped(signum, 0, 0.0)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 import platform
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +29,7 @@ from mheads.optim import Optimizer, Schedule
 from mheads.problems import Problem, Result
 from mheads.progress import Silent, Watcher
 from mheads.run_folder import DataFacts, RunFolder
+from mheads.signals import handling
 from mheads.tensorboard import Board
 from mheads.treenet import TreeNet
 
@@ -44,6 +42,11 @@ class Stopped(Exception):  # noqa: N818, it is not an error
         self.exit_code = 128 + signum
         self.iteration = iteration
         self.seconds = seconds
+
+
+def stop_at_once(signum: int) -> None:
+    """For signals between runs; one inside a run finishes its step first."""
+    raise Stopped(signum, 0, 0.0)
 
 
 def train_config(
@@ -93,7 +96,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             log = MetricsLog(folder.metrics, state.log, watch.warn, board)
             if log.mended:
                 checkpoints.save(state.step, tensors or {}, {**found["state"], "log": log.parts}, again=True)
-        with _signals(engine.ask_to_stop), watch.training(total, state.step):
+        with handling(engine.ask_to_stop, once=True), watch.training(total, state.step):
             while state.step < total:
                 began = time.perf_counter()
                 pretraining = state.step < config.pretrain
@@ -335,23 +338,3 @@ def _diverged(what: str, checkpoints: Checkpoints) -> UserError:
     kept = f"the checkpoint of iteration {steps[0]} stays" if steps else "there was no checkpoint yet: nothing is kept"
     where = ", in a new run folder" if steps else ""
     return UserError(f"{what}; {kept}. Try a lower optim.lr, optim.schedule.warmup or data.normalize{where}")
-
-
-@contextmanager
-def _signals(tell: Callable[[int], None]) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM call `tell`, so that the current step is finished first. A second one acts at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-
-    def once(signum: int, frame: FrameType | None) -> None:
-        tell(signum)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.signal(number, once) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich import box
@@ -19,11 +15,12 @@ from mheads import files
 from mheads.classical import train_rounds
 from mheads.errors import UserError
 from mheads.report.figures import save, suite_figure
+from mheads.signals import handling
 from mheads.suites import findings, results, tables, timing
 from mheads.suites.jobs import FOLDER, Job, Options, Planner, in_order
 from mheads.suites.suite import SUITES, read
 from mheads.suites.watch import Overview, duration
-from mheads.train import Stopped, train_config
+from mheads.train import Stopped, stop_at_once, train_config
 
 OUTPUT = Path("results")
 
@@ -95,7 +92,7 @@ class Run:
         done = reused = len(self.jobs) - len(self.missing)
         self.console.print(f"{_runs(len(self.missing))} to train, {reused} finished", markup=False)
         try:
-            with _stopping():
+            with handling(stop_at_once):
                 for job in self.missing:
                     watch.begin(job)
                     result = None
@@ -218,21 +215,3 @@ def _there(job: Job) -> bool:
         return job.finished()
     except UserError:
         return False
-
-
-@contextmanager
-def _stopping() -> Iterator[None]:
-    """Inside, a signal between two runs stops as one inside a run does, which finishes its step first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise Stopped(signum, 0, 0.0)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

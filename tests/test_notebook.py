@@ -11,7 +11,8 @@ import sys; sys.path.insert(0, {here!r})
 import networks, numpy as np, mheads
 rng = np.random.default_rng(0)
 x, y = rng.normal(size=(200, 1, 8, 8)).astype(np.float32), np.arange(200) % 10
-net = mheads.TreeNet(networks.Plain, members=2, split="first")
+def new():
+    return mheads.TreeNet(networks.Plain, members=2, split="first")
 def fit(iterations, **more):
     return mheads.fit(net, "mcl", train=(x, y), test=(x, y), iterations=iterations, **more)
 """
@@ -52,7 +53,7 @@ def notebook():
 
 
 def test_fit_shows_its_evaluations_and_the_run_says_what_it_is(notebook):
-    progress, run = notebook("run = fit(20); run")
+    progress, run = notebook("net = new(); run = fit(20); run")
     assert progress[0] == "text/html"
     assert "<th>Oracle</th>" in progress[1]
     assert progress[1].count("<tr>") == 1 + 10
@@ -63,11 +64,13 @@ def test_fit_shows_its_evaluations_and_the_run_says_what_it_is(notebook):
 
 
 def test_a_second_fit_of_the_same_net_says_that_it_goes_on(notebook):
+    notebook("net = new(); run = fit(20)")
     shown = notebook("again = fit(10)")
     assert "going on from the weights that 20 iterations" in shown[0][1]
 
 
 def test_figures_are_shown_as_pictures(notebook):
+    notebook("net = new(); run = fit(20)")
     for figure in ("run.plot_ownership()", "run.plot_history()"):
         assert notebook(figure)[0][0] == "image/png"
 

@@ -220,6 +220,35 @@ def test_threads_set_by_others_later_do_not_reach_the_workers():
         torch.set_num_threads(before)
 
 
+def test_wide_tasks_run_on_the_thread_that_waits_and_their_errors_end_the_wait():
+    before, here = torch.get_num_threads(), threading.current_thread()
+    workers = Workers(2)
+    seen = []
+
+    def note(left):
+        seen.append((threading.current_thread() is here, torch.get_num_threads()))
+        if left:
+            workers.spawn((0,), note, left - 1, wide=left % 2 == 1)
+
+    try:
+        torch.set_num_threads(3)
+        workers.spawn((0,), note, 6, wide=True)
+        workers.wait()
+        assert seen == [(True, 1), (False, 1), (True, 1), (False, 1), (True, 1), (False, 1), (True, 1)]
+        assert torch.get_num_threads() == 3
+        workers.spawn((0,), (lambda: 1 / 0), wide=True)
+        workers.spawn((1,), note, 0, wide=True)  # dropped: it might depend on the one that fails
+        with pytest.raises(ZeroDivisionError):
+            workers.wait()
+        assert len(seen) == 7 and torch.get_num_threads() == 3
+        workers.spawn((0,), note, 0)
+        workers.wait()
+        assert len(seen) == 8
+    finally:
+        workers.close()
+        torch.set_num_threads(before)
+
+
 class Counts(nn.Identity):
     """Notes how many threads an operation has here, forward and backward."""
 

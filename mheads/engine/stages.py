@@ -38,14 +38,15 @@ class StageFacts:
 
     @contextmanager
     def intra_op(self) -> Iterator[None]:
-        """Gives the operations of this thread the threads of the stage; workers have one otherwise."""
-        if self.threads > 1:
+        """Gives the operations of this thread the threads of the stage; there is one otherwise."""
+        before = torch.get_num_threads()
+        if before != self.threads:
             torch.set_num_threads(self.threads)
         try:
             yield
         finally:
-            if self.threads > 1:
-                torch.set_num_threads(1)
+            if before != self.threads:
+                torch.set_num_threads(before)
 
 
 def threads_of(net: TreeNet) -> dict[str, int]:

@@ -32,9 +32,11 @@ BACKWARD, LOSS, FORWARD, PREPARE = range(4)
 
 
 class Spawn(Protocol):
-    """Hands a task to the engine; tasks with lower priority tuples go first."""
+    """Hands a task to the engine; tasks with lower priority tuples go first. A wide one computes on several threads."""
 
-    def __call__(self, priority: tuple[int, ...], function: Callable[..., None], *args: object) -> None: ...
+    def __call__(
+        self, priority: tuple[int, ...], function: Callable[..., None], *args: object, wide: bool = False
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ class TrainingStep:
     def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
         # Members that have nothing in common are finished one after the other: only those running are in memory.
         group = self.stages.groups[node.name] if node is not None and self.loss.separable else 0
-        self.spawn((group, i, phase), function, i, *(() if node is None else (node,)), *args)
+        wide = node is not None and self.stages[node.name].threads > 1
+        self.spawn((group, i, phase), function, i, *(() if node is None else (node,)), *args, wide=wide)
 
     # The tasks, in the order in which a micro-batch meets them.
 

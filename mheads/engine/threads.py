@@ -25,17 +25,23 @@ from mheads.values import Value
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
+Queued = tuple[tuple[int, ...], int, Callable[..., None], tuple[object, ...]]
 
 
 class Workers:
-    """Threads that run tasks, the lowest priority tuple first."""
+    """Threads that run tasks, the lowest priority tuple first.
+
+    Tasks that compute on several threads go to whoever waits instead: OpenMP keeps helpers for each thread that ever
+    used some, and once a process has more of them than cores, they sleep between any two operations.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
         lock = threading.Lock()
         self._work = threading.Condition(lock)  # something is queued, or the workers are closed
         self._idle = threading.Condition(lock)  # nothing is queued or running
-        self._queue: list[tuple[tuple[int, ...], int, Callable[..., None], tuple[object, ...]]] = []
+        self._queue: list[Queued] = []
+        self._wide: list[Queued] = []  # for the thread that waits
         self._numbers = itertools.count()
         self._unfinished = 0
         self._held = 0
@@ -55,11 +61,13 @@ class Workers:
         # What a worker sets for itself torch also gives to later threads, which is for our caller to decide.
         torch.set_num_threads(intra_op)
 
-    def spawn(self, priority: tuple[int, ...], function: Callable[..., None], *args: object) -> None:
+    def spawn(
+        self, priority: tuple[int, ...], function: Callable[..., None], *args: object, wide: bool = False
+    ) -> None:
         with self._work:
             self._unfinished += 1
-            heapq.heappush(self._queue, (priority, next(self._numbers), function, args))
-            self._work.notify()
+            heapq.heappush(self._wide if wide else self._queue, (priority, next(self._numbers), function, args))
+            (self._idle if wide else self._work).notify()
 
     def hold(self, count: int = 1) -> None:
         """Makes `wait` also wait for things that are not tasks, until `release` was called for each."""
@@ -85,7 +93,13 @@ class Workers:
             self._watched = until is not None
             self.waiting = True
             while (self._unfinished or (self._held and not self._error)) and not (until is not None and until()):
-                self._idle.wait()
+                if self._wide:
+                    intra_op = torch.get_num_threads()
+                    torch.set_num_threads(1)  # as everywhere, but for the operations of the stage itself
+                    self._take(self._wide)
+                    torch.set_num_threads(intra_op)
+                else:
+                    self._idle.wait()
             self.waiting = False
             error, self._error = self._error, None
         torch.set_num_threads(torch.get_num_threads())  # of later threads: a stage may have set its own
@@ -100,8 +114,9 @@ class Workers:
         return self._unfinished > 0 or not self.waiting
 
     def _drop_queue(self) -> None:
-        self._unfinished -= len(self._queue)
+        self._unfinished -= len(self._queue) + len(self._wide)
         self._queue.clear()
+        self._wide.clear()
 
     def close(self) -> None:
         with self._work:
@@ -116,28 +131,33 @@ class Workers:
         torch.get_num_threads()
         torch.set_num_threads(1)
         self._started.wait()
-        while True:
-            with self._work:
+        with self._work:
+            while True:
                 while not self._queue and not self._closed:
                     self._work.wait()
                 if self._closed:
                     return
-                _, _, function, args = heapq.heappop(self._queue)
-            error: BaseException | None = None
-            try:
-                function(*args)
-            except BaseException as caught:
-                error = caught
+                self._take(self._queue)
+
+    def _take(self, queue: list[Queued]) -> None:
+        """Runs the first task of a queue; the lock is held before and after."""
+        _, _, function, args = heapq.heappop(queue)
+        self._work.release()
+        error: BaseException | None = None
+        try:
+            function(*args)
+        except BaseException as caught:
+            error = caught
+        finally:
             del function, args  # they hold activations
-            with self._work:
-                if error is not None:
-                    self._error = self._error or error
-                    self._drop_queue()  # queued tasks may depend on the one that failed
-                self._unfinished -= 1
-                self.finished += 1
-                if error is not None or not self._unfinished or self._watched:
-                    self._idle.notify_all()
-            del error
+            self._work.acquire()
+        if error is not None:
+            self._error = self._error or error
+            self._drop_queue()  # queued tasks may depend on the one that failed
+        self._unfinished -= 1
+        self.finished += 1
+        if error is not None or not self._unfinished or self._watched:
+            self._idle.notify_all()
 
 
 class ThreadsEngine:

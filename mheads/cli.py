@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mheads.console import Console
+from mheads.detect.commands import app as detect_app
 from mheads.errors import UserError, of_the_system
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Fetch, verify and list datasets.", no_args_is_help=True)
 app.add_typer(data_app, name="data", rich_help_panel="Start here")
+app.add_typer(detect_app, name="detect", rich_help_panel="Train and look")
 console = Console()
 errors = Console(stderr=True)
 
@@ -82,22 +84,9 @@ def train(
 
     Example: mheads train cifar10_quick loss.name=mcl loss.k=1 --folder runs/mcl
     """
-    from mheads import config as configs
-    from mheads.distributed.session import session
+    from mheads.training import train_recipe
 
-    with session(errors, configs.timeout(recipe, overrides or [])) as world:
-        config = configs.load(recipe, overrides or [])
-        from mheads.progress import Silent, Terminal
-        from mheads.run_folder import RunFolder
-        from mheads.train import train_config
-
-        folder = RunFolder(run.expanduser() if run else Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
-        if force and folder.path.exists():
-            folder = folder.beside()
-        watch = Terminal(console, bar=not quiet, folder=True) if world.lead else Silent()
-        result = train_config(config, folder, watch, world.build)
-        if world.lead:
-            show_result(result)
+    train_recipe(recipe, overrides or [], run, console, errors, force=force, quiet=quiet)
 
 
 @app.command(rich_help_panel="Train and look")
@@ -524,7 +513,8 @@ def main() -> None:
         from mheads.distributed.launch import detect
 
         launch = detect()
-        if launch is not None and launch.rank > 0 and sys.argv[1:2] != ["train"]:
+        trains = sys.argv[1:2] == ["train"] or sys.argv[1:3] == ["detect", "train"]
+        if launch is not None and launch.rank > 0 and not trains:
             return  # only training is spread over ranks: one rank is enough for any other command
         app()
     except UserError as error:

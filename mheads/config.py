@@ -135,6 +135,27 @@ else:
     LossOptions = _loss_options()
 
 
+class RegionOptions(_Section):
+    """Of images with objects; the defaults are those of the Fast R-CNN release."""
+
+    objects: Literal["voc"] | list[str] = _option("voc", "their classes, or voc for the twenty of PASCAL VOC")
+    proposals: str = _option(
+        "selective_search",
+        "where regions come from: selective_search, an .npz or a .mat file; {part} in its name varies",
+    )
+    with_objects: bool = _option(False, "evaluation: the objects' own boxes are proposed as well, as in training")
+    most: int = _option(2000, "regions proposed in an image", ge=1)
+    per_image: int = _option(64, "training: regions that an image gives to a step", ge=1)
+    foreground: float = _option(0.25, "training: the share of them that may be objects", gt=0, le=1)
+    foreground_overlap: float = _option(0.5, "training: overlap from which a region is an object", gt=0, le=1)
+    background_overlap: tuple[float, float] = _option(
+        (0.1, 0.5), "training: overlaps from and below which it is background"
+    )
+    short_side: int = _option(600, "length of the shorter side of an image", ge=16, le=10_000)
+    long_side: int = _option(1000, "length of the longer side, at most", ge=16, le=10_000)
+    strict: bool = _option(False, "stop at the first thing that is wrong in the annotations")
+
+
 class DataOptions(_Section):
     name: str = _option("digits", "a dataset by name: `mheads data list` shows them")
     root: Path | None = _option(None, "where a fetched set lies, if not in the cache")
@@ -143,7 +164,9 @@ class DataOptions(_Section):
         "auto", "npz: what is learned; auto: what the targets look like"
     )
     validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
-    normalize: Literal["none", "mean_image", "mean_std"] = _option("none", "what is subtracted and divided by")
+    normalize: Literal["none", "mean_image", "mean_std", "init"] = _option(
+        "none", "what is subtracted and divided by; init: as in the run that training starts from"
+    )
     scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = _option(
         "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"
     )
@@ -153,6 +176,7 @@ class DataOptions(_Section):
     crop: int | None = _option(None, "folder: side of the crop that the network sees", ge=1, le=10_000)
     grey: bool = _option(False, "folder: read images in one channel")
     limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
+    regions: RegionOptions = _option(RegionOptions(), "voc: regions of images")
     reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
         _option("every", "ranks: each reads what it needs, or the lead, rank 0, reads for all")
     )
@@ -303,7 +327,7 @@ def flatten(config: Config) -> dict[str, Any]:
     return walk("", config.model_dump(mode="json"), config)
 
 
-SECTIONS = ("sampling", "loss", "data", "engine", "optim", "optim.schedule", "log")
+SECTIONS = ("sampling", "loss", "data", "data.regions", "engine", "optim", "optim.schedule", "log")
 
 
 @cache

@@ -75,11 +75,15 @@ def donor_differences(config: Config, data: Data) -> list[str]:
         return []
     there, here = RunFolder(Path(config.init)).read_data(), DataFacts.of(data)
     what = "classes" if here.problem.name == "classification" else "groups"
-    pairs = {
+    alike = {
         "the shape of an example": (there.shape, here.shape),
         "the problem": (there.problem.name, here.problem.name),
         f"the number of {what}": (len(there.problem.groups), len(here.problem.groups)),
         **{f"class {c}": names for c, names in enumerate(zip(there.problem.groups, here.problem.groups, strict=False))},
+    }
+    detects = (there.problem.name != "detection") and here.problem.name == "detection"  # which is no surprise
+    pairs = {
+        **({} if detects else alike),
         "data.scale": (there.preprocess.scale, here.preprocess.scale),
         "the mean that is subtracted": (_said(there.preprocess.mean), _said(here.preprocess.mean)),
         "the deviation that is divided by": (_said(there.preprocess.std), _said(here.preprocess.std)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from mheads.errors import UserError
 from mheads.export import export
 from mheads.files import write_atomically
 from mheads.measuring import all_answers, in_eval_mode, measure
-from mheads.problems import Problem
+from mheads.problems import Detection, Problem
 from mheads.progress import Watcher
 from mheads.run import Run
 from mheads.run_folder import DataFacts, RunFolder
@@ -97,7 +98,17 @@ def telling(watch: Watcher) -> Iterator[None]:
 
 
 SPLITS = ("train", "validation", "test")
-DATA_KEYS = ("name", "root", "path", "validation", "resize", "crop", "limit")
+DATA_KEYS = (
+    "name",
+    "root",
+    "path",
+    "validation",
+    "resize",
+    "crop",
+    "limit",
+    "regions.proposals",
+    "regions.with_objects",
+)
 
 
 def examples_of(
@@ -145,7 +156,7 @@ def examples_of(
         )
     if data.seen is not None:
         facts.check(data.seen, data.name)
-    examples = data.train if split == "train" else data.test
+    examples = data.train.fixed() if split == "train" else data.test  # type: ignore[attr-defined]  # it is a source
     if not len(examples):
         raise UserError(f"{data.name} has no {split} examples to evaluate on")
     if tuple(examples.shape) != facts.shape:
@@ -160,6 +171,8 @@ def examples_of(
             f"{', '.join(known)}: give data with the same classes in the same order"
         )
     there.check_targets(examples.targets, f"{data.name}: {split}")
+    if isinstance(there, Detection) and isinstance(here, Detection):
+        facts = replace(facts, problem=replace(there, truths=here.truths))  # which a run does not keep
     return facts, examples, split
 
 

@@ -10,7 +10,6 @@ from torch import nn
 from mheads.chain import Chain, Row, is_sequential
 from mheads.dropout import CHANNELWISE, Dropout
 from mheads.modules import is_hooked, takes_statistics
-from mheads.scores import Score
 from mheads.tree import Node
 
 
@@ -20,11 +19,12 @@ class LayerFacts:
 
     names: frozenset[str]  # of the parameters
     trainable: frozenset[str]  # of those that learn
-    scores: frozenset[str]  # of those of scores
+    fresh: frozenset[str]  # of those that start anew where weights from elsewhere have none: scores, say
     layer_of: dict[str, str]  # of parameters and buffers
     parameters: dict[str, dict[int, int]]  # of each layer: identity -> size, since layers may share a weight
     statistics: dict[str, list[str]]  # of each layer: the modules in it that need the whole batch
     dropout: frozenset[str]
+    side_inputs: frozenset[str]  # names of those that some layer takes
     dtype: torch.dtype
     sequential: bool  # calling the network is calling its children one after the other: nothing else can happen
     hooked: bool  # the network itself, which a tree never calls
@@ -39,13 +39,14 @@ class LayerFacts:
                 f"{path}.{key}"
                 for layer in layers.values()
                 for path, module in layer.named_modules()
-                if isinstance(module, Score)
+                if getattr(module, "fresh", False)
                 for key in module.state_dict()
             ),
             {key: name for name, layer in layers.items() for key in layer.state_dict()},
             {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers.items()},
             {n: [key for key, m in layer.named_modules() if takes_statistics(m)] for n, layer in layers.items()},
             chain.drops | {n for n, layer in layers.items() if any(_drops(m) for m in layer.modules())},
+            frozenset(name for module in network.modules() for name in _taken(module)),
             next(network.parameters()).dtype,
             is_sequential(network) and isinstance(chain, Row),
             is_hooked(network) and "forward" not in network.__dict__,
@@ -53,6 +54,11 @@ class LayerFacts:
 
     def size(self, node: Node) -> int:
         return sum({k: v for name in node.layers for k, v in self.parameters[name].items()}.values())
+
+
+def _taken(module: nn.Module) -> tuple[str, ...]:
+    found = getattr(module, "takes", ())
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def _drops(module: nn.Module) -> bool:

@@ -40,7 +40,7 @@ def answers(
 
     The lead gets them.
     """
-    readers = evaluation_batches(examples, inputs, rows)
+    readers = evaluation_batches(examples, inputs, getattr(problem, "evaluation_rows", rows))
     with (watch or Silent()).evaluating(len(examples)) as advance:
         # The engine is asked first: it has something to do after the last batch.
         for (outputs, targets), reader in zip(engine.outputs(readers), readers, strict=False):

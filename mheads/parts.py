@@ -177,7 +177,15 @@ def _is_plain_loss(function: Callable[..., Any], args: dict[str, Any]) -> bool:
 
 def load_data(config: Config) -> Data:
     options = config.data.model_dump(exclude={"reader"})
-    return datasets.load(options.pop("name"), **options)
+    if options["normalize"] != "init":
+        return datasets.load(options.pop("name"), **options)
+    donor = RunFolder(Path(config.init))
+    if config.init in ("random", "same") or not donor.exists():
+        raise UserError(f"data.normalize=init is for a start from a run, and init is {config.init}: give its folder")
+    data = datasets.load(options.pop("name"), **{**options, "normalize": "none"})
+    there = donor.read_data()
+    same = there.shape == tuple(data.train.shape)
+    return replace(data, preprocess=there.preprocess if same else there.preprocess.by_channel())
 
 
 def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:

@@ -66,7 +66,9 @@ class DataFacts:
 
     def inputs(self, raw: Value, dtype: torch.dtype) -> Tensor:
         """Other examples as the network takes them: raw values in the units of training, preprocessed as there."""
-        return self.preprocess(raw if self.seen is None else self.seen.convert(raw), dtype)
+        raw, *beside = raw if isinstance(raw, tuple) else (raw,)
+        raw = raw if self.seen is None else self.seen.convert(raw)
+        return self.preprocess((raw, *beside) if beside else raw, dtype)
 
 
 @dataclass(frozen=True)

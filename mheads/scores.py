@@ -61,6 +61,8 @@ def _first(value: Value) -> Tensor:
 class Score(nn.Linear):
     """Gives 0 at first: no member is preferred before it has learned anything."""
 
+    fresh = True  # weights to start from may have none
+
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)

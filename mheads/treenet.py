@@ -307,7 +307,7 @@ class TreeNet(nn.Module):
                 continue
             for key, tensor in self.stage(name).state_dict().items():
                 donor = weights.get(f"stages.{owner.get((member, self._facts.layer_of[key]))}.{key}")
-                if donor is None and self.is_score(key):
+                if donor is None and self.is_fresh(key):
                     continue
                 if donor is None or donor.shape != tensor.shape:
                     got = "nothing" if donor is None else tuple(donor.shape)
@@ -364,9 +364,9 @@ class TreeNet(nn.Module):
         """Whether `layer.name` is a weight, not a buffer."""
         return name in self._facts.names
 
-    def is_score(self, name: str) -> bool:
-        """Whether `layer.name` belongs to a score: weights from elsewhere may have none, and it then starts fresh."""
-        return name in self._facts.scores
+    def is_fresh(self, name: str) -> bool:
+        """Whether `layer.name` starts anew where weights from elsewhere have none: it belongs to a score, say."""
+        return name in self._facts.fresh
 
     def batch_statistics_layers(self) -> list[str]:
         """Layers anywhere in the tree that need the whole batch."""
@@ -377,6 +377,11 @@ class TreeNet(nn.Module):
             for name in node.layers
             if not all(self._is_frozen(node.name, module) for module in found[name])
         ]
+
+    @property
+    def side_inputs(self) -> frozenset[str]:
+        """The names of those that some layer takes."""
+        return self._facts.side_inputs
 
     def probe(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Runs a member on some examples and refuses networks that a tree would silently get wrong.

@@ -88,7 +88,7 @@ def load_into(
     }
     names = list(dict.fromkeys(wanted.values()))
     found, missing = [name for name in names if name in given], sorted(name for name in names if name not in given)
-    needed = {name for full, name in wanted.items() if not net.is_score(_in_network(full))}
+    needed = {name for full, name in wanted.items() if not net.is_fresh(_in_network(full))}
     if needed & set(missing) and not (renamed and found):
         raise UserError(
             f"{where} does not fit {net.network_name}: {len(missing)} of {len(names)} tensors are missing "

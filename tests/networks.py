@@ -223,3 +223,29 @@ def register_scenes() -> None:
 def to_three() -> nn.Sequential:
     """Vectors [B, 8] -> logits [B, 3]."""
     return nn.Sequential(OrderedDict(hidden=nn.Linear(8, 6), relu=nn.ReLU(), out=nn.Linear(6, 3)))
+
+
+def little40(classes: int = 3) -> nn.Sequential:
+    """The same for photos of 40 x 40, whose pixels it sees in 5 x 5 places."""
+    made = little(classes)
+    made.fc = nn.Linear(16 * 5 * 5, 32)
+    return made
+
+
+def little(classes: int = 3) -> nn.Sequential:
+    """Photos of any size -> logits, by way of 4 x 4 places; a fast R-CNN can be made of it."""
+    return nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(3, 8, 5, stride=2, padding=2),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(3, 2, ceil_mode=True),
+            conv2=nn.Conv2d(8, 16, 3, padding=1),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(3, 2, ceil_mode=True),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(16 * 4 * 4, 32),
+            relu3=nn.ReLU(),
+            drop=mheads.Dropout(0.1),
+            out=nn.Linear(32, classes),
+        )
+    )

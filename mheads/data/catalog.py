@@ -20,6 +20,7 @@ from mheads.data.digits import LEVELS, read_digits
 from mheads.data.folder import STATISTICS, folder_image, folder_shape, read_folder
 from mheads.data.images import read_sized
 from mheads.data.npz import npz_shape, read_npz
+from mheads.data.regions import read_voc, region_shape
 from mheads.data.split import Data, Source
 from mheads.errors import UserError
 from mheads.problems import Problem
@@ -125,6 +126,13 @@ DATASETS = {
             image=folder_image,
             statistics=STATISTICS,
         ),
+        Dataset(
+            "voc",
+            "your images with objects in boxes, as PASCAL VOC lays them out",
+            read_voc,
+            region_shape,
+            statistics=STATISTICS,
+        ),
         Dataset("npz", "your arrays x_train, y_train, x_test, y_test in one .npz file", read_npz, npz_shape),
     )
 }
@@ -145,6 +153,7 @@ def load(
     grey: bool = False,
     limit: int | None = None,
     problem: str = "auto",
+    regions: dict[str, Any] | None = None,
 ) -> Data:
     """A dataset by name, ready to train on.
 
@@ -157,7 +166,7 @@ def load(
     random crops of the zero-padded image and random mirrors, in training. resize, crop, grey: for folders, the
     shorter side, the square cut out of it, and whether images are read in one channel.
     limit: keep only the first n training and the first n test examples, for quick trials. problem: what the targets of
-    an npz file are, where they alone do not decide.
+    an npz file are, where they alone do not decide. regions: for voc, the options of `data.regions`.
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
@@ -171,6 +180,8 @@ def load(
         "crop": crop,
         "grey": grey,
         "problem": problem,
+        "regions": regions,
+        "limit": None if validation else limit,  # what is not used need not be looked at
     }
     _refuse_useless(entry, keys)
     train, test, solved = _call(entry.read, {**keys, "need_test": validation == 0})
@@ -213,9 +224,8 @@ def _refuse_useless(entry: Dataset, keys: dict[str, Any]) -> None:
     if not entry.takes("root") and keys["root"] is not None:
         raise UserError(f"root is {keys['root']}, but {name!r} has none; it is for {', '.join(those('root'))}")
     if entry.takes("mirror") and not entry.takes("pad") and keys["pad"]:
-        raise UserError(
-            f"data.pad is {keys['pad']}, but {name} crops at random by data.resize and data.crop; use these"
-        )
+        how = "crops at random by data.resize and data.crop; use these" if entry.takes("crop") else "shows whole images"
+        raise UserError(f"data.pad is {keys['pad']}, but {name} {how}")
     if not entry.takes("crop") and keys["crop"] is not None:
         raise UserError(f"data.crop is {keys['crop']}, but {name!r} keeps its size; use data.pad for random crops")
     if not entry.takes("problem") and keys["problem"] != "auto":

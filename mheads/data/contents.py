@@ -24,7 +24,7 @@ def digests(root: Path, names: Sequence[str], threads: int) -> list[str]:
     """SHA-256 of the contents of root/name, for each name; only files that are new or changed are read."""
     store = _store(root)
     known = _remembered(store)
-    shown = _Shown(len(names))
+    shown = Shown(len(names), "reading images for their checksum")
     found: dict[str, list] = {}
 
     def share(first: int) -> None:
@@ -86,12 +86,13 @@ def _remember(store: Path | None, found: dict[str, list]) -> None:
         pass  # only the next start is slower
 
 
-class _Shown:
-    """Shows a line on a terminal if reading takes long."""
+class Shown:
+    """Shows a line on a terminal if something takes long."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
+    def __init__(self, total: int, what: str) -> None:
+        self.total, self.done, self.what = total, 0, what
         self.next = time.monotonic() + PATIENCE if sys.stderr.isatty() else float("inf")
+        self.began = time.monotonic()
         self.written = False
 
     def advance(self) -> None:
@@ -99,7 +100,10 @@ class _Shown:
         if time.monotonic() > self.next:
             self.next = time.monotonic() + 0.5
             self.written = True
-            print(f"\rreading images for their checksum: {self.done:,} of {self.total:,}", end="", file=sys.stderr)
+            left = (time.monotonic() - self.began) * (self.total / self.done - 1)
+            bar = "━" * round(24 * self.done / self.total)
+            line = f"{self.what} {bar:╌<24} {self.done:,} of {self.total:,}, {left / 60:.0f} min left"
+            print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self.written:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -15,7 +15,7 @@ from mheads.values import Value
 if TYPE_CHECKING:
     from mheads.data.split import Source, Split
 
-NORMALIZE = ("none", "mean_image", "mean_std")
+NORMALIZE = ("none", "mean_image", "mean_std")  # and init, which is not measured
 CHUNK = 500  # examples read at a time for the statistics
 
 
@@ -36,14 +36,18 @@ class Preprocess:
         """Images, uint8 NHWC or float NCHW -> `dtype` [b, C, H, W]; vectors -> `dtype` [b, F] contiguous; tokens [b, T]
         stay what they are.
 
-        `raw` may be a pair of examples and their places (see `Split.places`); without places crops are the centre.
+        `raw` may be a pair of examples and their places (see `Split.places`); without places crops are the centre. Or
+        it is a pair of images and their sizes int64 [b, 2]: then all but the largest are zero right of and below it.
         Images always come with the strides (H*W*C, 1, W*C, C). For a single channel torch calls other strides
         contiguous as well, yet picks another convolution by them, with other bits.
         """
         raw, places = raw if isinstance(raw, tuple) else (raw, None)
         if raw.dtype == torch.int64:
             return raw.contiguous()
-        raw = pixels_last(raw)
+        raw, sizes = pixels_last(raw), None
+        if places is not None and places.shape[1] == 2:
+            sizes, places = places, None
+            raw = raw[:, : sizes[:, 0].max(), : sizes[:, 1].max()]
         exact = dtype if dtype.itemsize >= 4 else torch.float32  # half precision is rounded once, at the end
         if self.mean is not None and self.mean.dtype == torch.float64:
             exact = torch.float64
@@ -58,8 +62,17 @@ class Preprocess:
             flat.sub_(_spread(centre(self.mean, out), out))
         if self.std is not None:
             flat.div_(_spread(self.std, out))
+        for i, (height, width) in enumerate(() if sizes is None else sizes.tolist()):
+            out[i, height:] = 0
+            out[i, :, width:] = 0
         out = out.to(dtype)
         return out.permute(0, 3, 1, 2) if out.ndim == 4 else out
+
+    def by_channel(self) -> Preprocess:
+        """The same for images of any size: a mean image becomes its mean over the places."""
+        if self.mean is None or not self.has_mean_image:
+            return self
+        return replace(self, mean=self.mean.double().mean((1, 2), keepdim=True).to(self.mean.dtype))
 
     @property
     def has_mean_image(self) -> bool:
@@ -129,6 +142,10 @@ def fit_preprocess(train: Source, normalize: str, scale: float, limit: int | Non
         return Preprocess(scale=scale)
     count = len(train) if limit is None else min(limit, len(train))
     rows = np.arange(count) * len(train) // count
+    if isinstance(train.read(rows[:1], None), tuple):  # images of several sizes
+        if normalize == "mean_image":
+            raise UserError("data.normalize=mean_image is for images of one size; mean_std is the mean of each channel")
+        train = train.whole()
     dtype = np.float64 if train.read(rows[:1], None).dtype == torch.float64 else np.float32
     if normalize == "mean_image":
         mean = _average(train.whole(), rows) * scale

@@ -15,6 +15,7 @@ from mheads.errors import UserError
 from mheads.models.caffenet import caffenet
 from mheads.models.cifar10_quick import cifar10_quick
 from mheads.models.digits import digits
+from mheads.models.fast_rcnn import fast_rcnn
 from mheads.models.mlp import mlp
 from mheads.models.nin import nin_cifar100, nin_ilsvrc
 from mheads.models.resnet import resnet18, resnet20, resnet56, wide_resnet
@@ -34,6 +35,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "vit": vit,
     "mlp": mlp,
     "text": text,
+    "fast_rcnn": fast_rcnn,
 }
 
 INPUT_SHAPES: dict[str, tuple[int, ...]] = {  # where the factory's defaults decide it

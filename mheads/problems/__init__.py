@@ -11,6 +11,7 @@ example, the metrics, and the groups that ownership counts.
 from typing import Any
 
 from mheads.problems.classification import Classification
+from mheads.problems.detection import Detection
 from mheads.problems.member_losses import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 from mheads.problems.multilabel import MultiLabel
 from mheads.problems.problem import Metrics, Problem, Result
@@ -24,12 +25,14 @@ PROBLEMS: dict[str, Any] = {
     "multilabel": MultiLabel,
     "segmentation": Segmentation,
     "regression": Regression,
+    "detection": Detection,
 }
 
 __all__ = [
     "MEMBER_LOSSES",
     "PROBLEMS",
     "Classification",
+    "Detection",
     "MemberLoss",
     "Metrics",
     "MultiLabel",

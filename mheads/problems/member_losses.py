@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
@@ -98,6 +99,23 @@ def gaussian_nlls(outputs: Value, y: Tensor) -> Tensor:
     return (parts[1] + (mean - y).square() * (-parts[1]).exp()).mean(-1) / 2
 
 
+def region_losses(
+    outputs: Value,
+    y: Value,
+    box_weight: Annotated[float, Field(ge=0, description="how much boxes count beside classes")] = 1.0,
+) -> Tensor:
+    """Fast R-CNN: -log p_c of a region's class c and, unless it is background (0), sum_d smooth_l1(box_cd - target_d).
+
+    Outputs are scores [M, B, C] and boxes [M, B, 4 C]; targets are classes [B] and boxes [B, 4], then what is not
+    looked at here -> [M, B].
+    """
+    scores, boxes = values.leaves(outputs)[:2]
+    classes, wanted = values.leaves(y)[:2]
+    own = boxes.unflatten(-1, (-1, 4))[:, torch.arange(len(classes), device=classes.device), classes]
+    far = F.smooth_l1_loss(own, wanted.to(own.dtype).expand_as(own), reduction="none").sum(-1)
+    return cross_entropies(scores, classes) + box_weight * far * (classes > 0)
+
+
 def _same_shape(name: str, outputs: Value, y: Tensor) -> tuple[Tensor, Tensor]:
     """The answer and targets of its shape: others would be spread over each other."""
     found = values.leaves(outputs)[0]
@@ -116,4 +134,5 @@ MEMBER_LOSSES: dict[str, MemberLoss] = {
     "mae": absolute_errors,
     "smooth_l1": smooth_absolute_errors,
     "gaussian_nll": gaussian_nlls,
+    "fast_rcnn": region_losses,
 }

@@ -96,7 +96,7 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("imagenet", {}, "there are digits, diabetes, cifar10, cifar100, folder, npz"),
+        ("imagenet", {}, "there are digits, diabetes, cifar10, cifar100, folder, voc, npz"),
         ("folder", {}, "data.path"),
         ("npz", {}, "data.path"),
         ("digits", {"path": "x"}, "leave it out"),
@@ -104,7 +104,7 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
         ("digits", {"crop": 4}, "data.pad"),
         ("npz", {"path": "x.npz", "grey": True}, "image folders"),
         ("folder", {"path": "x", "pad": 2}, "data.resize and data.crop"),
-        ("digits", {"path": "x"}, "folder or npz"),
+        ("digits", {"path": "x"}, "folder or voc or npz"),
     ],
 )
 def test_wrong_names_and_options_say_what_is_right(name, options, words):

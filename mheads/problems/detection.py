@@ -1,0 +1,243 @@
+"""Objects in images: a class and a box for each region that is proposed."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mheads import boxes as box
+from mheads import values
+from mheads.errors import UserError
+from mheads.metrics import PercentResult, by_predictor, owner_of
+from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
+from mheads.problems.member_losses import region_losses
+from mheads.problems.problem import number, percent_rows
+from mheads.values import Value
+
+BACKGROUND = "background"
+BOXES = ("regressed", "proposals")  # what is measured: the boxes that members give, or those that were proposed
+MOST = 100  # regions of a class and image that are looked at, the best
+SUPPRESS = 0.3  # what overlaps a better box of its class by more than this goes
+FLOOR = 0.001  # detections of a lower probability are not kept: there are thousands in every image
+
+
+@dataclass(frozen=True)
+class DetectionResult(PercentResult):
+    """Mean average precisions, in percent, of VOC 2007's 11 points and with the boxes that members give, unless said.
+
+    Classes of which no image has an object have none, and do not count. `further` holds those of other measures and
+    with the boxes as proposed, `classes` of every class: [boxes][measure], then by predictor.
+    """
+
+    problem: ClassVar[str] = "detection"
+
+    members: list[float]  # of each
+    single: float  # the mean of these
+    ensemble_mean: float  # of mean probabilities and mean boxes
+    oracle: float  # each region answered by the member with the lowest loss on it
+    further: dict[str, Any]
+    classes: dict[str, Any]
+    ownership: list[list[int]]  # [M][1 + C] regions of each class on which each member has the lowest loss
+    examples: int  # images
+    ensemble_scored: float | None = None
+
+    @classmethod
+    def unknown(cls, members: int, classes: int) -> DetectionResult:
+        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
+        none = {which: dict.fromkeys(MEASURES, each) for which in BOXES}
+        return cls([nan] * members, nan, nan, nan, none, none, [[0] * (classes + 1)] * members, 0)
+
+
+@dataclass(frozen=True)
+class Detection:
+    """Targets are, for each region, the class (0: background), what turns it into the object's box, the region itself
+    in pixels of the image, and the number of the image. Outputs are scores [M, B, 1 + C] and, normalised by the `means`
+    and `deviations` [1 + C, 4] of the training set, what turns a region into a box of each class, [M, B, 4 (1 + C)].
+    """
+
+    classes: tuple[str, ...]
+    means: tuple[tuple[float, ...], ...]
+    deviations: tuple[tuple[float, ...], ...]
+    truths: Sequence[Truth] = field(default=(), compare=False, repr=False)  # of the images that are evaluated on
+    name: ClassVar[str] = "detection"
+    unit: ClassVar[str] = "%"
+    measure: ClassVar[str] = "mean average precision, VOC 2007's 11 points, %"
+    member_losses: ClassVar[tuple[str, ...]] = ("fast_rcnn",)
+    evaluation_rows: ClassVar[int] = 1  # images differ in size
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return (BACKGROUND, *self.classes)
+
+    def group(self, targets: Value) -> Tensor:
+        return values.leaves(targets)[0]
+
+    def answer(self, outputs: Value) -> Tensor:
+        """Scores and box deltas, side by side."""
+        return torch.cat(values.leaves(outputs)[:2], -1)
+
+    def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
+        raise UserError(
+            "this run detects objects: their boxes are averaged by mheads detect eval and mheads detect show"
+        )
+
+    def losses(self, outputs: Value, targets: Value) -> Tensor:
+        return region_losses(outputs, targets)
+
+    def check_output(self, output: Value, network: str, data: str) -> None:
+        shapes = [tuple(t.shape[1:]) for t in values.leaves(output)]
+        count = len(self.groups)
+        if shapes != [(count,), (4 * count,)]:
+            raise UserError(
+                f"{network} gives outputs of shape {' and '.join(map(str, shapes))} for a region, but {data} has "
+                f"{count - 1} classes: a detector gives {count} scores and {4 * count} numbers for boxes "
+                f"(model_args.classes={count - 1}?)"
+            )
+
+    def check_targets(self, targets: np.ndarray, where: str) -> None:
+        pass  # the reader of annotations did
+
+    def metrics(self, members: int, scored: bool = False) -> DetectionMetrics:
+        if scored:
+            raise UserError("loss scored is not for detection: regions have scores of their own")
+        return DetectionMetrics(self, members)
+
+    def read_result(self, values: dict[str, Any]) -> DetectionResult:
+        return DetectionResult.from_dict(values)
+
+    def unknown(self, members: int) -> DetectionResult:
+        return DetectionResult.unknown(members, len(self.classes))
+
+    @staticmethod
+    def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+        found = percent_rows(summary, "members, mAP of VOC 2007")
+        said = summary["further"]
+        for which, measure, name in (
+            ("regressed", "all-point", "the same, all points"),
+            ("proposals", "11-point", "boxes as proposed"),
+            ("proposals", "all-point", "the same, all points"),
+        ):
+            each = said[which][measure]
+            found.append(
+                (name, f"Ensemble-Mean {number(each['ensemble_mean'])}, mean member {number(each['single'])} %")
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        sizes = {"means": [list(row) for row in self.means], "deviations": [list(row) for row in self.deviations]}
+        return {"name": self.name, "classes": list(self.classes), **sizes}
+
+    @classmethod
+    def from_dict(cls, facts: dict[str, Any]) -> Detection:
+        means, deviations = (tuple(tuple(map(float, row)) for row in facts[key]) for key in ("means", "deviations"))
+        return cls(tuple(map(str, facts["classes"])), means, deviations)
+
+    def read(self, answers: Tensor, regions: np.ndarray, width: int, height: int) -> tuple[np.ndarray, np.ndarray]:
+        """Probabilities [M, R, 1 + C] and boxes [M, R, 1 + C, 4] that answers mean for regions [R, 4] of an image."""
+        count = len(self.groups)
+        scores, deltas = answers.double().split([count, 4 * count], -1)
+        probabilities = scores.softmax(-1).numpy()
+        deltas = deltas.unflatten(-1, (count, 4)).numpy() * np.array(self.deviations) + np.array(self.means)
+        return probabilities, box.clip(box.decode(regions[:, None].astype(float), deltas), width, height)
+
+
+@dataclass(frozen=True, eq=False)
+class Detections:
+    """What is left of one image after suppression: the best regions of each class, best first.
+
+    boxes [A, C, n, 4], scores [A, C, n] and which of them `stay` [A, C, n], for A predictors and the C classes.
+    """
+
+    boxes: np.ndarray
+    scores: np.ndarray
+    stay: np.ndarray
+
+    @staticmethod
+    def of(probabilities: np.ndarray, boxes: np.ndarray, floor: float = FLOOR) -> Detections:
+        """From probabilities [A, R, 1 + C] and boxes [A, R, 1 + C, 4]."""
+        scores, boxes = probabilities[:, :, 1:].swapaxes(1, 2), boxes[:, :, 1:].swapaxes(1, 2)
+        best = np.argsort(-scores, axis=2, kind="stable")[:, :, :MOST]
+        scores = np.take_along_axis(scores, best, 2)
+        boxes = np.take_along_axis(boxes, best[..., None], 2)
+        return Detections(boxes, scores, box.suppress(boxes, scores > floor, SUPPRESS))
+
+
+class DetectionMetrics:
+    """Takes detections in, image by image, and keeps what each found; only objects of these images count."""
+
+    def __init__(self, problem: Detection, members: int) -> None:
+        self.problem, self.members = problem, members
+        self.first = np.cumsum([0, *(len(truth.boxes) for truth in problem.truths)])  # the number of the first object
+        self.kept: dict[tuple[str, int, int], list[np.ndarray]] = defaultdict(list)  # of (boxes, predictor, class)
+        self.ownership = torch.zeros(members, len(problem.groups), dtype=torch.int64)
+        self.images: dict[int, Truth] = {}
+
+    def update(self, answers: Tensor, targets: Value, weights: Tensor | None = None) -> None:
+        answers, targets = answers.cpu(), values.map_leaves(Tensor.cpu, targets)
+        for image in dict.fromkeys(targets[3].tolist()):
+            rows = targets[3] == image
+            self._add(answers[:, rows], [t[rows] for t in targets], image)
+
+    def _add(self, answers: Tensor, targets: list[Tensor], image: int) -> None:
+        self.images[image] = truth = self.problem.truths[image]
+        regions = targets[2].double().numpy()
+        outputs = tuple(answers.double().split([len(self.problem.groups), 4 * len(self.problem.groups)], -1))
+        owner, owned = owner_of(region_losses(outputs, targets))
+        self.ownership.index_put_((owner[owned], targets[0][owned]), torch.ones((), dtype=torch.int64), accumulate=True)
+        found = self.problem.read(answers, regions, truth.width, truth.height)
+        probabilities, boxes = (_with_mean_and_oracle(of, owner.numpy()) for of in found)
+        proposed = np.broadcast_to(regions[:, None], boxes.shape)
+        for which, given in zip(BOXES, (boxes, proposed), strict=True):
+            left = Detections.of(probabilities, given)
+            for a, c in np.argwhere(left.stay.any(2)):
+                stay = left.stay[a, c]
+                hits = matches(left.boxes[a, c, stay], c + 1, truth)
+                hits = np.where(hits >= 0, hits + self.first[image], hits)
+                self.kept[which, a, c].append(np.stack([left.scores[a, c, stay], hits]))
+
+    def result(self) -> DetectionResult:
+        if not self.images:
+            raise ValueError("no images to measure")
+        predictors, numbers = range(self.members + 2), range(len(self.problem.classes))
+        classes: dict[str, Any] = {}
+        for which in BOXES:
+            each = [[self._of_class(which, a, c) for c in numbers] for a in predictors]
+            classes[which] = {name: _by_predictor([[of[name] for of in one] for one in each]) for name in MEASURES}
+        further = {which: {name: by_predictor(_means(classes[which][name])) for name in MEASURES} for which in BOXES}
+        return DetectionResult(
+            **further["regressed"]["11-point"],
+            further=further,
+            classes=classes,
+            ownership=self.ownership.tolist(),
+            examples=len(self.images),
+        )
+
+    def _of_class(self, which: str, predictor: int, c: int) -> dict[str, float]:
+        parts = self.kept.get((which, predictor, c))
+        scores, found = np.concatenate(parts, 1) if parts else np.empty((2, 0))
+        counts = (((truth.classes == c + 1) & ~truth.difficult).sum() for truth in self.images.values())
+        return average_precisions(scores, found.astype(np.int64), int(sum(counts)))
+
+
+def _with_mean_and_oracle(found: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """What members [M, R, ...] say, then what their mean does, and the owner of each region."""
+    return np.concatenate([found, found.mean(0, keepdims=True), found[owner, np.arange(found.shape[1])][None]])
+
+
+def _by_predictor(each: list[list[float]]) -> dict[str, Any]:
+    """Of every class, [members + 2][C]."""
+    return {"members": each[:-2], "ensemble_mean": each[-2], "oracle": each[-1]}
+
+
+def _means(each: dict[str, Any]) -> list[float]:
+    """Over the classes that have any."""
+    found = np.array([*each["members"], each["ensemble_mean"], each["oracle"]])
+    there = ~np.isnan(found).all(0)
+    return found[:, there].mean(1).tolist() if there.any() else [math.nan] * len(found)

@@ -455,7 +455,7 @@ def plan(
 @app.command(rich_help_panel="Measure")
 def bench(
     suite: Annotated[
-        str, typer.Argument(help="step, mcl, tree, residual, eval, scale, memory, profile, comm, or all.")
+        str, typer.Argument(help="step, mcl, tree, residual, detection, eval, scale, memory, profile, comm, or all.")
     ],
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each side is timed once per round.")] = 15,

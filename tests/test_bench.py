@@ -12,6 +12,7 @@ from torch import nn
 
 from mheads import TreeNet, losses
 from mheads.bench import peers, suites
+from mheads.bench.ours import Ours
 from mheads.bench.measure import Times, interleave
 from mheads.engine import memory
 from mheads.engine.cost import stage_costs, step_multiply_adds
@@ -27,7 +28,7 @@ PEERS = {
 
 @pytest.fixture(scope="module")
 def ours():
-    side = suites.Ours(2, losses.independent(), rows=8)
+    side = Ours(2, losses.independent(), rows=8)
     start = [{name: p.detach().clone() for name, p in member.items()} for member in side.weights()]
     members = [peers.duplicate(side.net.member(m)) for m in range(2)]
     side.step()

@@ -94,7 +94,7 @@ def share_layer(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
 
 def beside_threads(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
     """Measures whole steps: two ranks of one worker, in two placements, and one process of two workers."""
-    from mheads.bench.suites import Ours
+    from mheads.bench.ours import Ours
 
     loads = case.loads()
     chosen = auto(case.job, Cluster(RANKS, 1, ranks.bandwidth), loads)  # as training chooses

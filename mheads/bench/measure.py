@@ -58,6 +58,14 @@ def interleave(
     return {name: Times(seconds) for name, seconds in found.items()}
 
 
+def ratio(name: str, theirs: Times, ours: Times) -> dict[str, float]:
+    """How many times as long they take: best against best, median against median."""
+    return {
+        f"ratio_{name}": round(theirs.best / ours.best, 3),
+        f"ratio_{name}_median": round(theirs.median / ours.median, 3),
+    }
+
+
 def matmul_rate() -> Callable[[], None]:
     """A side whose time gives the rate of float32 matrix products on all cores: `MATMUL_FLOPS` per call."""
     a, b = torch.randn(MATMUL_SIDE, MATMUL_SIDE), torch.randn(MATMUL_SIDE, MATMUL_SIDE)

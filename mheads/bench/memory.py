@@ -21,7 +21,7 @@ def peak_mb() -> float:
 
 def main(loss_name: str, members: int) -> None:
     from mheads import losses
-    from mheads.bench.suites import Ours
+    from mheads.bench.ours import Ours
 
     warm = Ours(1, losses.independent(), rows=8)  # the libraries' own buffers do not count
     warm.step()

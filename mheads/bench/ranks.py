@@ -160,7 +160,7 @@ class _Rank:
             self.engine = None
 
     def build(self, case: Case, placement: Placement, update: bool) -> None:
-        from mheads.bench.suites import optimizer
+        from mheads.bench.ours import optimizer
         from mheads.distributed.ranks import RanksEngine
 
         self.close()

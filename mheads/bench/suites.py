@@ -6,8 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,94 +16,19 @@ from torch import Tensor
 
 from mheads import losses
 from mheads.bench import peers
-from mheads.bench.measure import MATMUL_FLOPS, Times, interleave, machine, matmul_rate
+from mheads.bench.detection import detection
+from mheads.bench.measure import MATMUL_FLOPS, interleave, machine, matmul_rate, ratio
+from mheads.bench.ours import BATCH, MEMBERS, SHAPE, Ours, network, pixels, running, tiny
 from mheads.bench.profile import convolutions
 from mheads.bench.remote import RemotePeers
-from mheads.config import OptimOptions
-from mheads.data.batch import Batch
-from mheads.data.preprocess import Preprocess
 from mheads.engine.cost import step_multiply_adds
-from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.losses import Loss
 from mheads.models import MODELS
-from mheads.optim import Optimizer
 from mheads.treenet import TreeNet
 
 Progress = Callable[[int, int], None]
-SHAPE, BATCH, MEMBERS = (3, 32, 32), 350, 4
 EVAL_ROWS, EVAL_COUNT = 100, 20
 TOLERANCE = 1e-2  # of the largest change of a weight in the step: float32 sums in another order
-
-
-def network() -> torch.nn.Module:
-    return MODELS["cifar10_quick"]()
-
-
-def tiny() -> torch.nn.Module:
-    """A network whose arithmetic takes no time: 3,072 numbers, 8 of which go on."""
-    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10))
-
-
-class Ours:
-    """Our engine on the same task as the peers: raw pixels in, updated weights out."""
-
-    def __init__(
-        self,
-        tree: Any,
-        loss: Loss,
-        workers: int | None = None,
-        rows: int = BATCH,
-        micro_batches: int | None = None,
-        factory: Callable[[], torch.nn.Module] = network,
-    ) -> None:
-        self.net = TreeNet(factory, tree=tree)
-        self.loss = loss
-        self.batch = pixels(rows, self.net.num_members)
-        parts = micro_batches or auto_micro_batches(rows, self.net)
-        self.engine = ThreadsEngine(self.net, workers or available_cores(), parts, seed=0)
-        self.optimizer = optimizer(self.net)
-        self.count = 0
-
-    def step(self) -> None:
-        self.engine.step(self.count, self.batch, self.loss)
-        self.engine.update(self.optimizer.update)
-        self.count += 1
-
-    def close(self) -> None:
-        self.engine.close()
-
-    def weights(self) -> peers.Weights:
-        return [dict(self.net.member(m).named_parameters()) for m in range(self.net.num_members)]
-
-
-def optimizer(net: TreeNet) -> Optimizer:
-    """An optimizer like that of the peers."""
-    found = Optimizer(net, OptimOptions(lr=peers.RATE, momentum=peers.MOMENTUM, weight_decay=peers.DECAY))
-    found.set_rate(peers.RATE)
-    return found
-
-
-def pixels(rows: int, members: int) -> Batch:
-    """A batch as the data gives it: uint8 images, smooth with some noise as photos are, and a mean image to subtract.
-
-    Without the noise, flat regions make ties in max pooling, which may rightly be broken in other ways.
-    """
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.rand(rows, 3, 8, 8, generator=generator)
-    smooth = torch.nn.functional.interpolate(coarse, size=SHAPE[1:], mode="bilinear")
-    images = (215 * smooth + 40 * torch.rand(smooth.shape, generator=generator)).byte()
-    targets = torch.randint(10, (rows,), generator=generator)
-    ties = torch.rand(members, rows, generator=generator)
-    return Batch(images.permute(0, 2, 3, 1).contiguous(), targets, Preprocess(mean=torch.full(SHAPE, 120.0)), ties=ties)
-
-
-@contextmanager
-def running(*sides: Ours | RemotePeers) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for side in sides:
-            side.close()
 
 
 def step(progress: Progress, rounds: int) -> dict[str, Any]:
@@ -173,14 +97,6 @@ def check(
                 raise AssertionError(
                     f"{key} of member {m} is {off:.1e} off after a step that moved it {moved:.1e}: not the same step"
                 )
-
-
-def ratio(name: str, theirs: Times, ours: Times) -> dict[str, float]:
-    """How many times as long they take: best against best, median against median."""
-    return {
-        f"ratio_{name}": round(theirs.best / ours.best, 3),
-        f"ratio_{name}_median": round(theirs.median / ours.median, 3),
-    }
 
 
 def mcl(progress: Progress, rounds: int) -> dict[str, Any]:
@@ -357,6 +273,7 @@ SUITES: dict[str, Callable[[Progress, int], dict[str, Any]]] = {
     "mcl": mcl,
     "tree": tree,
     "residual": residual,
+    "detection": detection,
     "eval": evaluation,
     "scale": scale,
     "memory": memory,

@@ -42,8 +42,8 @@ def stage_costs(net: TreeNet, shape: tuple[int, ...]) -> dict[str, StageCost]:
     return costs_on(net, torch.zeros((1, *shape), dtype=next(net.parameters()).dtype))
 
 
-def costs_on(net: TreeNet, example: Value) -> dict[str, StageCost]:
-    """The same for what the first stage is given for one example."""
+def costs_on(net: TreeNet, example: Value, side: dict[str, Value] | None = None) -> dict[str, StageCost]:
+    """The same for what the first stage is given for one example, and its side inputs: all its regions, say."""
     given: dict[str | None, Value] = {None: example}
     costs = {}
     modes = [(module, module.training) for module in net.modules()]
@@ -55,7 +55,7 @@ def costs_on(net: TreeNet, example: Value) -> dict[str, StageCost]:
             for module in net.stage(name).modules()
             if isinstance(module, nn.Conv2d | nn.Linear)
         ]
-        total, given[name] = multiply_adds(net.stage(name), given[node.parent])
+        total, given[name] = multiply_adds(net.stage(name), given[node.parent], side)
         for handle in handles:
             handle.remove()
         floats = sum(t.numel() for t in values.leaves(given[name]))
@@ -74,8 +74,8 @@ _UNKNOWN = {torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops}  # to torch's cou
 
 
 @torch.no_grad()
-def multiply_adds(stage: nn.Module, x: Value) -> tuple[int, Value]:
-    """Those of a forward, per example, and what the stage gives.
+def multiply_adds(stage: nn.Module, x: Value, side: dict[str, Value] | None = None) -> tuple[int, Value]:
+    """Those of a forward, per example, and what the stage gives; with side inputs x is one example.
 
     Torch counts them operation by operation, so attention is computed by operations that it knows.
     """
@@ -83,10 +83,10 @@ def multiply_adds(stage: nn.Module, x: Value) -> tuple[int, Value]:
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with FlopCounterMode(display=False, custom_mapping=_UNKNOWN) as counter, sdpa_kernel(SDPBackend.MATH):
-            y = stage(x)
+            y = stage(x) if side is None else stage(x, side)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    return counter.get_total_flops() // 2 // values.num_rows(x), y
+    return counter.get_total_flops() // 2 // (values.num_rows(x) if side is None else 1), y
 
 
 def example_of(net: TreeNet, shape: tuple[int, ...]) -> Tensor:
@@ -103,9 +103,9 @@ def example_of(net: TreeNet, shape: tuple[int, ...]) -> Tensor:
     raise refused
 
 
-def step_multiply_adds(net: TreeNet, shape: tuple[int, ...]) -> int:
+def step_multiply_adds(net: TreeNet, shape: tuple[int, ...], side: dict[str, Value] | None = None) -> int:
     """Useful multiply-adds of a training step, per example."""
-    costs = stage_costs(net, shape)
+    costs = costs_on(net, torch.zeros((1, *shape), dtype=next(net.parameters()).dtype), side)
     return sum(costs[name].step(node.parent is None) for name, node in net.tree.nodes.items())
 
 

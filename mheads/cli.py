@@ -337,9 +337,9 @@ def reproduce(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change in all rows.")
     ] = None,
     *,
-    recipe: Annotated[str, typer.Option(help="What is trained: a recipe's name or the path of a YAML file.")] = (
-        "cifar10_quick"
-    ),
+    recipe: Annotated[
+        str | None, typer.Option(help="What is trained: a recipe's name or a YAML file; by default the suite's own.")
+    ] = None,
     trials: Annotated[int, typer.Option(help="Runs of each row, with seeds that follow one another.")] = 1,
     seed: Annotated[int, typer.Option(help="The seed of the first trial.")] = 0,
     scale: Annotated[float, typer.Option(help="Train for this part of the iterations, with the schedule scaled.")] = 1,
@@ -371,7 +371,7 @@ def reproduce(
         for path in suites.write_tables(output):
             console.print(f"{path} read", markup=False, soft_wrap=True)
         return
-    options = Options(recipe, seed, scale, validation, tuple(overrides or ()))
+    options = Options(recipe or suites.read(suite).recipe, seed, scale, validation, tuple(overrides or ()))
     given: dict[str, Any] = {"trials": trials, "only": only or (), "folder": folder, "output": output}
     if dry_run:
         suites.dry_run(suite, options, console, **given)

@@ -12,8 +12,8 @@ from torch import nn
 
 from mheads import TreeNet, losses
 from mheads.bench import peers, suites
-from mheads.bench.ours import Ours
 from mheads.bench.measure import Times, interleave
+from mheads.bench.ours import Ours
 from mheads.engine import memory
 from mheads.engine.cost import stage_costs, step_multiply_adds
 from mheads.models import MODELS

@@ -324,6 +324,34 @@ def test_objects_of_one_class_are_found_by_a_detector_from_a_run_with_its_weight
     np.testing.assert_allclose(data["mean"].ravel(), (x / 255).mean((0, 2, 3)), rtol=1e-5)
 
 
+def test_a_suite_trains_detectors_from_runs_of_another_recipe(scenes, tmp_path, monkeypatch):
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 255, (24, 3, 40, 40)).astype(np.uint8)
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=np.arange(24) % 3, x_test=x, y_test=np.arange(24) % 3)
+    (tmp_path / "photos.yaml").write_text(
+        f"model: networks:little40\nmembers: 2\ndata: {{name: npz, path: {tmp_path / 'd.npz'}}}\n"
+        "optim: {iterations: 2}\n"
+    )
+    (tmp_path / "first.yaml").write_text("rows:\n  - {name: tree, set: [split=conv1]}\n")
+    more = {"model_args": "{base: 'networks:little40', classes: 3}", "members": 2, "optim.iterations": 2}
+    tree = configs.load("fast_rcnn", keys(scenes, **more, split="null"))
+    (tmp_path / "objects.yaml").write_text(tree.to_yaml())
+    (tmp_path / "second.yaml").write_text(
+        "recipe: objects.yaml\nmetrics: [ensemble_mean, on_proposals]\nrows:\n"
+        "  - {name: tree, set: [split=conv1, 'init=<run:photos.yaml:first.yaml/tree>', data.normalize=init]}\n"
+        "  - {name: single, from: tree, metrics: {ensemble_mean: single, on_proposals: single_on_proposals}}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = process("reproduce", "second.yaml")
+    assert done.code == 0, done.err
+    (found,) = (json.loads(path.read_text()) for path in (tmp_path / "results").glob("second*.json"))
+    result = found["runs"]["tree"][0]["result"]
+    assert {"ensemble_mean", "on_proposals", "single_on_proposals"} <= result.keys()
+    assert (tmp_path / "runs/reproduce/photos/tree-seed0/result.json").is_file()
+    assert "init=runs/reproduce/photos/tree-seed0" in found["runs"]["tree"][0]["command"]
+    assert "0 runs to train, 2 finished" in process("reproduce", "second.yaml").out
+
+
 # What may be wrong with the files.
 
 

@@ -42,6 +42,8 @@ class DetectionResult(PercentResult):
     single: float  # the mean of these
     ensemble_mean: float  # of mean probabilities and mean boxes
     oracle: float  # each region answered by the member with the lowest loss on it
+    on_proposals: float  # of mean probabilities, with the boxes as proposed
+    single_on_proposals: float  # the mean of that over the members
     further: dict[str, Any]
     classes: dict[str, Any]
     ownership: list[list[int]]  # [M][1 + C] regions of each class on which each member has the lowest loss
@@ -52,7 +54,7 @@ class DetectionResult(PercentResult):
     def unknown(cls, members: int, classes: int) -> DetectionResult:
         nan, each = math.nan, by_predictor([math.nan] * (members + 2))
         none = {which: dict.fromkeys(MEASURES, each) for which in BOXES}
-        return cls([nan] * members, nan, nan, nan, none, none, [[0] * (classes + 1)] * members, 0)
+        return cls([nan] * members, nan, nan, nan, nan, nan, none, none, [[0] * (classes + 1)] * members, 0)
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ class DetectionMetrics:
         further = {which: {name: by_predictor(_means(classes[which][name])) for name in MEASURES} for which in BOXES}
         return DetectionResult(
             **further["regressed"]["11-point"],
+            on_proposals=further["proposals"]["11-point"]["ensemble_mean"],
+            single_on_proposals=further["proposals"]["11-point"]["single"],
             further=further,
             classes=classes,
             ownership=self.ownership.tolist(),

@@ -20,6 +20,7 @@ LABELS = {
     "ensemble_mean_scores": "mean of scores",
     "ensemble_scored": "Ensemble-Scored",
     "oracle": "Oracle",
+    "on_proposals": "boxes as proposed",
     "train_loss": "training loss",
     "member_train_loss": "training loss of a member",
 }

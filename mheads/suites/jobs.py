@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ class Job:
     config: Config
     overrides: tuple[str, ...]
     path: Path
+    recipe: str
     needs: tuple[Job, ...] = ()  # runs that it starts from
     rounds: int | None = None  # of classical MCL: the path then holds a run for each
 
@@ -126,6 +127,7 @@ class Planner:
         self.folder = folder
         self._tables: dict[str, Table] = {}
         self._jobs: dict[tuple[str, str, int], Job] = {}
+        self._others: dict[str, Planner] = {}
 
     def table(self, suite: Suite) -> Table:
         if suite.source not in self._tables:
@@ -151,8 +153,11 @@ class Planner:
         row = self.table(suite).row(name)
 
         def other(reference: str) -> Job:
-            there, _, of_row = reference.rpartition("/")
-            return self.job(read(there) if there else suite, of_row, seed, within)
+            """The run of a row here, of another suite, SUITE/ROW, or with another recipe, RECIPE:SUITE/ROW."""
+            recipe, _, place = reference.rpartition(":")
+            there, _, of_row = place.rpartition("/")
+            planner = self._of(recipe) if recipe else self
+            return planner.job(read(there) if there else suite, of_row, seed, within)
 
         try:
             if row.from_ is not None:
@@ -178,7 +183,7 @@ class Planner:
         special = suite.recipes.get(self.options.short)
         group = (special.folder if special else None) or self.options.short
         path = self.folder / group / f"{name}-seed{seed}{self.options.suffix}"
-        job = Job(name, seed, config, tuple(overrides), path, tuple(needs), row.rounds)
+        job = Job(name, seed, config, tuple(overrides), path, self.options.recipe, tuple(needs), row.rounds)
         for other_job in self._jobs.values():
             if other_job.path == path and (key := difference(other_job.config, config)):
                 raise UserError(
@@ -187,10 +192,16 @@ class Planner:
                 )
         return job
 
+    def _of(self, recipe: str) -> Planner:
+        """Of another recipe, without what the command changes in this one."""
+        if recipe not in self._others:
+            self._others[recipe] = Planner(replace(self.options, recipe=recipe, overrides=()), self.folder)
+        return self._others[recipe]
+
     def command(self, job: Job) -> str:
         """The command that trains this run alone, with folders as on any machine."""
         kind = ["train"] if job.rounds is None else ["classical", "--rounds", str(job.rounds)]
-        words = ["mheads", *kind, self.options.recipe, *job.overrides, "-f", str(job.path)]
+        words = ["mheads", *kind, job.recipe, *job.overrides, "-f", str(job.path)]
         return shlex.join(public(word.replace(str(self.folder), str(FOLDER))) for word in words)
 
 

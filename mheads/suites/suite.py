@@ -35,6 +35,7 @@ SUITES = (
     "specialists",
     "classical",
     "modern",
+    "detection",
 )
 TERM = re.compile(r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)(?: *(?P<added>[+-] *[\d.]+))?$")
 
@@ -116,6 +117,7 @@ class Suite(_Part):
     name: str
     source: str
     about: str = ""
+    recipe: str = "cifar10_quick"  # what is trained, unless the command says otherwise
     metrics: list[str] = ["single", "ensemble_mean", "oracle"]
     rows: list[Row] = Field(min_length=1)
     recipes: dict[str, ForRecipe] = {}

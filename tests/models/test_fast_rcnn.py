@@ -1,0 +1,79 @@
+"""Fast R-CNN made of networks that tell images apart."""
+
+import pytest
+import torch
+from torch import nn
+
+from mheads import UserError, models
+from mheads.models.fast_rcnn import fast_rcnn
+from mheads.models.roi import RegionPool
+
+REGIONS = torch.tensor([[0.0, 0, 60, 80], [10, 20, 90, 90], [5, 5, 8, 8]])
+
+
+@pytest.mark.parametrize(
+    ("base", "args", "layer", "grid", "stride", "features"),
+    [
+        ("cifar10_quick", {}, "pool3", 4, 4, 64),
+        ("nin_cifar100", {}, "pool2", 6, 2, 192),
+        ("resnet20", {}, None, 6, 4, 64),
+        ("resnet18", {}, None, 6, 32, 512),
+        ("digits", {}, None, 2, 2, None),
+    ],
+)
+def test_every_network_with_convolutions_becomes_a_detector(base, args, layer, grid, stride, features):
+    net = fast_rcnn(base, classes=7, base_args=args).eval()
+    pool = net.regions
+    assert isinstance(pool, RegionPool) and pool.size == grid and pool.scale == 1 / stride
+    assert layer is None or not hasattr(net, layer)
+    channels = next(m.in_channels for m in net.modules() if isinstance(m, nn.Conv2d))
+    x, counts = torch.randn(2, channels, 128, 96), torch.tensor([1, 2])
+    for _, child in net.named_children():
+        x = child(x, REGIONS, counts) if hasattr(child, "takes") else child(x)
+    scores, boxes = x
+    assert scores.shape == (3, 8) and boxes.shape == (3, 32)
+    assert features is None or net.detect.scores.in_features == features
+    original = models.MODELS[base](**args)
+    kept = {name for name, _ in original.named_parameters()} & {name for name, _ in net.named_parameters()}
+    assert len(kept) >= 4  # weights keep their names
+
+
+def test_caffenet_is_that_of_the_release():
+    with torch.device("meta"):
+        net = fast_rcnn()
+    assert net.regions.size == 6 and net.regions.scale == 1 / 16
+    whole = sum(p.numel() for p in models.MODELS["caffenet"]().parameters())
+    assert sum(p.numel() for p in net.parameters()) == whole - 4097 * 1000 + 4097 * (21 + 84)
+    assert net.detect.scores.multipliers == {"weight": (1, 1), "bias": (2, 0)}
+
+
+def test_first_weights_are_those_of_the_release():
+    torch.manual_seed(0)
+    net = fast_rcnn("cifar10_quick")
+    assert net.detect.scores.weight.std().item() == pytest.approx(0.01, rel=0.1)
+    assert net.detect.boxes.weight.std().item() == pytest.approx(0.001, rel=0.1)
+    assert not net.detect.scores.bias.any() and not net.detect.boxes.bias.any()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fast_rcnn("mlp", base_args={"features": 4}), r"mlp has no pooling .*model_args\.at .*\(fc1, relu1"),
+        (
+            lambda: fast_rcnn("cifar10_quick", at="conv9"),
+            r"'conv9' is not a layer of cifar10_quick .*: there are c",
+        ),
+        (lambda: fast_rcnn("vit"), "vit has no pooling whose place"),
+        (lambda: fast_rcnn("cifar10_quick", pool=7), r"\[64, 7, 7\] do not go through .*model_args\.pool"),
+        (lambda: fast_rcnn("no_such_net"), "is not known"),
+    ],
+)
+def test_mistakes_are_named(call, words):
+    with pytest.raises(UserError, match=words):
+        call()
+
+
+def test_regions_may_be_pooled_after_a_layer_of_choice():
+    net = fast_rcnn("cifar10_quick", at="relu3", pool=8)
+    names = [name for name, _ in net.named_children()]
+    assert names[names.index("regions") - 1] == "relu3" and names[names.index("regions") + 1] == "pool3"

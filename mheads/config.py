@@ -159,7 +159,7 @@ class RegionOptions(_Section):
 class DataOptions(_Section):
     name: str = _option("digits", "a dataset by name: `mheads data list` shows them")
     root: Path | None = _option(None, "where a fetched set lies, if not in the cache")
-    path: Path | None = _option(None, "the folder or file of your own data: folder, npz")
+    path: Path | None = _option(None, "the folder or file of your own data: folder, voc, npz")
     problem: Literal["auto", "classification", "regression", "multilabel", "soft_labels", "segmentation"] = _option(
         "auto", "npz: what is learned; auto: what the targets look like"
     )

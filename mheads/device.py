@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import torch
 
@@ -41,3 +43,14 @@ def refuse_beyond_memory(num_bytes: int, what: str) -> None:
             f"{what} need {num_bytes / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f}: take fewer members, "
             "a split that shares more, a smaller network, or more ranks"
         )
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has used so far; of a process that only went on with a run, since then."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss would begin with that of the process that started this one
+        return 1024 * int(next(x for x in status.read_text().splitlines() if x.startswith("VmHWM")).split()[1])
+    import resource  # which Windows lacks
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most

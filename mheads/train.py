@@ -17,6 +17,7 @@ from mheads import identity
 from mheads.checkpoint import Checkpoints
 from mheads.config import Config
 from mheads.data.batch import Batch, Batches
+from mheads.device import peak_memory
 from mheads.diagnostics import Diagnostics, gradient_norms, idle_warning
 from mheads.donors import donor_differences
 from mheads.engine.engine import Engine
@@ -151,7 +152,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             folder.seal_metrics()
             folder.write_model(part(tensors, "model/"))
             done = summary(result, net, experiment.evaluated_on, state.step, state.seconds)
-            folder.write_result({**done, "learning": state.diagnostics.learning})
+            folder.write_result({**done, "learning": state.diagnostics.learning, "peak_memory": peak_memory()})
         return folder.read_result()  # even if a signal asked to stop meanwhile: it is finished
     except UserError:
         checkpoints.close()  # one may be under way

@@ -6,17 +6,13 @@ python -m mheads.bench.memory LOSS MEMBERS
 from __future__ import annotations
 
 import json
-import resource
 import sys
-from pathlib import Path
+
+from mheads.device import peak_memory
 
 
 def peak_mb() -> float:
-    """Peak memory of this program; ru_maxrss would begin with that of the process that started it."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        return int(next(line for line in status.read_text().splitlines() if line.startswith("VmHWM")).split()[1]) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return peak_memory() / 2**20
 
 
 def main(loss_name: str, members: int) -> None:

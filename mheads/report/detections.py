@@ -32,9 +32,10 @@ def detections_figure(image: np.ndarray, found: Mapping[str, Found]) -> Figure:
             corners = ([left, right + 1, right + 1, left, left], [top, top, bottom + 1, bottom + 1, top])
             panel.plot(*(np.array(side) - 0.5 for side in corners), color="white", linewidth=2.6)
             panel.plot(*(np.array(side) - 0.5 for side in corners), color=colour, linewidth=1.6)
+            above = top > 0.07 * height  # else the name stands inside of the box
             text = panel.text(
-                min(max(left, 2), 0.8 * width), max(top - 2, 8), f"{name} {score:.2f}", color=colour, fontsize=7,
-                fontweight="bold", clip_on=True, va="bottom",
+                min(left, 0.8 * width), top - 1 if above else top + 1, f"{name} {score:.2f}", color=colour, fontsize=7,
+                fontweight="bold", clip_on=True, va="bottom" if above else "top",
             )  # fmt: skip
             text.set_path_effects([withStroke(linewidth=2, foreground="white")])
         panel.set_xlim(-0.5, width - 0.5)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mheads import api, parts
+from mheads import api, parts, values
 from mheads import config as configs
 from mheads.data import POSED
 from mheads.data.catalog import DATASETS
@@ -22,7 +21,7 @@ from mheads.export import export
 from mheads.files import write_atomically
 from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.problems import Detection, Problem
-from mheads.progress import Watcher
+from mheads.progress import Watcher, telling
 from mheads.run import Run
 from mheads.run_folder import DataFacts, RunFolder
 from mheads.train import summary
@@ -51,12 +50,12 @@ def evaluate_run(
     weights = folder.load_weights(net, watch.warn)
     with telling(watch):
         data, examples, split = examples_of(folder, overrides, split)
-    kept: list[tuple[np.ndarray, np.ndarray]] = []
+    kept: list[tuple[np.ndarray, list[np.ndarray]]] = []
     counted: list[np.ndarray] = []
 
-    def keep(found: torch.Tensor, weights: torch.Tensor | None, targets: torch.Tensor) -> None:
+    def keep(found: torch.Tensor, weights: torch.Tensor | None, targets: Value) -> None:
         if outputs_file is not None:
-            kept.append((found.cpu().numpy(), targets.cpu().numpy()))
+            kept.append((found.cpu().numpy(), [leaf.cpu().numpy() for leaf in values.leaves(targets)]))
             counted.extend([] if weights is None else [weights.cpu().numpy()])
 
     with closing(parts.threads_engine(config, net)) as engine:
@@ -65,7 +64,7 @@ def evaluate_run(
     if outputs_file is not None:
         arrays = {
             "outputs": np.concatenate([o for o, _ in kept], 1),
-            "labels": np.concatenate([t for _, t in kept]),
+            **dict(zip(TARGETS, map(np.concatenate, zip(*(t for _, t in kept), strict=True)), strict=False)),
             "classes": np.array(_classes(data.problem)),
             **({"weights": np.concatenate(counted, 1)} if counted else {}),
         }
@@ -87,16 +86,7 @@ def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> 
     return outputs, targets
 
 
-@contextmanager
-def telling(watch: Watcher) -> Iterator[None]:
-    """Inside, Python's warnings go to the watcher."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        yield
-    for warning in said:
-        watch.warn(str(warning.message))
-
-
+TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
 SPLITS = ("train", "validation", "test")
 DATA_KEYS = (
     "name",

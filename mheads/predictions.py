@@ -23,13 +23,12 @@ from mheads.data.images import SUFFIXES
 from mheads.data.split import Beside
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
-from mheads.evaluation import telling
 from mheads.files import hidden_name, remove, write_atomically
 from mheads.measuring import answers, in_eval_mode
 from mheads.parts import threads_engine
 from mheads.prepared import check, raw_examples
 from mheads.problems import Classification
-from mheads.progress import Watcher
+from mheads.progress import Watcher, telling
 from mheads.run import Run
 from mheads.terminal.answers import answers as shown
 from mheads.terminal.answers import answers_to_image
@@ -107,6 +106,8 @@ def predict_files(
     if output is not None and output.resolve() in [file.resolve() for file in files]:
         raise UserError(f"{output} is also what is asked about: give another file for the answers")
     run = api.load(path, trust=trust, warn=watch.warn)
+    if run.data.problem.name == "detection":
+        raise UserError(f"{path} finds objects in images: mheads detect show draws them")
     with telling(watch):
         asked = _asked(run, files, resize)
         if output is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from html import escape
@@ -57,9 +58,17 @@ class Silent:
         pass
 
     def warn(self, message: str) -> None:
-        import warnings
-
         warnings.warn(message, stacklevel=2)
+
+
+@contextmanager
+def telling(watch: Watcher) -> Iterator[None]:
+    """Inside, Python's warnings go to the watcher."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    for warning in said:
+        watch.warn(str(warning.message))
 
 
 class Terminal:

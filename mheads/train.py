@@ -28,7 +28,7 @@ from mheads.log import History, MetricsLog
 from mheads.measuring import measure
 from mheads.optim import Optimizer, Schedule
 from mheads.problems import Problem, Result
-from mheads.progress import Silent, Watcher
+from mheads.progress import Silent, Watcher, telling
 from mheads.run_folder import DataFacts, RunFolder
 from mheads.signals import handling
 from mheads.tensorboard import Board
@@ -54,7 +54,8 @@ def train_config(
     config: Config, folder: RunFolder, watcher: Watcher, build: Callable[[Config], Experiment] = build
 ) -> dict[str, Any]:
     """Trains the run of a config; what does not fit together is refused before anything is written."""
-    experiment = build(config)
+    with telling(watcher):
+        experiment = build(config)
     watcher.built(folder.path)
     return train(experiment, folder, watcher)
 

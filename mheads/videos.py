@@ -48,7 +48,8 @@ def class_pictures(record: Record, kind: str, watch: Watcher) -> np.ndarray:
     mean: the mean image; typical: the example nearest to it.
     """
     names = groups(record)
-    data = parts.load_data(record.config) if record.config.data.name in DATASETS else None
+    whole = record.data.problem.name != "detection"  # where an image shows several
+    data = parts.load_data(record.config) if whole and record.config.data.name in DATASETS else None
     if data is None or len(data.train.shape) != 3 or data.train.targets.ndim != 1:
         watch.warn(f"{record.folder.path}: no images of its classes are at hand, so they are shown as colours")
         return plain_colours(len(names))

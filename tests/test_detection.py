@@ -11,9 +11,9 @@ from painted import COLOURS, annotate, keys, paint
 from PIL import Image
 from stepping import engine_gradients
 
+from mheads import api, losses
 from mheads import boxes as box
 from mheads import config as configs
-from mheads import losses
 from mheads.data.batch import BatchStream, Reader
 from mheads.data.regions import Drawing, labelled
 from mheads.errors import UserError
@@ -173,8 +173,8 @@ def test_the_loss_is_cross_entropy_and_smooth_l1_of_the_class(experiment):
     found = experiment.data.problem.losses(outputs, targets)
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12)
     assert torch.autograd.gradcheck(lambda *o: experiment.data.problem.losses(o, targets), outputs)
-    weighted = losses.member_loss({"name": "fast_rcnn", "box_weight": 0.0}) if hasattr(losses, "member_loss") else None
-    assert weighted is None or weighted(outputs, targets).shape == (2, 5)
+    without = losses.independent({"name": "fast_rcnn", "box_weight": 0.0})(outputs, targets).losses
+    torch.testing.assert_close(without, losses.independent()(outputs[0], targets[0]).losses)
 
 
 # What is measured.
@@ -467,6 +467,34 @@ def test_commands_refuse_runs_that_do_not_detect(tmp_path, mheads):
     for command in (("eval", tmp_path / "digits"), ("show", tmp_path / "digits", "x.png")):
         done = mheads("detect", *command)
         assert done.code == 2 and "learned classification" in done.err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("predict", "x.png", "--trust"), "mheads detect show draws"),
+        (("export", "-o", "x.pt2", "--trust"), "a RegionPool takes side inputs"),
+        (("saliency", "--trust"), "is detection: saliency is about the scores of classes"),
+    ],
+)
+def test_commands_for_whole_images_say_what_there_is_instead(run, mheads, tmp_path, monkeypatch, command, words):
+    monkeypatch.chdir(tmp_path)
+    done = mheads(command[0], run, *command[1:])
+    assert done.code == 2 and words in done.err
+
+
+def test_other_commands_know_detectors(run, scenes, mheads, tmp_path):
+    done = mheads("eval", run, "--outputs", tmp_path / "o.npz", "--trust")
+    assert done.code == 0 and "mAP of VOC 2007" in done.out
+    with np.load(tmp_path / "o.npz") as found:
+        assert found["outputs"].shape == (3, len(found["labels"]), 20)
+        assert found["regions"].shape == (len(found["labels"]), 4) and len(set(found["images"])) == 4
+    for what, file in (("report", "r.html"), ("video", "v.gif")):
+        done = mheads(what, run, "-o", tmp_path / file)
+        assert done.code == 0 and (tmp_path / file).stat().st_size > 1000, done.err
+    assert mheads("plot", "ownership", run, "-o", tmp_path / "p.png").code == 0
+    loaded = api.load(run, trust=True)
+    assert loaded.result.problem == "detection" and len(loaded.result.members) == 3
 
 
 # Where regions come from.

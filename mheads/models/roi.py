@@ -141,8 +141,8 @@ def _into(out: Maxima, one: Maxima, other: Maxima) -> None:
     """The larger of two values; where they are equal, that which comes first in the map."""
     (a, i), (b, j) = one, other
     if out[1] is not None and i is not None and j is not None:
-        later = (a > b) | ((a == b) & (i <= j))
-        torch.where(later, i, j, out=out[1])
+        first = (a > b) | ((a == b) & (i <= j))
+        torch.where(first, i, j, out=out[1])
     torch.maximum(a, b, out=out[0])
 
 

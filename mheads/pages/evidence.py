@@ -15,10 +15,10 @@ from mheads import models, parts
 from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
 from mheads.errors import UserError
-from mheads.evaluation import examples_of, telling
+from mheads.evaluation import examples_of
 from mheads.measuring import answers, in_eval_mode
 from mheads.metrics import Metrics, add_counts, mean_members
-from mheads.progress import Watcher
+from mheads.progress import Watcher, telling
 from mheads.record import Record
 from mheads.report.page import Gallery, picture
 from mheads.run import opened

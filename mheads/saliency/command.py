@@ -8,9 +8,8 @@ from pathlib import Path
 
 from mheads import api
 from mheads.errors import UserError
-from mheads.evaluation import telling
 from mheads.plots import SUFFIXES
-from mheads.progress import Watcher
+from mheads.progress import Watcher, telling
 from mheads.report import figures
 from mheads.saliency.members import SAMPLE, Energy, explain, explain_files
 

@@ -492,6 +492,8 @@ def test_other_commands_know_detectors(run, scenes, mheads, tmp_path):
     for what, file in (("report", "r.html"), ("video", "v.gif")):
         done = mheads(what, run, "-o", tmp_path / file)
         assert done.code == 0 and (tmp_path / file).stat().st_size > 1000, done.err
+    page = (tmp_path / "r.html").read_text()
+    assert "Average precision of each class" in page and "boxes as proposed" in page
     assert mheads("plot", "ownership", run, "-o", tmp_path / "p.png").code == 0
     loaded = api.load(run, trust=True)
     assert loaded.result.problem == "detection" and len(loaded.result.members) == 3

@@ -11,6 +11,7 @@ from rich.text import Text
 from mheads.engine.cost import costs_on, example_of
 from mheads.errors import UserError
 from mheads.pages import curves, words
+from mheads.pages.detections import class_table
 from mheads.pages.evidence import Evidence, examine, looked_at, network, pictures
 from mheads.progress import Watcher
 from mheads.record import Record
@@ -147,11 +148,12 @@ def _results(record: Record) -> list[Part]:
         return [Missing("The run was not evaluated yet.")]
     found = [(name, Text.from_markup(text).plain) for name, text in record.data.problem.rows(result)]
     found += learning_rows(result.get("learning") or {})
+    more = [class_table(record, result)] if record.data.problem.name == "detection" else []
     beside = paper_figures(record.config)
     note = f"On {result['examples']:,} examples of the {result['split']} set."
     if beside is None:
         rows = [[Cell(name), Cell(text)] for name, text in found]
-        return [Table("The result of this run", ["measure", "here"], rows, note=note)]
+        return [Table("The result of this run", ["measure", "here"], rows, note=note), *more]
     row, figures = beside
     metrics = {label(metric): metric for metric in figures}
     rows = []
@@ -163,7 +165,7 @@ def _results(record: Record) -> list[Part]:
             apart = f"{result[metric] - figure['mean']:+.2f}"
         rows.append([Cell(name), Cell(text), Cell(_figure(figure, metric or "")), Cell(apart)])
     note += f" The paper's figures are those of the row {row}."
-    return [Table("This run beside the paper", ["measure", "here", "paper", "difference"], rows, note=note)]
+    return [Table("This run beside the paper", ["measure", "here", "paper", "difference"], rows, note=note), *more]
 
 
 def _figure(figure: dict[str, Any], metric: str) -> str:
@@ -223,7 +225,8 @@ def _agreement(record: Record, evidence: Evidence | None, why: str) -> list[Part
             Grids([Grid("differ", title, members, [f"{m}" for m in range(len(members))], percents(differ)[None], [""])])
         )
     if record.data.problem.name != "classification":
-        return found or [Missing("Members give numbers, not classes that could differ.")]
+        gives = "boxes" if record.data.problem.name == "detection" else "numbers"
+        return found or [Missing(f"Members give {gives}, not classes that could differ.")]
     if evidence is None:
         return [*found, Missing(f"Which classes are confused is not known: {why}")]
     names, counts = record.data.problem.groups, evidence.confusion

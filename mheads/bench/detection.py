@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,15 +34,23 @@ def detection(progress: Callable[[int, int], None], rounds: int) -> dict[str, An
         "pool_loop_channels_last": lambda: one_by_one(last, regions),
     }
     times = interleave(sides, rounds, lambda done, total: None)
-    steps = {"ours": Detecting(MEMBERS, generator), "conv5": Detecting({"conv5": MEMBERS}, generator)}
+    steps = {
+        "caffenet": Detecting("caffenet", MEMBERS, generator),
+        "caffenet_conv5": Detecting("caffenet", {"conv5": MEMBERS}, generator),
+        "quick": Detecting("cifar10_quick", MEMBERS, generator),
+        "quick_conv3": Detecting("cifar10_quick", {"conv3": MEMBERS}, generator),
+    }
     with running(*steps.values()):
         times |= interleave({name: side.step for name, side in steps.items()}, rounds, progress)
     work = {name: side.multiply_adds() for name, side in steps.items()}
     result: dict[str, Any] = {name: t.to_dict() for name, t in times.items()}
     for name in ("pool_loop", "pool_loop_channels_last"):
         result |= ratio(name, times[name], times["pool"])
-    result |= ratio("conv5", times["conv5"], times["ours"])
-    return result | {"ratio_conv5_multiply_adds": round(work["conv5"] / work["ours"], 3)}
+    for name in ("caffenet_conv5", "quick_conv3"):
+        four = name.partition("_")[0]
+        result |= ratio(name, times[name], times[four])
+        result[f"ratio_{name}_multiply_adds"] = round(work[name] / work[four], 3)
+    return result
 
 
 LARGE = (3, 600, 1000)  # an image of PASCAL VOC as Fast R-CNN sees it
@@ -69,10 +78,11 @@ def one_by_one(x: Tensor, regions: Tensor) -> Tensor:
 
 
 class Detecting(Ours):
-    """Our engine on Fast R-CNN of CaffeNet: two images, 64 regions of each."""
+    """Our engine on Fast R-CNN: two images, 64 regions of each."""
 
-    def __init__(self, tree: Any, generator: torch.Generator) -> None:
-        super().__init__(tree, losses.independent(region_losses), rows=2, factory=MODELS["fast_rcnn"])
+    def __init__(self, base: str, tree: Any, generator: torch.Generator) -> None:
+        factory = partial(MODELS["fast_rcnn"], base)
+        super().__init__(tree, losses.independent(region_losses), rows=2, factory=factory)
         regions, members = 128, self.net.num_members
         classes = torch.randint(21, (regions,), generator=generator)
         targets = (classes, torch.randn(regions, 4, generator=generator))

@@ -72,8 +72,12 @@ def demo(
 
 @app.command(rich_help_panel="Train and look")
 def train(
-    recipe: Recipe,
+    recipe: Annotated[
+        str,
+        typer.Argument(help="A recipe's name (digits, ...), the path of a YAML file, or of a Caffe net (.prototxt)."),
+    ],
     overrides: Overrides = None,
+    solver: Annotated[Path | None, typer.Option(help="With a Caffe net: its solver (.prototxt).")] = None,
     run: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
     force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
@@ -86,7 +90,7 @@ def train(
     from mheads.distributed.session import session
 
     with session(errors, configs.timeout(recipe, overrides or [])) as world:
-        config = configs.load(recipe, overrides or [])
+        config, notes = _config(recipe, overrides or [], solver)
         from mheads.progress import Silent, Terminal
         from mheads.run_folder import RunFolder
         from mheads.train import train_config
@@ -95,9 +99,46 @@ def train(
         if force and folder.path.exists():
             folder = folder.beside()
         watch = Terminal(console, bar=not quiet, folder=True) if world.lead else Silent()
+        for note in notes:
+            watch.say(note)
         result = train_config(config, folder, watch, world.build)
         if world.lead:
             show_result(result)
+
+
+def _config(recipe: str, overrides: list[str], solver: Path | None) -> tuple[Any, list[str]]:
+    """The config of a recipe or of a Caffe net, and notes on it."""
+    from mheads import config as configs
+
+    if recipe.endswith((".prototxt", ".pbtxt")):
+        from mheads.caffe.convert import load
+
+        return load(Path(recipe), solver, overrides)
+    if solver is not None:
+        raise UserError(f"--solver {solver} goes with a Caffe net, and {recipe} is a recipe: change keys of optim instead")
+    return configs.load(recipe, overrides), []
+
+
+@app.command(rich_help_panel="Train and look")
+def convert(
+    net: Annotated[Path, typer.Argument(help="A Caffe net (.prototxt).")],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SOLVER] [KEY=VALUE]...", help="Its solver (.prototxt), and config keys to change."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the recipe to this .yaml file instead of printing it.")
+    ] = None,
+) -> None:
+    """Turn a Caffe or MPI-Caffe net and its solver into a recipe.
+
+    Example: mheads convert net.prototxt solver.prototxt data=cifar10 -o mine.yaml
+    """
+    from mheads.caffe.convert import convert_files
+
+    text = convert_files(net, more or [], output)
+    if text is not None:
+        console.print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel="Train and look")

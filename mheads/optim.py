@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mheads.adaptive import AdaptiveRule
 from mheads.config import OptimOptions, ScheduleOptions
 from mheads.engine.tape import trainable
 from mheads.errors import UserError
@@ -21,6 +22,7 @@ class Optimizer:
     def __init__(self, net: TreeNet, options: OptimOptions) -> None:
         self.options = options
         self.rate = 0.0
+        self.scale = 1.0  # of the next gradients: below 1 where they are clipped
         self.parameters = {name: trainable(stage) for name, stage in net.stages.items()}
         # A stage whose layers are all frozen has nothing to update.
         self.stages = {name: _optimizer(net.stage(name), options) for name, found in self.parameters.items() if found}
@@ -43,10 +45,19 @@ class Optimizer:
         if stage not in self.stages:
             return
         for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient if self.scale == 1.0 else gradient * self.scale
+        if self.options.regularization == "l1":
+            self._decay_by_sign(self.stages[stage])
         self.stages[stage].step()
         for parameter in self.parameters[stage]:
             parameter.grad = None
+
+    @torch.no_grad()
+    def _decay_by_sign(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if group["l1"]:
+                    parameter.grad = parameter.grad + group["l1"] * parameter.sign()
 
     def forget(self) -> None:
         """Sets momentum to zero, as at the start."""
@@ -96,12 +107,15 @@ def _optimizer(stage: nn.Module, options: OptimOptions) -> torch.optim.Optimizer
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 groups[multipliers.get(name, (1.0, 1.0))].append(parameter)
+    decay_of = "l1" if options.regularization == "l1" else "weight_decay"
     parameters: list[dict[str, Any]] = [
-        {"params": params, "lr_mult": lr, "weight_decay": options.weight_decay * decay}
+        {"params": params, "lr_mult": lr, decay_of: options.weight_decay * decay}
         for (lr, decay), params in groups.items()
     ]
     if options.name == "adamw":
         return torch.optim.AdamW(parameters, lr=options.lr, fused=True)
+    if options.name != "sgd":
+        return AdaptiveRule(parameters, options)
     return torch.optim.SGD(parameters, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
 
 
@@ -127,6 +141,14 @@ class Schedule:
             rate *= 0.5 * (1 + math.cos(math.pi * min(1.0, iteration / self.iterations)))
         elif options.name == "plateau":
             rate *= options.gamma**self.drops
+        elif options.name == "exp":
+            rate *= options.gamma**iteration
+        elif options.name == "inv":
+            rate *= (1 + options.gamma * iteration) ** -options.power
+        elif options.name == "poly":
+            rate *= (1 - min(1.0, iteration / self.iterations)) ** options.power
+        elif options.name == "sigmoid":
+            rate *= 0.5 * (1 + math.tanh(options.slope * (iteration - options.every) / 2))  # which does not overflow
         if iteration < options.warmup:
             rate *= (iteration + 1) / options.warmup
         return rate

@@ -261,21 +261,16 @@ class Blobs(nn.Module):
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         values: dict[Blob, Tensor] = {blob: inputs[blob.name] for blob in self.given}
-        used: set[Blob] = set()
         for name, bottoms, tops in self._built.plan:
             found = self._modules[name](*(values[b] for b in bottoms))  # type: ignore[misc]
             values |= zip(tops, found if isinstance(found, tuple) else (found,), strict=False)
-            used |= set(bottoms)
         everything = values | {blob: values[self._built.resolve(blob)] for blob in self._built.alias}
-        silenced = {b for step in self.graph.steps if step.layer.type in layers.NOTHING for b in step.bottoms}
-        of = [step for step in self.graph.steps for _ in step.tops if not is_data(step.layer)]
         tops = [top for step in self.graph.steps if not is_data(step.layer) for top in step.tops]
-        taken = {b for step in self.graph.steps for b in step.bottoms} | silenced
+        taken = {b for step in self.graph.steps for b in step.bottoms}
         self.blobs = {self._name(blob): value for blob, value in everything.items() if blob.rank >= 0}
         self.loss = sum(  # type: ignore[assignment]
             (weight * everything[blob].sum() for blob, weight in self.weights_of_losses.items()), torch.zeros(())
         )
-        assert len(of) == len(tops)
         return {self._name(top): everything[top] for top in tops if top not in taken and top in everything}
 
     def _name(self, blob: Blob) -> str:
@@ -299,8 +294,18 @@ def loss_weights(graph: Graph) -> dict[Blob, float]:
     return found
 
 
-def network(net: str, shape: Sequence[int], stages: Sequence[str] = (), file: str = "the net") -> nn.Module:
+def checked_shape(shape: Any, where: str = "model_args.shape") -> Shape:
+    """The shape of an example, as it was given."""
+    sizes = list(shape) if isinstance(shape, list | tuple) else []
+    if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or not 0 < s < 2**31 for s in sizes):
+        raise UserError(f"{where} = {shape!r}: give the shape of an example, such as [3, 32, 32]")
+    return tuple(sizes)
+
+
+def network(net: str, shape: Sequence[int] | None = None, stages: Sequence[str] = ()) -> nn.Module:
     """The network of one member of a net, given as text, on examples of this shape: a factory for configs."""
     from mheads.caffe.trees import plan_of
 
-    return plan_of(parse_net(net, file), stages).network(tuple(shape))
+    if not isinstance(net, str):
+        raise UserError(f"model_args.net is the text of a specification, not {type(net).__name__}")
+    return plan_of(parse_net(net), stages).network(checked_shape(shape))

@@ -79,6 +79,21 @@ class Place:
     fields: dict[str, list[Place]]
 
 
+@dataclass(frozen=True)
+class Solver:
+    """A solver as it is written: `message` is a SolverParameter."""
+
+    message: Any
+    places: Place
+    file: str
+
+    def refuse(self, key: str, what: str) -> UserError:
+        """What is wrong with a key, with its place: to be raised."""
+        found = self.places.fields.get(key)
+        where = f", line {found[0].line}, column {found[0].column}" if found else ""
+        return UserError(f"{self.file}{where}: {key}: {what}")
+
+
 def read_file(path: Path) -> str:
     """The text of a specification."""
     try:
@@ -96,9 +111,9 @@ def read_net(path: str | Path) -> Net:
     return parse_net(read_file(Path(path)), str(path))
 
 
-def read_solver(path: str | Path) -> Any:
-    """The SolverParameter in a file."""
-    return parse(read_file(Path(path)), "SolverParameter", str(path))[0]
+def read_solver(path: str | Path) -> Solver:
+    """The solver in a file."""
+    return Solver(*parse(read_file(Path(path)), "SolverParameter", str(path)), str(path))
 
 
 def parse_net(text: str, file: str = "the net") -> Net:
@@ -111,6 +126,8 @@ def parse(text: str, kind: str, file: str) -> tuple[Any, Place]:
     """A message in protobuf's text format, and the places of its fields."""
     if len(text) > MAX_TEXT:
         raise UserError(f"{file} has {len(text):,} characters: at most {MAX_TEXT:,} are read")
+    if "\0" in text:
+        raise UserError(f"{file} holds a NUL character: it is no text; is it a .caffemodel?")
     made = schema.message(kind)()
     from google.protobuf import text_format
 
@@ -154,20 +171,24 @@ def _unreadable(error: Any, kind: str, file: str) -> UserError:
 def places_of(text: str) -> Place:
     """The places of the fields of a message whose text is known to be right."""
     root = Place(1, 1, {})
-    stack, name, in_list = [root], None, 0
+    stack, lists, valued = [root], 0, False
+    name: tuple[str, int, int] = ("", 1, 1)
     for kind, token, line, column in _tokens(text):
         if kind == "open":
-            child = Place(*(name[1:] if name else (line, column)), {})
-            stack[-1].fields.setdefault(name[0] if name else "", []).append(child)
+            child = Place(name[1], name[2], {}) if not lists else Place(line, column, {})
+            stack[-1].fields.setdefault(name[0], []).append(child)
             stack.append(child)
-            if not in_list:
-                name = None
+            valued = False
         elif kind == "close":
-            if len(stack) > 1:
-                stack.pop()
-        elif token in "[]" and kind == "other":
-            in_list += 1 if token == "[" else -1
-        elif kind == "other" and token != ":" and re.match(r"[A-Za-z_]\w*$", token):
+            stack = stack[:-1] or [root]
+        elif token in ("[", "]"):
+            lists += 1 if token == "[" else -1
+        elif token == ":":
+            valued = True
+        elif valued:  # a number, a string, the name of an enum's value
+            stack[-1].fields.setdefault(name[0], []).append(Place(name[1], name[2], {}))
+            valued = lists > 0
+        elif kind == "other":
             name = (token, line, column)
     return root
 
@@ -196,12 +217,12 @@ def net_of(message: Any, text: str, file: str, places: Place) -> Net:
     if message.layer and message.layers:
         raise UserError(f"{file} has both `layer` and the older `layers`: write all of them as `layer`")
     found = places.fields.get("layer" if message.layer else "layers", [])
-    if len(message.layer) + len(message.layers) > len(found):  # a list of layers, each in braces
-        found = [*found, *[found[-1] if found else places] * (len(message.layer) + len(message.layers) - len(found))]
     made = list(message.layer) if message.layer else [_upgraded(old) for old in message.layers]
-    layers = [Layer(m, file, p.line, p.column) for m, p in zip(made, found, strict=False)]
+    layers = [Layer(m, file, p.line, p.column) for m, p in zip(made, found, strict=True)]
     for layer in layers:
         _move_transform(layer.message)
+        if layer.type.endswith("Loss") and not layer.message.top:
+            layer.message.top.append(f"{layer.name} (loss)")  # as Caffe does
     layers = [*_inputs(message, file), *layers]
     if not layers:
         raise UserError(f"{file} has no layers: a net is a list of `layer {{ ... }}`")

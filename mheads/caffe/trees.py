@@ -17,7 +17,7 @@ from mheads.caffe.graph import TRAIN, Blob, Graph, State, Step, graph_of, is_dat
 from mheads.caffe.layers import losses as loss_layers
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.layers.mixing import SUM
-from mheads.caffe.network import EXAMPLES, aliases, assembled, build, loss_weights
+from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, free_name, loss_weights
 from mheads.caffe.text import Net
 from mheads.errors import UserError
 from mheads.tree import Spec
@@ -25,7 +25,7 @@ from mheads.tree import Spec
 LABELLED = ("SoftmaxWithLoss", "MultinomialLogisticLoss", "HingeLoss")  # their second bottom holds labels
 KEEPING = ("Flatten", "Reshape")  # labels stay labels
 LEARNING = ("Convolution", "Deconvolution", "InnerProduct", "PReLU", "BatchNorm", "Scale", "Bias")
-OUTPUT, LABEL = "output", "label"
+LABEL = "label"
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,32 @@ class Plan:
     split: Spec | None = None
     combine: str | tuple[float, ...] | None = None
 
-    def network(self, shape: Shape) -> nn.Module:
-        """One member's network on examples of this shape."""
+    def build(self, shape: Shape) -> tuple[Built, list[Blob]]:
+        """One member's network on examples of this shape, and its outputs: a score per class is a vector here."""
         several = len({step.rank for step in self.steps}) > 1 and self.members == 1
-        inputs = dict.fromkeys(self.inputs, (EXAMPLES, *shape))
-        built = build(self.steps, inputs, several)
-        for term in self.terms:
-            if term.step.layer.type in layers.KINDS:
-                seen = [built.shapes[built.resolve(b)] for b in term.inputs if b is not None and b in built.shapes]
-                if seen:
-                    loss_layers.described(term.step.layer, seen)
-        return assembled(built, self.inputs, self.outputs)
+        built = build(self.steps, dict.fromkeys(self.inputs, (EXAMPLES, *shape)), several)
+        outputs = []
+        for blob in map(built.resolve, self.outputs):
+            found = built.shapes[blob]
+            if len(found) > 2 and set(found[2:]) == {1} and len(self.outputs) == 1:
+                name, flat = free_name("flatten", built.modules), Blob("flat", -2, len(outputs))
+                built.modules[name] = nn.Flatten()
+                built.plan.append((name, (blob,), (flat,)))
+                built.shapes[flat] = found[:2]
+                blob = flat
+            outputs.append(blob)
+        return built, outputs
 
-    def described(self, dims: Sequence[int]) -> list[dict[str, Any]]:
-        """The terms as plain data; `dims` are the numbers of axes of the outputs."""
+    def network(self, shape: Shape) -> nn.Module:
+        built, outputs = self.build(shape)
+        return assembled(built, self.inputs, outputs)
+
+    def described(self, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
+        """The terms as plain data, given the shapes of the outputs."""
         found = []
         for term in self.terms:
             at = [None if b is None else self.outputs.index(b) for b in term.inputs]
-            shapes = [(1,) * dims[i] for i in at if i is not None]
-            said = loss_layers.described(term.step.layer, shapes)
+            said = loss_layers.described(term.step.layer, [shapes[i] for i in at if i is not None])
             found.append({**said, "weight": term.weight, "inputs": [LABEL if i is None else i for i in at]})
         return found
 
@@ -126,7 +133,7 @@ def plan_of(net: Net, stages: Sequence[str] = ()) -> Plan:
 
 def _terms(graph: Graph, walk: _Walk) -> list[Term]:
     found = []
-    for blob, weight in _losses(graph).items():
+    for blob, weight in loss_weights(graph).items():
         step = walk.made_by[blob]
         if step.layer.type not in layers.LOSSES:
             raise step.layer.refuse(
@@ -153,11 +160,6 @@ def _terms(graph: Graph, walk: _Walk) -> list[Term]:
             raise step.layer.refuse("it compares data with data: nothing before it has weights")
         found.append(Term(step, weight, tuple(inputs)))
     return found
-
-
-def _losses(graph: Graph) -> dict[Blob, float]:
-    """The losses with their weights; a loss without a top counts too, as Caffe gives it one."""
-    return loss_weights(graph)
 
 
 def _is_label(blob: Blob | None, walk: _Walk) -> bool:
@@ -288,7 +290,7 @@ def _averaged(walk: _Walk, term: Term) -> Members | None:
     equal = all(abs(c * len(leaves) - 1) < 1e-6 for c in given)
     if layer.type == "MultinomialLogisticLoss":
         made = [walk.made_by[leaf] for leaf in leaves]
-        if not equal or any(s.layer.type != "Softmax" for s in made):
+        if not equal or term.weight != 1 or any(s.layer.type != "Softmax" for s in made):
             return None
         leaves = [walk.resolve(s.bottoms[0]) for s in made]
         return [[leaf] for leaf in leaves], "probabilities", [Term(term.step, term.weight, (leaves[0], None))]

@@ -361,7 +361,7 @@ def report(
 @app.command(rich_help_panel="Train and look")
 def export(
     run: RunPath,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file: .pt2 (torch.export) or .onnx.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file: .pt2 (torch.export), .onnx, or .caffemodel and .h5 for weights.")],
     what: Annotated[
         str,
         typer.Option(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mheads.caffe import layers, schema
+from mheads.caffe.blobs import free_name
 from mheads.caffe.fillers import fill
 from mheads.caffe.graph import BROADCAST, GATHER, TEST, TRAIN, Blob, Graph, State, Step, graph_of, is_data
 from mheads.caffe.layers.made import Made, Shape
@@ -22,7 +23,6 @@ from mheads.device import refuse_beyond_memory
 from mheads.errors import UserError
 
 EXAMPLES = 2  # in a batch, when shapes are found
-_TAKEN = nn.Sequential()  # names that a layer cannot have in a module
 
 
 def aliases(step: Step) -> dict[Blob, Blob]:
@@ -163,14 +163,6 @@ def _run(made: Made, shapes: list[Shape]) -> list[Shape]:
             module.train()
             values = found if isinstance(found, tuple) else (found,)
     return [tuple(value.shape) for value in values]
-
-
-def free_name(name: str, taken: Iterable[str]) -> str:
-    """A name that a module can have, like this one."""
-    name = name.replace(".", "_") or "layer"
-    while name in taken or hasattr(_TAKEN, name):
-        name += "_"
-    return name
 
 
 def build(steps: Sequence[Step], inputs: Mapping[Blob, Shape], several: bool = False) -> Built:

@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from mheads.caffe import layers
+from mheads.caffe.blobs import free_name
 from mheads.caffe.graph import TRAIN, Blob, Graph, State, Step, graph_of, is_data
 from mheads.caffe.layers import losses as loss_layers
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.layers.mixing import SUM
-from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, free_name, loss_weights
+from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, loss_weights
 from mheads.caffe.text import Net
 from mheads.errors import UserError
 from mheads.tree import Spec

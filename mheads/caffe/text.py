@@ -171,23 +171,27 @@ def _unreadable(error: Any, kind: str, file: str) -> UserError:
 def places_of(text: str) -> Place:
     """The places of the fields of a message whose text is known to be right."""
     root = Place(1, 1, {})
-    stack, lists, valued = [root], 0, False
+    stack, valued = [root], False
     name: tuple[str, int, int] = ("", 1, 1)
+    lists: list[tuple[int, str]] = []  # that are open: how deep, and of which field
     for kind, token, line, column in _tokens(text):
+        listed = bool(lists) and lists[-1][0] == len(stack)
         if kind == "open":
-            child = Place(name[1], name[2], {}) if not lists else Place(line, column, {})
-            stack[-1].fields.setdefault(name[0], []).append(child)
+            child = Place(line, column, {}) if listed else Place(name[1], name[2], {})
+            stack[-1].fields.setdefault(lists[-1][1] if listed else name[0], []).append(child)
             stack.append(child)
             valued = False
         elif kind == "close":
             stack = stack[:-1] or [root]
-        elif token in ("[", "]"):
-            lists += 1 if token == "[" else -1
+        elif token == "[":
+            lists.append((len(stack), name[0]))
+        elif token == "]":
+            lists, valued = lists[:-1], False
         elif token == ":":
             valued = True
-        elif valued:  # a number, a string, the name of an enum's value
+        elif valued or listed:  # a number, a string, the name of an enum's value
             stack[-1].fields.setdefault(name[0], []).append(Place(name[1], name[2], {}))
-            valued = lists > 0
+            valued = False
         elif kind == "other":
             name = (token, line, column)
     return root

@@ -146,6 +146,9 @@ def _unreadable(error: Any, kind: str, file: str) -> UserError:
     line, column = error.GetLine(), error.GetColumn()
     said = re.sub(r"^\d+:\d+ : ", "", str(error)).replace("caffe.", "")
     said = re.sub(r"^'.*': (?=[A-Z])", "", said, flags=re.DOTALL)
+    if (enum := re.search(r'"(\w+)\.(\w+)" has no value named', said)) is not None:
+        values = schema.pool().FindEnumTypeByName(f"caffe.{enum[1]}.{enum[2]}").values_by_name
+        said = f"{said.replace(f'{enum[1]}.{enum[2]}', enum[2])} There are {', '.join(values)}"
     unknown = re.search(r'type "(\w+)" has no field named "(\w+)"', said)
     if unknown is not None:
         known = [f.name for f in schema.message(unknown[1]).DESCRIPTOR.fields]

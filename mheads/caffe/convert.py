@@ -48,9 +48,10 @@ class Converted:
 def load(net: Path, solver_file: Path | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """The config that a net is trained by, and notes on it; asks for data where the net's cannot be read."""
     found = convert(net, solver_file, overrides)
+    config = configs.from_tree(found.tree, str(net))
     if found.asks is not None:
         raise UserError(found.asks)
-    return configs.from_tree(found.tree, str(net)), found.notes
+    return config, found.notes
 
 
 def convert(net_file: str | Path, solver_file: str | Path | None = None, overrides: Sequence[str] = ()) -> Converted:

@@ -128,7 +128,7 @@ def _note_tree(plan: Plan, notes: list[str]) -> None:
         where = "with nothing in common" if plan.split is None else f"that share a tree: {plan.split}"
         notes.append(f"its {ranks} ranks are {plan.members} members {where}; any number of processes may train them")
     else:
-        notes.append(f"its {ranks} ranks make no tree: one process runs the layers of all of them")
+        notes.append(f"its {ranks} ranks make no tree: the layers run as they are written, on {ranks} processes or all on one")
 
 
 # Data.

@@ -45,8 +45,10 @@ class Built:
     shapes: dict[Blob, Shape] = field(default_factory=dict)
     alias: dict[Blob, Blob] = field(default_factory=dict)
     fillers: list[tuple[str, str, Any, Layer]] = field(default_factory=list)
-    shared: dict[str, tuple[str, str, Layer]] = field(default_factory=dict)  # name of a weight -> module, parameter
+    # Rank and name of a weight -> module, parameter: each rank has a net of its own, which shares with no other.
+    shared: dict[tuple[int, str], tuple[str, str, Layer]] = field(default_factory=dict)
     ties: list[tuple[str, str, str, str]] = field(default_factory=list)
+    labels: dict[int, list[str]] = field(default_factory=dict)  # of the modules of each step, by the step's identity
 
     def resolve(self, blob: Blob) -> Blob:
         while blob in self.alias:
@@ -77,13 +79,15 @@ class Built:
         empty = next((top for top in tops if 0 in top), None)
         if empty is not None:
             raise layer.refuse(f"nothing is left of its bottom of shape {list(shapes[0])}: its top would be {list(empty)}")
-        self._enter(made, layer, name, bottoms, step.tops)
+        self.labels[id(step)] = self._enter(made, layer, name, bottoms, step.tops, step.rank)
         for top, shape in zip(step.tops, tops, strict=False):
             self.shapes[top] = shape
 
-    def _enter(self, made: Made, layer: Layer, name: str, bottoms: tuple[Blob, ...], tops: tuple[Blob, ...]) -> None:
+    def _enter(
+        self, made: Made, layer: Layer, name: str, bottoms: tuple[Blob, ...], tops: tuple[Blob, ...], rank: int
+    ) -> list[str]:
         """Modules by name: what comes before the one with the weights is called after what it does."""
-        value = bottoms
+        value, labels = bottoms, []
         names = [*(f"{name}_{type(module).__name__.lower()}" for module in made.modules[:-1]), name]
         for i, (label, module) in enumerate(zip(names, made.modules, strict=True)):
             label = free_name(label, self.modules)
@@ -91,11 +95,13 @@ class Built:
             gives = tops if last else (Blob(f"{label} inside", -1, len(self.plan)),)
             self.modules[label] = module
             self.plan.append((label, value, gives))
+            labels.append(label)
             value = gives
             if last:
-                self._weights(made, module, label, layer)
+                self._weights(made, module, label, layer, rank)
+        return labels
 
-    def _weights(self, made: Made, module: nn.Module, label: str, layer: Layer) -> None:
+    def _weights(self, made: Made, module: nn.Module, label: str, layer: Layer, rank: int) -> None:
         names = [name for name, _ in module.named_parameters(recurse=False)]
         specs = list(layer.message.param)
         blobs = names or list(getattr(module, "blobs", ()))
@@ -109,12 +115,12 @@ class Built:
                 if not 0 <= getattr(spec, key) < float("inf"):
                     raise layer.refuse(f"{key}: {getattr(spec, key):g}: give 0 or more")
             multipliers[name] = (spec.lr_mult, spec.decay_mult)
-            owner = self.shared.get(spec.name) if spec.name else None
+            owner = self.shared.get((rank, spec.name)) if spec.name else None
             if owner is not None:
                 self._tie(module, name, label, owner, spec, layer)
                 continue
             if spec.name:
-                self.shared[spec.name] = (label, name, layer)
+                self.shared[rank, spec.name] = (label, name, layer)
             self.fillers.append((label, name, made.fillers[name], layer))
             if spec.lr_mult == 0:
                 getattr(module, name).requires_grad_(False)

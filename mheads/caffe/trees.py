@@ -14,12 +14,13 @@ from torch import nn
 
 from mheads.caffe import layers
 from mheads.caffe.blobs import free_name
-from mheads.caffe.graph import TRAIN, Blob, Graph, State, Step, graph_of, is_data
+from mheads.caffe.graph import BROADCAST, TRAIN, Blob, Graph, State, Step, graph_of, is_data
 from mheads.caffe.layers import losses as loss_layers
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.layers.mixing import SUM
 from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, loss_weights
 from mheads.caffe.text import Net
+from mheads.distributed.written import Call, Collect, Rename, Spread, Written
 from mheads.errors import UserError
 from mheads.tree import Spec
 
@@ -73,7 +74,46 @@ class Plan:
 
     def network(self, shape: Shape) -> nn.Module:
         built, outputs = self.build(shape)
-        return assembled(built, self.inputs, outputs)
+        network = assembled(built, self.inputs, outputs)
+        if len(self.graph.ranks) > 1 and self.members == 1:
+            network.written = self._written(built, outputs)  # type: ignore[assignment]  # not a tensor
+        return network
+
+    def _written(self, built: Built, outputs: Sequence[Blob]) -> Written:
+        """The steps with their ranks, for as many processes; labels go to the lead, and are not sent."""
+        numbers: dict[Blob, int] = dict.fromkeys(self.inputs, 0)
+
+        def number(blob: Blob) -> int:
+            return numbers.setdefault(blob, len(numbers))
+
+        steps: list[Any] = []
+        for step in self.steps:
+            layer, tops = step.layer, tuple(map(number, step.tops))
+            if step.group:
+                if not all(built.resolve(bottom) in built.shapes for bottom in step.bottoms):
+                    continue
+                if layer.type == BROADCAST:
+                    by_rank = {top.rank: number(top) for top in step.tops}
+                    steps.append(Spread(step.rank, number(step.bottoms[0]), by_rank))
+                else:
+                    by_rank = {rank: number(b) for rank, b in zip(step.group, step.bottoms, strict=True)}
+                    steps.append(Collect(step.rank, by_rank, tops))
+            elif found := aliases(step):
+                steps += [Rename(step.rank, number(b), number(t)) for t, b in found.items() if built.resolve(b) in built.shapes]
+            else:
+                value = tuple(map(number, step.bottoms))
+                labels = built.labels.get(id(step), [])
+                for i, label in enumerate(labels):
+                    gives = tops if i == len(labels) - 1 else (number(Blob(label, -3)),)
+                    steps.append(Call(label, step.rank, value, gives))
+                    value = gives
+        final = []
+        for blob, given in zip(outputs, self.outputs, strict=True):
+            if blob.rank == -2:  # made flat at the end
+                name = next(name for name, _, gives in built.plan if gives == (blob,))
+                steps.append(Call(name, given.rank, (number(given),), (number(blob),)))
+            final.append((number(blob if blob.rank == -2 else given), given.rank))
+        return Written(len(self.graph.ranks), tuple(steps), tuple(final))
 
     def described(self, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
         """The terms as plain data, given the shapes of the outputs."""

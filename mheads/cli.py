@@ -115,7 +115,9 @@ def _config(recipe: str, overrides: list[str], solver: Path | None) -> tuple[Any
 
         return load(Path(recipe), solver, overrides)
     if solver is not None:
-        raise UserError(f"--solver {solver} goes with a Caffe net, and {recipe} is a recipe: change keys of optim instead")
+        raise UserError(
+            f"--solver {solver} goes with a Caffe net, and {recipe} is a recipe: change keys of optim instead"
+        )
     return configs.load(recipe, overrides), []
 
 
@@ -361,7 +363,12 @@ def report(
 @app.command(rich_help_panel="Train and look")
 def export(
     run: RunPath,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file: .pt2 (torch.export), .onnx, or .caffemodel and .h5 for weights.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="The file: .pt2 (torch.export), .onnx, or .caffemodel and .h5 for weights."
+        ),
+    ],
     what: Annotated[
         str,
         typer.Option(

@@ -137,10 +137,11 @@ else:
 
 class DataOptions(_Section):
     name: str = _option("digits", "a dataset by name: `mheads data list` shows them")
-    root: Path | None = _option(None, "where a fetched set lies, if not in the cache")
-    path: Path | None = _option(None, "the folder or file of your own data: folder, npz")
+    root: Path | None = _option(None, "where a fetched set lies, if not in the cache; list: where names begin")
+    path: Path | None = _option(None, "the folder or file of your own data: folder, npz, list, hdf5")
+    test_path: Path | None = _option(None, "list, hdf5: the list of what is tested on")
     problem: Literal["auto", "classification", "regression", "multilabel", "soft_labels", "segmentation"] = _option(
-        "auto", "npz: what is learned; auto: what the targets look like"
+        "auto", "npz, hdf5: what is learned; auto: what the targets look like"
     )
     validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std"] = _option("none", "what is subtracted and divided by")
@@ -149,9 +150,9 @@ class DataOptions(_Section):
     )
     pad: int = _option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
     mirror: bool = _option(False, "training: mirror at random")
-    resize: int = _option(256, "folder: length of the shorter side after resizing", ge=1, le=10_000)
-    crop: int | None = _option(None, "folder: side of the crop that the network sees", ge=1, le=10_000)
-    grey: bool = _option(False, "folder: read images in one channel")
+    resize: int = _option(256, "folder, list: length of the shorter side after resizing", ge=1, le=10_000)
+    crop: int | None = _option(None, "folder, list: side of the crop that the network sees", ge=1, le=10_000)
+    grey: bool = _option(False, "folder, list: read images in one channel")
     limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
     reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
         _option("every", "ranks: each reads what it needs, or the lead, rank 0, reads for all")
@@ -247,7 +248,9 @@ class Config(_Section):
         if self.optim.name == "sgd" and self.optim.nesterov and not self.optim.momentum:
             raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
         if self.optim.name == "adamw" and self.optim.regularization == "l1":
-            raise ValueError("optim.regularization = l1 is not for adamw, whose decay is apart from gradients: use adam")
+            raise ValueError(
+                "optim.regularization = l1 is not for adamw, whose decay is apart from gradients: use adam"
+            )
         if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
             raise ValueError(
                 f"optim.batch_size x optim.accumulate is {self.optim.batch_size * self.optim.accumulate:,} examples "
@@ -416,10 +419,11 @@ def of_model(model: str, model_args: Sequence[str]) -> Config:
 
 def _absolute(config: Config) -> Config:
     """The config with absolute paths, so that a run folder means the same from any current folder."""
-    data, sampling = _absolute_in(config.data, ("root", "path")), _absolute_in(config.sampling, ("generalist", "path"))
+    data = _absolute_in(config.data, ("root", "path", "test_path"))
+    sampling = _absolute_in(config.sampling, ("generalist", "path"))
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
     init = config.init if in_memory else str(Path(config.init).absolute())
-    paths = {"data.root": data.root, "data.path": data.path, "init": init}
+    paths = {"data.root": data.root, "data.path": data.path, "data.test_path": data.test_path, "init": init}
     paths |= {"sampling.generalist": sampling.generalist, "sampling.path": sampling.path}
     for key, path in paths.items():
         if path is not None and str(path).encode("utf-8", "replace") != os.fsencode(path):

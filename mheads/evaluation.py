@@ -99,7 +99,7 @@ def telling(watch: Watcher) -> Iterator[None]:
 
 
 SPLITS = ("train", "validation", "test")
-DATA_KEYS = ("name", "root", "path", "validation", "resize", "crop", "limit")
+DATA_KEYS = ("name", "root", "path", "test_path", "validation", "resize", "crop", "limit")
 
 
 def examples_of(
@@ -176,7 +176,9 @@ def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = 
     if file.suffix in blobs.SUFFIXES:
         number = int(what.removeprefix("member:")) if re.fullmatch(r"member:\d+", what) else 0
         if run.net.num_members > 1 and what != f"member:{number}":
-            raise UserError(f"--what {what}: a {file.suffix} holds the weights of one member: give --what member:0, say")
+            raise UserError(
+                f"--what {what}: a {file.suffix} holds the weights of one member: give --what member:0, say"
+            )
         blobs.write(file, run.net.member(number))
         watch.say(f"{file}: the weights of member {number}, as Caffe keeps them")
         return

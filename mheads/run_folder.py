@@ -212,9 +212,7 @@ class RunFolder:
         before = self.read_config()
         old, new = configs.flatten(before), configs.flatten(config)
         lines = [
-            _difference(k, old[k], new[k])
-            for k in configs.differing(before, config)
-            if not configs.is_free(k, config)
+            _difference(k, old[k], new[k]) for k in configs.differing(before, config) if not configs.is_free(k, config)
         ]
         if lines:
             shown = "\n".join(f"  {line}" for line in lines)

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Specifications as users have them, written from the tables of the networks."""
 
 RELU, DROP = "ReLU", "Dropout"
@@ -33,7 +34,7 @@ def conv(name, bottom, outputs, kernel, std=0.01, pad=0, stride=1, group=1, bias
     body += f" pad: {pad}" if pad else ""
     body += f" stride: {stride}" if stride != 1 else ""
     body += f" group: {group}" if group != 1 else ""
-    return layer(name, "Convolution", bottom, None, f"{body} {filler(std, bias) if not extra else extra} }} ")
+    return layer(name, "Convolution", bottom, None, f"{body} {extra or filler(std, bias)} }} ")
 
 
 def ip(name, bottom, outputs, std=0.01, bias=0, how=None):
@@ -251,14 +252,23 @@ def fcn(width=64, classes=21, hidden=4096):
     for block, (count, factor) in enumerate(((2, 1), (2, 2), (3, 4), (3, 8), (3, 8)), 1):
         for i in range(1, count + 1):
             name = f"conv{block}_{i}"
-            lines += [conv(name, blob, width * factor, 3, pad=100 if name == "conv1_1" else 1), relu(f"relu{block}_{i}", name)]
+            lines += [
+                conv(name, blob, width * factor, 3, pad=100 if name == "conv1_1" else 1),
+                relu(f"relu{block}_{i}", name),
+            ]
             blob = name
         lines.append(pool(f"pool{block}", blob, kernel=2))
         blob = f"pool{block}"
     for name, kernel in (("fc6", 7), ("fc7", 1)):
-        lines += [conv(name, blob, hidden, kernel), relu(name.replace("fc", "relu"), name), drop(name.replace("fc", "drop"), name)]
+        lines += [
+            conv(name, blob, hidden, kernel),
+            relu(name.replace("fc", "relu"), name),
+            drop(name.replace("fc", "drop"), name),
+        ]
         blob = name
-    up = f"param {{ lr_mult: 0 }} convolution_param {{ num_output: {classes} bias_term: false kernel_size: 64 stride: 32"
+    up = (
+        f"param {{ lr_mult: 0 }} convolution_param {{ num_output: {classes} bias_term: false kernel_size: 64 stride: 32"
+    )
     lines += [
         conv("score_fr", blob, classes, 1),
         layer("upscore", "Deconvolution", "score_fr", None, up + ' weight_filler { type: "bilinear" } }'),

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Each of Caffe's layers, forward and backward, against a numpy version written from its definition."""
 
 import math
@@ -23,7 +24,7 @@ def padded(x, pad, value=0.0):
 
 def convolve(x, w, b, stride=(1, 1), pad=(0, 0), dilation=(1, 1), group=1):
     x = padded(x, pad)
-    n, c, h, v = x.shape
+    n, _, h, v = x.shape
     o, per, kh, kw = w.shape
     rows = (h - dilation[0] * (kh - 1) - 1) // stride[0] + 1
     columns = (v - dilation[1] * (kw - 1) - 1) // stride[1] + 1
@@ -31,7 +32,12 @@ def convolve(x, w, b, stride=(1, 1), pad=(0, 0), dilation=(1, 1), group=1):
     for i in range(rows):
         for j in range(columns):
             top, left = i * stride[0], j * stride[1]
-            part = x[:, :, top : top + dilation[0] * (kh - 1) + 1 : dilation[0], left : left + dilation[1] * (kw - 1) + 1 : dilation[1]]
+            part = x[
+                :,
+                :,
+                top : top + dilation[0] * (kh - 1) + 1 : dilation[0],
+                left : left + dilation[1] * (kw - 1) + 1 : dilation[1],
+            ]
             for g in range(group):
                 out, into = slice(g * o // group, (g + 1) * o // group), slice(g * per, (g + 1) * per)
                 y[:, out, i, j] = np.einsum("nchw,ochw->no", part[:, into], w[out])
@@ -39,12 +45,14 @@ def convolve(x, w, b, stride=(1, 1), pad=(0, 0), dilation=(1, 1), group=1):
 
 
 def deconvolve(x, w, b, stride, pad):
-    n, c, h, v = x.shape
+    n, _, h, v = x.shape
     _, o, kh, kw = w.shape
     y = np.zeros((n, o, stride * (h - 1) + kh, stride * (v - 1) + kw))
     for i in range(h):
         for j in range(v):
-            y[:, :, i * stride : i * stride + kh, j * stride : j * stride + kw] += np.einsum("nc,cohw->nohw", x[:, :, i, j], w)
+            y[:, :, i * stride : i * stride + kh, j * stride : j * stride + kw] += np.einsum(
+                "nc,cohw->nohw", x[:, :, i, j], w
+            )
     y = y[:, :, pad : y.shape[2] - pad, pad : y.shape[3] - pad]
     return y + (0 if b is None else b[None, :, None, None])
 
@@ -240,7 +248,9 @@ def net_of(kind, body, shapes, phase="TEST", label=None):
     bottoms = [f"x{i}" for i in range(len(shapes))]
     inputs = "".join(f'input: "{name}"\n' for name in bottoms)
     tops = ["y"]
-    return Blobs(inputs + layer("it", kind, bottoms, tops, body), dict(zip(bottoms, shapes, strict=True)), phase).double()
+    return Blobs(
+        inputs + layer("it", kind, bottoms, tops, body), dict(zip(bottoms, shapes, strict=True)), phase
+    ).double()
 
 
 def differences(function, arrays, which, at, weight, step=1e-6):
@@ -394,7 +404,9 @@ def test_slices_and_splits_hand_on_their_parts():
 
 def test_batch_norm_gathers_statistics_as_caffe_does_and_uses_them_in_testing():
     rng, fraction = RNG(0), 0.9
-    text = 'input: "x"\n' + layer("n", "BatchNorm", "x", "y", f"batch_norm_param {{ moving_average_fraction: {fraction} }}")
+    text = 'input: "x"\n' + layer(
+        "n", "BatchNorm", "x", "y", f"batch_norm_param {{ moving_average_fraction: {fraction} }}"
+    )
     net = Blobs(text, {"x": (4, 3, 2, 2)}).double()
     mean, variance, factor = np.zeros(3), np.zeros(3), 0.0
     for _ in range(3):

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Whole nets as users have them: sizes, a step of training, OpenCV's own Caffe reader, and files of weights."""
 
 import re

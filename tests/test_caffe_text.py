@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Reading Caffe's text format, the graph that it says, and every message that a mistake in it gives."""
 
 import random
@@ -34,7 +35,10 @@ def test_comments_quotes_brackets_lists_and_nesting_read_as_protobuf_reads_them(
     """
     net = parse_net(text)
     assert net.name == 'a "net"'
-    assert [(one.name, one.type, one.line) for one in net.layers] == [("conv1", "Convolution", 4), ("pool", "Pooling", 9)]
+    assert [(one.name, one.type, one.line) for one in net.layers] == [
+        ("conv1", "Convolution", 4),
+        ("pool", "Pooling", 9),
+    ]
     p = net.layers[0].message.convolution_param
     assert (p.num_output, list(p.kernel_size), p.weight_filler.std) == (4, [3, 2], 0.01)
 
@@ -89,7 +93,7 @@ def test_files_that_are_no_text_are_refused(tmp_path):
     with pytest.raises(UserError, match="there is no file"):
         read_net(tmp_path / "none.prototxt")
     (tmp_path / "binary.prototxt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="cannot be read as a .prototxt"):
+    with pytest.raises(UserError, match=r"cannot be read as a \.prototxt"):
         read_net(tmp_path / "binary.prototxt")
 
 
@@ -147,9 +151,13 @@ def test_rules_by_phase_stage_and_level():
 
 
 def test_layers_in_place_and_several_uses_of_a_blob():
-    text = 'input: "x"\n' + layer("a", "Power", "x", "x", "power_param { shift: 1 }") + layer(
-        "b", "Power", "x", "y", "power_param { scale: 2 }"
-    ) + layer("c", "Power", "x", "x", "power_param { scale: 3 }") + layer("d", "Eltwise", ["x", "y"], "z")
+    text = (
+        'input: "x"\n'
+        + layer("a", "Power", "x", "x", "power_param { shift: 1 }")
+        + layer("b", "Power", "x", "y", "power_param { scale: 2 }")
+        + layer("c", "Power", "x", "x", "power_param { scale: 3 }")
+        + layer("d", "Eltwise", ["x", "y"], "z")
+    )
     assert Blobs(text, {"x": (2, 3)})(x=torch.ones(2, 3))["z"].tolist() == [[10.0] * 3] * 2
 
 
@@ -170,9 +178,13 @@ def test_shared_weights_are_one_weight_and_learn_from_both_places():
 
 
 def test_several_losses_add_up_by_their_weights():
-    text = data("x label") + ip("i", "x", 3, 0.5) + ip("j", "i", 3, 0.5) + layer(
-        "l", "SoftmaxWithLoss", ["i", "label"], "l", "loss_weight: 0.3"
-    ) + layer("m", "HingeLoss", ["j", "label"])
+    text = (
+        data("x label")
+        + ip("i", "x", 3, 0.5)
+        + ip("j", "i", 3, 0.5)
+        + layer("l", "SoftmaxWithLoss", ["i", "label"], "l", "loss_weight: 0.3")
+        + layer("m", "HingeLoss", ["j", "label"])
+    )
     net = Blobs(text, {"x": (4, 5), "label": (4,)})
     found = net(x=torch.randn(4, 5), label=torch.tensor([0, 1, 2, 0]))
     torch.testing.assert_close(net.loss, 0.3 * found["l"] + found["m"])
@@ -219,10 +231,10 @@ def test_the_same_ranks_in_a_rule_of_each_phase():
 
 
 def test_tops_of_a_gather_follow_the_order_in_which_ranks_are_listed():
-    text = "".join(
-        on(layer(f"x{r}", "Power", "data", "x", f"power_param {{ shift: {r} }}"), r) for r in (0, 1, 2)
+    text = "".join(on(layer(f"x{r}", "Power", "data", "x", f"power_param {{ shift: {r} }}"), r) for r in (0, 1, 2))
+    text = (
+        "input: 'data'\n" + text + on(layer("g", "MPIGather", "x", ["a", "b", "c"], "mpi_param { root: 1 }"), 2, 0, 1)
     )
-    text = "input: 'data'\n" + text + on(layer("g", "MPIGather", "x", ["a", "b", "c"], "mpi_param { root: 1 }"), 2, 0, 1)
     found = Blobs(text, {"data": (1, 1)})(data=torch.zeros(1, 1))
     assert {name: value.item() for name, value in found.items()} == {"a@1": 2, "b@1": 0, "c@1": 1}
 
@@ -255,7 +267,10 @@ def test_a_broadcast_in_place_has_the_right_gradient():
 def test_trees_are_recognised():
     plan = plan_of(parse_net(toy()))
     assert (plan.members, plan.split, plan.combine) == (3, {"conv2": 3}, "mean")
-    assert (plan_of(parse_net(toy(ranks=(2, 0)))).split, plan_of(parse_net(toy(ranks=(2, 0)))).members) == ({"conv2": 2}, 2)
+    assert (plan_of(parse_net(toy(ranks=(2, 0)))).split, plan_of(parse_net(toy(ranks=(2, 0)))).members) == (
+        {"conv2": 2},
+        2,
+    )
     assert plan_of(parse_net(toy(coefficients=[0.5, 0.25, 0.25]))).combine == (0.5, 0.25, 0.25)
     assert plan_of(parse_net(broadcast_in_place())).split == {"a": 2}
 
@@ -328,7 +343,28 @@ def test_ranks_that_make_no_tree_are_one_network():
 NUMBERS = ["0", "-1", "1", "2", "3", "7", "0.5", "1e30", "99999999", "4294967295", "inf", "nan", "-inf"]
 NAMES = ['""', '"data"', '"x/y.z"', '"conv1"', '"label"', '"pool1"', '"ip2"', '"forward"', '"Softmax"', '"Pooling"', '"Slice"',
          '"InnerProduct"', '"BatchNorm"', '"Eltwise"', '"Concat"', '"Reshape"', '"Scale"', '"HingeLoss"', '"EuclideanLoss"']  # fmt: skip
-ODD = [*NUMBERS, *NAMES, "true", "MAX", "AVE", "TRAIN", "TEST", "{", "}", "<", ">", "[", "]", ":", '"', "'", "#", "\\", "é", "layer"]
+ODD = [
+    *NUMBERS,
+    *NAMES,
+    "true",
+    "MAX",
+    "AVE",
+    "TRAIN",
+    "TEST",
+    "{",
+    "}",
+    "<",
+    ">",
+    "[",
+    "]",
+    ":",
+    '"',
+    "'",
+    "#",
+    "\\",
+    "é",
+    "layer",
+]
 MAKERS = [nets.cifar10_quick, toy, nets.lenet, nets.old_lenet, nested, different_branches, broadcast_in_place]
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Nets and solvers through the commands: recipes, runs, the update of each solver, and equal bits."""
 
 import json
@@ -24,7 +25,9 @@ from mheads.errors import UserError
 from mheads.experiment import build
 from mheads.optim import Optimizer, Schedule
 
-SOLVER = 'base_lr: 0.02 momentum: 0.9 weight_decay: 0.01 lr_policy: "step" gamma: 0.5 stepsize: 3 max_iter: 6 display: 1\n'
+SOLVER = (
+    'base_lr: 0.02 momentum: 0.9 weight_decay: 0.01 lr_policy: "step" gamma: 0.5 stepsize: 3 max_iter: 6 display: 1\n'
+)
 
 
 @pytest.fixture
@@ -96,7 +99,12 @@ def test_training_is_caffes_loss_and_update_on_the_same_batches(name, files, mhe
     net = Blobs(text, {"data": x.shape, "label": first.targets.shape}).train()
     state = {key.removeprefix("stages.trunk."): value for key, value in experiment.net.state_dict().items()}
     net.load_state_dict(state)
-    multipliers = {id(p): m.multipliers[key] for m in net.modules() if hasattr(m, "multipliers") for key, p in m.named_parameters(recurse=False)}
+    multipliers = {
+        id(p): m.multipliers[key]
+        for m in net.modules()
+        if hasattr(m, "multipliers")
+        for key, p in m.named_parameters(recurse=False)
+    }
     momentum = [torch.zeros_like(p) for p in net.parameters()]
     losses = []
     for step in range(6):
@@ -126,7 +134,9 @@ def test_cifar10_quick_trains_to_the_bits_of_our_own_recipe(files, mheads):
     files(nets.QUICK_SOLVER.replace("stepvalue: 4000", "stepvalue: 3"), "quick_solver.prototxt")
     common = ["data.name=npz", "data.path=images.npz", "data.normalize=mean_image", "data.scale=1", "optim.batch_size=20",
               "optim.iterations=5", "log.every=1"]  # fmt: skip
-    done = mheads("train", files(nets.cifar10_quick()), "--solver", "quick_solver.prototxt", *common, "--folder", "theirs")
+    done = mheads(
+        "train", files(nets.cifar10_quick()), "--solver", "quick_solver.prototxt", *common, "--folder", "theirs"
+    )
     assert done.code == 0, done.err
     ours = ["members=1", "optim.schedule.at=[3]"]
     assert mheads("train", "cifar10_quick", *ours, *common, "--folder", "ours").code == 0
@@ -144,7 +154,11 @@ def test_a_recipe_of_a_net_trains_as_the_net_itself(files, mheads):
     text = (files.path / "mine.yaml").read_text()
     assert text.startswith("# Made of net.prototxt and solver.prototxt.\n# its 3 ranks are 3 members that share a tree")
     recipe = yaml.safe_load(text)
-    assert (recipe["members"], recipe["split"], recipe["loss"]) == (3, {"conv2": 3}, {"name": "score_averaged", "scale_rate": False})
+    assert (recipe["members"], recipe["split"], recipe["loss"]) == (
+        3,
+        {"conv2": 3},
+        {"name": "score_averaged", "scale_rate": False},
+    )
     assert recipe["optim"]["schedule"] == {"name": "step", "every": 3, "gamma": 0.5}
     assert mheads("train", "mine.yaml", "--folder", "a").code == 0
     assert mheads("train", "net.prototxt", "--solver", "solver.prototxt", *keys, "--folder", "b").code == 0
@@ -172,7 +186,16 @@ def test_a_net_may_be_trained_as_another_ensemble(files, mheads):
 
 
 def test_a_changed_net_is_noticed_on_resume(files, mheads):
-    command = ["train", files(nets.toy()), "--solver", "solver.prototxt", "data=digits", "data.limit=60", "--folder", "run"]
+    command = [
+        "train",
+        files(nets.toy()),
+        "--solver",
+        "solver.prototxt",
+        "data=digits",
+        "data.limit=60",
+        "--folder",
+        "run",
+    ]
     assert mheads(*command).code == 0
     files(nets.toy().replace("std: 0.1", "std: 0.2"))
     done = mheads(*command)
@@ -220,6 +243,65 @@ def test_data_that_cannot_be_used_is_asked_for(net, arguments, part, files, mhea
     assert (done.code, done.out) == (2, "")
     assert part in done.err and "Traceback" not in done.err
     assert not (files.path / "run").exists()
+
+
+def listed(kind, parameter, source, more=""):
+    return "".join(
+        f'layer {{ name: "data" type: "{kind}" top: "data" top: "label" include {{ phase: {phase} }} '
+        f'{parameter} {{ source: "{source % part}" batch_size: 10 {more} }} }}\n'
+        for phase, part in (("TRAIN", "train"), ("TEST", "test"))
+    )
+
+
+def test_lists_of_images_are_read(files, mheads):
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    (files.path / "pictures").mkdir()
+    for part, count in (("train", 30), ("test", 10)):
+        lines = []
+        for i in range(count):
+            Image.fromarray(rng.integers(0, 256, (12, 14, 3)).astype("uint8")).save(f"pictures/{part} {i}.png")
+            lines.append(f"{part} {i}.png {i % 3}")
+        (files.path / f"{part}.txt").write_text("\n".join(lines))
+    images = listed("ImageData", "image_data_param", "%s.txt", 'root_folder: "pictures/" new_height: 10 new_width: 10')
+    text = images + conv("c", "data", 4, 3) + ip("i", "c", 3) + nets.ends("i")
+    done = mheads("train", files(text), "--solver", "solver.prototxt", "data.scale=0.004", "--folder", "run")
+    assert done.code == 0, done.err
+    assert "images are not warped to 10 x 10" in done.out
+    result = json.loads((files.path / "run/result.json").read_text())
+    assert result["examples"] == 10
+    assert mheads("eval", "run").code == 0
+    (files.path / "train.txt").write_text("no label here\n")
+    done = mheads("train", "net.prototxt", "--solver", "solver.prototxt", "--folder", "other")
+    assert done.code == 2 and "train.txt, line 1: 'no label here' is not the name of an image" in done.err
+
+
+@pytest.mark.parametrize("loss", ["SoftmaxWithLoss", "EuclideanLoss", "SigmoidCrossEntropyLoss"])
+def test_hdf5_files_are_read(loss, files, mheads):
+    h5py = pytest.importorskip("h5py")
+    rng = np.random.default_rng(0)
+    for part in ("train", "test"):
+        names = [f"{part}{i}.h5" for i in range(2)]
+        for name in names:
+            x = rng.normal(size=(20, 6)).astype("float32")
+            y = {"S": (x[:, 0] > 0).astype("float32"), "E": x[:, :2], "Si": (x[:, :2] > 0).astype("float32")}
+            with h5py.File(name, "w") as file:
+                file["data"], file["label"] = x, y["Si" if loss.startswith("Si") else loss[0]]
+        (files.path / f"{part}.txt").write_text("\n".join(names))
+    text = listed("HDF5Data", "hdf5_data_param", "%s.txt") + ip("i", "data", 2, 0.5) + layer("l", loss, ["i", "label"])
+    done = mheads("train", files(text), "--solver", "solver.prototxt", "--folder", "run")
+    assert done.code == 0, done.err
+    found = json.loads((files.path / "run/result.json").read_text())
+    kinds = {
+        "SoftmaxWithLoss": "classification",
+        "EuclideanLoss": "regression",
+        "SigmoidCrossEntropyLoss": "multilabel",
+    }
+    assert (found["problem"], found["examples"]) == (kinds[loss], 40)
+    (files.path / "train1.h5").write_bytes(b"no")
+    done = mheads("train", "net.prototxt", "--solver", "solver.prototxt", "--folder", "other")
+    assert done.code == 2 and "train1.h5 cannot be read as an HDF5 file" in done.err
 
 
 def test_a_recipe_without_data_says_what_is_to_do(files, mheads):
@@ -335,14 +417,18 @@ def test_adaptive_solvers_resume_to_the_same_bits(name, files, mheads):
     assert mheads(*command, "--folder", "whole").code == 0
     assert mheads(*command, "optim.iterations=3", "--folder", "parts").code == 0
     assert mheads(*command, "--folder", "parts").code == 0
-    assert (files.path / "whole/model.safetensors").read_bytes() == (files.path / "parts/model.safetensors").read_bytes()
+    assert (files.path / "whole/model.safetensors").read_bytes() == (
+        files.path / "parts/model.safetensors"
+    ).read_bytes()
 
 
 def test_gradients_are_clipped_to_the_norm_of_all_weights_together(files, mheads):
     files(nets.toy())
     files('base_lr: 1 lr_policy: "fixed" max_iter: 1 iter_size: 2 clip_gradients: 0.05 display: 1', "clip.prototxt")
     assert optim_of(solver_of((files.path / "clip.prototxt").read_text()))["clip"] == 0.025  # of a mean of two batches
-    done = mheads("train", "net.prototxt", "--solver", "clip.prototxt", "data=digits", "data.limit=60", "--folder", "run")
+    done = mheads(
+        "train", "net.prototxt", "--solver", "clip.prototxt", "data=digits", "data.limit=60", "--folder", "run"
+    )
     assert done.code == 0, done.err
     config, _ = load(files.path / "net.prototxt", files.path / "clip.prototxt", ["data=digits", "data.limit=60"])
     before, after = build(config).net.state_dict(), load_file(files.path / "run/model.safetensors")
@@ -352,7 +438,9 @@ def test_gradients_are_clipped_to_the_norm_of_all_weights_together(files, mheads
 
 
 def test_what_else_a_solver_says():
-    solver = solver_of(FIXED + "test_iter: 100 test_interval: 500 display: 20 snapshot: 1000 random_seed: 3 iter_size: 4")
+    solver = solver_of(
+        FIXED + "test_iter: 100 test_interval: 500 display: 20 snapshot: 1000 random_seed: 3 iter_size: 4"
+    )
     assert log_of(solver) == {"every": 20, "evaluate_every": 500, "checkpoint_every": 1000}
     assert (seed_of(solver), optim_of(solver)["accumulate"]) == (3, 4)
     assert seed_of(solver_of(FIXED)) is None

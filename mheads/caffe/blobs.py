@@ -162,7 +162,8 @@ def _read_binary(data: memoryview) -> Blobs:
 
 
 def _read_blob(data: memoryview) -> np.ndarray:
-    sides, shape, parts = {1: 0, 2: 0, 3: 0, 4: 0}, None, []
+    sides, parts = {1: 0, 2: 0, 3: 0, 4: 0}, []
+    shape: list[int] | None = None
     for number, kind, value in _fields(data):
         if number in sides and kind == _VARINT:
             sides[number] = value
@@ -220,7 +221,8 @@ def _h5py() -> Any:
 
 
 def _read_hdf5(path: Path) -> Blobs:
-    h5py, found = _h5py(), {}
+    h5py = _h5py()
+    found: dict[str, dict[int, np.ndarray]] = {}
     with h5py.File(path, "r") as file:
         if "data" not in file:
             raise ValueError("it has no group `data`")

@@ -18,8 +18,9 @@ from mheads.caffe import objective, solver
 from mheads.caffe.graph import TEST, TRAIN, State, is_data, ranks_of, world_of
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.network import checked_shape
+from mheads.caffe.plan import Plan
 from mheads.caffe.text import Layer, Net, read_net, read_solver
-from mheads.caffe.trees import Plan, plan_of
+from mheads.caffe.trees import plan_of
 from mheads.config import Config
 from mheads.data import DATASETS
 from mheads.errors import UserError
@@ -29,6 +30,11 @@ KNOWN = {"cifar100": "cifar100", "cifar-100": "cifar100", "cifar10": "cifar10", 
 SOURCES = {
     "Data": "data_param", "ImageData": "image_data_param", "HDF5Data": "hdf5_data_param",
     "WindowData": "window_data_param",
+}  # fmt: skip
+LISTS = {"ImageData": "list", "HDF5Data": "hdf5"}
+PROBLEMS = {
+    "SoftmaxWithLoss": "auto", "HingeLoss": "classification", "EuclideanLoss": "regression",
+    "SigmoidCrossEntropyLoss": "multilabel",
 }  # fmt: skip
 REQUEST = (
     "say which data to take: data.name=npz data.path=FILE.npz (x_train, y_train, x_test, y_test), data.name=folder "
@@ -62,7 +68,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     plan = plan_of(net)
     tree["members"], tree["split"] = plan.members, plan.split
     layer = _data_layer(net, TRAIN)
-    tree["data"], batch = _data(layer, notes)
+    tree["data"], batch = _data(layer, _data_layer(net, TEST), plan, notes)
     tree["optim"] = {"batch_size": batch} if batch else {}
     if solver_file is not None:
         given = read_solver(solver_file)
@@ -77,8 +83,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     data = tree["data"]
     shape = _shape(tree, layer)
     if data.get("name") is None:
-        found.asks = layer.refuse(_unread(layer)) if layer is not None else UserError(f"{net.file}: {REQUEST}")
-        found.asks = str(found.asks)
+        found.asks = f"{net.file}: {REQUEST}" if layer is None else str(layer.refuse(_unread(layer)))
     if shape is None and found.asks is None:
         found.asks = f"{net.file}: the shape of an example is not known: give it, such as model_args.shape=[3,32,32]"
     if shape is not None:
@@ -128,7 +133,9 @@ def _note_tree(plan: Plan, notes: list[str]) -> None:
         where = "with nothing in common" if plan.split is None else f"that share a tree: {plan.split}"
         notes.append(f"its {ranks} ranks are {plan.members} members {where}; any number of processes may train them")
     else:
-        notes.append(f"its {ranks} ranks make no tree: the layers run as they are written, on {ranks} processes or all on one")
+        notes.append(
+            f"its {ranks} ranks make no tree: the layers run as they are written, on {ranks} processes or all on one"
+        )
 
 
 # Data.
@@ -140,7 +147,9 @@ def _data_layer(net: Net, phase: int) -> Layer | None:
     return next(found, None)
 
 
-def _data(layer: Layer | None, notes: list[str]) -> tuple[dict[str, Any], int | None]:
+def _data(
+    layer: Layer | None, testing: Layer | None, plan: Plan, notes: list[str]
+) -> tuple[dict[str, Any], int | None]:
     """The `data` section as far as the net says it, and the size of a batch."""
     if layer is None:
         return {}, None
@@ -150,6 +159,14 @@ def _data(layer: Layer | None, notes: list[str]) -> tuple[dict[str, Any], int | 
     known = next((name for part, name in KNOWN.items() if part in source.lower()), None)
     if known:
         found = {"name": known, **found}
+    elif LISTS.get(layer.type) and Path(source).is_file():
+        found = {"name": LISTS[layer.type], "path": source, **found}
+        if testing is not None and testing is not layer and testing.type == layer.type:
+            found["test_path"] = _source(testing)
+        if layer.type == "ImageData":
+            found |= _resized(layer, notes)
+        elif plan.terms and (problem := PROBLEMS.get(plan.terms[0].step.layer.type)):
+            found["problem"] = problem
     if transform.mirror:
         found["mirror"] = True
     if transform.mean_file or transform.mean_value:
@@ -162,6 +179,22 @@ def _data(layer: Layer | None, notes: list[str]) -> tuple[dict[str, Any], int | 
             del found["crop"]
             notes.append(f"crop_size: {transform.crop_size} is for folders of images: {known} keeps its size")
     return found, _batch_size(layer) or None
+
+
+def _resized(layer: Layer, notes: list[str]) -> dict[str, Any]:
+    """How images of a list are read."""
+    p, found = layer.message.image_data_param, {}
+    if p.root_folder:
+        found["root"] = p.root_folder
+    if not p.is_color:
+        found["grey"] = True
+    if p.new_height and p.new_width:
+        found["resize"] = min(p.new_height, p.new_width)
+        notes.append(
+            f"images are not warped to {p.new_height} x {p.new_width}: their shorter side is resized to "
+            f"{found['resize']} pixels, and the middle is cut out"
+        )
+    return found
 
 
 def _source(layer: Layer) -> str:
@@ -201,7 +234,8 @@ def _unread(layer: Layer) -> str:
     if layer.type == "Data":
         kind = "LMDB" if layer.message.data_param.backend else "LevelDB"
         return f"it reads the {kind} {source!r}, which is not read here: {REQUEST}"
-    what = f"it reads {source!r}, which is not read here" if source else "it says nothing of where examples come from"
+    there = "is not here" if layer.type in LISTS else "is not read here"
+    what = f"it reads {source!r}, which {there}" if source else "it says nothing of where examples come from"
     return f"{what}: {REQUEST}"
 
 
@@ -256,7 +290,7 @@ def convert_files(net: Path, more: Sequence[str], output: Path | None) -> str | 
     if len(files_of) > 1:
         raise UserError(f"{', '.join(files_of)}: give one solver, and config keys as key=value")
     found = convert(net, files_of[0] if files_of else None, [given for given in more if "=" in given])
-    text = to_yaml(found, " and ".join(Path(name).name for name in (net, *files_of)))
+    text = to_yaml(found, " and ".join(Path(str(name)).name for name in (net, *files_of)))
     configs.from_tree(found.tree, str(net))  # refused before anything is written
     if output is None:
         return text

@@ -126,7 +126,9 @@ def graph_of(net: Net, state: State | None = None) -> Graph:
         for rank in ranks:
             other = names.setdefault((layer.name, rank), layer)
             if other is not layer and (layer.name or layer.message.param):
-                raise layer.refuse(f"line {other.line} has a layer of this name too: weights are kept by name, so rename one")
+                raise layer.refuse(
+                    f"line {other.line} has a layer of this name too: weights are kept by name, so rename one"
+                )
         if layer.type in (BROADCAST, GATHER):
             if ranks:
                 graph.steps.append(_between_ranks(layer, ranks, known, net))

@@ -75,10 +75,14 @@ class Built:
             raise
         except Exception as error:  # whatever torch says to sizes that do not fit
             said = str(error).strip().split("\n")[0]
-            raise layer.refuse(f"it cannot work on bottoms of shape {', '.join(str(list(s)) for s in shapes)}: {said}") from error
+            raise layer.refuse(
+                f"it cannot work on bottoms of shape {', '.join(str(list(s)) for s in shapes)}: {said}"
+            ) from error
         empty = next((top for top in tops if 0 in top), None)
         if empty is not None:
-            raise layer.refuse(f"nothing is left of its bottom of shape {list(shapes[0])}: its top would be {list(empty)}")
+            raise layer.refuse(
+                f"nothing is left of its bottom of shape {list(shapes[0])}: its top would be {list(empty)}"
+            )
         self.labels[id(step)] = self._enter(made, layer, name, bottoms, step.tops, step.rank)
         for top, shape in zip(step.tops, tops, strict=False):
             self.shapes[top] = shape
@@ -134,8 +138,8 @@ class Built:
         mine, theirs = getattr(module, name).shape, getattr(self.modules[there], key).shape
         if mine != theirs:
             raise layer.refuse(
-                f"it shares the weight {spec.name!r} with layer {other.name!r} of line {other.line}, but the shapes are "
-                f"{list(mine)} and {list(theirs)}: share weights of equal shape, or give it another name"
+                f"it shares the weight {spec.name!r} with layer {other.name!r} of line {other.line}, but the shapes "
+                f"are {list(mine)} and {list(theirs)}: share weights of equal shape, or give it another name"
             )
         self.ties.append((label, name, there, key))
 
@@ -219,7 +223,7 @@ class GraphNetwork(nn.Module):
 
 def assembled(built: Built, inputs: Sequence[Blob], outputs: Sequence[Blob]) -> nn.Module:
     """The network of what was built: its modules in a row where each takes what the one before gave."""
-    value = (inputs[0],)
+    value: tuple[Blob, ...] = (inputs[0],)
     row = len(inputs) == 1 and len(outputs) == 1 and not built.ties
     for _, bottoms, tops in built.plan:
         row = row and bottoms == value and len(tops) == 1
@@ -259,14 +263,14 @@ class Blobs(nn.Module):
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         values: dict[Blob, Tensor] = {blob: inputs[blob.name] for blob in self.given}
-        for name, bottoms, tops in self._built.plan:
+        for name, bottoms, gives in self._built.plan:
             found = self._modules[name](*(values[b] for b in bottoms))  # type: ignore[misc]
-            values |= zip(tops, found if isinstance(found, tuple) else (found,), strict=False)
+            values |= zip(gives, found if isinstance(found, tuple) else (found,), strict=False)
         everything = values | {blob: values[self._built.resolve(blob)] for blob in self._built.alias}
         tops = [top for step in self.graph.steps if not is_data(step.layer) for top in step.tops]
         taken = {b for step in self.graph.steps for b in step.bottoms}
         self.blobs = {self._name(blob): value for blob, value in everything.items() if blob.rank >= 0}
-        self.loss = sum(  # type: ignore[assignment]
+        self.loss = sum(
             (weight * everything[blob].sum() for blob, weight in self.weights_of_losses.items()), torch.zeros(())
         )
         return {self._name(top): everything[top] for top in tops if top not in taken and top in everything}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mheads import values
 from mheads.caffe.layers.losses import BATCH_SIZE, FULL, NONE, VALID, places_and_sums
-from mheads.caffe.trees import LABEL
+from mheads.caffe.plan import LABEL
 from mheads.errors import UserError
 from mheads.losses import Loss
 from mheads.losses.loss import LossValue

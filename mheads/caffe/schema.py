@@ -107,8 +107,9 @@ SolverParameter: 24 net string; 25 net_param NetParameter; 1 train_net string; 2
  5 base_lr float; 6 display int32; 33 average_loss int32=1; 7 max_iter int32; 36 iter_size int32=1; 8 lr_policy string;\
  9 gamma float; 10 power float; 11 momentum float; 12 weight_decay float; 29 regularization_type string=L2;\
  13 stepsize int32; 34 stepvalue *int32; 35 clip_gradients float=-1; 14 snapshot int32; 15 snapshot_prefix string;\
- 16 snapshot_diff bool; 37 snapshot_format SnapshotFormat=BINARYPROTO; 17 solver_mode SolverMode=GPU; 18 device_id int32;\
- 20 random_seed int64=-1; 40 type string=SGD; 31 delta float=1e-08; 39 momentum2 float=0.999; 38 rms_decay float=0.99;\
+ 16 snapshot_diff bool; 37 snapshot_format SnapshotFormat=BINARYPROTO; 17 solver_mode SolverMode=GPU;\
+ 18 device_id int32; 20 random_seed int64=-1; 40 type string=SGD;\
+ 31 delta float=1e-08; 39 momentum2 float=0.999; 38 rms_decay float=0.99;\
  23 debug_info bool; 28 snapshot_after_train bool=true; 30 solver_type SolverType; 41 layer_wise_reduce bool=true;\
  42 weights *string
 TransformationParameter: 1 scale float=1; 2 mirror bool; 3 crop_size uint32; 4 mean_file string; 5 mean_value *float;\
@@ -182,8 +183,8 @@ WindowDataParameter: 1 source string; 2 scale float=1; 3 mean_file string; 4 bat
 LAYER = """1 name string; 2 type string; 3 bottom *string; 4 top *string; 10 phase Phase; 5 loss_weight *float;\
  6 param *ParamSpec; 7 blobs *BlobProto; 11 propagate_down *bool; 8 include *NetStateRule; 9 exclude *NetStateRule"""
 V1_LAYER = """4 name string; 5 type V1Type; 2 bottom *string; 3 top *string; 32 include *NetStateRule;\
- 33 exclude *NetStateRule; 6 blobs *BlobProto; 1001 param *string; 1002 blob_share_mode *DimCheckMode; 7 blobs_lr *float;\
- 8 weight_decay *float; 35 loss_weight *float"""
+ 33 exclude *NetStateRule; 6 blobs *BlobProto; 1001 param *string; 1002 blob_share_mode *DimCheckMode;\
+ 7 blobs_lr *float; 8 weight_decay *float; 35 loss_weight *float"""
 
 
 def _lines(table: str) -> list[tuple[str, str]]:
@@ -202,7 +203,9 @@ def pool() -> Any:
     try:
         from google.protobuf import descriptor_pb2, descriptor_pool
     except ImportError as error:
-        raise UserError("Caffe's files are read with protobuf, which is not installed: pip install 'mheads[caffe]'") from error
+        raise UserError(
+            "Caffe's files are read with protobuf, which is not installed: pip install 'mheads[caffe]'"
+        ) from error
     file = descriptor_pb2.FileDescriptorProto(name="mheads/caffe.proto", package="caffe", syntax="proto2")
     enums: dict[str, int] = {}
     for name, values in _lines(ENUMS):

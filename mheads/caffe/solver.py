@@ -42,7 +42,9 @@ def optim_of(solver: Solver) -> dict[str, Any]:
     if s.iter_size > 1:
         found["accumulate"] = s.iter_size
     if s.clip_gradients >= 0:
-        _check(solver, "clip_gradients", s.clip_gradients > 0, "0 would leave no gradient: give a norm, or leave it out")
+        _check(
+            solver, "clip_gradients", s.clip_gradients > 0, "0 would leave no gradient: give a norm, or leave it out"
+        )
         found["clip"] = s.clip_gradients / s.iter_size  # Caffe clips the sum over iter_size batches, before its mean
     return {**found, "iterations": s.max_iter, "schedule": _schedule(solver)}
 

@@ -239,7 +239,9 @@ def net_of(message: Any, text: str, file: str, places: Place) -> Net:
 def _upgraded(old: Any) -> Any:
     new = schema.message("LayerParameter")()
     name = type(old).DESCRIPTOR.fields_by_name["type"].enum_type.values_by_number[old.type].name
-    new.type = V1_NAMES.get(name, "".join(part.capitalize() for part in name.split("_"))) if old.HasField("type") else ""
+    new.type = (
+        V1_NAMES.get(name, "".join(part.capitalize() for part in name.split("_"))) if old.HasField("type") else ""
+    )
     for key in ("name", *schema.parameters(3).split("; ")):
         key = key.split()[1] if " " in key else key
         if old.HasField(key):

@@ -124,6 +124,7 @@ def _shared(key: str) -> bool:
         "device",
         "data.root",
         "data.path",
+        "data.test_path",
         "sampling.generalist",
         "sampling.path",
         "init",

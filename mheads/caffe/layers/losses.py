@@ -90,7 +90,12 @@ def described(layer: Layer, shapes: list[Shape]) -> dict[str, Any]:
     if layer.type == "SoftmaxWithLoss":
         axis = axis_of(layer, layer.message.softmax_param.axis, len(shapes[0]))
         _need_classes(layer, shapes[0], axis)
-        return {"type": layer.type, "axis": axis, "ignore": ignored(layer), "normalization": normalization(layer, VALID)}
+        return {
+            "type": layer.type,
+            "axis": axis,
+            "ignore": ignored(layer),
+            "normalization": normalization(layer, VALID),
+        }
     if layer.type == "SigmoidCrossEntropyLoss":
         return {"type": layer.type, "ignore": ignored(layer), "normalization": normalization(layer, BATCH_SIZE)}
     if layer.type == "HingeLoss":
@@ -100,7 +105,9 @@ def described(layer: Layer, shapes: list[Shape]) -> dict[str, Any]:
 
 def _need_classes(layer: Layer, shape: Shape, axis: int) -> None:
     if axis == 0 or len(shape) < 2:
-        raise layer.refuse(f"its bottom has the shape {list(shape)}: it takes examples x classes, classes along axis {axis}")
+        raise layer.refuse(
+            f"its bottom has the shape {list(shape)}: it takes examples x classes, classes along axis {axis}"
+        )
 
 
 def places_and_sums(term: dict[str, Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor, int]:
@@ -111,8 +118,10 @@ def places_and_sums(term: dict[str, Any], inputs: list[Tensor]) -> tuple[Tensor,
     elif kind == "SigmoidCrossEntropyLoss":
         found, counts = sigmoid_losses(x, y, term["ignore"])
     else:
-        function = {"HingeLoss": hinge_losses, "EuclideanLoss": euclidean_losses}.get(kind, multinomial_losses)
-        found = function(x, y, term["squared"]) if kind == "HingeLoss" else function(x, y)
+        if kind == "HingeLoss":
+            found = hinge_losses(x, y, term["squared"])
+        else:
+            found = euclidean_losses(x, y) if kind == "EuclideanLoss" else multinomial_losses(x, y)
         return found, torch.ones_like(found), 1
     found, counts = found.reshape(len(x), -1), counts.reshape(len(x), -1)
     return found.sum(1), counts.sum(1), found.shape[1]

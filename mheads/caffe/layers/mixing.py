@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,9 @@ def concat(layer: Layer, shapes: list[Shape]) -> Made:
         if len(shape) != len(shapes[0]) or any(
             a != b for i, (a, b) in enumerate(zip(shape, shapes[0], strict=False)) if i != axis
         ):
-            raise layer.refuse(f"its bottoms have the shapes {list(shapes[0])} and {list(shape)}: only axis {axis} may differ")
+            raise layer.refuse(
+                f"its bottoms have the shapes {list(shapes[0])} and {list(shape)}: only axis {axis} may differ"
+            )
     _not_examples(layer, axis, len(shapes) > 1)
     return Made([Concat(axis)])
 
@@ -94,15 +97,19 @@ def slices(layer: Layer, shapes: list[Shape]) -> Made:
     _not_examples(layer, axis, tops > 1)
     points = list(p.slice_point)
     if points and len(points) != tops - 1:
-        raise layer.refuse(f"it has {len(points)} slice_point for {tops} tops: give {tops - 1}, or none for equal parts")
+        raise layer.refuse(
+            f"it has {len(points)} slice_point for {tops} tops: give {tops - 1}, or none for equal parts"
+        )
     if not points:
         if shape[axis] % tops:
-            raise layer.refuse(f"{shape[axis]} along axis {axis} cannot be cut into {tops} equal parts: give slice_point")
+            raise layer.refuse(
+                f"{shape[axis]} along axis {axis} cannot be cut into {tops} equal parts: give slice_point"
+            )
         points = [shape[axis] // tops * i for i in range(1, tops)]
     stops = [0, *points, shape[axis]]
-    if any(a >= b for a, b in zip(stops, stops[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(stops)):
         raise layer.refuse(f"slice_point {points} must rise between 0 and {shape[axis]}")
-    return Made([Slice(axis, tuple(b - a for a, b in zip(stops, stops[1:], strict=False)))])
+    return Made([Slice(axis, tuple(b - a for a, b in pairwise(stops)))])
 
 
 def _not_examples(layer: Layer, axis: int, several: bool) -> None:
@@ -231,5 +238,7 @@ def crop(layer: Layer, shapes: list[Shape]) -> Made:
     offsets = offsets * (len(of) - axis) if len(offsets) == 1 else offsets
     for i, offset in enumerate(offsets, axis):
         if offset + like[i] > of[i]:
-            raise layer.refuse(f"offset {offset} and size {like[i]} along axis {i} are more than the {of[i]} that are there")
+            raise layer.refuse(
+                f"offset {offset} and size {like[i]} along axis {i} are more than the {of[i]} that are there"
+            )
     return Made([Crop(axis, tuple(offsets))])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -46,7 +48,9 @@ class Pool(nn.Module):
 def pooling(layer: Layer, shapes: list[Shape]) -> Made:
     p, shape = layer.message.pooling_param, shapes[0]
     if len(shape) != 4:
-        raise layer.refuse(f"its bottom has the shape {list(shape)}: it takes images, examples x channels x rows x columns")
+        raise layer.refuse(
+            f"its bottom has the shape {list(shape)}: it takes images, examples x channels x rows x columns"
+        )
     if p.pool == STOCHASTIC:
         raise layer.refuse("pool: STOCHASTIC is not supported: use MAX or AVE")
     if p.global_pooling:
@@ -58,7 +62,9 @@ def pooling(layer: Layer, shapes: list[Shape]) -> Made:
     kernel = per_axis(layer, p, "kernel_size", 2, None, 1)
     stride, pad = per_axis(layer, p, "stride", 2, 1, 1), per_axis(layer, p, "pad", 2, 0, 0)
     if any(p_ >= k for p_, k in zip(pad, kernel, strict=True)):
-        raise layer.refuse(f"pad {_by(pad)} is not below the kernel {_by(kernel)}: windows would see nothing but padding")
+        raise layer.refuse(
+            f"pad {_by(pad)} is not below the kernel {_by(kernel)}: windows would see nothing but padding"
+        )
     ceil = p.round_mode == 0
     sizes = tuple(size_of(*of, ceil, any(pad)) for of in zip(shape[2:], kernel, stride, pad, strict=True))
     for length, size, k, s, p_ in zip(shape[2:], sizes, kernel, stride, pad, strict=True):
@@ -66,15 +72,16 @@ def pooling(layer: Layer, shapes: list[Shape]) -> Made:
             raise layer.refuse(f"a kernel of {k} does not fit an image of {length} with pad {p_}")
         if (size - 1) * s - p_ >= length:
             raise layer.refuse(
-                f"its last window begins at {(size - 1) * s - p_}, beyond an image of {length} (kernel {k}, stride {s}): "
-                "Caffe gives garbage there; use a kernel of at least the stride, or round_mode: FLOOR"
+                f"its last window begins at {(size - 1) * s - p_}, beyond an image of {length}, where Caffe gives garbage "
+                f"(kernel {k}, stride {s}): use a kernel of at least the stride, or round_mode: FLOOR"
             )
     if all(2 * p_ <= k for p_, k in zip(pad, kernel, strict=True)):
         of = torch_sizes(shape[2:], kernel, stride, pad, ceil)
         if of == sizes:
             # Equal sides are one number, as networks that are written by hand have it.
-            args = [v[0] if v[0] == v[1] else v for v in (kernel, stride, pad)]
-            return Made([nn.AvgPool2d(*args, ceil_mode=ceil) if p.pool == AVE else nn.MaxPool2d(*args, ceil_mode=ceil)])
+            args: list[Any] = [v[0] if v[0] == v[1] else v for v in (kernel, stride, pad)]
+            kind: Any = nn.AvgPool2d if p.pool == AVE else nn.MaxPool2d
+            return Made([kind(*args, ceil_mode=ceil)])
     return Made([Pool(p.pool == AVE, kernel, stride, pad, sizes)])
 
 
@@ -113,9 +120,13 @@ class WithinChannelNorm(nn.Module):
 
 def lrn(layer: Layer, shapes: list[Shape]) -> Made:
     p = layer.message.lrn_param
-    within = p.norm_region == message("LRNParameter").DESCRIPTOR.fields_by_name["norm_region"].enum_type.values_by_name[
-        "WITHIN_CHANNEL"
-    ].number
+    within = (
+        p.norm_region
+        == message("LRNParameter")
+        .DESCRIPTOR.fields_by_name["norm_region"]
+        .enum_type.values_by_name["WITHIN_CHANNEL"]
+        .number
+    )
     if p.local_size % 2 == 0:
         raise layer.refuse(f"local_size: {p.local_size}: give an odd number, so that there is a middle")
     if len(shapes[0]) != 4:

@@ -28,7 +28,9 @@ def _convolution(layer: Layer, shape: Shape, classes: dict[int, Any]) -> Made:
     p = layer.message.convolution_param
     axes = len(shape) - 2
     if axes not in classes:
-        raise layer.refuse(f"its bottom has the shape {list(shape)}: it takes examples x channels x 1 to 3 spatial axes")
+        raise layer.refuse(
+            f"its bottom has the shape {list(shape)}: it takes examples x channels x 1 to 3 spatial axes"
+        )
     if axis_of(layer, p.axis, len(shape)) != 1:
         raise layer.refuse(f"axis: {p.axis}: channels other than axis 1 are not supported")
     kernel = per_axis(layer, p, "kernel_size", axes, None, 1)
@@ -36,7 +38,9 @@ def _convolution(layer: Layer, shape: Shape, classes: dict[int, Any]) -> Made:
     dilation = per_axis(layer, p, "dilation", axes, 1, 1)
     channels, outputs, group = shape[1], _outputs(layer, p), p.group
     if group < 1 or channels % group or outputs % group:
-        raise layer.refuse(f"group: {group} does not divide {channels} channels and {outputs} outputs: give one that does")
+        raise layer.refuse(
+            f"group: {group} does not divide {channels} channels and {outputs} outputs: give one that does"
+        )
     made = classes[axes](
         channels, outputs, kernel, stride=stride, padding=pad, dilation=dilation, groups=group, bias=p.bias_term
     )
@@ -94,6 +98,9 @@ class BatchNorm(nn.Module):
     """
 
     blobs = ("mean", "variance", "factor")
+    mean: Tensor
+    variance: Tensor
+    factor: Tensor
 
     def __init__(self, channels: int, eps: float, fraction: float, fixed: bool | None) -> None:
         super().__init__()

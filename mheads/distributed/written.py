@@ -8,19 +8,22 @@ evaluates and writes checkpoints alone. On the others only the weights of their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from mheads.data.batch import Batch
+from mheads.distributed import wire
 from mheads.distributed.layers import Broadcast, Gather
 from mheads.distributed.world import World
 from mheads.dropout import Dropout, keyed_masks, skip_mask
 from mheads.engine.tasks import StepReport, cuts
 from mheads.engine.threads import ThreadsEngine
+from mheads.errors import UserError
 from mheads.losses import Loss
 from mheads.treenet import TreeNet
 from mheads.values import Value
@@ -112,7 +115,16 @@ class WrittenEngine(ThreadsEngine):
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
         reports: list[StepReport] = []
-        self.workers.spawn((0,), lambda: reports.append(self._step(step, batch, loss)))
+
+        def run() -> None:
+            try:
+                reports.append(self._step(step, batch, loss))
+            except UserError as error:
+                if not isinstance(error.__cause__, wire.PeerError):
+                    raise
+                self._lost(error.__cause__.rank, error)
+
+        self.workers.spawn((0,), run)
         self.workers.wait()
         return reports[0]
 
@@ -129,11 +141,35 @@ class WrittenEngine(ThreadsEngine):
                 total += found.total.item()
                 losses[:, batch.rows(*part)], assignment[:, batch.rows(*part)] = found.losses, found.assignment
         self._collect_gradients()
-        told = torch.tensor([total / max(1, rows), 0.0], dtype=torch.float64)
-        dist.broadcast(told, 0)
-        stop = torch.tensor([self.asked_to_stop])
-        dist.all_reduce(stop, dist.ReduceOp.MAX)
-        return StepReport(told[0].item(), losses, assignment, int(stop.item()))
+        told = self._decide(total / max(1, rows))
+        return StepReport(told[0].item(), losses, assignment, int(told[1].item()))
+
+    def _decide(self, loss: float) -> Tensor:
+        """The loss and the signal that asks to stop, on all ranks: the lead hears of each signal and decides."""
+        told = torch.tensor([loss, self.asked_to_stop], dtype=torch.float64)
+        others = range(1, self.world.size) if self.lead else [0]
+        for rank in others:
+            theirs = torch.zeros_like(told)
+            with self._with(rank):
+                dist.recv(theirs, rank) if self.lead else dist.send(told, rank)
+            told[1] = max(told[1], theirs[1])
+        for rank in others:
+            with self._with(rank):
+                dist.send(told, rank) if self.lead else dist.recv(told, rank)
+        return told
+
+    @contextmanager
+    def _with(self, rank: int) -> Iterator[None]:
+        """Inside, what goes wrong is the loss of this rank, or of another that made it leave."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._lost(rank, error)
+
+    def _lost(self, rank: int, error: BaseException) -> NoReturn:
+        self.world.watch.report(rank, f"rank {rank} {wire.GONE}")
+        self.world.watch.check()
+        raise error
 
     def _pass(self, batch: Batch, loss: Loss, key: tuple[int | str, ...], rows: int) -> Any:
         """Forward and backward of a micro-batch; the lead gets what the loss is."""
@@ -197,10 +233,12 @@ class WrittenEngine(ThreadsEngine):
             if not tensors:
                 continue
             if self.world.rank == rank:
-                dist.send(torch.cat([_content(t).reshape(-1) for t in tensors]), 0)
+                with self._with(0):
+                    dist.send(torch.cat([_content(t).reshape(-1) for t in tensors]), 0)
             elif self.lead:
                 flat = torch.empty(sum(t.numel() for t in tensors), dtype=self.net.dtype)
-                dist.recv(flat, rank)
+                with self._with(rank):
+                    dist.recv(flat, rank)
                 for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                     if tensor.requires_grad:
                         tensor.grad = torch.empty_like(tensor).copy_(part.view(tensor.shape))
@@ -230,7 +268,8 @@ class WrittenEngine(ThreadsEngine):
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         own = {name: t for name, t in tensors.items() if not name.startswith("progress/")}
         held: list[Any] = [own]
-        dist.broadcast_object_list(held, 0)
+        with self._with(0 if not self.lead else 1):
+            dist.broadcast_object_list(held, 0)
         return tensors if self.lead else held[0]
 
 

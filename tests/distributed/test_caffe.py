@@ -128,7 +128,8 @@ def test_another_graph_that_was_killed_goes_on_to_the_same_weights(files, tmp_pa
     stop = {0: (signal.SIGKILL, "os.rename", "step-00000006")}
     killed = ranks(2, *command, tmp_path / "killed", "timeout=5", stop=stop)
     assert killed[0].code == -signal.SIGKILL and killed[1].code != 0
-    assert "Traceback" not in killed[1].err
+    assert killed[1].code == 3 and "Traceback" not in killed[1].err
+    assert "rank 0 " in killed[1].err
     again = ranks(2, *command, tmp_path / "killed", "timeout=5")
     assert [d.code for d in again] == [0, 0], again[0].err
     assert "resuming at iteration 3" in again[0].out

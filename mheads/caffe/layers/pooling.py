@@ -72,8 +72,8 @@ def pooling(layer: Layer, shapes: list[Shape]) -> Made:
             raise layer.refuse(f"a kernel of {k} does not fit an image of {length} with pad {p_}")
         if (size - 1) * s - p_ >= length:
             raise layer.refuse(
-                f"its last window begins at {(size - 1) * s - p_}, beyond an image of {length}, where Caffe gives garbage "
-                f"(kernel {k}, stride {s}): use a kernel of at least the stride, or round_mode: FLOOR"
+                f"its last window begins at {(size - 1) * s - p_}, beyond an image of {length}, where Caffe gives "
+                f"garbage (kernel {k}, stride {s}): use a kernel of at least the stride, or round_mode: FLOOR"
             )
     if all(2 * p_ <= k for p_, k in zip(pad, kernel, strict=True)):
         of = torch_sizes(shape[2:], kernel, stride, pad, ceil)

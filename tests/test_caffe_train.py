@@ -3,6 +3,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import caffe_nets as nets
 import numpy as np
@@ -165,6 +166,14 @@ def test_a_recipe_of_a_net_trains_as_the_net_itself(files, mheads):
     assert (files.path / "a/model.safetensors").read_bytes() == (files.path / "b/model.safetensors").read_bytes()
     printed = mheads("convert", "net.prototxt", "solver.prototxt", *keys)
     assert printed.out.rstrip() == text.rstrip()
+
+
+def test_the_example_of_the_docs_trains(files, mheads):
+    examples = Path(__file__).parents[1] / "examples"
+    done = mheads("train", examples / "toy.prototxt", "--solver", examples / "toy_solver.prototxt", "data=digits",
+                  "data.limit=100", "optim.iterations=20", "--folder", "run")  # fmt: skip
+    assert done.code == 0, done.err
+    assert "its 3 ranks are 3 members that share a tree: {'conv1': 3}" in done.out
 
 
 def test_members_of_a_net_start_apart_though_the_solver_has_a_seed(files):

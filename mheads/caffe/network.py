@@ -48,6 +48,7 @@ class Built:
     # Rank and name of a weight -> module, parameter: each rank has a net of its own, which shares with no other.
     shared: dict[tuple[int, str], tuple[str, str, Layer]] = field(default_factory=dict)
     ties: list[tuple[str, str, str, str]] = field(default_factory=list)
+    reserved: tuple[str, ...] = ()  # names that no module may have
     labels: dict[int, list[str]] = field(default_factory=dict)  # of the modules of each step, by the step's identity
 
     def resolve(self, blob: Blob) -> Blob:
@@ -94,7 +95,7 @@ class Built:
         value, labels = bottoms, []
         names = [*(f"{name}_{type(module).__name__.lower()}" for module in made.modules[:-1]), name]
         for i, (label, module) in enumerate(zip(names, made.modules, strict=True)):
-            label = free_name(label, self.modules)
+            label = free_name(label, (*self.modules, *self.reserved))
             last = i == len(names) - 1
             gives = tops if last else (Blob(f"{label} inside", -1, len(self.plan)),)
             self.modules[label] = module
@@ -175,12 +176,14 @@ def _run(made: Made, shapes: list[Shape]) -> list[Shape]:
     return [tuple(value.shape) for value in values]
 
 
-def build(steps: Sequence[Step], inputs: Mapping[Blob, Shape], several: bool = False) -> Built:
+def build(
+    steps: Sequence[Step], inputs: Mapping[Blob, Shape], several: bool = False, reserved: tuple[str, ...] = ()
+) -> Built:
     """The modules of these steps, given the shapes of what comes from outside.
 
     Where `several` ranks have the same layer, its name is followed by the rank.
     """
-    built = Built(shapes=dict(inputs))
+    built = Built(shapes=dict(inputs), reserved=reserved)
     held: dict[int, int] = {}
     for step in steps:
         held[id(step.layer)] = held.get(id(step.layer), 0) + 1
@@ -252,7 +255,8 @@ class Blobs(nn.Module):
                 raise UserError(f"{net.file}: give the shape of {blob.name!r}, which comes from outside")
         inputs = {blob: tuple(shapes[blob.name]) for blob in self.given}
         self.several = len(self.graph.ranks) > 1
-        built = build(self.graph.steps, inputs, self.several)
+        own = ("loss", "blobs", "graph", "given", "several", "weights_of_losses")
+        built = build(self.graph.steps, inputs, self.several, own)
         for name, module in built.fill().items():
             self.add_module(name, module)
         self._built = built

@@ -110,6 +110,7 @@ BASE = conv("conv1", "data", 4, 3)
         (data() + layer("s", "Split", "data", ["a", "a"]), "its top 'a' is there twice"),
         (data() + BASE.replace("top:", "include { phase: TRAIN } exclude { phase: TEST } top:"), "both include and exclude"),
         (data() + layer("m", "MVN", "data"), "line 2, column 1: layer 'm' (MVN): there is no layer of type 'MVN' here"),
+        (data() + ip("i", "data", 3) + layer("o", "HDF5Output", "i", []) + nets.ends("i"), "layer 'o' (HDF5Output): there is no layer of type 'HDF5Output' here"),
         (data() + ip("i", "data", 3) + layer("l", "SoftmaxWithLoss", ["i", "i"]), "its labels 'i' are made by layer 'i' (InnerProduct) of line 2"),
         (data() + layer("l", "EuclideanLoss", ["data", "label"]), "nothing before it has weights"),
         (data() + ip("i", "data", 3) + layer("r", "ReLU", "i", "r", "loss_weight: 1"), "loss_weight is for losses here"),

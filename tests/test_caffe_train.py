@@ -25,6 +25,7 @@ from mheads.config import Config, OptimOptions
 from mheads.errors import UserError
 from mheads.experiment import build
 from mheads.optim import Optimizer, Schedule
+from mheads.parts import build_net
 
 SOLVER = (
     'base_lr: 0.02 momentum: 0.9 weight_decay: 0.01 lr_policy: "step" gamma: 0.5 stepsize: 3 max_iter: 6 display: 1\n'
@@ -497,6 +498,18 @@ def test_defaults_of_new_keys_change_no_digest():
     assert keys <= set(OptimOptions.model_fields)
     # As it was before there were such keys.
     assert Config(model="cifar10_quick", members=2).digest() == "738ecd74"
+
+
+def test_a_solver_says_the_stages_of_training(files):
+    wide = ip("i", "data", 5).replace("inner_product_param", 'include { stage: "wide" } inner_product_param')
+    narrow = ip("i", "data", 2).replace("inner_product_param", 'exclude { stage: "wide" } inner_product_param')
+    files(data() + wide + narrow + nets.ends("i"))
+    files(SOLVER + 'train_state { stage: "wide" level: 1 }', "staged.prototxt")
+    staged, _ = load(files.path / "net.prototxt", files.path / "staged.prototxt", ["data=digits"])
+    assert (staged.model_args["stages"], staged.model_args["level"]) == (["wide"], 1)
+    assert build_net(staged).num_parameters() == 64 * 5 + 5
+    plain, _ = load(files.path / "net.prototxt", files.path / "solver.prototxt", ["data=digits"])
+    assert build_net(plain).num_parameters() == 64 * 2 + 2
 
 
 def test_convert_notes_what_it_cannot_keep(files):

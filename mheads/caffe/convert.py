@@ -19,7 +19,7 @@ from mheads.caffe.graph import TEST, TRAIN, State, is_data, ranks_of, world_of
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.network import checked_shape
 from mheads.caffe.plan import Plan
-from mheads.caffe.text import Layer, Net, read_net, read_solver
+from mheads.caffe.text import Layer, Net, Solver, read_net, read_solver
 from mheads.caffe.trees import plan_of
 from mheads.config import Config
 from mheads.data import DATASETS
@@ -65,13 +65,15 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     net = read_net(net_file)
     found = Converted({"model": MODEL, "model_args": {"net": net.text}})
     tree, notes = found.tree, found.notes
-    plan = plan_of(net)
+    given = None if solver_file is None else read_solver(solver_file)
+    state = {} if given is None else _state(given)
+    tree["model_args"] |= state
+    plan = plan_of(net, **state)
     tree["members"], tree["split"] = plan.members, plan.split
     layer = _data_layer(net, TRAIN)
     tree["data"], batch = _data(layer, _data_layer(net, TEST), plan, notes)
     tree["optim"] = {"batch_size": batch} if batch else {}
-    if solver_file is not None:
-        given = read_solver(solver_file)
+    if given is not None:
         tree["optim"] |= solver.optim_of(given)
         tree["log"] = solver.log_of(given)
         if (seed := solver.seed_of(given)) is not None:
@@ -91,6 +93,13 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         _add_losses(tree, plan, shape)
     _note_tree(plan, notes)
     return found
+
+
+def _state(given: Solver) -> dict[str, Any]:
+    """The stages and the level that a solver trains in."""
+    state = given.message.train_state
+    found = {"stages": list(state.stage), "level": state.level}
+    return {key: value for key, value in found.items() if value}
 
 
 def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape) -> None:

@@ -308,10 +308,10 @@ def checked_shape(shape: Any, where: str = "model_args.shape") -> Shape:
     return tuple(sizes)
 
 
-def network(net: str, shape: Sequence[int] | None = None, stages: Sequence[str] = ()) -> nn.Module:
+def network(net: str, shape: Sequence[int] | None = None, stages: Sequence[str] = (), level: int = 0) -> nn.Module:
     """The network of one member of a net, given as text, on examples of this shape: a factory for configs."""
     from mheads.caffe.trees import plan_of
 
     if not isinstance(net, str):
         raise UserError(f"model_args.net is the text of a specification, not {type(net).__name__}")
-    return plan_of(parse_net(net), stages).network(checked_shape(shape))
+    return plan_of(parse_net(net), stages, level).network(checked_shape(shape))

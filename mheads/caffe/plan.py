@@ -13,6 +13,7 @@ from mheads.caffe.blobs import free_name
 from mheads.caffe.graph import BROADCAST, Blob, Graph, Step, is_data
 from mheads.caffe.layers import losses as loss_layers
 from mheads.caffe.layers.made import Shape
+from mheads.caffe.layers.weighted import BatchNorm
 from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, loss_weights
 from mheads.distributed.written import Call, Collect, Rename, Spread, Written
 from mheads.errors import UserError
@@ -53,6 +54,9 @@ class Plan:
         """One member's network on examples of this shape, and its outputs: a score per class is a vector here."""
         several = len({step.rank for step in self.steps}) > 1 and self.members == 1
         built = build(self.steps, dict.fromkeys(self.inputs, (EXAMPLES, *shape)), several)
+        for module in built.modules.values():
+            if isinstance(module, BatchNorm) and module.fixed is False:
+                module.fixed = None  # it was said of training: what is evaluated are the statistics of training
         outputs: list[Blob] = []
         for blob in map(built.resolve, self.outputs):
             found = built.shapes[blob]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mheads.caffe.graph import TRAIN, Blob, Graph, State, graph_of
+from mheads.caffe.layers import kind_of
 from mheads.caffe.layers.mixing import SUM
 from mheads.caffe.network import aliases
 from mheads.caffe.plan import Plan, Term, Walk, in_order, one_input, terms_of, whole
@@ -19,9 +20,11 @@ from mheads.tree import Spec
 LEARNING = ("Convolution", "Deconvolution", "InnerProduct", "PReLU", "BatchNorm", "Scale", "Bias")
 
 
-def plan_of(net: Net, stages: Sequence[str] = ()) -> Plan:
+def plan_of(net: Net, stages: Sequence[str] = (), level: int = 0) -> Plan:
     """How a net is trained, as a tree if its ranks make one, else as one network of all that its ranks hold."""
-    graph = graph_of(net, State(TRAIN, frozenset(stages)))
+    graph = graph_of(net, State(TRAIN, frozenset((*net.state.stage, *stages)), level or net.state.level))
+    for step in graph.steps:
+        kind_of(step.layer)  # also of layers that no loss needs
     walk = Walk(graph)
     terms = terms_of(graph, walk)
     if len(graph.ranks) > 1 and terms:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from mheads.caffe.graph import BROADCAST, GATHER, is_data
 from mheads.caffe.layers import losses, mixing, plain, pooling, weighted
 from mheads.caffe.layers.made import Made, Shape
 from mheads.caffe.text import Layer
@@ -62,19 +63,29 @@ KINDS: dict[str, Kind] = {
     "Accuracy": Kind(losses.accuracy, (2, 2), (1, 2)),
 }
 ALIASES = ("Split",)  # each top is the bottom
+BETWEEN_RANKS = (BROADCAST, GATHER)
 NOTHING = ("Silence",)
 LOSSES = ("SoftmaxWithLoss", "MultinomialLogisticLoss", "EuclideanLoss", "SigmoidCrossEntropyLoss", "HingeLoss")
 
 
-def make(layer: Layer, shapes: list[Shape]) -> Made:
-    """The modules of a layer whose bottoms have these shapes."""
+def kind_of(layer: Layer) -> Kind | None:
+    """What a layer is, if it computes anything; refuses one that is not known here."""
+    if layer.type in (*ALIASES, *NOTHING, *BETWEEN_RANKS) or is_data(layer):
+        return None
     kind = KINDS.get(layer.type)
     if kind is None:
-        near = get_close_matches(layer.type, [*KINDS, *ALIASES, *NOTHING, "MPIBroadcast", "MPIGather"], 1)
+        near = get_close_matches(layer.type, [*KINDS, *ALIASES, *NOTHING, *BETWEEN_RANKS], 1)
         raise layer.refuse(
             f"there is no layer of type {layer.type!r} here"
             + (f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(KINDS)}")
         )
+    return kind
+
+
+def make(layer: Layer, shapes: list[Shape]) -> Made:
+    """The modules of a layer whose bottoms have these shapes."""
+    kind = kind_of(layer)
+    assert kind is not None, f"{layer} computes nothing"
     for what, count, (low, high) in (("bottoms", len(shapes), kind.bottoms), ("tops", len(layer.tops), kind.tops)):
         if not low <= count <= high:
             wanted = str(low) if low == high else f"at least {low}" if high == MANY else f"{low} to {high}"

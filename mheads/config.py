@@ -353,6 +353,11 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
     if recipe in recipes():
         text = _recipe_text(recipe)
+    elif recipe.endswith(".prototxt"):
+        raise UserError(
+            f"{recipe} is a Caffe specification: mheads train takes it as it is, and mheads convert makes a recipe of "
+            "it for the other commands"
+        )
     elif _is_file(recipe):
         return read(Path(recipe), overrides)
     else:

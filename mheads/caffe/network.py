@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mheads.caffe import layers, schema
 from mheads.caffe.blobs import free_name
-from mheads.caffe.fillers import fill
+from mheads.caffe.fillers import check, fill
 from mheads.caffe.graph import BROADCAST, GATHER, TEST, TRAIN, Blob, Graph, State, Step, graph_of, is_data
 from mheads.caffe.layers.made import Made, Shape
 from mheads.caffe.text import Layer, Net, parse_net
@@ -44,7 +44,7 @@ class Built:
     plan: list[tuple[str, tuple[Blob, ...], tuple[Blob, ...]]] = field(default_factory=list)
     shapes: dict[Blob, Shape] = field(default_factory=dict)
     alias: dict[Blob, Blob] = field(default_factory=dict)
-    fillers: list[tuple[str, str, Any, Layer]] = field(default_factory=list)
+    fillers: list[tuple[str, str, Any]] = field(default_factory=list)
     # Rank and name of a weight -> module, parameter: each rank has a net of its own, which shares with no other.
     shared: dict[tuple[int, str], tuple[str, str, Layer]] = field(default_factory=dict)
     ties: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -126,7 +126,8 @@ class Built:
                 continue
             if spec.name:
                 self.shared[rank, spec.name] = (label, name, layer)
-            self.fillers.append((label, name, made.fillers[name], layer))
+            check(made.fillers[name], getattr(module, name).shape, layer)
+            self.fillers.append((label, name, made.fillers[name]))
             if spec.lr_mult == 0:
                 getattr(module, name).requires_grad_(False)
         if multipliers:
@@ -158,8 +159,8 @@ class Built:
             module.to_empty(device=torch.get_default_device())
             for buffer in module.buffers():
                 buffer.zero_()
-        for label, name, filler, layer in self.fillers:
-            fill(getattr(self.modules[label], name), filler, layer)
+        for label, name, filler in self.fillers:
+            fill(getattr(self.modules[label], name), filler)
         for label, name, there, key in self.ties:
             self.modules[label]._parameters[name] = getattr(self.modules[there], key)
         return self.modules

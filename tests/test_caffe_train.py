@@ -258,7 +258,7 @@ def test_data_that_cannot_be_used_is_asked_for(net, arguments, part, files, mhea
 def listed(kind, parameter, source, more=""):
     return "".join(
         f'layer {{ name: "data" type: "{kind}" top: "data" top: "label" include {{ phase: {phase} }} '
-        f'{parameter} {{ source: "{source % part}" batch_size: 10 {more} }} }}\n'
+        f'{parameter} {{ source: "{source.replace("%s", part)}" batch_size: 10 {more} }} }}\n'
         for phase, part in (("TRAIN", "train"), ("TEST", "test"))
     )
 
@@ -529,3 +529,17 @@ def test_convert_notes_what_it_cannot_keep(files):
     assert found.tree["data"]["mirror"] is True and found.tree["data"]["normalize"] == "mean_image"
     assert found.tree["model_args"]["shape"] == [3, 227, 227]
     assert any("is measured on the training examples" in note for note in found.notes)
+    other = convert(
+        files.path / "net.prototxt", None, ["data.name=npz", "data.path=classes.npz", "model_args.shape=[3,227,227]"]
+    )
+    assert "crop" not in other.tree["data"]
+    assert "crop_size: 227 is for images in folders and lists: npz keeps its size" in other.notes
+
+
+def test_other_data_than_those_of_the_net_leave_nothing_of_these_behind(files):
+    (files.path / "train.txt").write_text("a.png 0\n")
+    images = listed("ImageData", "image_data_param", "train.txt", 'root_folder: "pictures/"')
+    files(images + ip("i", "data", 10) + nets.ends("i"))
+    own = convert(files.path / "net.prototxt").tree["data"]
+    assert (own["name"], own["path"], own["root"]) == ("list", "train.txt", "pictures/")
+    assert convert(files.path / "net.prototxt", None, ["data=digits"]).tree["data"] == {"name": "digits", "scale": 1.0}

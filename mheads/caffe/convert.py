@@ -72,6 +72,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     tree["members"], tree["split"] = plan.members, plan.split
     layer = _data_layer(net, TRAIN)
     tree["data"], batch = _data(layer, _data_layer(net, TEST), plan, notes)
+    said = dict(tree["data"])
     tree["optim"] = {"batch_size": batch} if batch else {}
     if given is not None:
         tree["optim"] |= solver.optim_of(given)
@@ -82,6 +83,8 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         key, equals, value = override.partition("=")
         short = key in ("data", "loss", "optim.schedule") and not value.lstrip().startswith("{")
         configs.override(tree, f"{key}.name={value}" if equals and short else override)
+    given_keys = {override.partition("=")[0] for override in overrides}
+    _fit_data(tree["data"], said, given_keys, notes)
     data = tree["data"]
     shape = _shape(tree, layer)
     if data.get("name") is None:
@@ -184,10 +187,18 @@ def _data(
         notes.append(f"the mean ({said}) is measured on the training examples instead: data.normalize=mean_image")
     if transform.crop_size:
         found["crop"] = transform.crop_size
-        if known:
-            del found["crop"]
-            notes.append(f"crop_size: {transform.crop_size} is for folders of images: {known} keeps its size")
     return found, _batch_size(layer) or None
+
+
+def _fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], notes: list[str]) -> None:
+    """Leaves out what the net said of its own data, where others are taken or nobody asks for it."""
+    entry = DATASETS.get(str(data.get("name")))
+    for key in ("path", "test_path", "root", "resize", "grey", "problem"):
+        if data.get("name") != said.get("name") and key in said and f"data.{key}" not in given:
+            del data[key]
+    if entry is not None and "crop" in said and "data.crop" not in given and not entry.takes("crop"):
+        notes.append(f"crop_size: {said['crop']} is for images in folders and lists: {entry.name} keeps its size")
+        del data["crop"]
 
 
 def _resized(layer: Layer, notes: list[str]) -> dict[str, Any]:

@@ -244,6 +244,8 @@ def test_weights_of_caffe_start_a_run_and_a_run_gives_them_back(files, mheads):
         (nets.rcnn(), [], "layer 'input' (Input): it says nothing of where"),
         (nets.lenet(), ["data=digits"], "layer 'conv2' (Convolution): it cannot work on bottoms of shape [2, 20, 2, 2]"),
         (nets.lenet(), ["data.nome=digits"], "unknown key 'data.nome'"),
+        (nets.lenet(), ["optim=3"], "optim = 3: it is a section with keys of its own"),
+        (nets.lenet(), ["model_args=3"], "model_args = 3"),
         (nets.lenet(), ["data=nothing", "model_args.shape=[1,28,28]"], "there is no dataset 'nothing'"),
         (nets.lenet(), ["data=npz", "model_args.shape=3"], "model_args.shape = 3: give the shape of an example"),
     ],

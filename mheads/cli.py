@@ -74,8 +74,12 @@ def demo(
 
 @app.command(rich_help_panel="Train and look")
 def train(
-    recipe: Recipe,
+    recipe: Annotated[
+        str,
+        typer.Argument(help="A recipe's name (digits, ...), the path of a YAML file, or of a Caffe net (.prototxt)."),
+    ],
     overrides: Overrides = None,
+    solver: Annotated[Path | None, typer.Option(help="With a Caffe net: its solver (.prototxt).")] = None,
     run: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
     force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
@@ -86,7 +90,29 @@ def train(
     """
     from mheads.training import train_recipe
 
-    train_recipe(recipe, overrides or [], run, console, errors, force=force, quiet=quiet)
+    train_recipe(recipe, overrides or [], run, console, errors, solver=solver, force=force, quiet=quiet)
+
+
+@app.command(rich_help_panel="Train and look")
+def convert(
+    net: Annotated[Path, typer.Argument(help="A Caffe net (.prototxt).")],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SOLVER] [KEY=VALUE]...", help="Its solver (.prototxt), and config keys to change."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the recipe to this .yaml file instead of printing it.")
+    ] = None,
+) -> None:
+    """Turn a Caffe or MPI-Caffe net and its solver into a recipe.
+
+    Example: mheads convert net.prototxt solver.prototxt data=cifar10 -o mine.yaml
+    """
+    from mheads.caffe.convert import convert_files
+
+    text = convert_files(net, more or [], output)
+    if text is not None:
+        console.print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel="Train and look")
@@ -309,7 +335,12 @@ def report(
 @app.command(rich_help_panel="Train and look")
 def export(
     run: RunPath,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file: .pt2 (torch.export) or .onnx.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="The file: .pt2 (torch.export), .onnx, or .caffemodel and .h5 for weights."
+        ),
+    ],
     what: Annotated[
         str,
         typer.Option(

@@ -158,10 +158,11 @@ class RegionOptions(_Section):
 
 class DataOptions(_Section):
     name: str = _option("digits", "a dataset by name: `mheads data list` shows them")
-    root: Path | None = _option(None, "where a fetched set lies, if not in the cache")
-    path: Path | None = _option(None, "the folder or file of your own data: folder, voc, npz")
+    root: Path | None = _option(None, "where a fetched set lies, if not in the cache; list: where names begin")
+    path: Path | None = _option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5")
+    test_path: Path | None = _option(None, "list, hdf5: the list of what is tested on")
     problem: Literal["auto", "classification", "regression", "multilabel", "soft_labels", "segmentation"] = _option(
-        "auto", "npz: what is learned; auto: what the targets look like"
+        "auto", "npz, hdf5: what is learned; auto: what the targets look like"
     )
     validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std", "init"] = _option(
@@ -172,9 +173,9 @@ class DataOptions(_Section):
     )
     pad: int = _option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
     mirror: bool = _option(False, "training: mirror at random")
-    resize: int = _option(256, "folder: length of the shorter side after resizing", ge=1, le=10_000)
-    crop: int | None = _option(None, "folder: side of the crop that the network sees", ge=1, le=10_000)
-    grey: bool = _option(False, "folder: read images in one channel")
+    resize: int = _option(256, "folder, list: length of the shorter side after resizing", ge=1, le=10_000)
+    crop: int | None = _option(None, "folder, list: side of the crop that the network sees", ge=1, le=10_000)
+    grey: bool = _option(False, "folder, list: read images in one channel")
     limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
     regions: RegionOptions = _option(RegionOptions(), "voc: regions of images")
     reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
@@ -188,22 +189,33 @@ class EngineOptions(_Section):
 
 
 class ScheduleOptions(_Section):
-    name: Literal["constant", "step", "multistep", "cosine", "plateau"] = _option("constant", "how the rate falls")
-    every: int = _option(1000, "step: multiply by gamma every n iterations", ge=1)
+    name: Literal["constant", "step", "multistep", "cosine", "plateau", "exp", "inv", "poly", "sigmoid"] = _option(
+        "constant", "how the rate falls"
+    )
+    every: int = _option(1000, "step: multiply by gamma every n iterations; sigmoid: where the middle is", ge=1)
     at: list[int] = _option([], "multistep: multiply by gamma at these iterations")
-    gamma: float = _option(0.1, "step, multistep, plateau: the factor", gt=0)
+    gamma: float = _option(0.1, "step, multistep, plateau, exp: the factor; inv: how fast it falls", gt=0)
+    power: float = _option(1.0, "inv: (1 + gamma i)^-power; poly: (1 - i / iterations)^power")
+    slope: float = _option(0.01, "sigmoid: 1 / (1 + exp(-slope (i - every))), falling if it is below 0")
     window: int = _option(20000, "plateau: compare the mean loss of the last n iterations with the n before", ge=1)
     threshold: float = _option(0.01, "plateau: the relative drop that counts as progress", ge=0, lt=1)
     warmup: int = _option(0, "rise linearly over the first n iterations", ge=0)
 
 
 class OptimOptions(_Section):
-    name: Literal["sgd", "adamw"] = _option("sgd", "the optimizer")
+    name: Literal["sgd", "adamw", "adam", "adagrad", "rmsprop", "adadelta"] = _option(
+        "sgd", "the optimizer; the last four as in Caffe"
+    )
     lr: float = _option(0.01, "the first rate", gt=0)
-    momentum: float = _option(0.9, "sgd: momentum", ge=0, lt=1)
+    momentum: float = _option(0.9, "sgd: momentum; adam, adadelta: how slowly means forget", ge=0, lt=1)
+    momentum2: float = _option(0.999, "adam: how slowly the mean of squares forgets", ge=0, lt=1)
+    rms_decay: float = _option(0.99, "rmsprop: how slowly the mean of squares forgets", ge=0, lt=1)
+    delta: float = _option(1e-8, "adam, adagrad, rmsprop, adadelta: added where something is divided by", gt=0)
     nesterov: bool = _option(False, "sgd: Nesterov's form")
     caffe_momentum: bool = _option(False, "sgd: the rate inside the momentum, as in Caffe")
     weight_decay: float = _option(0.0, "weight decay", ge=0)
+    regularization: Literal["l2", "l1"] = _option("l2", "l1: weights decay by their sign instead of their size")
+    clip: float | None = _option(None, "gradients of all weights together are cut to this norm", gt=0)
     batch_size: int = _option(100, "examples per batch", ge=1, le=1_000_000)
     accumulate: int = _option(1, "batches per step: gradients are averaged over them", ge=1, le=100_000)
     iterations: int = _option(500, "steps", ge=1)
@@ -259,6 +271,10 @@ class Config(_Section):
     def _consistent(self) -> Config:
         if self.optim.name == "sgd" and self.optim.nesterov and not self.optim.momentum:
             raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
+        if self.optim.name == "adamw" and self.optim.regularization == "l1":
+            raise ValueError(
+                "optim.regularization = l1 is not for adamw, whose decay is apart from gradients: use adam"
+            )
         if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
             raise ValueError(
                 f"optim.batch_size x optim.accumulate is {self.optim.batch_size * self.optim.accumulate:,} examples "
@@ -301,7 +317,7 @@ def _meaning(section: type[_Section], key: str) -> str:
 def is_free(key: str, config: Config) -> bool:
     """Whether this key may differ when a run is resumed: it decides no bit of the steps already done."""
     if key == "optim.iterations":
-        return config.optim.schedule.name != "cosine"  # its rates depend on where it ends
+        return config.optim.schedule.name not in ("cosine", "poly")  # their rates depend on where they end
     return key in ("engine.workers", "data.reader", "placement", "timeout") or key.startswith("log.")
 
 
@@ -361,6 +377,11 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
     if recipe in recipes():
         text = _recipe_text(recipe)
+    elif recipe.endswith(".prototxt"):
+        raise UserError(
+            f"{recipe} is a Caffe specification: mheads train takes it as it is, and mheads convert makes a recipe of "
+            "it for the other commands"
+        )
     elif _is_file(recipe):
         return read(Path(recipe), overrides)
     else:
@@ -398,9 +419,14 @@ def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
     if not isinstance(tree, dict):
         raise UserError(f"{source} must hold a mapping of config keys, not {plain.short(tree)}")
     data = tree.get("data")
-    for override in overrides:
-        _override(tree, override)
+    for text_of in overrides:
+        override(tree, text_of)
     _forget_scale(tree, data, overrides)
+    return _absolute(validate(tree, source))
+
+
+def from_tree(tree: dict[str, Any], source: str) -> Config:
+    """The config of keys that something else has put together."""
     return _absolute(validate(tree, source))
 
 
@@ -416,16 +442,17 @@ def of_model(model: str, model_args: Sequence[str]) -> Config:
     """A config that says no more than its network; the arguments of the factory are given as key=value."""
     tree: dict[str, Any] = {"model": model}
     for argument in model_args:
-        _override(tree, f"model_args.{argument}")
+        override(tree, f"model_args.{argument}")
     return validate(tree, "the arguments")
 
 
 def _absolute(config: Config) -> Config:
     """The config with absolute paths, so that a run folder means the same from any current folder."""
-    data, sampling = _absolute_in(config.data, ("root", "path")), _absolute_in(config.sampling, ("generalist", "path"))
+    data = _absolute_in(config.data, ("root", "path", "test_path"))
+    sampling = _absolute_in(config.sampling, ("generalist", "path"))
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
     init = config.init if in_memory else str(Path(config.init).absolute())
-    paths = {"data.root": data.root, "data.path": data.path, "init": init}
+    paths = {"data.root": data.root, "data.path": data.path, "data.test_path": data.test_path, "init": init}
     paths |= {"sampling.generalist": sampling.generalist, "sampling.path": sampling.path}
     for key, path in paths.items():
         if path is not None and str(path).encode("utf-8", "replace") != os.fsencode(path):
@@ -438,14 +465,15 @@ def _absolute_in(section: S, keys: Sequence[str]) -> S:
     return section.model_copy(update=found)
 
 
-def _override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
+def override(tree: dict[str, Any], given: str) -> None:
+    """Changes the key that `key=value` names."""
+    key, equals, text = given.partition("=")
     if not equals or not key:
-        raise UserError(f"{plain.short(override)} is not key=value, for example loss.k=2")
+        raise UserError(f"{plain.short(given)} is not key=value, for example loss.k=2")
     try:
         value = plain.from_yaml(text)
     except ValueError as error:
-        raise UserError(f"the value of {plain.short(override)}: {error}") from error
+        raise UserError(f"the value of {plain.short(given)}: {error}") from error
     if isinstance(value, str):
         value = _number(value)
     *sections, last = key.split(".")

@@ -118,6 +118,18 @@ def gradient_norms(engine: Engine) -> dict[str, Tensor]:
     return engine.gather(found)
 
 
+def clip_scale(engine: Engine, most: float) -> float:
+    """What gradients are multiplied by, so that the norm of all together is at most this; the same on all processes."""
+    norms = gradient_norms(engine)
+
+    def decide() -> tuple[float, None]:
+        squares = sum(norms[name].item() ** 2 for name in engine.net.tree.nodes if name in norms)
+        norm = squares**0.5
+        return (most / norm if norm > most else 1.0), None
+
+    return engine.agree(decide)[0]
+
+
 def idle_warning(members: Sequence[int], iterations: int) -> str:
     who = f"member {members[0]} has" if len(members) == 1 else f"members {', '.join(map(str, members))} have"
     return (

@@ -30,7 +30,7 @@ def start_from(
     if Path(init).suffix in weights.SUFFIXES:
         if members is not None:
             raise UserError(f"init_members names members of a run, and init = {init!r} is a file of weights")
-        return str(weights.load_into(net, weights.read(Path(init)), init, renamed))
+        return str(weights.load_into(net, weights.read_for(net, Path(init)), init, renamed))
     donor = RunFolder(Path(init))
     if not donor.exists():
         raise UserError(

@@ -70,6 +70,13 @@ def draw_mask(shape: torch.Size, p: float, like: Tensor) -> Tensor | None:
     return mask.to(like.device)
 
 
+def skip_mask() -> None:
+    """Counts a mask that is drawn elsewhere, so that those after it have the numbers that they have in one process."""
+    masks: _Masks | None = getattr(_local, "masks", None)
+    if masks is not None:
+        masks.drawn += 1
+
+
 class Dropout(nn.Module):
     """Zeroes each value with probability p in training and scales the rest by 1/(1-p).
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -13,6 +14,7 @@ import torch
 
 from mheads import api, parts, values
 from mheads import config as configs
+from mheads.caffe import blobs
 from mheads.data import POSED
 from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
@@ -89,15 +91,8 @@ def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> 
 TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
 SPLITS = ("train", "validation", "test")
 DATA_KEYS = (
-    "name",
-    "root",
-    "path",
-    "validation",
-    "resize",
-    "crop",
-    "limit",
-    "regions.proposals",
-    "regions.with_objects",
+    *("name", "root", "path", "test_path", "validation", "resize", "crop", "limit"),
+    *("regions.proposals", "regions.with_objects"),
 )
 
 
@@ -174,5 +169,14 @@ def _classes(problem: Problem) -> tuple[str, ...]:
 def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = False) -> None:
     """Writes a run to one file that needs no mheads, and says what it takes and gives: see `export.py`."""
     run = api.load(path, trust=trust, warn=watch.warn)
+    if file.suffix in blobs.SUFFIXES:
+        number = int(what.removeprefix("member:")) if re.fullmatch(r"member:\d+", what) else 0
+        if run.net.num_members > 1 and what != f"member:{number}":
+            raise UserError(
+                f"--what {what}: a {file.suffix} holds the weights of one member: give --what member:0, say"
+            )
+        blobs.write(file, run.net.member(number))
+        watch.say(f"{file}: the weights of member {number}, as Caffe keeps them")
+        return
     difference = export(run, file, what)
     watch.say(f"{file}: {what}, within {difference:.1g} of the run's own answers")

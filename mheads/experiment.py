@@ -224,7 +224,7 @@ def cluster_classes(config: Config) -> dict[str, Any]:
             "probabilities to mheads.data.confusable, and the groups that it returns to sampling.groups"
         )
     same = (there.model, there.model_args) == (config.model, config.model_args)  # which the user has named
-    if there.model not in models.MODELS and not same:
+    if there.model not in models.OURS and not same:
         raise UserError(
             f"{said} names code of its own, {there.model}: only the model of this run, {config.model}, "
             "is trusted. Give a run of it, or of a built-in network"

@@ -1,7 +1,7 @@
 """Names that other libraries use, and what they are called here."""
 
 EPOCHS = "optim.iterations, where iterations = epochs x examples / optim.batch_size"
-RATES = "optim.schedule.name: constant, step, multistep, cosine or plateau"
+RATES = "optim.schedule.name: constant, step, multistep, cosine, plateau, exp, inv, poly or sigmoid"
 
 MEANINGS = {
     "epochs": EPOCHS,
@@ -15,10 +15,11 @@ MEANINGS = {
     "max_iter": "optim.iterations",
     "iters": "optim.iterations",
     "num_iterations": "optim.iterations",
-    "optimizer": "optim.name: sgd or adamw",
-    "optimiser": "optim.name: sgd or adamw",
-    "solver": "optim.name: sgd or adamw",
-    "adam": "optim.name=adamw",
+    "optimizer": "optim.name: sgd or adamw, adam, adagrad, rmsprop, adadelta",
+    "optimiser": "optim.name: sgd or adamw, adam, adagrad, rmsprop, adadelta",
+    "solver": "optim.name: sgd or adamw, adam, adagrad, rmsprop, adadelta",
+    "clip_gradients": "optim.clip",
+    "iter_size": "optim.accumulate",
     "learning_rate": "optim.lr",
     "base_lr": "optim.lr",
     "rate": "optim.lr",

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mheads.adaptive import AdaptiveRule
 from mheads.config import OptimOptions, ScheduleOptions
 from mheads.engine.tape import trainable
 from mheads.errors import UserError
 from mheads.treenet import TreeNet
+
+HUGE = 1e37  # that float32 still holds
 
 
 class Optimizer:
@@ -21,6 +24,7 @@ class Optimizer:
     def __init__(self, net: TreeNet, options: OptimOptions) -> None:
         self.options = options
         self.rate = 0.0
+        self.scale = 1.0  # of the next gradients: below 1 where they are clipped
         self.parameters = {name: trainable(stage) for name, stage in net.stages.items()}
         # A stage whose layers are all frozen has nothing to update.
         self.stages = {name: _optimizer(net.stage(name), options) for name, found in self.parameters.items() if found}
@@ -31,11 +35,14 @@ class Optimizer:
         for optimizer in self.stages.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
-            if self.options.caffe_momentum and self.rate not in (0.0, rate):
+            if self.options.caffe_momentum and rate > 0 and self.rate not in (0.0, rate):
                 # Caffe's momentum remembers steps, rate included; torch's remembers gradients. They part only here.
                 for state in optimizer.state.values():
                     if state.get("momentum_buffer") is not None:
-                        state["momentum_buffer"].mul_(self.rate / rate)
+                        ratio = min(self.rate / rate, HUGE)
+                        state["momentum_buffer"].mul_(ratio)
+                        if ratio > 1.05:  # a rate that falls faster than momentum fades would end at infinity
+                            state["momentum_buffer"].clamp_(-HUGE, HUGE)
         self.rate = rate
 
     def update(self, stage: str, gradients: list[Tensor]) -> None:
@@ -43,10 +50,19 @@ class Optimizer:
         if stage not in self.stages:
             return
         for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient if self.scale == 1.0 else gradient * self.scale
+        if self.options.regularization == "l1":
+            self._decay_by_sign(self.stages[stage])
         self.stages[stage].step()
         for parameter in self.parameters[stage]:
             parameter.grad = None
+
+    @torch.no_grad()
+    def _decay_by_sign(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if group["l1"]:
+                    parameter.grad = parameter.grad + group["l1"] * parameter.sign()
 
     def forget(self) -> None:
         """Sets momentum to zero, as at the start."""
@@ -96,12 +112,15 @@ def _optimizer(stage: nn.Module, options: OptimOptions) -> torch.optim.Optimizer
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 groups[multipliers.get(name, (1.0, 1.0))].append(parameter)
+    decay_of = "l1" if options.regularization == "l1" else "weight_decay"
     parameters: list[dict[str, Any]] = [
-        {"params": params, "lr_mult": lr, "weight_decay": options.weight_decay * decay}
+        {"params": params, "lr_mult": lr, decay_of: options.weight_decay * decay}
         for (lr, decay), params in groups.items()
     ]
     if options.name == "adamw":
         return torch.optim.AdamW(parameters, lr=options.lr, fused=True)
+    if options.name != "sgd":
+        return AdaptiveRule(parameters, options)
     return torch.optim.SGD(parameters, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
 
 
@@ -120,13 +139,21 @@ class Schedule:
         options = self.options
         rate = self.lr
         if options.name == "step":
-            rate *= options.gamma ** (iteration // options.every)
+            rate *= _power(options.gamma, iteration // options.every)
         elif options.name == "multistep":
             rate *= options.gamma ** sum(iteration >= at for at in options.at)
         elif options.name == "cosine":
             rate *= 0.5 * (1 + math.cos(math.pi * min(1.0, iteration / self.iterations)))
         elif options.name == "plateau":
             rate *= options.gamma**self.drops
+        elif options.name == "exp":
+            rate *= _power(options.gamma, iteration)
+        elif options.name == "inv":
+            rate *= _power(1 + options.gamma * iteration, -options.power)
+        elif options.name == "poly":
+            rate *= _power(1 - min(1.0, iteration / self.iterations), options.power)
+        elif options.name == "sigmoid":
+            rate *= 0.5 * (1 + math.tanh(options.slope * (iteration - options.every) / 2))  # which does not overflow
         if iteration < options.warmup:
             rate *= (iteration + 1) / options.warmup
         return rate
@@ -153,3 +180,11 @@ class Schedule:
         self.drops, self.total, self.count, self.previous = (
             state[key] for key in ("drops", "total", "count", "previous")
         )
+
+
+def _power(base: float, exponent: float) -> float:
+    """base ^ exponent; a rate that grows beyond all numbers is infinite, which the loss then shows."""
+    try:
+        return base**exponent
+    except (OverflowError, ZeroDivisionError):
+        return math.inf

@@ -85,7 +85,7 @@ def net_of_run(
                 f"{folder.path} was trained on {config.model}, which only that script knows: "
                 "give its factory, mheads.load(run, factory)"
             )
-        if config.model not in models.MODELS:
+        if config.model not in models.OURS:
             where = folder.read_identity().get("place")
             if not trust:
                 raise UserError(

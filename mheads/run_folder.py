@@ -8,6 +8,7 @@ manifest.json      digests of all these                   model.safetensors, res
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import io
 import json
@@ -213,9 +214,7 @@ class RunFolder:
         before = self.read_config()
         old, new = configs.flatten(before), configs.flatten(config)
         lines = [
-            f"{k}: {old[k]!r} in the folder, {new[k]!r} now"
-            for k in configs.differing(before, config)
-            if not configs.is_free(k, config)
+            _difference(k, old[k], new[k]) for k in configs.differing(before, config) if not configs.is_free(k, config)
         ]
         if lines:
             shown = "\n".join(f"  {line}" for line in lines)
@@ -413,6 +412,19 @@ class RunFolder:
         self.manifest.check(self.assignments)
         with np.load(self.assignments, allow_pickle=False) as file:
             return {name: file[name] for name in file}
+
+
+def _difference(key: str, old: Any, new: Any) -> str:
+    """How a key differs: of texts, such as a whole specification, the lines that do."""
+    if isinstance(old, dict) and isinstance(new, dict) and len(repr(old)) + len(repr(new)) > 400:
+        names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+        return "\n  ".join(_difference(f"{key}.{name}", old.get(name), new.get(name)) for name in names)
+    if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
+        diff = difflib.unified_diff(old.splitlines(), new.splitlines(), "in the folder", "now", lineterm="", n=0)
+        shown = [line[:200] for line in diff][2:]
+        more = [f"... {len(shown) - 12} more lines"] if len(shown) > 12 else []
+        return "\n    ".join([f"{key} differs (- in the folder, + now):", *shown[:12], *more])
+    return f"{key}: {old!r} in the folder, {new!r} now"
 
 
 def _json(value: Any) -> bytes:

@@ -18,7 +18,7 @@ from mheads.checkpoint import Checkpoints
 from mheads.config import Config
 from mheads.data.batch import Batch, Batches
 from mheads.device import peak_memory
-from mheads.diagnostics import Diagnostics, gradient_norms, idle_warning
+from mheads.diagnostics import Diagnostics, clip_scale, gradient_norms, idle_warning
 from mheads.donors import donor_differences
 from mheads.engine.engine import Engine
 from mheads.engine.tasks import StepReport
@@ -111,6 +111,8 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 report = engine.step(state.step, batch, experiment.loss_at(state.step))
                 _refuse_nonfinite_loss(report, state.step + 1, checkpoints)
                 optimizer.set_rate(rate)
+                if config.optim.clip is not None:
+                    optimizer.scale = clip_scale(engine, config.optim.clip)
                 engine.update(optimizer.update)
                 if not pretraining:
                     schedule.observe(report.loss)

@@ -8,6 +8,7 @@ from pathlib import Path
 from mheads import config as configs
 from mheads.console import Console
 from mheads.distributed.session import session
+from mheads.errors import UserError
 
 
 def train_recipe(
@@ -19,10 +20,11 @@ def train_recipe(
     *,
     force: bool = False,
     quiet: bool = False,
+    solver: Path | None = None,
 ) -> None:
     """Trains in a run folder, by default runs/RECIPE-DIGEST, on one process or on this one of several."""
     with session(errors, configs.timeout(recipe, overrides)) as world:
-        config = configs.load(recipe, overrides)
+        config, notes = _config(recipe, overrides, solver)
         # After the config, whose mistakes are told at once: torch takes a second.
         from mheads.progress import Silent, Terminal
         from mheads.run_folder import RunFolder
@@ -33,6 +35,21 @@ def train_recipe(
         if force and folder.path.exists():
             folder = folder.beside()
         watch = Terminal(console, bar=not quiet, folder=True) if world.lead else Silent()
+        for note in notes:
+            watch.say(note)
         result = train_config(config, folder, watch, world.build)
         if world.lead:
             console.print(result_table(result))
+
+
+def _config(recipe: str, overrides: Sequence[str], solver: Path | None) -> tuple[configs.Config, list[str]]:
+    """The config of a recipe or of a Caffe net, and notes on it."""
+    if recipe.endswith((".prototxt", ".pbtxt")):
+        from mheads.caffe.convert import load
+
+        return load(Path(recipe), solver, list(overrides))
+    if solver is not None:
+        raise UserError(
+            f"--solver {solver} goes with a Caffe net, and {recipe} is a recipe: change keys of optim instead"
+        )
+    return configs.load(recipe, overrides), []

@@ -13,10 +13,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mheads.caffe import blobs
 from mheads.errors import UserError
 from mheads.treenet import TreeNet
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", *blobs.SUFFIXES)
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -37,6 +38,15 @@ def read(path: Path) -> dict[str, Tensor]:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     return by_name(found, str(path))
+
+
+def read_for(net: TreeNet, path: Path) -> dict[str, Tensor]:
+    """The tensors in a file, under the names that they have in the network; those of Caffe find theirs by layer."""
+    if path.suffix not in blobs.SUFFIXES:
+        return read(path)
+    here = {_in_network(name): tuple(tensor.shape) for name, tensor in net.state_dict().items()}
+    names = [name for stage in net.tree.nodes for name in net.names_in(stage)]
+    return blobs.by_name(blobs.read(path), {name: here.get(name) for name in names}, str(path))
 
 
 def by_name(found: Any, where: str) -> dict[str, Tensor]:

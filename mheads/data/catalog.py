@@ -19,6 +19,7 @@ from mheads.data.diabetes import read_diabetes
 from mheads.data.digits import LEVELS, read_digits
 from mheads.data.folder import STATISTICS, folder_image, folder_shape, read_folder
 from mheads.data.images import read_sized
+from mheads.data.listing import hdf5_shape, read_hdf5, read_list
 from mheads.data.npz import npz_shape, read_npz
 from mheads.data.regions import read_voc, region_shape
 from mheads.data.split import Data, Source
@@ -134,6 +135,15 @@ DATASETS = {
             statistics=STATISTICS,
         ),
         Dataset("npz", "your arrays x_train, y_train, x_test, y_test in one .npz file", read_npz, npz_shape),
+        Dataset(
+            "list",
+            "your images, in text files of `name label` lines: path and test_path",
+            read_list,
+            folder_shape,
+            image=folder_image,
+            statistics=STATISTICS,
+        ),
+        Dataset("hdf5", "your HDF5 files, or text files that list some: path and test_path", read_hdf5, hdf5_shape),
     )
 }
 
@@ -143,6 +153,7 @@ def load(
     *,
     root: Path | None = None,
     path: Path | None = None,
+    test_path: Path | None = None,
     validation: int = 0,
     normalize: str = "none",
     scale: float | str = "auto",
@@ -174,6 +185,7 @@ def load(
     keys = {
         "root": None if root is None else Path(root),
         "path": None if path is None else Path(path).expanduser(),
+        "test_path": None if test_path is None else Path(test_path).expanduser(),
         "pad": pad,
         "mirror": mirror,
         "resize": resize,
@@ -220,6 +232,11 @@ def _refuse_useless(entry: Dataset, keys: dict[str, Any]) -> None:
         raise UserError(
             f"data.path is {keys['path']}, but {name!r} is not read from a path; leave it out, or use "
             f"{' or '.join(those('path'))}"
+        )
+    if not entry.takes("test_path") and keys["test_path"] is not None:
+        raise UserError(
+            f"data.test_path is {keys['test_path']}, but {name!r} takes none; leave it out, or use "
+            f"{' or '.join(those('test_path'))}"
         )
     if not entry.takes("root") and keys["root"] is not None:
         raise UserError(f"root is {keys['root']}, but {name!r} has none; it is for {', '.join(those('root'))}")

@@ -14,7 +14,9 @@ from mheads.distributed.placement import Placement
 from mheads.distributed.ranks import RanksEngine
 from mheads.distributed.reading import ReceivedStream, SendingStream, absent_data, facts_of, inputs_needed
 from mheads.distributed.world import World
+from mheads.distributed.written import Written, WrittenEngine
 from mheads.engine.engine import Engine
+from mheads.errors import UserError
 from mheads.experiment import Experiment
 from mheads.planning import recipe
 from mheads.planning.job import BANDWIDTH, Cluster
@@ -57,11 +59,26 @@ class RanksExperiment(Experiment):
         return SendingStream(engine, self.stream(), {rank: needs(rank) for rank in range(1, self.world.size)})
 
 
-def build(config: Config, world: World) -> RanksExperiment:
+@dataclass(frozen=True)
+class WrittenExperiment(Experiment):
+    """Everything that training needs on this rank of a net that says which rank runs what."""
+
+    world: World
+    written: Written
+
+    def engine(self) -> WrittenEngine:
+        config, count = self.config, parts.micro_batches(self.config, self.net)
+        return WrittenEngine(self.net, self.written, count, config.seed, config.optim.accumulate, self.world)
+
+
+def build(config: Config, world: World) -> Experiment:
     """The experiment on this rank. Refuses, on all, if the ranks differ in recipe, code or data."""
     world.compare("recipe", world.facts() | {k: v for k, v in configs.flatten(config).items() if _shared(k)})
     world.watch.timeout = config.timeout
     resolve(config.device)
+    written = getattr(parts.factory(config)(), "written", None) if config.members == 1 else None
+    if isinstance(written, Written):
+        return _as_written(config, world, written)
     placement = place(config, world)
     loss = parts.build_loss(config)
     net = parts.build_net(config, only=placement.owned(world.rank))
@@ -86,6 +103,20 @@ def build(config: Config, world: World) -> RanksExperiment:
     )
 
 
+def _as_written(config: Config, world: World, written: Written) -> WrittenExperiment:
+    if world.size != written.ranks:
+        raise UserError(
+            f"the layers of this net are on ranks 0 to {written.ranks - 1}, and its ranks make no tree: start "
+            f"{written.ranks} processes, not {world.size}, or one, which runs them all"
+        )
+    if resolve(config.device).type != "cpu":
+        raise UserError(f"device = {config.device}: layers that say their ranks run on CPUs: give device=cpu")
+    data = parts.load_data(config)
+    world.compare("data", {"data checksum": data.fingerprint})
+    found = experiments.assemble(config, parts.build_net(config), parts.build_loss(config), data)
+    return WrittenExperiment(config, found.net, found.loss, data, found.prior, world, written)
+
+
 def _shared(key: str) -> bool:
     """Whether a key must be equal on all ranks: a folder may lie elsewhere on another machine."""
     return key not in (
@@ -93,6 +124,7 @@ def _shared(key: str) -> bool:
         "device",
         "data.root",
         "data.path",
+        "data.test_path",
         "sampling.generalist",
         "sampling.path",
         "init",

@@ -25,6 +25,7 @@ from mheads.distributed.watch import PATIENCE, TIMEOUT, RankFailure, Watch, ask
 from mheads.distributed.wire import GONE
 from mheads.engine.threads import own_cores
 from mheads.errors import UserError
+from mheads.plain import short
 
 TIMEOUT_TO_START = 30.0  # at least: some launchers are slow
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
@@ -142,7 +143,7 @@ class World:
                 at = "" if host == socket.gethostname() else f" ({host})"
                 for name, value in facts.items():
                     if theirs.get(name) != value:
-                        values = f"{theirs.get(name)!r} there, {value!r} on rank 0"
+                        values = f"{short(theirs.get(name))} there, {short(value)} on rank 0"
                         lines.append(f"  rank {rank}{at} has another {name}: {values}")
             return lines
 

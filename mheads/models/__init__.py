@@ -52,7 +52,9 @@ INPUT_SHAPES: dict[str, tuple[int, ...]] = {  # where the factory's defaults dec
     "text": (64,),
 }
 
-__all__ = ["INPUT_SHAPES", "MODELS", "import_factory", "resolve"]
+OURS = (*MODELS, "mheads.caffe.network:network")  # whose code is ours: a run folder that names one needs no trust
+
+__all__ = ["INPUT_SHAPES", "MODELS", "OURS", "import_factory", "resolve"]
 
 
 def resolve(name: str) -> Callable[..., nn.Module]:

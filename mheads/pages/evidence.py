@@ -66,7 +66,7 @@ class Evidence:
 
 def network(record: Record, watch: Watcher, trust: bool) -> TreeNet:
     """The tree of a run with fresh weights; refuses code that only the folder names, unless it is trusted."""
-    if record.config.model not in models.MODELS and not trust:
+    if record.config.model not in models.OURS and not trust:
         raise UserError(
             f"the network is code of the run's own, {record.config.model}, and none of it was run: if you trust it, "
             "give --trust"

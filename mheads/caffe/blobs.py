@@ -1,0 +1,245 @@
+"""Weights as Caffe keeps them: for each layer, by its name, a list of blobs. Files are .caffemodel, or HDF5.
+
+A .caffemodel is protobuf's binary form of a net. Of that only the names of layers and their blobs are looked at, field
+by field, since a list of numbers as protobuf's runtime gives it takes ten times the memory of the weights.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mheads import files
+from mheads.errors import UserError
+
+BINARY, HDF5 = (".caffemodel",), (".h5", ".hdf5")
+SUFFIXES = (*BINARY, *HDF5)
+Blobs = dict[str, list[np.ndarray]]
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_TAKEN = nn.Sequential()  # names that a layer cannot have in a module
+
+
+def free_name(name: str, taken: Any = ()) -> str:
+    """A name that a module can have, like this one."""
+    name = name.replace(".", "_") or "layer"
+    while name in taken or hasattr(_TAKEN, name):
+        name += "_"
+    return name
+
+
+def read(path: Path) -> Blobs:
+    """The blobs of each layer that has some."""
+    try:
+        if path.suffix in BINARY:
+            found = _read_binary(memoryview(path.read_bytes()))
+        else:
+            found = _read_hdf5(path)
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path} with weights") from None
+    except (OSError, ValueError, KeyError, struct.error, RuntimeError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as Caffe's weights ({error}): is it whole?") from error
+    if not found:
+        raise UserError(f"{path} holds no weights: give a file that Caffe's solver wrote, not a .solverstate")
+    return found
+
+
+def write(path: Path, network: nn.Module) -> None:
+    """Writes the weights of one network, under the names of its layers."""
+    blobs = of_network(network)
+    if not blobs:
+        raise UserError(f"{path}: a {type(network).__name__} has no layers with weights of its own")
+    content = _hdf5(blobs) if path.suffix in HDF5 else _binary(blobs, types_of(network))
+    files.write_atomically(path, content)
+
+
+def of_network(network: nn.Module) -> Blobs:
+    """The blobs of a network: parameters in their order, or for a normalisation its statistics."""
+    found: Blobs = {}
+    for path, module in network.named_modules():
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        own = [t.detach().cpu().contiguous().numpy() for t in tensors if t is not None]
+        if own:
+            found[str(getattr(module, "caffe_name", "") or path)] = own
+    return found
+
+
+def types_of(network: nn.Module) -> dict[str, str]:
+    names = {
+        "Conv": "Convolution", "ConvTranspose": "Deconvolution", "Linear": "InnerProduct",
+        "TransposedLinear": "InnerProduct", "ScaleBy": "Scale", "BiasBy": "Bias",
+    }  # fmt: skip
+    found = {}
+    for path, module in network.named_modules():
+        kind = type(module).__name__.removesuffix("1d").removesuffix("2d").removesuffix("3d")
+        found[str(getattr(module, "caffe_name", "") or path)] = names.get(kind, kind)
+    return found
+
+
+def by_name(blobs: Blobs, wanted: Mapping[str, tuple[int, ...] | None], where: str) -> dict[str, Tensor]:
+    """Blobs under the names and in the shapes of a network's state; those of other layers under names of their own.
+
+    Older files give every blob four axes: what counts is that there are as many values.
+    """
+    places: dict[str, list[str]] = {}
+    for name in wanted:
+        places.setdefault(name.rpartition(".")[0], []).append(name)
+    found: dict[str, Tensor] = {}
+    for layer, arrays in blobs.items():
+        names = places.get(free_name(layer), [])
+        for i, array in enumerate(arrays):
+            if i >= len(names):
+                found[f"{free_name(layer)}.{i}"] = torch.from_numpy(array)
+                continue
+            shape = wanted[names[i]]
+            if shape is not None and array.size != int(np.prod(shape, dtype=np.int64)):
+                raise UserError(
+                    f"{where} does not fit: blob {i} of layer {layer!r} is {list(array.shape)} there, {list(shape)} "
+                    f"here; init_map={{{free_name(layer)}: null}} leaves the layer out"
+                )
+            found[names[i]] = torch.from_numpy(array if shape is None else array.reshape(shape))
+    return found
+
+
+# The binary form.
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int, Any]]:
+    """The fields of a message: number, wire type, and the value or the bytes of it."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, kind = key >> 3, key & 7
+        if kind == _VARINT:
+            value, at = _varint(data, at)
+            yield number, kind, value
+            continue
+        if kind == _BYTES:
+            size, at = _varint(data, at)
+        elif kind in (_FIXED32, _FIXED64):
+            size = 4 if kind == _FIXED32 else 8
+        else:
+            raise ValueError(f"a field of wire type {kind} at byte {at}")
+        if number == 0 or at + size > len(data):
+            raise ValueError(f"a field that ends beyond the file, at byte {at}")
+        yield number, kind, data[at : at + size]
+        at += size
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        if at >= len(data) or shift > 63:
+            raise ValueError(f"a number that does not end, at byte {at}")
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
+
+
+def _read_binary(data: memoryview) -> Blobs:
+    found: Blobs = {}
+    for number, kind, layer in _fields(data):
+        if number not in (2, 100) or kind != _BYTES:  # `layers` and `layer`
+            continue
+        name_field, blobs_field = (1, 7) if number == 100 else (4, 6)
+        name, blobs = "", []
+        for inner, form, value in _fields(layer):
+            if inner == name_field and form == _BYTES:
+                name = bytes(value).decode("utf-8", "replace")
+            elif inner == blobs_field and form == _BYTES:
+                blobs.append(_read_blob(value))
+        if blobs:
+            found[name] = blobs
+    return found
+
+
+def _read_blob(data: memoryview) -> np.ndarray:
+    sides, parts = {1: 0, 2: 0, 3: 0, 4: 0}, []
+    shape: list[int] | None = None
+    for number, kind, value in _fields(data):
+        if number in sides and kind == _VARINT:
+            sides[number] = value
+        elif number == 7 and kind == _BYTES:
+            shape = []
+            for _, form, dim in _fields(value):
+                shape += [dim] if form == _VARINT else _packed(dim)
+        elif number in (5, 8) and kind in (_BYTES, _FIXED32, _FIXED64):
+            parts.append(np.frombuffer(value, "<f4" if number == 5 else "<f8"))
+    values = np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
+    sizes = list(sides.values()) if shape is None else shape
+    return values.reshape(sizes)
+
+
+def _packed(data: memoryview) -> list[int]:
+    found, at = [], 0
+    while at < len(data):
+        value, at = _varint(data, at)
+        found.append(value)
+    return found
+
+
+def _encoded(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _encoded(number << 3 | _BYTES) + _encoded(len(content)) + content
+
+
+def _binary(blobs: Blobs, types: Mapping[str, str]) -> bytes:
+    out = []
+    for name, arrays in blobs.items():
+        parts = [_field(1, name.encode()), _field(2, types.get(name, "").encode())]
+        for array in arrays:
+            shape = _field(1, b"".join(map(_encoded, array.shape)))
+            parts.append(_field(7, _field(5, np.ascontiguousarray(array, "<f4").tobytes()) + _field(7, shape)))
+        out.append(_field(100, b"".join(parts)))
+    return b"".join(out)
+
+
+# HDF5: data / layer / number of the blob.
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError as error:
+        raise UserError("HDF5 files are read with h5py, which is not installed: pip install 'mheads[caffe]'") from error
+    return h5py
+
+
+def _read_hdf5(path: Path) -> Blobs:
+    h5py = _h5py()
+    found: dict[str, dict[int, np.ndarray]] = {}
+    with h5py.File(path, "r") as file:
+        if "data" not in file:
+            raise ValueError("it has no group `data`")
+
+        def visit(name: str, thing: Any) -> None:
+            layer, _, number = name.rpartition("/")
+            if isinstance(thing, h5py.Dataset) and number.isdecimal():
+                found.setdefault(layer, {})[int(number)] = np.asarray(thing, np.float32)
+
+        file["data"].visititems(visit)
+    return {layer: [blobs[i] for i in sorted(blobs)] for layer, blobs in found.items()}
+
+
+def _hdf5(blobs: Blobs) -> bytes:
+    buffer = io.BytesIO()
+    with _h5py().File(buffer, "w") as file:
+        for name, arrays in blobs.items():
+            for i, array in enumerate(arrays):
+                file[f"data/{name}/{i}"] = np.ascontiguousarray(array, np.float32)
+    return buffer.getvalue()

@@ -1,0 +1,175 @@
+"""A net and a solver as a config: what `mheads convert` writes, and `mheads train NET.prototxt` trains.
+
+The text of the net is in the config, so that a run folder needs no other file and a changed net is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mheads import config as configs
+from mheads import files
+from mheads.caffe import objective, solver
+from mheads.caffe.graph import TEST, TRAIN
+from mheads.caffe.layers.made import Shape
+from mheads.caffe.plan import Plan
+from mheads.caffe.sources import REQUEST, data_layer, data_of, fit_data, shape_of, unread
+from mheads.caffe.text import Solver, read_net, read_solver
+from mheads.caffe.trees import plan_of
+from mheads.config import Config
+from mheads.errors import UserError
+
+MODEL = "mheads.caffe.network:network"
+
+
+@dataclass
+class Converted:
+    """A config as plain data, and what there is to say about it."""
+
+    tree: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    asks: str | None = None  # for data, where the net's own cannot be read
+
+
+def load(net: Path, solver_file: Path | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """The config that a net is trained by, and notes on it; asks for data where the net's cannot be read."""
+    found = convert(net, solver_file, overrides)
+    config = configs.from_tree(found.tree, str(net))
+    if found.asks is not None:
+        raise UserError(found.asks)
+    return config, found.notes
+
+
+def convert(net_file: str | Path, solver_file: str | Path | None = None, overrides: Sequence[str] = ()) -> Converted:
+    """The config of a net and a solver, with config keys changed as `key=value` says."""
+    net = read_net(net_file)
+    found = Converted({"model": MODEL, "model_args": {"net": net.text}})
+    tree, notes = found.tree, found.notes
+    given = None if solver_file is None else read_solver(solver_file)
+    state = {} if given is None else _state(given)
+    tree["model_args"] |= state
+    plan = plan_of(net, **state)
+    tree["members"], tree["split"] = plan.members, plan.split
+    layer = data_layer(net, TRAIN)
+    tree["data"], batch = data_of(layer, data_layer(net, TEST), plan, notes)
+    said = dict(tree["data"])
+    tree["optim"] = {"batch_size": batch} if batch else {}
+    if given is not None:
+        tree["optim"] |= solver.optim_of(given)
+        tree["log"] = solver.log_of(given)
+        if (seed := solver.seed_of(given)) is not None:
+            tree["seed"] = seed
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        short = key in ("data", "loss", "optim.schedule") and not value.lstrip().startswith("{")
+        configs.override(tree, f"{key}.name={value}" if equals and short else override)
+    configs.validate(tree, str(net_file))  # refuses what is no section, before it is looked into
+    given_keys = {override.partition("=")[0] for override in overrides}
+    fit_data(tree["data"], said, given_keys, notes)
+    data = tree["data"]
+    shape = shape_of(tree, layer)
+    if data.get("name") is None:
+        found.asks = f"{net.file}: {REQUEST}" if layer is None else str(layer.refuse(unread(layer)))
+    if shape is None and found.asks is None:
+        found.asks = f"{net.file}: the shape of an example is not known: give it, such as model_args.shape=[3,32,32]"
+    if shape is not None:
+        tree["model_args"]["shape"] = list(shape)
+        _add_losses(tree, plan, shape)
+    _note_tree(plan, notes)
+    return found
+
+
+def _state(given: Solver) -> dict[str, Any]:
+    """The stages and the level that a solver trains in."""
+    state = given.message.train_state
+    found = {"stages": list(state.stage), "level": state.level}
+    return {key: value for key, value in found.items() if value}
+
+
+def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape) -> None:
+    built, outputs = plan.build(shape)
+    shapes = [built.shapes[blob] for blob in outputs]
+    terms = plan.described(shapes)
+    if "loss" in tree:
+        return  # said by the user
+    if not terms:
+        return  # a net without a loss: what the data are decides
+    batch = tree["optim"].get("batch_size", Config().optim.batch_size)
+    own: dict[str, Any] = {"terms": terms}
+    if any(term.get("normalization") == 3 for term in terms):
+        own["batch"] = batch
+    plain = objective.is_plain(terms, len(shapes[0]))
+    of = {} if plain else {"of": {"name": "mheads.caffe.objective:of_example", **own}}
+    whole = objective.needs_whole_batch(terms)
+    if whole:
+        tree.setdefault("engine", {})["micro_batches"] = 1
+    if plan.combine == "probabilities":
+        tree["loss"] = {"name": "prob_averaged", "stable": False, "scale_rate": False}
+    elif plan.combine == "mean" and not whole:
+        tree["loss"] = {"name": "score_averaged", "scale_rate": False, **of}
+    elif plan.combine is not None:
+        count = plan.members
+        coefficients = [1 / count] * count if plan.combine == "mean" else list(plan.combine)
+        arguments = {"coefficients": coefficients, **own}
+        tree["loss"] = {"name": "mheads.caffe.objective:combined", "args": arguments, "scale_rate": False}
+    elif whole:
+        tree["loss"] = {"name": "mheads.caffe.objective:whole", "args": own}
+    else:
+        tree["loss"] = {"name": "independent", **of}
+
+
+def _note_tree(plan: Plan, notes: list[str]) -> None:
+    ranks = len(plan.graph.ranks)
+    if ranks == 1:
+        return
+    if plan.members > 1:
+        where = "with nothing in common" if plan.split is None else f"that share a tree: {plan.split}"
+        notes.append(f"its {ranks} ranks are {plan.members} members {where}; any number of processes may train them")
+    else:
+        notes.append(
+            f"its {ranks} ranks make no tree: the layers run as they are written, on {ranks} processes or all on one"
+        )
+
+
+# As a recipe.
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(found: Converted, name: str) -> str:
+    """A recipe: notes as comments, then the keys, the net as text that can be read and changed."""
+    tree = {key: value for key, value in found.tree.items() if value not in ({}, None)}
+    arguments = tree.pop("model_args")
+    text = "\n".join(line.expandtabs(2).rstrip() for line in arguments["net"].splitlines()).rstrip() + "\n"
+    tree = {**tree, "model_args": {**{k: v for k, v in arguments.items() if k != "net"}, "net": text}}
+    asked = [f"to do: {found.asks}"] if found.asks else []
+    comments = "".join(f"# {line}\n" for line in (f"Made of {name}.", *found.notes, *asked))
+    return comments + yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+
+
+def convert_files(net: Path, more: Sequence[str], output: Path | None) -> str | None:
+    """The recipe of a net, its solver and overrides: as text, or written to a file."""
+    files_of = [given for given in more if "=" not in given]
+    if len(files_of) > 1:
+        raise UserError(f"{', '.join(files_of)}: give one solver, and config keys as key=value")
+    found = convert(net, files_of[0] if files_of else None, [given for given in more if "=" in given])
+    text = to_yaml(found, " and ".join(Path(str(name)).name for name in (net, *files_of)))
+    configs.from_tree(found.tree, str(net))  # refused before anything is written
+    if output is None:
+        return text
+    files.write_atomically(output, text.encode())
+    return None

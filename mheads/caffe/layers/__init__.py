@@ -1,0 +1,93 @@
+"""Caffe's layers as modules, by type: what each is made of, and how many bottoms and tops it takes.
+
+A maker is given the layer and the shapes of its bottoms, and gives a module, or several that run one after the other.
+Modules are made on the meta device, where weights have shapes and no values; `Made.fillers` says how to fill them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from mheads.caffe.graph import BROADCAST, GATHER, is_data
+from mheads.caffe.layers import losses, mixing, plain, pooling, weighted
+from mheads.caffe.layers.made import Made, Shape
+from mheads.caffe.text import Layer
+
+MANY = 1_000_000
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of layer: its maker, and the least and most bottoms and tops."""
+
+    make: Callable[[Layer, list[Shape]], Made]
+    bottoms: tuple[int, int] = (1, 1)
+    tops: tuple[int, int] = (1, 1)
+
+
+KINDS: dict[str, Kind] = {
+    "Convolution": Kind(weighted.convolution),
+    "Deconvolution": Kind(weighted.deconvolution),
+    "InnerProduct": Kind(weighted.inner_product),
+    "PReLU": Kind(weighted.prelu),
+    "BatchNorm": Kind(weighted.batch_norm),
+    "Scale": Kind(weighted.scale, (1, 2)),
+    "Bias": Kind(weighted.bias, (1, 2)),
+    "Pooling": Kind(pooling.pooling),
+    "LRN": Kind(pooling.lrn),
+    "ReLU": Kind(plain.relu),
+    "ELU": Kind(plain.elu),
+    "Sigmoid": Kind(plain.sigmoid),
+    "TanH": Kind(plain.tanh),
+    "AbsVal": Kind(plain.absolute),
+    "BNLL": Kind(plain.bnll),
+    "Power": Kind(plain.power),
+    "Exp": Kind(plain.exponential),
+    "Log": Kind(plain.logarithm),
+    "Dropout": Kind(plain.dropout),
+    "Softmax": Kind(plain.softmax),
+    "Flatten": Kind(mixing.flatten),
+    "Reshape": Kind(mixing.reshape),
+    "ArgMax": Kind(mixing.argmax),
+    "Eltwise": Kind(mixing.eltwise, (2, MANY)),
+    "Concat": Kind(mixing.concat, (1, MANY)),
+    "Slice": Kind(mixing.slices, tops=(1, MANY)),
+    "Crop": Kind(mixing.crop, (2, 2)),
+    "SoftmaxWithLoss": Kind(losses.softmax_with_loss, (2, 2), (0, 2)),
+    "MultinomialLogisticLoss": Kind(losses.multinomial_logistic_loss, (2, 2), (0, 1)),
+    "EuclideanLoss": Kind(losses.euclidean_loss, (2, 2), (0, 1)),
+    "SigmoidCrossEntropyLoss": Kind(losses.sigmoid_cross_entropy_loss, (2, 2), (0, 1)),
+    "HingeLoss": Kind(losses.hinge_loss, (2, 2), (0, 1)),
+    "Accuracy": Kind(losses.accuracy, (2, 2), (1, 2)),
+}
+ALIASES = ("Split",)  # each top is the bottom
+BETWEEN_RANKS = (BROADCAST, GATHER)
+NOTHING = ("Silence",)
+LOSSES = ("SoftmaxWithLoss", "MultinomialLogisticLoss", "EuclideanLoss", "SigmoidCrossEntropyLoss", "HingeLoss")
+
+
+def kind_of(layer: Layer) -> Kind | None:
+    """What a layer is, if it computes anything; refuses one that is not known here."""
+    if layer.type in (*ALIASES, *NOTHING, *BETWEEN_RANKS) or is_data(layer):
+        return None
+    kind = KINDS.get(layer.type)
+    if kind is None:
+        near = get_close_matches(layer.type, [*KINDS, *ALIASES, *NOTHING, *BETWEEN_RANKS], 1)
+        raise layer.refuse(
+            f"there is no layer of type {layer.type!r} here"
+            + (f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(KINDS)}")
+        )
+    return kind
+
+
+def make(layer: Layer, shapes: list[Shape]) -> Made:
+    """The modules of a layer whose bottoms have these shapes."""
+    kind = kind_of(layer)
+    assert kind is not None, f"{layer} computes nothing"
+    for what, count, (low, high) in (("bottoms", len(shapes), kind.bottoms), ("tops", len(layer.tops), kind.tops)):
+        if not low <= count <= high:
+            wanted = str(low) if low == high else f"at least {low}" if high == MANY else f"{low} to {high}"
+            raise layer.refuse(f"it has {count} {what}: a {layer.type} takes {wanted}")
+    return kind.make(layer, shapes)

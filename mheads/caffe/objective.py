@@ -1,0 +1,96 @@
+"""The losses of a net as losses of mheads: sums of terms, each of one example, so that batches may be cut.
+
+A term is plain data: {type, weight, inputs: [0, label], ...}; a number among the inputs is an output of the network.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mheads import values
+from mheads.caffe.layers.losses import BATCH_SIZE, FULL, NONE, VALID, places_and_sums
+from mheads.caffe.plan import LABEL
+from mheads.errors import UserError
+from mheads.losses import Loss
+from mheads.losses.loss import LossValue
+from mheads.values import Value
+
+Terms = list[dict[str, Any]]
+
+
+def is_plain(terms: Terms, dims: int) -> bool:
+    """Whether this is the cross-entropy of one score per class, which is what mheads takes without a word."""
+    if len(terms) != 1 or dims != 2:
+        return False
+    (term,) = terms
+    kind = (term["type"], term["weight"], term["inputs"], term.get("axis"), term.get("ignore"))
+    return kind == ("SoftmaxWithLoss", 1, [0, LABEL], 1, None) and term["normalization"] != NONE
+
+
+def needs_whole_batch(terms: Terms) -> bool:
+    """Whether a loss is divided by how many labels of the batch count."""
+    return any(term.get("normalization") == VALID and term.get("ignore") is not None for term in terms)
+
+
+def of_example(outputs: Value, y: Value, terms: Terms, batch: int = 1) -> Tensor:
+    """The losses [M, B] of the members on each example; their mean over a batch is Caffe's loss."""
+    return sum(_term(term, outputs, y, batch) for term in terms)  # type: ignore[return-value]
+
+
+def whole(terms: Terms, batch: int = 1) -> Loss:
+    """Each member by itself, with terms that are divided by how many labels of the batch count."""
+    return Loss("whole", partial(_independent, terms=terms, batch=batch), separable=True, whole_batch=True)
+
+
+def combined(coefficients: list[float], terms: Terms, batch: int = 1) -> Loss:
+    """The loss of the sum of the members' outputs, each times its coefficient."""
+    function = partial(_combined, coefficients=coefficients, terms=terms, batch=batch)
+    return Loss("combined", function, averaged=True, whole_batch=needs_whole_batch(terms), check_members=partial(
+        _check_members, count=len(coefficients)
+    ))  # fmt: skip
+
+
+def _check_members(members: int, count: int) -> None:
+    if members != count:
+        raise UserError(f"the loss has {count} coefficients for {members} members: give one each")
+
+
+def _independent(outputs: Value, y: Value, terms: Terms, batch: int) -> Tensor:
+    return of_example(outputs, y, terms, batch)
+
+
+def _combined(outputs: Value, y: Value, coefficients: list[float], terms: Terms, batch: int) -> LossValue:
+    def total(t: Tensor) -> Tensor:
+        weights = t.new_tensor(coefficients).view(-1, *(1,) * (t.dim() - 1))
+        return (t * weights).sum(0, keepdim=True)
+
+    loss = of_example(values.map_leaves(total, outputs), y, terms, batch).sum()
+    with torch.no_grad():
+        losses = of_example(outputs, y, terms, batch)
+    return LossValue(loss, torch.ones_like(losses), losses)
+
+
+def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
+    found = values.leaves(outputs)
+    members, rows = found[0].shape[:2]
+    label = values.leaves(y)[0]
+    inputs = [
+        label.repeat(members, *(1,) * (label.dim() - 1)) if i == LABEL else found[i].flatten(0, 1)
+        for i in term["inputs"]
+    ]
+    if inputs[0].shape[1:] != inputs[1].shape[1:] and term["type"] == "EuclideanLoss":
+        inputs = [t.flatten(1) for t in inputs]
+    sums, counts, places = places_and_sums(term, inputs)
+    mode = term.get("normalization", BATCH_SIZE)
+    losses = sums.view(members, rows)
+    if mode == VALID and term.get("ignore") is not None:
+        losses = losses * (rows / counts.view(members, rows).sum(1, keepdim=True).clamp_min(1))
+    elif mode in (FULL, VALID):
+        losses = losses / places
+    elif mode == NONE:
+        losses = losses * batch
+    return losses if term["weight"] == 1 else losses * term["weight"]

@@ -1,0 +1,154 @@
+"""Where the examples of a net come from: its data layers as the `data` of a config, and the shape of an example."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mheads.caffe.graph import State, is_data, ranks_of, world_of
+from mheads.caffe.layers.made import Shape
+from mheads.caffe.network import checked_shape
+from mheads.caffe.plan import Plan
+from mheads.caffe.text import Layer, Net
+from mheads.data import DATASETS
+
+KNOWN = {"cifar100": "cifar100", "cifar-100": "cifar100", "cifar10": "cifar10", "cifar-10": "cifar10"}
+SOURCES = {
+    "Data": "data_param", "ImageData": "image_data_param", "HDF5Data": "hdf5_data_param",
+    "WindowData": "window_data_param",
+}  # fmt: skip
+LISTS = {"ImageData": "list", "HDF5Data": "hdf5"}
+PROBLEMS = {
+    "SoftmaxWithLoss": "auto", "HingeLoss": "classification", "EuclideanLoss": "regression",
+    "SigmoidCrossEntropyLoss": "multilabel",
+}  # fmt: skip
+REQUEST = (
+    "say which data to take: data.name=npz data.path=FILE.npz (x_train, y_train, x_test, y_test), data.name=folder "
+    "data.path=FOLDER (train/CLASS/, val/CLASS/), or another that `mheads data list` shows"
+)
+
+
+def data_layer(net: Net, phase: int) -> Layer | None:
+    world = world_of(net)
+    found = (layer for layer in net.layers if is_data(layer) and ranks_of(layer, State(phase), world))
+    return next(found, None)
+
+
+def data_of(
+    layer: Layer | None, testing: Layer | None, plan: Plan, notes: list[str]
+) -> tuple[dict[str, Any], int | None]:
+    """The `data` section as far as the net says it, and the size of a batch."""
+    if layer is None:
+        return {}, None
+    transform = layer.message.transform_param
+    found: dict[str, Any] = {"scale": transform.scale}
+    source = _source(layer)
+    known = next((name for part, name in KNOWN.items() if part in source.lower()), None)
+    if known:
+        found = {"name": known, **found}
+    elif LISTS.get(layer.type) and Path(source).is_file():
+        found = {"name": LISTS[layer.type], "path": source, **found}
+        if testing is not None and testing is not layer and testing.type == layer.type:
+            found["test_path"] = _source(testing)
+        if layer.type == "ImageData":
+            found |= _resized(layer, notes)
+        elif plan.terms and (problem := PROBLEMS.get(plan.terms[0].step.layer.type)):
+            found["problem"] = problem
+    if transform.mirror:
+        found["mirror"] = True
+    if transform.mean_file or transform.mean_value:
+        found["normalize"] = "mean_image"
+        said = transform.mean_file or ", ".join(f"{value:g}" for value in transform.mean_value)
+        notes.append(f"the mean ({said}) is measured on the training examples instead: data.normalize=mean_image")
+    if transform.crop_size:
+        found["crop"] = transform.crop_size
+    return found, _batch_size(layer) or None
+
+
+def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], notes: list[str]) -> None:
+    """Leaves out what the net said of its own data, where others are taken or nobody asks for it."""
+    entry = DATASETS.get(str(data.get("name")))
+    for key in ("path", "test_path", "root", "resize", "grey", "problem"):
+        if data.get("name") != said.get("name") and key in said and f"data.{key}" not in given:
+            del data[key]
+    if entry is not None and "crop" in said and "data.crop" not in given and not entry.takes("crop"):
+        notes.append(f"crop_size: {said['crop']} is for images in folders and lists: {entry.name} keeps its size")
+        del data["crop"]
+
+
+def _resized(layer: Layer, notes: list[str]) -> dict[str, Any]:
+    """How images of a list are read."""
+    p, found = layer.message.image_data_param, {}
+    if p.root_folder:
+        found["root"] = p.root_folder
+    if not p.is_color:
+        found["grey"] = True
+    if p.new_height and p.new_width:
+        found["resize"] = min(p.new_height, p.new_width)
+        notes.append(
+            f"images are not warped to {p.new_height} x {p.new_width}: their shorter side is resized to "
+            f"{found['resize']} pixels, and the middle is cut out"
+        )
+    return found
+
+
+def _source(layer: Layer) -> str:
+    parameter = SOURCES.get(layer.type)
+    return getattr(layer.message, parameter).source if parameter else ""
+
+
+def _batch_size(layer: Layer) -> int:
+    m = layer.message
+    if layer.type in SOURCES:
+        return getattr(m, SOURCES[layer.type]).batch_size
+    if layer.type == "MemoryData":
+        return m.memory_data_param.batch_size
+    dims = _dims(layer)
+    return max(0, dims[0]) if dims else 0
+
+
+def _dims(layer: Layer) -> list[int]:
+    """The shape of the first top, examples first, where the layer says it."""
+    m = layer.message
+    if layer.type == "Input" and m.input_param.shape:
+        return list(m.input_param.shape[0].dim)
+    if layer.type == "DummyData":
+        p = m.dummy_data_param
+        if p.shape:
+            return list(p.shape[0].dim)
+        sides = [list(getattr(p, key)) for key in ("num", "channels", "height", "width")]
+        return [side[0] for side in sides] if all(sides) else []
+    if layer.type == "MemoryData":
+        p = m.memory_data_param
+        return [p.batch_size, p.channels, p.height, p.width]
+    return []
+
+
+def unread(layer: Layer) -> str:
+    source = _source(layer)
+    if layer.type == "Data":
+        kind = "LMDB" if layer.message.data_param.backend else "LevelDB"
+        return f"it reads the {kind} {source!r}, which is not read here: {REQUEST}"
+    there = "is not here" if layer.type in LISTS else "is not read here"
+    what = f"it reads {source!r}, which {there}" if source else "it says nothing of where examples come from"
+    return f"{what}: {REQUEST}"
+
+
+def shape_of(tree: dict[str, Any], layer: Layer | None) -> Shape | None:
+    """The shape of an example: as it is given, as the data have it, or as the net says."""
+    if (given := tree["model_args"].get("shape")) is not None:
+        return checked_shape(given)
+    data = tree["data"]
+    entry = DATASETS.get(str(data.get("name")))
+    if entry is not None:
+        keys: dict[str, Any] = {"resize": 256, "crop": None, "grey": False, "path": None} | data
+        keys["path"] = None if keys["path"] is None else Path(str(keys["path"])).expanduser()
+        if (found := entry.example_shape(**keys)) is not None:
+            return tuple(found)
+    dims = _dims(layer) if layer is not None else []
+    if len(dims) > 1 and all(0 < size < 2**31 for size in dims):
+        return tuple(dims[1:])
+    if layer is not None and layer.message.transform_param.crop_size:
+        side = layer.message.transform_param.crop_size
+        return (1 if layer.message.transform_param.force_gray else 3, side, side)
+    return None

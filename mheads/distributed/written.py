@@ -1,0 +1,280 @@
+"""The engine of a net that says itself which rank runs which layer, and is no tree: each process runs the layers of
+its rank as they are written, and hands values on through Broadcast and Gather.
+
+Every rank knows the whole net. The lead computes the loss, gets all gradients and so keeps all weights up to date: it
+evaluates and writes checkpoints alone. On the others only the weights of their own layers mean anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mheads.data.batch import Batch
+from mheads.distributed import wire
+from mheads.distributed.layers import Broadcast, Gather
+from mheads.distributed.world import World
+from mheads.dropout import Dropout, keyed_masks, skip_mask
+from mheads.engine.tasks import StepReport, cuts
+from mheads.engine.threads import ThreadsEngine
+from mheads.errors import UserError
+from mheads.losses import Loss
+from mheads.treenet import TreeNet
+from mheads.values import Value
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A module on a rank: it takes values by number and gives some."""
+
+    name: str
+    rank: int
+    bottoms: tuple[int, ...]
+    tops: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A value of the root, given to ranks: `tops` by rank."""
+
+    root: int
+    bottom: int
+    tops: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Values of ranks, in their order, given to the root."""
+
+    root: int
+    bottoms: dict[int, int]
+    tops: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rename:
+    """A value under another number."""
+
+    rank: int
+    bottom: int
+    top: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """The steps of a net over numbered values, on `ranks` ranks; value 0 is the examples, on each rank the same."""
+
+    ranks: int
+    steps: tuple[Call | Spread | Collect | Rename, ...]
+    outputs: tuple[tuple[int, int], ...]  # number and rank
+
+
+class WrittenEngine(ThreadsEngine):
+    """Runs the layers of this rank; `net` holds the whole net as one stage."""
+
+    def __init__(
+        self, net: TreeNet, written: Written, micro_batches: int, seed: int, accumulate: int, world: World
+    ) -> None:
+        super().__init__(net, 1, micro_batches, seed, torch.device("cpu"), accumulate)
+        self.world, self.written, self.lead = world, written, world.lead
+        (self.name,) = net.tree.nodes
+        self.modules_: dict[str, Any] = dict(net.stage(self.name)._modules)
+        self.links: dict[int, nn.Module] = {}
+        for i, step in enumerate(written.steps):
+            if isinstance(step, Spread):
+                self.links[i] = Broadcast(step.root, step.tops)
+            elif isinstance(step, Collect):
+                self.links[i] = Gather(step.root, step.bottoms)
+        self.ends = {i: Gather(0, [rank]) for i, (_, rank) in enumerate(written.outputs) if rank != 0}
+        self.owned = self._owned()
+        # Who waits for another rank looks busy and is innocent: only a rank that gives no sign of life is lost.
+        world.watch.tell(fail=self.workers.fail)
+
+    def _owned(self) -> dict[int, list[Tensor]]:
+        """By rank, the parameters that learn there and the buffers that change there."""
+        found: dict[int, dict[int, Tensor]] = {rank: {} for rank in range(self.world.size)}
+        for step in self.written.steps:
+            if isinstance(step, Call):
+                module = self.modules_[step.name]
+                for tensor in (*(p for p in module.parameters() if p.requires_grad), *module.buffers()):
+                    found[step.rank].setdefault(id(tensor), tensor)
+        return {rank: list(tensors.values()) for rank, tensors in found.items()}
+
+    def close(self) -> None:
+        self.world.watch.tell()
+        super().close()
+
+    def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
+        self.net.train()
+        reports: list[StepReport] = []
+
+        def run() -> None:
+            try:
+                reports.append(self._step(step, batch, loss))
+            except UserError as error:
+                if not isinstance(error.__cause__, wire.PeerError):
+                    raise
+                self._lost(error.__cause__.rank, error)
+
+        self.workers.spawn((0,), run)
+        self.workers.wait()
+        return reports[0]
+
+    def _step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
+        members, rows = 1, batch.num_rows
+        losses = torch.zeros(members, rows, dtype=self.net.dtype)
+        assignment, total = torch.zeros_like(losses), 0.0
+        for parameter in self.net.parameters():
+            parameter.grad = None
+        for i, part in enumerate(cuts(len(batch), self.parts(len(batch)))):
+            key = (self.seed, "dropout", step, i, self.name)
+            found = self._pass(batch.cut(*part), loss, key, rows)
+            if found is not None:
+                total += found.total.item()
+                losses[:, batch.rows(*part)], assignment[:, batch.rows(*part)] = found.losses, found.assignment
+        self._collect_gradients()
+        told = self._decide(total / max(1, rows))
+        return StepReport(told[0].item(), losses, assignment, int(told[1].item()))
+
+    def _decide(self, loss: float) -> Tensor:
+        """The loss and the signal that asks to stop, on all ranks: the lead hears of each signal and decides."""
+        told = torch.tensor([loss, self.asked_to_stop], dtype=torch.float64)
+        others = range(1, self.world.size) if self.lead else [0]
+        for rank in others:
+            theirs = torch.zeros_like(told)
+            with self._with(rank):
+                dist.recv(theirs, rank) if self.lead else dist.send(told, rank)
+            told[1] = max(told[1], theirs[1])
+        for rank in others:
+            with self._with(rank):
+                dist.send(told, rank) if self.lead else dist.recv(told, rank)
+        return told
+
+    @contextmanager
+    def _with(self, rank: int) -> Iterator[None]:
+        """Inside, what goes wrong is the loss of this rank, or of another that made it leave."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._lost(rank, error)
+
+    def _lost(self, rank: int, error: BaseException) -> NoReturn:
+        self.world.watch.report(rank, f"rank {rank} {wire.GONE}")
+        self.world.watch.check()
+        raise error
+
+    def _pass(self, batch: Batch, loss: Loss, key: tuple[int | str, ...], rows: int) -> Any:
+        """Forward and backward of a micro-batch; the lead gets what the loss is."""
+        x = batch.network_inputs(self.net.dtype)
+        with torch.enable_grad(), keyed_masks(key, len(x)):
+            outputs, ends = self._forward(x)
+        roots = [(end, torch.zeros_like(end)) for end in ends if end.requires_grad]
+        value = None
+        if self.lead:
+            with torch.enable_grad():
+                leaves = [output.detach().unsqueeze(0).requires_grad_() for output in outputs]
+                given = leaves[0] if len(leaves) == 1 else tuple(leaves)
+                value = loss(given, batch.targets, batch.prior, batch.ties)
+                scale = torch.full_like(value.total, 1 / max(1, rows))
+                found = torch.autograd.grad(value.total, leaves, scale, allow_unused=True)
+            pairs = zip(outputs, leaves, found, strict=True)
+            roots += [(o, torch.zeros_like(o) if g is None else g[0]) for o, _, g in pairs if o.requires_grad]
+        if roots:
+            tensors, gradients = zip(*roots, strict=True)
+            torch.autograd.backward(tensors, gradients)
+        return value
+
+    def _forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The outputs, on the lead, and what a backward must begin at besides, for the sake of other ranks."""
+        me, values, ends = self.world.rank, {0: x}, []
+        for i, step in enumerate(self.written.steps):
+            if isinstance(step, Call):
+                module = self.modules_[step.name]
+                if step.rank != me:
+                    if isinstance(module, Dropout) and module.p > 0:
+                        skip_mask()  # masks are numbered as in one process
+                    continue
+                found = module(*(values[b] for b in step.bottoms))
+                values |= zip(step.tops, found if isinstance(found, tuple) else (found,), strict=False)
+            elif isinstance(step, Rename):
+                if step.rank == me:
+                    values[step.top] = values[step.bottom]
+            elif isinstance(step, Spread):
+                if me in step.tops:
+                    values[step.tops[me]] = self.links[i](*([values[step.bottom]] if me == step.root else []))
+                    ends.append(values[step.tops[me]])
+            elif me in step.bottoms:
+                found = self.links[i](values[step.bottoms[me]])
+                if me == step.root:
+                    values |= zip(step.tops, found, strict=True)
+                ends += found if me == step.root else [found]
+        outputs = []
+        for i, (number, rank) in enumerate(self.written.outputs):
+            if rank == 0:
+                outputs += [values[number]] if me == 0 else []
+            elif me == 0:
+                outputs += self.ends[i]()
+            elif me == rank:
+                ends.append(self.ends[i](values[number]))
+        return outputs, ends
+
+    def _collect_gradients(self) -> None:
+        """Puts the gradients of this rank into place, and those of the others, with their statistics, on the lead."""
+        for rank in range(1, self.world.size):
+            tensors = self.owned[rank]
+            if not tensors:
+                continue
+            if self.world.rank == rank:
+                with self._with(0):
+                    dist.send(torch.cat([_content(t).reshape(-1) for t in tensors]), 0)
+            elif self.lead:
+                flat = torch.empty(sum(t.numel() for t in tensors), dtype=self.net.dtype)
+                with self._with(rank):
+                    dist.recv(flat, rank)
+                for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                    if tensor.requires_grad:
+                        tensor.grad = torch.empty_like(tensor).copy_(part.view(tensor.shape))
+                    else:
+                        tensor.copy_(part.view(tensor.shape))
+        for kept, parameter in zip(self.gradients[self.name], self.stages[self.name].parameters, strict=True):
+            kept.zero_() if parameter.grad is None else kept.copy_(parameter.grad)
+
+    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
+        """The lead has all weights, and evaluates by itself."""
+        if self.lead:
+            yield from super().outputs(readers)
+
+    def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
+        kept: list[T] = []
+
+        def plain() -> Any:
+            found, own = decide()
+            kept.append(own)
+            return found
+
+        return self.world.share("decision", plain), kept[0] if kept else None
+
+    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return tensors if self.lead else {}
+
+    def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        own = {name: t for name, t in tensors.items() if not name.startswith("progress/")}
+        held: list[Any] = [own]
+        with self._with(0 if not self.lead else 1):
+            dist.broadcast_object_list(held, 0)
+        return tensors if self.lead else held[0]
+
+
+def _content(tensor: Tensor) -> Tensor:
+    """The gradient of a parameter, or a buffer itself."""
+    if not tensor.requires_grad:
+        return tensor
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

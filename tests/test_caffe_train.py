@@ -1,0 +1,547 @@
+# ruff: noqa: E501
+"""Nets and solvers through the commands: recipes, runs, the update of each solver, and equal bits."""
+
+import json
+import math
+from pathlib import Path
+
+import caffe_nets as nets
+import numpy as np
+import pytest
+import torch
+import yaml
+from caffe_nets import conv, data, ip, layer, relu
+from commands import log_lines
+from safetensors.torch import load_file
+from torch import nn
+
+from mheads import TreeNet
+from mheads.caffe import blobs
+from mheads.caffe.convert import convert, load
+from mheads.caffe.network import Blobs
+from mheads.caffe.solver import log_of, optim_of, seed_of
+from mheads.caffe.text import Solver, parse
+from mheads.config import Config, OptimOptions
+from mheads.errors import UserError
+from mheads.experiment import build
+from mheads.optim import Optimizer, Schedule
+from mheads.parts import build_net
+
+SOLVER = (
+    'base_lr: 0.02 momentum: 0.9 weight_decay: 0.01 lr_policy: "step" gamma: 0.5 stepsize: 3 max_iter: 6 display: 1\n'
+)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder with a solver, data for classes, pixels, numbers and labels, and a function that writes nets."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    images, rows = rng.integers(0, 256, (60, 3, 16, 16)).astype("uint8"), rng.normal(size=(60, 6)).astype("float32")
+    pixels = rng.integers(0, 4, (60, 16, 16))
+    pixels[rng.random(pixels.shape) < 0.3] = 255
+    targets = {"classes": (images, np.arange(60) % 5), "pixels": (images, pixels), "numbers": (rows, rows[:, :2].copy()),
+               "labels": (rows, rows[:, :3] > 0)}  # fmt: skip
+    for name, (x, y) in targets.items():
+        np.savez(f"{name}.npz", x_train=x[:40], y_train=y[:40], x_test=x[40:], y_test=y[40:])
+    (tmp_path / "solver.prototxt").write_text(SOLVER)
+
+    def write(text, name="net.prototxt"):
+        (tmp_path / name).write_text(text)
+        return name
+
+    write.path = tmp_path
+    return write
+
+
+def auxiliary():
+    """Two losses of different weights, at different depths."""
+    return (
+        data(batch=10) + conv("c1", "data", 4, 3, 0.1, pad=1) + relu("r1", "c1") + ip("aux", "c1", 5)
+        + layer("l1", "SoftmaxWithLoss", ["aux", "label"], None, "loss_weight: 0.3")
+        + conv("c2", "c1", 4, 3, 0.1) + ip("main", "c2", 5) + layer("l2", "SoftmaxWithLoss", ["main", "label"])
+    )  # fmt: skip
+
+
+NETS = {
+    "two losses": (auxiliary(), "classes"),
+    "hinge": (data(batch=10) + ip("i", "data", 5) + layer("l", "HingeLoss", ["i", "label"], None, "hinge_loss_param { norm: L2 }"), "classes"),
+    "pixels that do not count": (
+        data(batch=10) + conv("c", "data", 4, 3, 0.1, pad=1) + relu("r", "c") + conv("s", "c", 4, 1, 0.1)
+        + layer("l", "SoftmaxWithLoss", ["s", "label"], None, "loss_param { ignore_label: 255 }"), "pixels"),
+    "pixels, by examples": (
+        data(batch=10) + conv("s", "data", 4, 3, 0.1, pad=1)
+        + layer("l", "SoftmaxWithLoss", ["s", "label"], None, "loss_param { ignore_label: 255 normalize: false }"), "pixels"),
+    "a sum that is not divided": (
+        data(batch=10) + ip("i", "data", 5) + layer("l", "SoftmaxWithLoss", ["i", "label"], None, "loss_param { normalization: NONE }"), "classes"),
+    "numbers": (data(batch=10) + ip("i", "data", 8, 0.5) + layer("t", "TanH", "i") + ip("j", "t", 2, 0.5) + layer("l", "EuclideanLoss", ["j", "label"]), "numbers"),
+    "labels": (data(batch=10) + ip("i", "data", 3, 0.5) + layer("l", "SigmoidCrossEntropyLoss", ["i", "label"], None, "loss_weight: 2"), "labels"),
+    "shared weights": (
+        data(batch=10) + ip("i", "data", 6, 0.5, how="param { name: 'w' }") + relu("r", "i")
+        + ip("j", "i", 6, 0.5, how="param { name: 'w' }") + ip("k", "j", 2, 0.5) + layer("l", "EuclideanLoss", ["k", "label"]), "numbers"),
+    "normalised": (
+        data(batch=10) + conv("c", "data", 4, 3, 0.1) + layer("n", "BatchNorm", "c") + layer("s", "Scale", "n", None, "scale_param { bias_term: true }")
+        + layer("e", "Eltwise", ["s", "c"]) + ip("i", "e", 5) + layer("l", "SoftmaxWithLoss", ["i", "label"]), "classes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_training_is_caffes_loss_and_update_on_the_same_batches(name, files, mheads):
+    """Against the net run layer by layer as it is written, and Caffe's update in numpy."""
+    text, examples = NETS[name]
+    overrides = ["data.name=npz", f"data.path={examples}.npz", "log.every=1"]
+    overrides += ["data.scale=0.004"] if examples in ("classes", "pixels") else []
+    done = mheads("train", files(text), "--solver", "solver.prototxt", *overrides, "--folder", "run")
+    assert done.code == 0, done.err
+    config, _ = load(files.path / "net.prototxt", files.path / "solver.prototxt", overrides)
+    experiment = build(config)
+    batches = experiment.stream()
+    first = batches.batch(0)
+    x = first.network_inputs(torch.float32)
+    net = Blobs(text, {"data": x.shape, "label": first.targets.shape}).train()
+    state = {key.removeprefix("stages.trunk."): value for key, value in experiment.net.state_dict().items()}
+    net.load_state_dict(state)
+    multipliers = {
+        id(p): m.multipliers[key]
+        for m in net.modules()
+        if hasattr(m, "multipliers")
+        for key, p in m.named_parameters(recurse=False)
+    }
+    momentum = [torch.zeros_like(p) for p in net.parameters()]
+    losses = []
+    for step in range(6):
+        batch = batches.batch(step)
+        net.zero_grad()
+        net(data=batch.network_inputs(torch.float32), label=batch.targets.where(batch.targets != -100, 255))
+        net.loss.backward()
+        losses.append(net.loss.item())
+        rate = 0.02 * 0.5 ** (step // 3)
+        with torch.no_grad():
+            for parameter, v in zip(net.parameters(), momentum, strict=True):
+                lr, decay = multipliers[id(parameter)]
+                v.mul_(0.9).add_(parameter.grad + 0.01 * decay * parameter, alpha=rate * lr)
+                parameter.sub_(v)
+    batches.close()
+    said = [json.loads(line) for line in (files.path / "run/metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose([line["loss"] for line in said if "loss" in line], losses, rtol=2e-4)
+    found = load_file(files.path / "run/model.safetensors")
+    for key, value in net.state_dict().items():
+        torch.testing.assert_close(found[f"stages.trunk.{key}"], value, rtol=2e-3, atol=2e-5)
+
+
+def test_cifar10_quick_trains_to_the_bits_of_our_own_recipe(files, mheads):
+    rng = np.random.default_rng(1)
+    x, y = rng.integers(0, 256, (60, 3, 32, 32)).astype("uint8"), np.arange(60) % 10
+    np.savez("images.npz", x_train=x[:40], y_train=y[:40], x_test=x[40:], y_test=y[40:])
+    files(nets.QUICK_SOLVER.replace("stepvalue: 4000", "stepvalue: 3"), "quick_solver.prototxt")
+    common = ["data.name=npz", "data.path=images.npz", "data.normalize=mean_image", "data.scale=1", "optim.batch_size=20",
+              "optim.iterations=5", "log.every=1"]  # fmt: skip
+    done = mheads(
+        "train", files(nets.cifar10_quick()), "--solver", "quick_solver.prototxt", *common, "--folder", "theirs"
+    )
+    assert done.code == 0, done.err
+    ours = ["members=1", "optim.schedule.at=[3]"]
+    assert mheads("train", "cifar10_quick", *ours, *common, "--folder", "ours").code == 0
+    theirs, own = (load_file(files.path / run / "model.safetensors") for run in ("theirs", "ours"))
+    assert theirs.keys() == own.keys()
+    assert all(torch.equal(theirs[key], own[key]) for key in own)
+    assert log_lines(files.path / "theirs") == log_lines(files.path / "ours")
+
+
+def test_a_recipe_of_a_net_trains_as_the_net_itself(files, mheads):
+    files(nets.toy())
+    keys = ["data=digits", "data.scale=0.0625", "data.limit=60"]
+    done = mheads("convert", "net.prototxt", "solver.prototxt", *keys, "-o", "mine.yaml")
+    assert (done.code, done.out) == (0, "")
+    text = (files.path / "mine.yaml").read_text()
+    assert text.startswith("# Made of net.prototxt and solver.prototxt.\n# its 3 ranks are 3 members that share a tree")
+    recipe = yaml.safe_load(text)
+    assert (recipe["members"], recipe["split"], recipe["loss"]) == (
+        3,
+        {"conv2": 3},
+        {"name": "score_averaged", "scale_rate": False},
+    )
+    assert recipe["optim"]["schedule"] == {"name": "step", "every": 3, "gamma": 0.5}
+    assert mheads("train", "mine.yaml", "--folder", "a").code == 0
+    assert mheads("train", "net.prototxt", "--solver", "solver.prototxt", *keys, "--folder", "b").code == 0
+    assert (files.path / "a/model.safetensors").read_bytes() == (files.path / "b/model.safetensors").read_bytes()
+    printed = mheads("convert", "net.prototxt", "solver.prototxt", *keys)
+    assert printed.out.rstrip() == text.rstrip()
+
+
+def test_the_example_of_the_docs_trains(files, mheads):
+    examples = Path(__file__).parents[1] / "examples"
+    done = mheads("train", examples / "toy.prototxt", "--solver", examples / "toy_solver.prototxt", "data=digits",
+                  "data.limit=100", "optim.iterations=20", "--folder", "run")  # fmt: skip
+    assert done.code == 0, done.err
+    assert "its 3 ranks are 3 members that share a tree: {'conv1': 3}" in done.out
+
+
+def test_members_of_a_net_start_apart_though_the_solver_has_a_seed(files):
+    files(nets.toy())
+    files(SOLVER + "random_seed: 7", "seeded.prototxt")
+    config, notes = load(files.path / "net.prototxt", files.path / "seeded.prototxt", ["data=digits", "data.limit=40"])
+    assert config.seed == 7 and "3 members" in notes[0]
+    net = build(config).net
+    assert not torch.equal(net.stage("conv2/0").conv3.weight, net.stage("conv2/1").conv3.weight)
+
+
+def test_a_net_may_be_trained_as_another_ensemble(files, mheads):
+    files(nets.lenet().replace("kernel_size: 5", "kernel_size: 3 pad: 1"))
+    done = mheads("train", "net.prototxt", "--solver", "solver.prototxt", "data=digits", "data.limit=60", "members=2",
+                  "split=conv1", "loss=mcl", "--folder", "run")  # fmt: skip
+    assert done.code == 0, done.err
+    assert json.loads((files.path / "run/result.json").read_text())["parameters"] > 0
+    assert mheads("eval", "run").code == 0  # without --trust: the code is ours
+
+
+def test_a_changed_net_is_noticed_on_resume(files, mheads):
+    command = [
+        "train",
+        files(nets.toy()),
+        "--solver",
+        "solver.prototxt",
+        "data=digits",
+        "data.limit=60",
+        "--folder",
+        "run",
+    ]
+    assert mheads(*command).code == 0
+    files(nets.toy().replace("std: 0.1", "std: 0.2"))
+    done = mheads(*command)
+    assert done.code == 2
+    assert "holds a run of another config" in done.err and "std: 0.2" in done.err
+    assert len(done.err) < 3000
+
+
+def test_weights_of_caffe_start_a_run_and_a_run_gives_them_back(files, mheads):
+    files(nets.lenet().replace("kernel_size: 5", "kernel_size: 3 pad: 1"))
+    command = ["train", "net.prototxt", "--solver", "solver.prototxt", "data=digits", "data.limit=60"]
+    assert mheads(*command, "--folder", "a").code == 0
+    for suffix in (".caffemodel", ".h5"):
+        assert mheads("export", "a", "-o", f"a{suffix}").code == 0
+        done = mheads(*command, f"init=a{suffix}", "--folder", f"from{suffix}")
+        assert done.code == 0, done.err
+        assert "found              8" in done.out
+    trained = load_file(files.path / "a/model.safetensors")
+    for name, arrays in blobs.read(files.path / "a.caffemodel").items():
+        np.testing.assert_array_equal(arrays[0], trained[f"stages.trunk.{name}.weight"].numpy())
+    both = [(files.path / f"from{suffix}/model.safetensors").read_bytes() for suffix in (".caffemodel", ".h5")]
+    assert both[0] == both[1]
+    done = mheads(*command, "init=a.caffemodel", "members=2", "--folder", "two")
+    assert done.code == 2 and "identical" in done.err
+    assert mheads(*command, "members=2", "--folder", "pair").code == 0
+    done = mheads("export", "pair", "-o", "pair.caffemodel")
+    assert done.code == 2 and "--what member:0" in done.err
+    assert mheads("export", "pair", "-o", "pair.caffemodel", "--what", "member:1").code == 0
+
+
+@pytest.mark.parametrize(
+    ("net", "arguments", "part"),
+    [
+        (nets.lenet(), [], "line 1, column 1: layer 'data' (Data): it reads the LMDB 'examples/some_train_lmdb', which is not read here: say which"),
+        (nets.fcn(2, 3, 4), [], "layer 'data' (Python): it says nothing of where examples come from: say which data to take"),
+        (nets.rcnn(), [], "layer 'input' (Input): it says nothing of where"),
+        (nets.lenet(), ["data=digits"], "layer 'conv2' (Convolution): it cannot work on bottoms of shape [2, 20, 2, 2]"),
+        (nets.lenet(), ["data.nome=digits"], "unknown key 'data.nome'"),
+        (nets.lenet(), ["optim=3"], "optim = 3: it is a section with keys of its own"),
+        (nets.lenet(), ["model_args=3"], "model_args = 3"),
+        (nets.lenet(), ["data=nothing", "model_args.shape=[1,28,28]"], "there is no dataset 'nothing'"),
+        (nets.lenet(), ["data=npz", "model_args.shape=3"], "model_args.shape = 3: give the shape of an example"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_used_is_asked_for(net, arguments, part, files, mheads):
+    done = mheads("train", files(net), "--solver", "solver.prototxt", *arguments, "--folder", "run")
+    assert (done.code, done.out) == (2, "")
+    assert part in done.err and "Traceback" not in done.err
+    assert not (files.path / "run").exists()
+
+
+def listed(kind, parameter, source, more=""):
+    return "".join(
+        f'layer {{ name: "data" type: "{kind}" top: "data" top: "label" include {{ phase: {phase} }} '
+        f'{parameter} {{ source: "{source.replace("%s", part)}" batch_size: 10 {more} }} }}\n'
+        for phase, part in (("TRAIN", "train"), ("TEST", "test"))
+    )
+
+
+def test_lists_of_images_are_read(files, mheads):
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    (files.path / "pictures").mkdir()
+    for part, count in (("train", 30), ("test", 10)):
+        lines = []
+        for i in range(count):
+            Image.fromarray(rng.integers(0, 256, (12, 14, 3)).astype("uint8")).save(f"pictures/{part} {i}.png")
+            lines.append(f"{part} {i}.png {i % 3}")
+        (files.path / f"{part}.txt").write_text("\n".join(lines))
+    images = listed("ImageData", "image_data_param", "%s.txt", 'root_folder: "pictures/" new_height: 10 new_width: 10')
+    text = images + conv("c", "data", 4, 3) + ip("i", "c", 3) + nets.ends("i")
+    done = mheads("train", files(text), "--solver", "solver.prototxt", "data.scale=0.004", "--folder", "run")
+    assert done.code == 0, done.err
+    assert "images are not warped to 10 x 10" in done.out
+    result = json.loads((files.path / "run/result.json").read_text())
+    assert result["examples"] == 10
+    assert mheads("eval", "run").code == 0
+    (files.path / "train.txt").write_text("no label here\n")
+    done = mheads("train", "net.prototxt", "--solver", "solver.prototxt", "--folder", "other")
+    assert done.code == 2 and "train.txt, line 1: 'no label here' is not the name of an image" in done.err
+
+
+@pytest.mark.parametrize("loss", ["SoftmaxWithLoss", "EuclideanLoss", "SigmoidCrossEntropyLoss"])
+def test_hdf5_files_are_read(loss, files, mheads):
+    h5py = pytest.importorskip("h5py")
+    rng = np.random.default_rng(0)
+    for part in ("train", "test"):
+        names = [f"{part}{i}.h5" for i in range(2)]
+        for name in names:
+            x = rng.normal(size=(20, 6)).astype("float32")
+            y = {"S": (x[:, 0] > 0).astype("float32"), "E": x[:, :2], "Si": (x[:, :2] > 0).astype("float32")}
+            with h5py.File(name, "w") as file:
+                file["data"], file["label"] = x, y["Si" if loss.startswith("Si") else loss[0]]
+        (files.path / f"{part}.txt").write_text("\n".join(names))
+    text = listed("HDF5Data", "hdf5_data_param", "%s.txt") + ip("i", "data", 2, 0.5) + layer("l", loss, ["i", "label"])
+    done = mheads("train", files(text), "--solver", "solver.prototxt", "--folder", "run")
+    assert done.code == 0, done.err
+    found = json.loads((files.path / "run/result.json").read_text())
+    kinds = {
+        "SoftmaxWithLoss": "classification",
+        "EuclideanLoss": "regression",
+        "SigmoidCrossEntropyLoss": "multilabel",
+    }
+    assert (found["problem"], found["examples"]) == (kinds[loss], 40)
+    (files.path / "train1.h5").write_bytes(b"no")
+    done = mheads("train", "net.prototxt", "--solver", "solver.prototxt", "--folder", "other")
+    assert done.code == 2 and "train1.h5 cannot be read as an HDF5 file" in done.err
+
+
+def test_a_recipe_without_data_says_what_is_to_do(files, mheads):
+    done = mheads("convert", files(nets.lenet()), "solver.prototxt")
+    assert done.code == 0
+    assert "# to do: net.prototxt, line 1, column 1: layer 'data' (Data): it reads the LMDB" in done.out
+    assert "model_args" in done.out and "shape" not in yaml.safe_load(done.out)["model_args"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["train", "digits", "--solver", "solver.prototxt"], "goes with a Caffe net"),
+        (["train", "none.prototxt"], "there is no file none.prototxt"),
+        (["convert", "solver.prototxt"], "It is one of a solver: give the files in their order"),
+        (["convert", "net.prototxt", "net.prototxt"], "It is one of a net"),
+        (["convert", "net.prototxt", "a", "b"], "give one solver"),
+    ],
+)
+def test_commands_refuse_the_wrong_files(arguments, part, files, mheads):
+    files(nets.lenet())
+    done = mheads(*arguments)
+    assert done.code == 2 and part in done.err
+
+
+# Solvers.
+
+
+def solver_of(text):
+    return Solver(*parse(text, "SolverParameter", "solver.prototxt"), "solver.prototxt")
+
+
+FIXED = 'base_lr: 0.1 lr_policy: "fixed" max_iter: 10 '
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ('"fixed"', lambda i: 1),
+        ('"step" gamma: 0.5 stepsize: 3', lambda i: 0.5 ** (i // 3)),
+        ('"exp" gamma: 0.9', lambda i: 0.9**i),
+        ('"inv" gamma: 0.3 power: 0.75', lambda i: (1 + 0.3 * i) ** -0.75),
+        ('"multistep" gamma: 0.1 stepvalue: 2 stepvalue: 5', lambda i: 0.1 ** ((i >= 2) + (i >= 5))),
+        ('"poly" power: 0.5', lambda i: (1 - i / 10) ** 0.5),
+        ('"sigmoid" gamma: -0.4 stepsize: 4', lambda i: 1 / (1 + math.exp(0.4 * (i - 4)))),
+    ],
+)  # fmt: skip
+def test_every_policy_gives_caffes_rates(policy, expected):
+    found = optim_of(solver_of(f"base_lr: 0.1 lr_policy: {policy} max_iter: 10"))
+    options = Config.model_validate({"optim": found}).optim
+    schedule = Schedule(options.schedule, options.lr, options.iterations)
+    assert [schedule.rate(i) for i in range(10)] == pytest.approx([0.1 * expected(i) for i in range(10)])
+
+
+def test_rates_beyond_all_numbers_are_no_traceback(files, mheads):
+    files(nets.toy())
+    for gamma, expected in ((1e30, 2), (1e-30, 0)):
+        files(f'base_lr: 0.1 momentum: 0.9 lr_policy: "exp" gamma: {gamma} max_iter: 30', "odd.prototxt")
+        done = mheads(
+            "train", "net.prototxt", "--solver", "odd.prototxt", "data=digits", "data.limit=40", "--folder", f"{gamma}"
+        )
+        assert done.code == expected, done.err
+        assert "Traceback" not in done.err and (expected == 0 or "Try a lower optim.lr" in done.err)
+
+
+def updates(kind, g, state, t, mu=0.9, mu2=0.99, rms=0.95, delta=1e-3):
+    """Caffe's step for a gradient, without the rate but for momentum, which holds it."""
+    if kind == "Adam":
+        state["m"] = mu * state["m"] + (1 - mu) * g
+        state["v"] = mu2 * state["v"] + (1 - mu2) * g**2
+        return math.sqrt(1 - mu2**t) / (1 - mu**t) * state["m"] / (np.sqrt(state["v"]) + delta)
+    if kind == "AdaGrad":
+        state["v"] = state["v"] + g**2
+        return g / (np.sqrt(state["v"]) + delta)
+    if kind == "RMSProp":
+        state["v"] = rms * state["v"] + (1 - rms) * g**2
+        return g / (np.sqrt(state["v"]) + delta)
+    state["v"] = mu * state["v"] + (1 - mu) * g**2
+    step = g * np.sqrt((state["m"] + delta) / (state["v"] + delta))
+    state["m"] = mu * state["m"] + (1 - mu) * step**2
+    return step
+
+
+@pytest.mark.parametrize("regularization", ["L2", "L1"])
+@pytest.mark.parametrize("kind", ["SGD", "Nesterov", "Adam", "AdaGrad", "RMSProp", "AdaDelta"])
+def test_every_solver_updates_as_caffe_does(kind, regularization):
+    momentum = "momentum: 0.9" if kind not in ("AdaGrad", "RMSProp") else ""
+    said = f'type: "{kind}" {momentum} momentum2: 0.99 rms_decay: 0.95 delta: 1e-3 weight_decay: 0.1 '
+    found = optim_of(solver_of(f'{FIXED} {said} regularization_type: "{regularization}"'))
+    options = Config.model_validate({"optim": found}).optim
+
+    def one_layer():
+        layer = nn.Linear(3, 2)
+        layer.multipliers = {"weight": (1.0, 1.0), "bias": (2.0, 0.0)}
+        return nn.Sequential(layer)
+
+    net = TreeNet(one_layer, members=1).double()
+    optimizer = Optimizer(net, options)
+    weights = [p.detach().numpy().copy() for p in net.parameters()]
+    states = [{"m": np.zeros_like(w), "v": np.zeros_like(w)} for w in weights]
+    rng = np.random.default_rng(0)
+    for t, rate in enumerate((0.1, 0.1, 0.02, 0.02, 0.05), 1):
+        gradients = [rng.normal(size=w.shape) for w in weights]
+        for i, (lr, decay) in enumerate(((1, 1), (2, 0))):
+            by = np.sign(weights[i]) if regularization == "L1" else weights[i]
+            g, state, local = gradients[i] + 0.1 * decay * by, states[i], rate * lr
+            if kind in ("SGD", "Nesterov"):
+                before = state["m"]
+                state["m"] = 0.9 * before + local * g
+                weights[i] = weights[i] - (1.9 * state["m"] - 0.9 * before if kind == "Nesterov" else state["m"])
+            else:
+                weights[i] = weights[i] - local * updates(kind, g, state, t)
+        optimizer.set_rate(rate)
+        optimizer.update("trunk", [torch.from_numpy(g) for g in gradients])
+    for parameter, expected in zip(net.parameters(), weights, strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["adam", "adadelta"])
+def test_adaptive_solvers_resume_to_the_same_bits(name, files, mheads):
+    files(nets.toy())
+    command = ["train", "net.prototxt", "--solver", "solver.prototxt", "data=digits", "data.limit=60", f"optim.name={name}",
+               "data.scale=0.0625", "optim.lr=0.01", "optim.clip=0.5"]  # fmt: skip
+    assert mheads(*command, "--folder", "whole").code == 0
+    assert mheads(*command, "optim.iterations=3", "--folder", "parts").code == 0
+    assert mheads(*command, "--folder", "parts").code == 0
+    assert (files.path / "whole/model.safetensors").read_bytes() == (
+        files.path / "parts/model.safetensors"
+    ).read_bytes()
+
+
+def test_gradients_are_clipped_to_the_norm_of_all_weights_together(files, mheads):
+    files(nets.toy())
+    files('base_lr: 1 lr_policy: "fixed" max_iter: 1 iter_size: 2 clip_gradients: 0.05 display: 1', "clip.prototxt")
+    assert optim_of(solver_of((files.path / "clip.prototxt").read_text()))["clip"] == 0.025  # of a mean of two batches
+    done = mheads(
+        "train", "net.prototxt", "--solver", "clip.prototxt", "data=digits", "data.limit=60", "--folder", "run"
+    )
+    assert done.code == 0, done.err
+    config, _ = load(files.path / "net.prototxt", files.path / "clip.prototxt", ["data=digits", "data.limit=60"])
+    before, after = build(config).net.state_dict(), load_file(files.path / "run/model.safetensors")
+    # Biases have twice the rate.
+    moved = {key: (after[key] - before[key]).double() / (2 if key.endswith("bias") else 1) for key in before}
+    assert sum(step.square().sum() for step in moved.values()).sqrt().item() == pytest.approx(0.025, rel=1e-4)
+
+
+def test_what_else_a_solver_says():
+    solver = solver_of(
+        FIXED + "test_iter: 100 test_interval: 500 display: 20 snapshot: 1000 random_seed: 3 iter_size: 4"
+    )
+    assert log_of(solver) == {"every": 20, "evaluate_every": 500, "checkpoint_every": 1000}
+    assert (seed_of(solver), optim_of(solver)["accumulate"]) == (3, 4)
+    assert seed_of(solver_of(FIXED)) is None
+    old = optim_of(solver_of(FIXED + "solver_type: ADAGRAD"))
+    assert old["name"] == "adagrad"
+    assert optim_of(solver_of(FIXED + "solver_type: NESTEROV momentum: 0.5"))["nesterov"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ('lr_policy: "fixed" max_iter: 1', "base_lr: it is missing: give a rate above 0"),
+        ('base_lr: 0.1\nmax_iter: 1', "lr_policy: it is missing: give one of fixed, step"),
+        ('base_lr: 0.1\nlr_policy: "cosine" max_iter: 1', "line 2, column 1: lr_policy: there is no policy 'cosine'"),
+        ('base_lr: 0.1 lr_policy: "step" gamma: 0.1 max_iter: 1', "stepsize: it is missing: lr_policy step takes one"),
+        ('base_lr: 0.1 lr_policy: "multistep" gamma: 0.1 max_iter: 1', "stepvalue: it is missing"),
+        ('base_lr: 0.1 lr_policy: "multistep" gamma: 0.1 max_iter: 1 stepvalue: 5 stepvalue: 2', "[5, 2] must rise"),
+        ('base_lr: 0.1 lr_policy: "exp" max_iter: 1', "gamma: it is missing"),
+        ('base_lr: 0.1 lr_policy: "poly" max_iter: 1', "power: it is missing"),
+        ('base_lr: 0.1 lr_policy: "fixed"', "max_iter: it is missing"),
+        (FIXED + "momentum: 1", "momentum: 1.0: give 0 or more, below 1"),
+        (FIXED + "base_lr: 2", 'multiple "base_lr" fields'),
+        (FIXED + "weight_decay: -1", "weight_decay: -1.0: give 0 or more"),
+        (FIXED + "weight_decay: inf", "weight_decay: inf"),
+        (FIXED + 'type: "LBFGS"', "there is no solver 'LBFGS': it is one of SGD, Nesterov"),
+        (FIXED + 'type: "SGD" solver_type: ADAM', "type is given too"),
+        (FIXED + 'type: "AdaGrad" momentum: 0.9', "AdaGrad has none"),
+        (FIXED + 'regularization_type: "L3"', "it is L1 or L2"),
+        (FIXED + "iter_size: 0", "iter_size: 0: give 1 or more"),
+        (FIXED + "clip_gradients: 0", "clip_gradients: 0.0"),
+        (FIXED + "snapshot: -1", "snapshot: -1: give 0 or more"),
+    ],
+)  # fmt: skip
+def test_a_solver_that_cannot_be_is_refused(text, part):
+    with pytest.raises(UserError) as caught:
+        solver = solver_of(text)
+        optim_of(solver)
+        log_of(solver)
+    assert str(caught.value).startswith("solver.prototxt")
+    assert part in str(caught.value)
+
+
+def test_defaults_of_new_keys_change_no_digest():
+    keys = {"momentum2", "rms_decay", "delta", "regularization", "clip"}
+    assert keys <= set(OptimOptions.model_fields)
+    # As it was before there were such keys.
+    assert Config(model="cifar10_quick", members=2).digest() == "738ecd74"
+
+
+def test_a_solver_says_the_stages_of_training(files):
+    wide = ip("i", "data", 5).replace("inner_product_param", 'include { stage: "wide" } inner_product_param')
+    narrow = ip("i", "data", 2).replace("inner_product_param", 'exclude { stage: "wide" } inner_product_param')
+    files(data() + wide + narrow + nets.ends("i"))
+    files(SOLVER + 'train_state { stage: "wide" level: 1 }', "staged.prototxt")
+    staged, _ = load(files.path / "net.prototxt", files.path / "staged.prototxt", ["data=digits"])
+    assert (staged.model_args["stages"], staged.model_args["level"]) == (["wide"], 1)
+    assert build_net(staged).num_parameters() == 64 * 5 + 5
+    plain, _ = load(files.path / "net.prototxt", files.path / "solver.prototxt", ["data=digits"])
+    assert build_net(plain).num_parameters() == 64 * 2 + 2
+
+
+def test_convert_notes_what_it_cannot_keep(files):
+    files(nets.caffenet())
+    found = convert(files.path / "net.prototxt", None, ["data.name=folder", "data.path=pictures", "data.crop=227"])
+    assert found.tree["data"]["mirror"] is True and found.tree["data"]["normalize"] == "mean_image"
+    assert found.tree["model_args"]["shape"] == [3, 227, 227]
+    assert any("is measured on the training examples" in note for note in found.notes)
+    other = convert(
+        files.path / "net.prototxt", None, ["data.name=npz", "data.path=classes.npz", "model_args.shape=[3,227,227]"]
+    )
+    assert "crop" not in other.tree["data"]
+    assert "crop_size: 227 is for images in folders and lists: npz keeps its size" in other.notes
+
+
+def test_other_data_than_those_of_the_net_leave_nothing_of_these_behind(files):
+    (files.path / "train.txt").write_text("a.png 0\n")
+    images = listed("ImageData", "image_data_param", "train.txt", 'root_folder: "pictures/"')
+    files(images + ip("i", "data", 10) + nets.ends("i"))
+    own = convert(files.path / "net.prototxt").tree["data"]
+    assert (own["name"], own["path"], own["root"]) == ("list", "train.txt", "pictures/")
+    assert convert(files.path / "net.prototxt", None, ["data=digits"]).tree["data"] == {"name": "digits", "scale": 1.0}

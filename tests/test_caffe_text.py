@@ -106,6 +106,7 @@ BASE = conv("conv1", "data", 4, 3)
         (data() + layer("r", "ReLU", "conv2"), "line 2, column 1: layer 'r' (ReLU): its bottom 'conv2' is not there: there are data, label"),
         (data() + layer("r", "ReLU", "conv1") + BASE, "the layer of line 8 makes it later"),
         (data() + BASE + conv("conv1", "data", 4, 3), "line 2 has a layer of this name too"),
+        (data() + BASE + layer("conv1", "ReLU", "conv1", "r"), "line 2 has a layer of this name too"),
         (data() + BASE + layer("b", "ReLU", "data", "conv1"), "its top 'conv1' is made by the layer of line 2 too"),
         (data() + layer("s", "Split", "data", ["a", "a"]), "its top 'a' is there twice"),
         (data() + BASE.replace("top:", "include { phase: TRAIN } exclude { phase: TEST } top:"), "both include and exclude"),
@@ -191,6 +192,20 @@ def test_several_losses_add_up_by_their_weights():
     torch.testing.assert_close(net.loss, 0.3 * found["l"] + found["m"])
 
 
+def test_layers_without_weights_may_have_the_same_name():
+    """As the two losses of Caffe's own autoencoder have."""
+    text = (
+        data("x label")
+        + ip("i", "x", 3, 0.5)
+        + layer("same", "ReLU", "i", "r")
+        + layer("same", "SoftmaxWithLoss", ["r", "label"], "l")
+        + layer("same", "HingeLoss", ["i", "label"], "m")
+    )
+    found = Blobs(text, {"x": (4, 5), "label": (4,)})(x=torch.randn(4, 5), label=torch.tensor([0, 1, 2, 0]))
+    assert sorted(found) == ["l", "m"]
+    assert sum(p.numel() for p in plan_of(parse_net(text)).network((5,)).parameters()) == 18
+
+
 # Ranks.
 
 
@@ -273,6 +288,8 @@ def test_trees_are_recognised():
         2,
     )
     assert plan_of(parse_net(toy(coefficients=[0.5, 0.25, 0.25]))).combine == (0.5, 0.25, 0.25)
+    for third, combine in ((0.333333, "mean"), (0.33, (0.33, 0.33, 0.33))):  # written with a few digits, or another sum
+        assert plan_of(parse_net(toy(coefficients=[third] * 3))).combine == combine
     assert plan_of(parse_net(broadcast_in_place())).split == {"a": 2}
 
 

@@ -17,6 +17,7 @@ TRAIN, TEST = 0, 1
 PHASES = {"TRAIN": TRAIN, "TEST": TEST}
 MAX_RANKS = 1024
 BROADCAST, GATHER = "MPIBroadcast", "MPIGather"
+LEARNING = ("Convolution", "Deconvolution", "InnerProduct", "PReLU", "BatchNorm", "Scale", "Bias")  # they have weights
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,8 @@ def graph_of(net: Net, state: State | None = None) -> Graph:
         ranks = ranks_of(layer, state, graph.ranks)
         for rank in ranks:
             other = names.setdefault((layer.name, rank), layer)
-            if other is not layer and (layer.name or layer.message.param):
+            # Caffe takes any names; only weights, which are kept by name, need one of their own.
+            if other is not layer and layer.name and (layer.type in LEARNING or other.type in LEARNING):
                 raise layer.refuse(
                     f"line {other.line} has a layer of this name too: weights are kept by name, so rename one"
                 )

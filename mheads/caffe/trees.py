@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mheads.caffe.graph import TRAIN, Blob, Graph, State, graph_of
+from mheads.caffe.graph import LEARNING, TRAIN, Blob, Graph, State, graph_of
 from mheads.caffe.layers import kind_of
 from mheads.caffe.layers.mixing import SUM
 from mheads.caffe.network import aliases
@@ -17,7 +17,7 @@ from mheads.caffe.plan import Plan, Term, Walk, in_order, one_input, terms_of, w
 from mheads.caffe.text import Net
 from mheads.tree import Spec
 
-LEARNING = ("Convolution", "Deconvolution", "InnerProduct", "PReLU", "BatchNorm", "Scale", "Bias")
+ROUNDING = 1e-5  # relative: coefficients are written with a few digits, 0.333333
 
 
 def plan_of(net: Net, stages: Sequence[str] = (), level: int = 0) -> Plan:
@@ -110,7 +110,7 @@ def _averaged(walk: Walk, term: Term) -> Members | None:
     given = list(step.layer.message.eltwise_param.coeff) or [1.0] * len(leaves)
     if len(given) != len(leaves):
         return None  # refused where it is made
-    equal = all(abs(c * len(leaves) - 1) < 1e-6 for c in given)
+    equal = all(abs(c * len(leaves) - 1) < ROUNDING for c in given)
     if layer.type == "MultinomialLogisticLoss":
         made = [walk.made_by[leaf] for leaf in leaves]
         if not equal or term.weight != 1 or any(s.layer.type != "Softmax" for s in made):

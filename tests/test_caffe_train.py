@@ -236,6 +236,38 @@ def test_weights_of_caffe_start_a_run_and_a_run_gives_them_back(files, mheads):
     assert mheads("export", "pair", "-o", "pair.caffemodel", "--what", "member:1").code == 0
 
 
+def test_a_net_with_other_classes_than_the_data_is_told_to_change_its_last_layer(files, mheads):
+    for number, data_file in ((7, "classes"), (4, "labels")):
+        net = files(data() + ip("i", "data", number, 0.1) + nets.ends("i"))
+        done = mheads("train", net, "--solver", "solver.prototxt", "data.name=npz", f"data.path={data_file}.npz")
+        assert done.code == 2 and f"gives outputs of shape ({number},)" in done.err
+        assert f"(num_output: {5 if number == 7 else 3} in the net's last layer?)" in done.err
+
+
+def test_layers_that_begin_at_zero_are_noted_unless_weights_are_given(files):
+    net = files(
+        data() + layer("a", "InnerProduct", "data", None, "inner_product_param { num_output: 5 }") + nets.ends("a")
+    )
+    data_of = ["data.name=npz", "data.path=classes.npz"]
+    note = "layers without a weight_filler begin at zero, as in Caffe (a): give init=FILE.caffemodel, or fillers"
+    assert note in convert(net, None, data_of).notes
+    assert note not in convert(net, None, [*data_of, "init=a.caffemodel"]).notes
+    assert not convert(files(data() + ip("a", "data", 5, 0.1) + nets.ends("a")), None, data_of).notes
+
+
+def test_an_autoencoder_learns_to_give_its_input(files, mheads):
+    """The targets of the data are for measuring: the loss compares with the examples themselves."""
+    rows = np.random.default_rng(1).random((60, 6)).astype("float32")
+    np.savez("own.npz", x_train=rows[:40], y_train=rows[:40] * 0, x_test=rows[40:], y_test=rows[40:])
+    net = files(
+        data("data") + ip("e", "data", 8, 0.5) + ip("d", "e", 6, 0.5) + layer("l", "EuclideanLoss", ["d", "data"])
+    )
+    done = mheads("train", net, "--solver", "solver.prototxt", "data.name=npz", "data.path=own.npz", "optim.iterations=200",
+                  "optim.lr=0.1", "optim.schedule=constant", "optim.weight_decay=0", "--folder", "run")  # fmt: skip
+    assert done.code == 0, done.err
+    assert log_lines(files.path / "run")[-1]["result"]["single"] < 0.001  # the targets of training would give about 0.6
+
+
 @pytest.mark.parametrize(
     ("net", "arguments", "part"),
     [

@@ -19,12 +19,15 @@ from mheads.caffe.graph import TEST, TRAIN
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.plan import Plan
 from mheads.caffe.sources import REQUEST, data_layer, data_of, fit_data, shape_of, unread
-from mheads.caffe.text import Solver, read_net, read_solver
+from mheads.caffe.text import Layer, Solver, read_net, read_solver
 from mheads.caffe.trees import plan_of
 from mheads.config import Config
 from mheads.errors import UserError
 
 MODEL = "mheads.caffe.network:network"
+FILLED = {
+    "Convolution": "convolution_param", "Deconvolution": "convolution_param", "InnerProduct": "inner_product_param",
+}  # fmt: skip
 
 
 @dataclass
@@ -80,6 +83,8 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     if shape is not None:
         tree["model_args"]["shape"] = list(shape)
         _add_losses(tree, plan, shape)
+    if not tree.get("init"):
+        _note_zeros(plan, notes)
     _note_tree(plan, notes)
     return found
 
@@ -121,6 +126,21 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape) -> None:
         tree["loss"] = {"name": "mheads.caffe.objective:whole", "args": own}
     else:
         tree["loss"] = {"name": "independent", **of}
+
+
+def _note_zeros(plan: Plan, notes: list[str]) -> None:
+    """Deployed nets and those to be fine-tuned have no fillers: Caffe's own is zero, with which nothing is learned."""
+    zero = list(dict.fromkeys(step.layer.name for step in plan.steps if _starts_at_zero(step.layer)))
+    if zero:
+        some = ", ".join(zero[:3]) + (f" and {len(zero) - 3} more" if len(zero) > 3 else "")
+        notes.append(
+            f"layers without a weight_filler begin at zero, as in Caffe ({some}): give init=FILE.caffemodel, or fillers"
+        )
+
+
+def _starts_at_zero(layer: Layer) -> bool:
+    parameter = FILLED.get(layer.type)
+    return parameter is not None and not getattr(layer.message, parameter).HasField("weight_filler")
 
 
 def _note_tree(plan: Plan, notes: list[str]) -> None:

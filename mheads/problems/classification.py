@@ -12,7 +12,7 @@ from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import Metrics, Result
 from mheads.problems.member_losses import cross_entropies
-from mheads.problems.problem import ANSWERS, mean_or_weighted, number, percent_rows
+from mheads.problems.problem import ANSWERS, mean_or_weighted, more_classes, number, percent_rows
 from mheads.values import Value
 
 
@@ -48,7 +48,7 @@ class Classification:
         if scores.dim() != 2 or scores.shape[1] != count:
             raise UserError(
                 f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {count} classes; "
-                f"a network gives one score per class (model_args.classes={count}?)"
+                f"a network gives one score per class ({more_classes(network, count)})"
             )
 
     def check_targets(self, targets: np.ndarray, where: str) -> None:

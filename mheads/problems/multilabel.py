@@ -14,7 +14,7 @@ from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import PercentResult, by_predictor, mean_members, owner_of, weighted_mean
 from mheads.problems.member_losses import binary_cross_entropies
-from mheads.problems.problem import further_row, mean_or_weighted, percent_rows, refuse_other_width
+from mheads.problems.problem import further_row, mean_or_weighted, more_classes, percent_rows, refuse_other_width
 from mheads.values import Value
 
 
@@ -137,7 +137,8 @@ class MultiLabel:
         if found.dim() != 2 or found.shape[1] != count:
             raise UserError(
                 f"{network} gives outputs of shape {tuple(found.shape[1:])}, but {data} has {count} classes, of "
-                f"which an example may have several; a network gives one score per class (model_args.classes={count}?)"
+                "which an example may have several; a network gives one score per class "
+                f"({more_classes(network, count)})"
             )
 
     def check_targets(self, targets: np.ndarray, where: str) -> None:

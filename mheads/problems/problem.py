@@ -116,3 +116,10 @@ def further_row(measure: dict[str, Any], form: str = ".2f", unit: str = " %") ->
 def number(value: float | None, form: str = ".2f") -> str:
     """A number of a result as JSON has it."""
     return "not finite" if value is None else format(value, form)
+
+
+def more_classes(network: str, count: int) -> str:
+    """How a network is given as many classes: a Caffe net says so itself, others take an argument."""
+    if network.startswith("mheads.caffe."):
+        return f"num_output: {count} in the net's last layer?"
+    return f"model_args.classes={count}?"

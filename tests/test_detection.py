@@ -177,6 +177,20 @@ def test_the_loss_is_cross_entropy_and_smooth_l1_of_the_class(experiment):
     torch.testing.assert_close(without, losses.independent()(outputs[0], targets[0]).losses)
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("loss=prob_averaged", "prob_averaged is about the probabilities of classes alone, and detection learns more"),
+        ("loss=confident", "confident is about the probabilities of classes alone"),
+        ("loss=scored", "scored is not for detection"),
+        ("sampling=specialists", "specialists deals out examples by their class, and an image has objects of several"),
+    ],
+)
+def test_losses_and_samplings_that_mean_nothing_here_are_refused(scenes, key, words):
+    with pytest.raises(UserError, match=words):
+        build(configs.load("fast_rcnn", [*keys(scenes), key]))
+
+
 # What is measured.
 
 
@@ -547,6 +561,23 @@ def test_commands_refuse_runs_that_do_not_detect(tmp_path, mheads):
 def test_commands_for_whole_images_say_what_there_is_instead(run, mheads, tmp_path, monkeypatch, command, words):
     monkeypatch.chdir(tmp_path)
     done = mheads(command[0], run, *command[1:])
+    assert done.code == 2 and words in done.err
+
+
+def test_runs_that_were_measured_on_other_images_are_not_compared(scenes, run, tmp_path, mheads):
+    other = tmp_path / "other"
+    few = keys(scenes, **{"data.limit": 2, "optim.iterations": 1})
+    assert mheads("detect", "train", *few, "-f", other).code == 0
+    for command in ((run, other), (run, "--against", other)):
+        done = mheads("detect", "eval", *command, "--trust")
+        assert done.code == 2 and f"{run} was measured on 4 images of test and {other} on 2 images" in done.err
+
+
+@pytest.mark.parametrize(
+    ("output", "words"), [("found.docx", "ends in .png, .svg or .pdf"), (".", "ends in"), ("no/a.png", "no folder no")]
+)
+def test_pictures_that_cannot_be_drawn_are_refused_at_once(mheads, output, words):
+    done = mheads("detect", "show", "nowhere", "image.jpg", "-o", output)
     assert done.code == 2 and words in done.err
 
 

@@ -581,6 +581,16 @@ def test_pictures_that_cannot_be_drawn_are_refused_at_once(mheads, output, words
     assert done.code == 2 and words in done.err
 
 
+def test_a_photo_that_is_to_be_turned_is_shown_as_it_is_stored_and_that_is_said(run, scenes, tmp_path, mheads):
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    with Image.open(scenes / "JPEGImages/000010.png") as image:
+        image.convert("L").save(tmp_path / "000010.png", exif=turned)  # and grey ones can be shown
+    done = mheads("detect", "show", run, tmp_path / "000010.png", "--trust")
+    assert done.code == 0 and "000010.png is to be turned, its camera says" in " ".join((done.out + done.err).split())
+    assert (tmp_path / "000010-objects.png").is_file()
+
+
 def test_other_commands_know_detectors(run, scenes, mheads, tmp_path):
     done = mheads("eval", run, "--outputs", tmp_path / "o.npz", "--trust")
     assert done.code == 0 and "mAP of VOC 2007" in done.out

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from mheads import parts
 from mheads.data.batch import Reader
@@ -25,6 +25,7 @@ from mheads.progress import Watcher
 from mheads.run_folder import RunFolder
 
 MEAN = "Ensemble-Mean"
+ORIENTATION = ExifTags.Base.Orientation
 
 
 def check_picture(target: Path) -> None:
@@ -55,7 +56,7 @@ def find_objects(
         raise UserError(f"{path} is a run that learned {problem.name}: mheads predict shows its answers")
     net = parts.net_of_run(folder, config, watch.warn, trust=trust)
     folder.load_weights(net, watch.warn)
-    scene = _scene(image)
+    scene = _scene(image, watch)
     options = config.data.regions.model_dump(exclude={"objects", "strict"})
     drawing = Drawing(**{**options, "proposals": proposals or options["proposals"]})
     (given,) = of_scenes(drawing.proposals, [scene], "test", drawing.most)
@@ -77,14 +78,17 @@ def find_objects(
     return decoded(image), {who: _objects(problem.classes, *answers, least) for who, answers in found.items()}
 
 
-def _scene(path: Path) -> Scene:
+def _scene(path: Path, watch: Watcher) -> Scene:
     try:
         with Image.open(path) as image:
             width, height = image.size
+            turned = image.getexif().get(ORIENTATION, 1) != 1
     except FileNotFoundError:
         raise UserError(f"there is no image {path}") from None
     except UNREADABLE as error:
         raise UserError(f"{path} is no image that can be read ({error})") from error
+    if turned:
+        watch.warn(f"{path} is to be turned, its camera says: objects are looked for as it is stored; save it upright")
     nothing = Truth(np.empty((0, 4)), np.empty(0, np.int64), np.empty(0, bool), width, height)
     return Scene(path.stem, path, nothing)
 

@@ -17,8 +17,13 @@ def areas(boxes: np.ndarray) -> np.ndarray:
 def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Intersection by union of all pairs: [..., N, 4] and [..., K, 4] -> [..., N, K]."""
     a, b = a[..., :, None, :], b[..., None, :, :]
-    size = np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2]) + 1
-    common = np.maximum(size, 0).prod(-1)
+
+    def shared(first: int) -> np.ndarray:  # one way at a time: several times as fast as pairs of numbers
+        size = np.minimum(a[..., first + 2], b[..., first + 2]) - np.maximum(a[..., first], b[..., first])
+        size += 1
+        return np.maximum(size, 0, out=size)
+
+    common = shared(0) * shared(1)
     return common / (areas(a) + areas(b) - common)
 
 

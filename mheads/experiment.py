@@ -176,6 +176,11 @@ def _sample(
 ) -> tuple[np.ndarray | None, list[list[int]] | None, dict[str, Any]]:
     """The priors [M, N], the classes of specialists, and what decides them besides the config."""
     sampling, classes = config.sampling, data.problem.groups
+    if sampling.name in ("specialists", "clustered") and data.problem.name == "detection":
+        raise UserError(
+            f"sampling = {sampling.name} deals out examples by their class, and an image has objects of several: use "
+            "full, bagging or subset, or say with sampling.name=file who learns from which image"
+        )
     groups: list[list[int]] | None = None
     sampled: dict[str, Any] = {}
     where = "sampling" if sampling.path is None else str(sampling.path)

@@ -177,6 +177,20 @@ def test_the_loss_is_cross_entropy_and_smooth_l1_of_the_class(experiment):
     torch.testing.assert_close(without, losses.independent()(outputs[0], targets[0]).losses)
 
 
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("loss=prob_averaged", "prob_averaged is about the probabilities of classes alone, and detection learns more"),
+        ("loss=confident", "confident is about the probabilities of classes alone"),
+        ("loss=scored", "scored is not for detection"),
+        ("sampling=specialists", "specialists deals out examples by their class, and an image has objects of several"),
+    ],
+)
+def test_losses_and_samplings_that_mean_nothing_here_are_refused(scenes, key, words):
+    with pytest.raises(UserError, match=words):
+        build(configs.load("fast_rcnn", [*keys(scenes), key]))
+
+
 # What is measured.
 
 
@@ -391,6 +405,21 @@ def _unknown(root):
     annotate(root, "000001", [("zebra", (10, 5, 40, 40)), ("blue", (1, 1, 20, 20))], 48, 60)
 
 
+def _encoding(root):
+    (root / "Annotations/000001.xml").write_text('<?xml version="1.0" encoding="gb2312"?><annotation/>')
+
+
+def _scaled(root):
+    with Image.open(root / "JPEGImages/000001.png") as image:
+        image.resize((96, 120)).save(root / "JPEGImages/000001.png")
+
+
+def _flag(root):
+    annotate(root, "000001", [("red", (10, 5, 40, 40)), ("blue", (1, 1, 20, 20))], 48, 60)
+    file = root / "Annotations/000001.xml"
+    file.write_text(file.read_text().replace("<difficult>0<", "<difficult>perhaps<", 1))
+
+
 def _missing(root):
     (root / "JPEGImages/000001.png").unlink()
 
@@ -418,6 +447,9 @@ def _no_proposal(root):
         (_nowhere, r"000001\.xml, object 1: its box \[300.0, .*\] is no part of an image of 48 x 60; left out", 4),
         (_no_number, r"000001\.xml, object 1: xmin of its box is 'x'; left out", 4),
         (_unknown, r"000001\.xml, object 1: the class 'zebra' is not known .*; left out", 4),
+        (_encoding, r"000001\.xml is not XML that can be read \(multi-byte .*\): the image is left out", 3),
+        (_scaled, r"000001\.xml says that the image has 48 x 60 pixels, and it has 96 x 120: its boxes", 4),
+        (_flag, r"000001\.xml, object 1: difficult is 'perhaps', neither 0 nor 1; left out", 4),
         (_missing, r"000001\.jpg is missing: the image is left out", 3),
         (_no_image, r"000001\.png is no image that can be read .*: left out", 3),
         (_no_object, r"000001\.png has no object to learn: left out of training", 3),
@@ -430,9 +462,40 @@ def test_what_is_wrong_is_said_with_the_file_and_the_rest_goes_on_unless_strict(
     data, said = complaints(broken)
     with pytest.raises(UserError, match=words):
         raise UserError(said)
-    assert len(data.train) == images and len(data.test) == 2
+    assert len(data.train) == images and len(data.test) == 2 and "1 things" not in said
     with pytest.raises(UserError, match=words):
         load_data(configs.load("fast_rcnn", keys(broken, **{"data.regions.strict": "true"})))
+
+
+def test_lists_flags_and_names_as_other_tools_write_them(broken):
+    """A list from Windows with the mark of its encoding, a flag in words, an image in capitals."""
+    (broken / "ImageSets/Main/trainval.txt").write_bytes(b"\xef\xbb\xbf000000 1\r\n\r\n000001 -1\r\n")
+    for name in ("000000", "000001"):
+        file = broken / f"Annotations/{name}.xml"
+        file.write_text(file.read_text().replace("<difficult>0<", "<difficult> False <"))
+    with Image.open(broken / "JPEGImages/000001.png") as image:
+        image.save(broken / "JPEGImages/000001.PNG")
+    (broken / "JPEGImages/000001.png").unlink()
+    data = load_data(configs.load("fast_rcnn", keys(broken)))
+    assert [scene.name for scene in data.train.scenes] == ["000000", "000001"]
+    assert not any(scene.truth.difficult.any() for scene in data.train.scenes)
+
+
+def test_images_of_a_line_or_a_point_can_be_read(broken):
+    for name, size in (("000000", (3000, 1)), ("000001", (1, 1)), ("000002", (1, 3000))):
+        Image.new("RGB", size, (200, 40, 40)).save(broken / f"JPEGImages/{name}.png")
+        annotate(broken, name, [("red", (1, 1, *size))], *size)
+    _, sizes = load_data(configs.load("fast_rcnn", keys(broken))).train.read(np.arange(3), None)
+    assert sizes.tolist() == [[1, 120], [96, 96], [120, 1]]
+
+
+def test_what_overlaps_nothing_is_background_though_another_object_is_difficult():
+    from mheads.data.voc import Scene
+    from mheads.problems.average_precision import Truth
+
+    scene = Scene("s", None, Truth(np.array([[0.0, 0, 9, 9]]), np.array([1]), np.array([True]), 100, 50))
+    proposed = np.array([[0, 0, 9, 8], [50, 20, 60, 30]])
+    assert labelled(scene, proposed, Drawing(background_overlap=(0, 0.5)), with_truth=True)[1].tolist() == [-1, 0]
 
 
 def test_an_image_to_test_without_proposals_is_tested_as_a_whole(broken):
@@ -454,6 +517,20 @@ def test_mistakes_that_leave_nothing_to_do_stop(broken, tmp_path):
     refused("cannot be read", **{"data.regions.proposals": tmp_path / "none.npz"})
     refused("mean_image is for images of one size", **{"data.normalize": "mean_image"})
     refused("data.normalize=init is for a start from a run", **{"data.normalize": "init"})
+    refused(r"none\{x\}\.npz cannot be read", **{"data.regions.proposals": tmp_path / "none{x}.npz"})
+    refused("cannot be read: .*No such file", **{"data.regions.proposals": tmp_path / "none.mat"})
+    (tmp_path / "half.npz").write_bytes((broken / "proposals.npz").read_bytes()[:500])
+    refused("cannot be read: File is not a zip file", **{"data.regions.proposals": tmp_path / "half.npz"})
+    np.savez(tmp_path / "others.npz", **{"000000.png": np.zeros((3, 4))})
+    refused(
+        "no region of any image of trainval; the first is called 000000",
+        **{"data.regions.proposals": tmp_path / "others.npz"},
+    )
+    refused("'red' is there twice", **{"data.regions.objects": "[red, red, blue]"})
+    refused("'background' is there twice or is what", **{"data.regions.objects": "[red, background, blue]"})
+    refused("there is none", **{"data.regions.objects": "[]"})
+    refused("the lower one first", **{"data.regions.background_overlap": "[0.5, 0.1]"})
+    refused("no object would be learned", **{"data.regions.per_image": 2})
     np.savez(tmp_path / "wrong.npz", **{"000000": np.zeros((3, 5))})
     refused(r"000000 is float64 \[3, 5\]; give finite numbers", **{"data.regions.proposals": tmp_path / "wrong.npz"})
     (broken / "ImageSets/Main/trainval.txt").write_text("000000\n000000\n")
@@ -481,6 +558,33 @@ def test_commands_for_whole_images_say_what_there_is_instead(run, mheads, tmp_pa
     monkeypatch.chdir(tmp_path)
     done = mheads(command[0], run, *command[1:])
     assert done.code == 2 and words in done.err
+
+
+def test_runs_that_were_measured_on_other_images_are_not_compared(scenes, run, tmp_path, mheads):
+    other = tmp_path / "other"
+    few = keys(scenes, **{"data.limit": 2, "optim.iterations": 1})
+    assert mheads("detect", "train", *few, "-f", other).code == 0
+    for command in ((run, other), (run, "--against", other)):
+        done = mheads("detect", "eval", *command, "--trust")
+        assert done.code == 2 and f"{run} was measured on 4 images of test and {other} on 2 images" in done.err
+
+
+@pytest.mark.parametrize(
+    ("output", "words"), [("found.docx", "ends in .png, .svg or .pdf"), (".", "ends in"), ("no/a.png", "no folder no")]
+)
+def test_pictures_that_cannot_be_drawn_are_refused_at_once(mheads, output, words):
+    done = mheads("detect", "show", "nowhere", "image.jpg", "-o", output)
+    assert done.code == 2 and words in done.err
+
+
+def test_a_photo_that_is_to_be_turned_is_shown_as_it_is_stored_and_that_is_said(run, scenes, tmp_path, mheads):
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    with Image.open(scenes / "JPEGImages/000010.png") as image:
+        image.convert("L").save(tmp_path / "000010.png", exif=turned)  # and grey ones can be shown
+    done = mheads("detect", "show", run, tmp_path / "000010.png", "--trust")
+    assert done.code == 0 and "000010.png is to be turned, its camera says" in " ".join((done.out + done.err).split())
+    assert (tmp_path / "000010-objects.png").is_file()
 
 
 def test_other_commands_know_detectors(run, scenes, mheads, tmp_path):
@@ -516,6 +620,39 @@ def test_proposals_of_the_release_are_read(scenes, tmp_path):
     given = {"data.regions.proposals": tmp_path / "voc_2007_{part}.mat"}
     found = load_data(configs.load("fast_rcnn", keys(scenes, **given)))
     assert found.fingerprint == plain.fingerprint
+
+
+def test_an_image_of_the_release_without_boxes_has_none(scenes, tmp_path):
+    from scipy.io import savemat
+
+    from mheads.data.proposals import from_file
+
+    cells, names = np.empty(2, object), np.empty(2, object)
+    cells[:], names[:] = [np.ones((1, 4)), np.empty((0, 0))], ["000000", "000001"]
+    savemat(tmp_path / "few.mat", {"boxes": cells, "images": names})
+    train = load_data(configs.load("fast_rcnn", keys(scenes))).train
+    assert [len(boxes) for boxes in from_file(tmp_path / "few.mat", train.scenes[:2])] == [1, 0]
+
+
+def test_selective_search_looks_at_the_pixels_as_they_are_stored(tmp_path, monkeypatch):
+    """A photo that its camera says to turn: its regions lie where its objects do, in the photo as it is."""
+    cv2 = pytest.importorskip("cv2")
+    if not hasattr(cv2, "ximgproc"):
+        pytest.skip("OpenCV without its contributed modules")
+    monkeypatch.setenv("MHEADS_DATA", str(tmp_path / "cache"))
+    from mheads.data.proposals import search
+    from mheads.data.voc import Scene
+
+    pixels = np.full((60, 120, 3), 128, np.uint8)
+    pixels[10:40, 80:110] = 200, 40, 40
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(pixels).save(tmp_path / "photo.png", exif=turned)
+    (found,) = search([Scene("photo", tmp_path / "photo.png", None)])
+    assert box.overlaps(np.array([[80, 10, 109, 39]]), found).max() > 0.8
+    Image.new("RGB", (3000, 1)).save(tmp_path / "line.png")
+    with pytest.raises(UserError, match="is 3000 x 1, too long to be searched"):
+        search([Scene("line", tmp_path / "line.png", None)])
 
 
 def test_selective_search_finds_objects_once_and_for_all(scenes, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -22,7 +23,7 @@ WIDTH = 500  # that wider images are brought to before they are searched, as in 
 
 def of_scenes(source: str, scenes: Sequence[Scene], part: str, most: int) -> list[np.ndarray]:
     """Boxes int32 [P, 4] for each scene, at most `most`, the first ones."""
-    found = search(scenes) if source == SEARCH else from_file(Path(source.format(part=part)), scenes)
+    found = search(scenes) if source == SEARCH else from_file(Path(source.replace("{part}", part)), scenes)
     return [_clean(boxes, scene)[:most] for boxes, scene in zip(found, scenes, strict=True)]
 
 
@@ -68,10 +69,15 @@ def _digests(scenes: Sequence[Scene]) -> list[str]:
 def _search(scene: Scene) -> np.ndarray:
     """Boxes [P, 4] in a random order of their own: OpenCV's comes from a generator that cannot be seeded."""
     cv2 = opencv()
-    image = cv2.imread(str(scene.path), cv2.IMREAD_COLOR)
+    # Boxes of objects are in the pixels as they are stored: the image must not be turned as its camera was held.
+    image = cv2.imread(str(scene.path), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
     if image is None:
         raise UserError(f"{scene.path} cannot be decoded by OpenCV: save it as a JPEG or PNG")
     ratio = min(1.0, WIDTH / image.shape[1])
+    if round(ratio * image.shape[0]) < 1:
+        raise UserError(
+            f"{scene.path} is {image.shape[1]} x {image.shape[0]}, too long to be searched for regions: cut it"
+        )
     if ratio < 1:
         image = cv2.resize(image, None, fx=ratio, fy=ratio, interpolation=cv2.INTER_AREA)
     searching = cv2.ximgproc.segmentation.createSelectiveSearchSegmentation()
@@ -101,16 +107,17 @@ def from_file(path: Path, scenes: Sequence[Scene]) -> list[np.ndarray]:
     .mat file of the Fast R-CNN release."""
     try:
         if path.suffix == ".mat":
+            path.open("rb").close()  # SciPy says nothing of a file that is missing
             found = _release(path, scenes)
         elif path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as arrays:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
         else:
             raise UserError(
                 f"data.regions.proposals = {path}: give {SEARCH}, an .npz file with an array of boxes for each image, "
                 "or a .mat file of the Fast R-CNN release; {part} in the name stands for trainval and test"
             )
-    except (OSError, ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError, BadZipFile) as error:
         raise UserError(f"data.regions.proposals = {path} cannot be read: {error}") from error
     return [_boxes(found.get(scene.name), path, scene.name) for scene in scenes]
 
@@ -139,4 +146,9 @@ def _release(path: Path, scenes: Sequence[Scene]) -> dict[str, np.ndarray]:
         names = [scene.name for scene in scenes]
     else:
         raise UserError(f"{path} has boxes of {len(boxes)} images and no names, and there are {len(scenes)} images")
-    return {name: np.asarray(cell, float)[:, [1, 0, 3, 2]] - 1 for name, cell in zip(names, boxes, strict=True)}
+    return {name: _from_one(np.asarray(cell, float)) for name, cell in zip(names, boxes, strict=True)}
+
+
+def _from_one(boxes: np.ndarray) -> np.ndarray:
+    """(left, top, right, bottom), counted from 0; no boxes are 0 x 0 in MATLAB."""
+    return boxes[:, [1, 0, 3, 2]] - 1 if boxes.size else np.empty((0, 4))

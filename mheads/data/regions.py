@@ -23,6 +23,7 @@ from mheads.data.split import Beside
 from mheads.data.voc import CLASSES, Complaints, Scene, find_devkit, read_scenes
 from mheads.errors import UserError
 from mheads.problems import Detection, Problem
+from mheads.problems.detection import BACKGROUND
 
 WHOLE = 256  # side of the squares that the pixels' mean is measured on
 COMMON = np.array([0.1, 0.1, 0.2, 0.2])  # deviations of box targets where too few are there to measure
@@ -99,8 +100,8 @@ class RegionSplit:
 
     def _pixels(self, scene: Scene) -> np.ndarray:
         scale = self.drawing.scale(scene.truth.width, scene.truth.height)
-        size = (round(scene.truth.width * scale), round(scene.truth.height * scale))
-        return decoded(scene.path, size)
+        size = (max(1, round(side * scale)) for side in (scene.truth.width, scene.truth.height))
+        return decoded(scene.path, tuple(size))  # type: ignore[arg-type]
 
     def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
         mirrored = self._mirrored(seeds, len(rows))
@@ -206,7 +207,7 @@ def labelled(
     background = (most >= low) & (most < high)
     found = most >= drawing.foreground_overlap
     classes = np.where(found, truth.classes[best], np.where(background, 0, -1))
-    classes[(found | background) & truth.difficult[best]] = -1
+    classes[(most > 0) & truth.difficult[best]] = -1
     return boxes, classes, box.encode(boxes, truth.boxes[best])
 
 
@@ -255,6 +256,7 @@ def read_voc(
     classes = CLASSES if options.pop("objects") == "voc" else tuple(regions["objects"])
     complain = Complaints(options.pop("strict"))
     drawing = Drawing(**{**options, "background_overlap": tuple(options["background_overlap"])})
+    _check(classes, drawing)
     root = find_devkit(path)
     parts: dict[str, tuple[list[Scene], list[np.ndarray]]] = {}
     for part in ("trainval", "test"):
@@ -263,6 +265,11 @@ def read_voc(
             continue
         scenes = read_scenes(root, part, classes, complain, limit)
         parts[part] = scenes, proposals.of_scenes(drawing.proposals, scenes, part, drawing.most)
+        if (need_test or part != "test") and scenes and not any(map(len, parts[part][1])):
+            raise UserError(
+                f"data.regions.proposals = {drawing.proposals} has no region of any image of {part}; the first is "
+                f"called {scenes[0].name}: are boxes given under such names?"
+            )
     train = _useful(*parts["trainval"], drawing, complain)
     test = _regions_for_all(*parts["test"], complain)
     complain.show()
@@ -279,6 +286,24 @@ def read_voc(
         for part, first in ((train, 0), (test, count))
     ]
     return splits[0], splits[1].fixed(), problem
+
+
+def _check(classes: Sequence[str], drawing: Drawing) -> None:
+    """Refuses options that would teach nothing, or not what they say."""
+    doubles = [name for i, name in enumerate(classes) if name in classes[:i] or name == BACKGROUND]
+    if doubles or not classes:
+        what = f"{doubles[0]!r} is there twice or is what regions without an object are" if doubles else "there is none"
+        raise UserError(f"data.regions.objects = {list(classes)}: name each class of objects once; {what}")
+    low, high = drawing.background_overlap
+    if not 0 <= low < high <= 1:
+        raise UserError(
+            f"data.regions.background_overlap = [{low:g}, {high:g}]: give two overlaps from 0 to 1, the lower one first"
+        )
+    if round(drawing.foreground * drawing.per_image) < 1:
+        raise UserError(
+            f"data.regions.foreground = {drawing.foreground:g} of data.regions.per_image = {drawing.per_image} is less "
+            "than a region: no object would be learned; raise one of them"
+        )
 
 
 def _plain(values: np.ndarray) -> tuple[tuple[float, ...], ...]:

@@ -24,6 +24,7 @@ CLASSES = (
     "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable", "dog",
     "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
+FLAGS = {"0": False, "1": True, "false": False, "true": True, "unspecified": False}  # as tools write them
 SHOWN = 10  # complaints; of the others only how many there are
 
 
@@ -53,7 +54,8 @@ class Complaints:
             more = len(self.said) - SHOWN
             lines = [*self.said[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
             hint = "(data.regions.strict=true stops at the first)"
-            warnings.warn("\n  ".join([f"{len(self.said)} things in the annotations {hint}:", *lines]), stacklevel=2)
+            things = f"{len(self.said)} thing{'' if len(self.said) == 1 else 's'} in the annotations"
+            warnings.warn("\n  ".join([f"{things} {hint}:", *lines]), stacklevel=2)
             self.said = []
 
 
@@ -77,7 +79,7 @@ def read_scenes(
     """The images that a list names, or the first of them; those that cannot be used are complained of and left out."""
     listing = root / "ImageSets" / "Main" / f"{part}.txt"
     try:
-        lines = listing.read_text().split("\n")
+        lines = listing.read_text("utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{listing} cannot be read ({error}): it lists the images of {part}, a name in a line"
@@ -102,15 +104,21 @@ def _read(root: Path, name: str, classes: Sequence[str], complain: Complaints) -
         return None
     file = root / "Annotations" / f"{name}.xml"
     try:
-        objects = ElementTree.parse(file).getroot().findall("object")
+        tree = ElementTree.parse(file).getroot()
     except OSError:
         complain(f"{file} is missing: the image is left out")
         return None
-    except ElementTree.ParseError as error:
-        complain(f"{file} is not XML ({error}): the image is left out")
+    except (ElementTree.ParseError, ValueError, LookupError) as error:  # the latter two: an encoding it does not know
+        complain(f"{file} is not XML that can be read ({error}): the image is left out")
         return None
+    said = tuple((tree.findtext(f"size/{side}") or "").strip() for side in ("width", "height"))
+    if said not in {(str(width), str(height)), ("0", "0"), ("", "")}:
+        complain(
+            f"{file} says that the image has {said[0]} x {said[1]} pixels, and it has {width} x {height}: its boxes "
+            "are taken as they stand; were they drawn before the image was turned or scaled?"
+        )
     found: list[tuple[np.ndarray, int, bool]] = []
-    for number, node in enumerate(objects, 1):
+    for number, node in enumerate(tree.findall("object"), 1):
         try:
             one = _object(node, classes, width, height)
         except ValueError as error:
@@ -130,7 +138,7 @@ def _read(root: Path, name: str, classes: Sequence[str], complain: Complaints) -
 
 
 def _image(folder: Path, name: str) -> Path | None:
-    candidates = (folder / f"{name}{suffix}" for suffix in SUFFIXES)
+    candidates = (folder / f"{name}{suffix}" for suffix in (*SUFFIXES, *map(str.upper, SUFFIXES)))
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -158,5 +166,7 @@ def _object(node: ElementTree.Element, classes: Sequence[str], width: int, heigh
     outside = (corner[:2] > [width - 1, height - 1]).any() or (corner[2:] < 0).any()
     if not np.isfinite(corner).all() or (corner[2:] < corner[:2]).any() or outside:
         raise ValueError(f"its box {[x + 1 for x in corners]} is no part of an image of {width} x {height}; left out")
-    difficult = (node.findtext("difficult") or "0").strip() not in ("0", "")
-    return _Object(inside, 1 + classes.index(name), difficult, bool((inside != corner).any()))
+    flag = (node.findtext("difficult") or "0").strip().lower() or "0"
+    if flag not in FLAGS:
+        raise ValueError(f"difficult is {flag!r}, neither 0 nor 1; left out")
+    return _Object(inside, 1 + classes.index(name), FLAGS[flag], bool((inside != corner).any()))

@@ -74,7 +74,7 @@ def evaluate(
 
     Example: mheads detect eval runs/tree-0 runs/tree-1 --against runs/ensemble-0 --against runs/ensemble-1
     """
-    from mheads.detect.evaluate import PREDICTORS, measured, paired_test, paper, paper_row, precisions
+    from mheads.detect.evaluate import PREDICTORS, measured, paired_test, paper, paper_row, precisions, same_images
     from mheads.progress import Terminal
     from mheads.terminal.detections import WHO, precision_table, verdict
 
@@ -88,6 +88,7 @@ def evaluate(
     console.print(precision_table(shown, measure, boxes, beside, row))
     if against:
         others = measured(against, watch, override or [], split, trust)
+        same_images([*runs, *against], [*results, *others])
         other = precisions(against, others, boxes, measure, "ensemble_mean")
         console.print(verdict(columns[0], other, paired_test(columns[0], other)))
 
@@ -108,13 +109,14 @@ def show(
 
     Example: mheads detect show runs/detector street.jpg -o found.png
     """
-    from mheads.detect.show import find_objects
+    from mheads.detect.show import check_picture, find_objects
     from mheads.progress import Terminal
     from mheads.report.detections import detections_figure
     from mheads.report.figures import save
     from mheads.terminal.detections import object_table
 
     target = output or image.with_name(f"{image.stem}-objects.png")
+    check_picture(target)
     pixels, found = find_objects(
         run, image, Terminal(console), proposals=proposals, least=least, boxes=boxes, trust=trust
     )

@@ -57,12 +57,24 @@ def precisions(
     runs: Sequence[Path], results: Sequence[dict[str, Any]], boxes: str, measure: str, predictor: str
 ) -> Precisions:
     """Those of a predictor, with the boxes and by the measure that are asked for."""
+    same_images(runs, results)
     known = {RunFolder(path).read_data().problem.classes for path in runs}  # type: ignore[attr-defined]
     if len(known) > 1:
         raise UserError("the runs were trained on other classes than each other: compare those of the same classes")
     rows = [_row(result["classes"][boxes][measure], predictor) for result in results]
     name = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     return Precisions(name, known.pop(), np.array(rows, float))
+
+
+def same_images(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None:
+    """Refuses results that cannot stand beside each other: those of other images."""
+    told = [f"{result['examples']:,} images of {result['split']}" for result in results]
+    for path, said in zip(runs[1:], told[1:], strict=True):
+        if said != told[0]:
+            raise UserError(
+                f"{runs[0]} was measured on {told[0]} and {path} on {said}: measure both on the same, with --split "
+                "test or --data data.limit=null"
+            )
 
 
 def _row(found: dict[str, Any], predictor: str) -> list[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 
 from mheads import parts
 from mheads.data.batch import Reader
@@ -17,6 +17,7 @@ from mheads.data.proposals import of_scenes
 from mheads.data.regions import Drawing, RegionSplit, decoded
 from mheads.data.voc import Scene
 from mheads.errors import UserError
+from mheads.plots import SUFFIXES
 from mheads.problems import Detection
 from mheads.problems.average_precision import Truth
 from mheads.problems.detection import Detections
@@ -24,6 +25,15 @@ from mheads.progress import Watcher
 from mheads.run_folder import RunFolder
 
 MEAN = "Ensemble-Mean"
+ORIENTATION = ExifTags.Base.Orientation
+
+
+def check_picture(target: Path) -> None:
+    """Refuses a file that cannot be drawn to, before anything is computed."""
+    if target.suffix not in SUFFIXES:
+        raise UserError(f"{target}: give a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if not target.parent.is_dir():
+        raise UserError(f"cannot write {target}: there is no folder {target.parent}")
 
 
 def find_objects(
@@ -46,7 +56,7 @@ def find_objects(
         raise UserError(f"{path} is a run that learned {problem.name}: mheads predict shows its answers")
     net = parts.net_of_run(folder, config, watch.warn, trust=trust)
     folder.load_weights(net, watch.warn)
-    scene = _scene(image)
+    scene = _scene(image, watch)
     options = config.data.regions.model_dump(exclude={"objects", "strict"})
     drawing = Drawing(**{**options, "proposals": proposals or options["proposals"]})
     (given,) = of_scenes(drawing.proposals, [scene], "test", drawing.most)
@@ -68,14 +78,17 @@ def find_objects(
     return decoded(image), {who: _objects(problem.classes, *answers, least) for who, answers in found.items()}
 
 
-def _scene(path: Path) -> Scene:
+def _scene(path: Path, watch: Watcher) -> Scene:
     try:
         with Image.open(path) as image:
             width, height = image.size
+            turned = image.getexif().get(ORIENTATION, 1) != 1
     except FileNotFoundError:
         raise UserError(f"there is no image {path}") from None
     except UNREADABLE as error:
         raise UserError(f"{path} is no image that can be read ({error})") from error
+    if turned:
+        watch.warn(f"{path} is to be turned, its camera says: objects are looked for as it is stored; save it upright")
     nothing = Truth(np.empty((0, 4)), np.empty(0, np.int64), np.empty(0, bool), width, height)
     return Scene(path.stem, path, nothing)
 

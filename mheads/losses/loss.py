@@ -71,6 +71,11 @@ class Loss:
 
     def on(self, problem: Problem) -> Loss:
         """This loss for a problem; refuses the loss of an example that is for other targets."""
+        if self.name in getattr(problem, "other_losses", ()):
+            raise UserError(
+                f"loss.name = {self.name} is about the probabilities of classes alone, and {problem.name} learns more: "
+                "use independent, score_averaged, mcl, relaxed, evolving or annealed"
+            )
         if self.of is None:
             return replace(self, of=problem.losses)
         said = named(self.member_loss)

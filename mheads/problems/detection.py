@@ -72,6 +72,7 @@ class Detection:
     unit: ClassVar[str] = "%"
     measure: ClassVar[str] = "mean average precision, VOC 2007's 11 points, %"
     member_losses: ClassVar[tuple[str, ...]] = ("fast_rcnn",)
+    other_losses: ClassVar[tuple[str, ...]] = ("prob_averaged", "confident", "scored")  # that know classes, not boxes
     evaluation_rows: ClassVar[int] = 1  # images differ in size
 
     @property
@@ -96,6 +97,8 @@ class Detection:
     def check_output(self, output: Value, network: str, data: str) -> None:
         shapes = [tuple(t.shape[1:]) for t in values.leaves(output)]
         count = len(self.groups)
+        if shapes[2:] == [()]:
+            raise UserError("loss.name = scored is not for detection: a region has scores of its own; use mcl, say")
         if shapes != [(count,), (4 * count,)]:
             raise UserError(
                 f"{network} gives outputs of shape {' and '.join(map(str, shapes))} for a region, but {data} has "

@@ -485,8 +485,12 @@ def test_images_of_a_line_or_a_point_can_be_read(broken):
     for name, size in (("000000", (3000, 1)), ("000001", (1, 1)), ("000002", (1, 3000))):
         Image.new("RGB", size, (200, 40, 40)).save(broken / f"JPEGImages/{name}.png")
         annotate(broken, name, [("red", (1, 1, *size))], *size)
-    _, sizes = load_data(configs.load("fast_rcnn", keys(broken))).train.read(np.arange(3), None)
+    experiment = build(configs.load("fast_rcnn", keys(broken)))
+    _, sizes = experiment.data.train.read(np.arange(3), None)
     assert sizes.tolist() == [[1, 120], [96, 96], [120, 1]]
+    batch = batch_of(experiment)
+    report, _ = engine_gradients(experiment.net, experiment.loss, batch, micro_batches=4)
+    assert np.isfinite(report.loss)
 
 
 def test_what_overlaps_nothing_is_background_though_another_object_is_difficult():

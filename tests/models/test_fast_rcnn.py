@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mheads import UserError, models
-from mheads.models.fast_rcnn import fast_rcnn
+from mheads.models.fast_rcnn import _centre, fast_rcnn
 from mheads.models.roi import RegionPool
 
 REGIONS = torch.tensor([[0.0, 0, 60, 80], [10, 20, 90, 90], [5, 5, 8, 8]])
@@ -45,6 +45,34 @@ def test_caffenet_is_that_of_the_release():
     whole = sum(p.numel() for p in models.MODELS["caffenet"]().parameters())
     assert sum(p.numel() for p in net.parameters()) == whole - 4097 * 1000 + 4097 * (21 + 84)
     assert net.detect.scores.multipliers == {"weight": (1, 1), "bias": (2, 0)}
+
+
+@pytest.mark.parametrize("base", ["caffenet", "nin_ilsvrc", "nin_cifar100", "cifar10_quick", "resnet20"])
+def test_a_place_of_the_map_is_that_of_its_pixel(base):
+    """What place i of the map sees has its middle at pixel i times the stride, as pooling over regions takes it."""
+    torch.manual_seed(0)
+    net = fast_rcnn(base)
+    x = torch.rand(1, 3, 321, 321, requires_grad=True)
+    found = x
+    for name, child in net.eval().named_children():
+        if name == "regions":
+            break
+        found = child(found)
+    i = found.shape[2] // 2
+    seen = torch.autograd.grad(found[0, :, i, i].sum(), x)[0].abs().sum((0, 1))
+    for axis in (0, 1):
+        places = seen.sum(axis).nonzero()[:, 0]
+        assert abs((places.min() + places.max()) / 2 - i / net.regions.scale) < 1
+
+
+def test_layers_that_are_padded_keep_their_padding():
+    layers = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding="same"), nn.Conv2d(4, 4, (5, 3), padding=(4, 0), dilation=(1, 2)),
+        nn.Sequential(nn.AvgPool2d(3, 2)), nn.MaxPool2d(2, 2),
+    )  # fmt: skip
+    _centre(layers)
+    assert [layers[0].padding, layers[1].padding, layers[3].padding] == ["same", (4, 2), 0]
+    assert layers[2][0].padding == (1, 1) and not layers[2][0].count_include_pad
 
 
 def test_first_weights_are_those_of_the_release():

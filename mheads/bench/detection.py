@@ -58,12 +58,12 @@ LARGE = (3, 600, 1000)  # an image of PASCAL VOC as Fast R-CNN sees it
 
 def maps(generator: torch.Generator) -> Tensor:
     """What CaffeNet's last convolution gives for such an image."""
-    return torch.randn(1, 256, 36, 61, generator=generator).relu()
+    return torch.randn(1, 256, 38, 63, generator=generator).relu()
 
 
 def boxes(count: int, generator: torch.Generator) -> Tensor:
     """Regions of all sizes inside of what the map covers of the image."""
-    corners = torch.rand(count, 2, 2, generator=generator) * torch.tensor([960 - 40, 560 - 40])
+    corners = torch.rand(count, 2, 2, generator=generator) * torch.tensor([992 - 40, 592 - 40])
     return torch.cat([corners.amin(1), corners.amax(1) + 39], 1).round()
 
 

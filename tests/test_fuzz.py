@@ -22,13 +22,13 @@ def cheap(config):
     return config.data.name == "digits" and config.members < 20 and config.model == "digits"
 
 
-def test_each_of_200_mutated_configs_is_a_config_or_a_message(tmp_path, monkeypatch):
+def test_each_of_300_mutated_configs_is_a_config_or_a_message(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     digits = DATASETS["digits"]
     monkeypatch.setitem(DATASETS, "digits", replace(digits, read=cache(digits.read)))
     file = tmp_path / "config.yaml"
     valid, built, messages = 0, 0, set()
-    for number in range(200):
+    for number in range(300):
         file.write_bytes(mutated(number).encode("utf-8", "surrogatepass"))
         try:
             config = configs.load("config.yaml", ["data.limit=40"])

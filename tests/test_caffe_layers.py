@@ -266,7 +266,7 @@ def differences(function, arrays, which, at, weight, step=1e-6):
     return np.array(found)
 
 
-def compare(net, function, arrays, fixed=()):
+def assert_is_numpys(net, function, arrays, fixed=()):
     """Forward, and the slopes along some numbers of each bottom and each weight."""
     rng = RNG(1)
     weights = [p.detach().numpy() for p in net.parameters()]
@@ -295,7 +295,7 @@ def test_a_layer_is_what_numpy_says_forward_and_backward(name):
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.copy_(torch.from_numpy(rng.normal(size=parameter.shape)))
-    compare(net, function, [rng.normal(size=shape) for shape in shapes])
+    assert_is_numpys(net, function, [rng.normal(size=shape) for shape in shapes])
 
 
 @pytest.mark.parametrize("kind", ["MAX", "AVE"])
@@ -308,7 +308,7 @@ def test_a_layer_is_what_numpy_says_forward_and_backward(name):
 def test_pooling_has_caffes_sizes_and_divides_as_it_does(kind, size, kernel, stride, pad):
     body = f"pool: {kind} kernel_h: {kernel[0]} kernel_w: {kernel[1]} stride_h: {stride[0]} stride_w: {stride[1]}"
     net = net_of("Pooling", f"pooling_param {{ {body} pad_h: {pad[0]} pad_w: {pad[1]} }}", [(2, 3, *size)])
-    compare(net, lambda x: pooled(x, kind, kernel, stride, pad), [RNG(0).normal(size=(2, 3, *size))])
+    assert_is_numpys(net, lambda x: pooled(x, kind, kernel, stride, pad), [RNG(0).normal(size=(2, 3, *size))])
 
 
 def test_pooling_that_rounds_up_gives_more_than_torch_would_by_itself():
@@ -342,7 +342,7 @@ def test_softmax_loss_on_pixels(body, function):
     classes = 5 if "axis" in body else 3
     y = RNG(3).integers(classes, size=places).astype(float)
     net = net_of("SoftmaxWithLoss", body, [shape, places])
-    compare(net, function, [RNG(0).normal(size=shape), y], fixed=(1,))
+    assert_is_numpys(net, function, [RNG(0).normal(size=shape), y], fixed=(1,))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_softmax_loss_on_pixels(body, function):
 )
 def test_losses_of_classes(kind, body, function):
     y = RNG(3).integers(4, size=6).astype(float)
-    compare(net_of(kind, body, [(6, 4), (6,)]), function, [RNG(0).normal(size=(6, 4)), y], fixed=(1,))
+    assert_is_numpys(net_of(kind, body, [(6, 4), (6,)]), function, [RNG(0).normal(size=(6, 4)), y], fixed=(1,))
 
 
 def test_multinomial_loss_of_probabilities():
@@ -365,13 +365,13 @@ def test_multinomial_loss_of_probabilities():
     def function(p, y):
         return -np.log(p[np.arange(6), y.astype(int)]).mean()
 
-    compare(net_of("MultinomialLogisticLoss", "", [(6, 4), (6,)]), function, [p, y], fixed=(1,))
+    assert_is_numpys(net_of("MultinomialLogisticLoss", "", [(6, 4), (6,)]), function, [p, y], fixed=(1,))
 
 
 def test_sigmoid_loss_of_several_labels():
     y = RNG(3).integers(2, size=(6, 4)).astype(float)
     net = net_of("SigmoidCrossEntropyLoss", "", [(6, 4), (6, 4)])
-    compare(net, sigmoid_loss, [RNG(0).normal(size=(6, 4)), y], fixed=(1,))
+    assert_is_numpys(net, sigmoid_loss, [RNG(0).normal(size=(6, 4)), y], fixed=(1,))
 
 
 def test_argmax_and_accuracy_by_hand():

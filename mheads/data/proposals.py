@@ -117,7 +117,7 @@ def from_file(path: Path, scenes: Sequence[Scene]) -> list[np.ndarray]:
                 f"data.regions.proposals = {path}: give {SEARCH}, an .npz file with an array of boxes for each image, "
                 "or a .mat file of the Fast R-CNN release; {part} in the name stands for trainval and test"
             )
-    except (OSError, ValueError, NotImplementedError, BadZipFile) as error:
+    except (OSError, ValueError, NotImplementedError, BadZipFile) as error:  # SciPy does not read MATLAB's version 7.3
         raise UserError(f"data.regions.proposals = {path} cannot be read: {error}") from error
     return [_boxes(found.get(scene.name), path, scene.name) for scene in scenes]
 

@@ -167,16 +167,9 @@ class RanksEngine(ThreadsEngine):
     # Agreement, and bringing tensors together.
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        kept: list[T] = []
-
-        def plain() -> Any:
-            found, own = decide()
-            kept.append(own)
-            return found
-
         self.workers.waiting = True  # reading a large checkpoint is no hanging, nor is waiting for it
         try:
-            return self.world.share("decision", plain), kept[0] if kept else None
+            return self.world.decide(decide)
         finally:
             self.workers.waiting = False
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from mheads.distributed.wire import GONE
 from mheads.engine.threads import own_cores
 from mheads.errors import UserError
 from mheads.plain import short
+
+T = TypeVar("T")
 
 TIMEOUT_TO_START = 30.0  # at least: some launchers are slow
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
@@ -130,6 +132,17 @@ class World:
         if "error" in decision:
             raise UserError(decision["error"])
         return decision["found"]
+
+    def decide(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
+        """The same for a decision that comes with something that the lead alone keeps."""
+        kept: list[T] = []
+
+        def plain() -> Any:
+            found, own = decide()
+            kept.append(own)
+            return found
+
+        return self.share("decision", plain), kept[0] if kept else None
 
     def compare(self, what: str, facts: dict[str, Any]) -> None:
         """Refuses, on all ranks, if a rank differs from the lead in any of these facts."""

@@ -253,14 +253,7 @@ class WrittenEngine(ThreadsEngine):
             yield from super().outputs(readers)
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        kept: list[T] = []
-
-        def plain() -> Any:
-            found, own = decide()
-            kept.append(own)
-            return found
-
-        return self.world.share("decision", plain), kept[0] if kept else None
+        return self.world.decide(decide)
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors if self.lead else {}

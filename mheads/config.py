@@ -159,8 +159,8 @@ class RegionOptions(_Section):
 class DataOptions(_Section):
     name: str = _option("digits", "a dataset by name: `mheads data list` shows them")
     root: Path | None = _option(None, "where a fetched set lies, if not in the cache; list: where names begin")
-    path: Path | None = _option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5")
-    test_path: Path | None = _option(None, "list, hdf5: the list of what is tested on")
+    path: Path | None = _option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
+    test_path: Path | None = _option(None, "list, hdf5, lmdb: what is tested on")
     problem: Literal["auto", "classification", "regression", "multilabel", "soft_labels", "segmentation"] = _option(
         "auto", "npz, hdf5: what is learned; auto: what the targets look like"
     )
@@ -171,10 +171,11 @@ class DataOptions(_Section):
     scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = _option(
         "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"
     )
+    channels: Literal["rgb", "bgr"] = _option("rgb", "images: the order of channels that the network sees")
     pad: int = _option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
     mirror: bool = _option(False, "training: mirror at random")
     resize: int = _option(256, "folder, list: length of the shorter side after resizing", ge=1, le=10_000)
-    crop: int | None = _option(None, "folder, list: side of the crop that the network sees", ge=1, le=10_000)
+    crop: int | None = _option(None, "folder, list, lmdb: side of the crop that the network sees", ge=1, le=10_000)
     grey: bool = _option(False, "folder, list: read images in one channel")
     limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
     regions: RegionOptions = _option(RegionOptions(), "voc: regions of images")

@@ -85,6 +85,7 @@ def donor_differences(config: Config, data: Data) -> list[str]:
     pairs = {
         **({} if detects else alike),
         "data.scale": (there.preprocess.scale, here.preprocess.scale),
+        "the order of channels": tuple("BGR" if p.bgr else "RGB" for p in (there.preprocess, here.preprocess)),
         "the mean that is subtracted": (_said(there.preprocess.mean), _said(here.preprocess.mean)),
         "the deviation that is divided by": (_said(there.preprocess.std), _said(here.preprocess.std)),
     }

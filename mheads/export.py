@@ -80,7 +80,7 @@ class Exported(nn.Module):
             x = x - self.mean
         if self.std is not None:
             x = x / self.std
-        return x.to(self.dtype)
+        return (x.flip(1) if self.preprocess.bgr else x).to(self.dtype)
 
     def answer(self, outputs: Value) -> Tensor:
         answers = self.problem.answer(outputs)

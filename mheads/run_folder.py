@@ -349,6 +349,7 @@ class RunFolder:
             "shape": list(data.shape),
             "problem": data.problem.to_dict(),
             "scale": data.preprocess.scale,
+            "bgr": data.preprocess.bgr,
             "fingerprint": data.fingerprint,
             "seen": None if data.seen is None else [data.seen.kind, data.seen.low, data.seen.high],
             "held_out": data.held_out,
@@ -361,7 +362,7 @@ class RunFolder:
             with safe_open(self.data, "pt") as file:
                 facts = from_json(file.metadata()["facts"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            preprocess = Preprocess.from_tensors(tensors, facts["scale"])
+            preprocess = Preprocess.from_tensors(tensors, facts["scale"], facts.get("bgr", False))
             shape, problem = tuple(facts["shape"]), problems.from_dict(facts["problem"])
             seen = None if facts["seen"] is None else Seen(*facts["seen"])
             return DataFacts(facts["name"], shape, problem, preprocess, facts["fingerprint"], seen, facts["held_out"])

@@ -26,6 +26,7 @@ from mheads.errors import UserError
 from mheads.experiment import build
 from mheads.optim import Optimizer, Schedule
 from mheads.parts import build_net
+from mheads.protobuf import field
 
 SOLVER = (
     'base_lr: 0.02 momentum: 0.9 weight_decay: 0.01 lr_policy: "step" gamma: 0.5 stepsize: 3 max_iter: 6 display: 1\n'
@@ -271,7 +272,7 @@ def test_an_autoencoder_learns_to_give_its_input(files, mheads):
 @pytest.mark.parametrize(
     ("net", "arguments", "part"),
     [
-        (nets.lenet(), [], "line 1, column 1: layer 'data' (Data): it reads the LMDB 'examples/some_train_lmdb', which is not read here: say which"),
+        (nets.lenet(), [], "line 1, column 1: layer 'data' (Data): it reads the LMDB 'examples/some_train_lmdb', which is not here: say which"),
         (nets.fcn(2, 3, 4), [], "layer 'data' (Python): it says nothing of where examples come from: say which data to take"),
         (nets.rcnn(), [], "layer 'input' (Input): it says nothing of where"),
         (nets.lenet(), ["data=digits"], "layer 'conv2' (Convolution): it cannot work on bottoms of shape [2, 20, 2, 2]"),
@@ -319,6 +320,28 @@ def test_lists_of_images_are_read(files, mheads):
     (files.path / "train.txt").write_text("no label here\n")
     done = mheads("train", "net.prototxt", "--solver", "solver.prototxt", "--folder", "other")
     assert done.code == 2 and "train.txt, line 1: 'no label here' is not the name of an image" in done.err
+
+
+def test_lmdbs_are_read(files, mheads):
+    """The stock form of a net: Data layers of two phases. What is stored in three channels is BGR, but for CIFAR's."""
+    lmdb = pytest.importorskip("lmdb")
+    rng = np.random.default_rng(0)
+    for name in ("train", "test", "cifar10_train", "cifar10_test"):
+        with lmdb.open(name, map_size=2**22) as opened, opened.begin(write=True) as transaction:
+            for i in range(20):
+                pixels = rng.integers(0, 256, (3, 10, 12)).astype("uint8").tobytes()
+                sides = field(1, 3) + field(2, 10) + field(3, 12)
+                transaction.put(b"%08d" % i, sides + field(4, pixels) + field(5, i % 3))
+    for prefix, order in (("", "bgr"), ("cifar10_", "rgb")):
+        stored = listed("Data", "data_param", f"{prefix}%s", "backend: LMDB")
+        text = stored + conv("c", "data", 4, 3) + ip("i", "c", 3) + nets.ends("i")
+        text = text.replace("data_param {", "transform_param { crop_size: 8 mirror: true scale: 0.004 } data_param {")
+        done = mheads("train", files(text), "--solver", "solver.prototxt", "--folder", f"run{prefix}")
+        assert done.code == 0, done.err
+        config = yaml.safe_load((files.path / f"run{prefix}/config.yaml").read_text())["data"]
+        assert (config["name"], config["crop"], config["mirror"]) == ("lmdb", 8, True)
+        assert config.get("channels", "rgb") == order
+        assert json.loads((files.path / f"run{prefix}/result.json").read_text())["examples"] == 20
 
 
 @pytest.mark.parametrize("loss", ["SoftmaxWithLoss", "EuclideanLoss", "SigmoidCrossEntropyLoss"])

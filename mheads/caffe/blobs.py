@@ -1,14 +1,13 @@
 """Weights as Caffe keeps them: for each layer, by its name, a list of blobs. Files are .caffemodel, or HDF5.
 
-A .caffemodel is protobuf's binary form of a net. Of that only the names of layers and their blobs are looked at, field
-by field, since a list of numbers as protobuf's runtime gives it takes ten times the memory of the weights.
+A .caffemodel is protobuf's binary form of a net. Of that only the names of layers and their blobs are looked at.
 """
 
 from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from torch import Tensor, nn
 
 from mheads import files
 from mheads.errors import UserError
+from mheads.protobuf import BYTES, FIXED32, FIXED64, VARINT, encoded, field, fields, packed
 
 BINARY, HDF5 = (".caffemodel",), (".h5", ".hdf5")
 SUFFIXES = (*BINARY, *HDF5)
 Blobs = dict[str, list[np.ndarray]]
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _TAKEN = nn.Sequential()  # names that a layer cannot have in a module
 
 
@@ -110,51 +109,17 @@ def by_name(blobs: Blobs, wanted: Mapping[str, tuple[int, ...] | None], where: s
 # The binary form.
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int, Any]]:
-    """The fields of a message: number, wire type, and the value or the bytes of it."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, kind = key >> 3, key & 7
-        if kind == _VARINT:
-            value, at = _varint(data, at)
-            yield number, kind, value
-            continue
-        if kind == _BYTES:
-            size, at = _varint(data, at)
-        elif kind in (_FIXED32, _FIXED64):
-            size = 4 if kind == _FIXED32 else 8
-        else:
-            raise ValueError(f"a field of wire type {kind} at byte {at}")
-        if number == 0 or at + size > len(data):
-            raise ValueError(f"a field that ends beyond the file, at byte {at}")
-        yield number, kind, data[at : at + size]
-        at += size
-
-
-def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        if at >= len(data) or shift > 63:
-            raise ValueError(f"a number that does not end, at byte {at}")
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-
-
 def _read_binary(data: memoryview) -> Blobs:
     found: Blobs = {}
-    for number, kind, layer in _fields(data):
-        if number not in (2, 100) or kind != _BYTES:  # `layers` and `layer`
+    for number, kind, layer in fields(data):
+        if number not in (2, 100) or kind != BYTES:  # `layers` and `layer`
             continue
         name_field, blobs_field = (1, 7) if number == 100 else (4, 6)
         name, blobs = "", []
-        for inner, form, value in _fields(layer):
-            if inner == name_field and form == _BYTES:
+        for inner, form, value in fields(layer):
+            if inner == name_field and form == BYTES:
                 name = bytes(value).decode("utf-8", "replace")
-            elif inner == blobs_field and form == _BYTES:
+            elif inner == blobs_field and form == BYTES:
                 blobs.append(_read_blob(value))
         if blobs:
             found[name] = blobs
@@ -164,48 +129,28 @@ def _read_binary(data: memoryview) -> Blobs:
 def _read_blob(data: memoryview) -> np.ndarray:
     sides, parts = {1: 0, 2: 0, 3: 0, 4: 0}, []
     shape: list[int] | None = None
-    for number, kind, value in _fields(data):
-        if number in sides and kind == _VARINT:
+    for number, kind, value in fields(data):
+        if number in sides and kind == VARINT:
             sides[number] = value
-        elif number == 7 and kind == _BYTES:
+        elif number == 7 and kind == BYTES:
             shape = []
-            for _, form, dim in _fields(value):
-                shape += [dim] if form == _VARINT else _packed(dim)
-        elif number in (5, 8) and kind in (_BYTES, _FIXED32, _FIXED64):
+            for _, form, dim in fields(value):
+                shape += [dim] if form == VARINT else packed(dim)
+        elif number in (5, 8) and kind in (BYTES, FIXED32, FIXED64):
             parts.append(np.frombuffer(value, "<f4" if number == 5 else "<f8"))
     values = np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
     sizes = list(sides.values()) if shape is None else shape
     return values.reshape(sizes)
 
 
-def _packed(data: memoryview) -> list[int]:
-    found, at = [], 0
-    while at < len(data):
-        value, at = _varint(data, at)
-        found.append(value)
-    return found
-
-
-def _encoded(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _encoded(number << 3 | _BYTES) + _encoded(len(content)) + content
-
-
 def _binary(blobs: Blobs, types: Mapping[str, str]) -> bytes:
     out = []
     for name, arrays in blobs.items():
-        parts = [_field(1, name.encode()), _field(2, types.get(name, "").encode())]
+        parts = [field(1, name.encode()), field(2, types.get(name, "").encode())]
         for array in arrays:
-            shape = _field(1, b"".join(map(_encoded, array.shape)))
-            parts.append(_field(7, _field(5, np.ascontiguousarray(array, "<f4").tobytes()) + _field(7, shape)))
-        out.append(_field(100, b"".join(parts)))
+            shape = field(1, b"".join(map(encoded, array.shape)))
+            parts.append(field(7, field(5, np.ascontiguousarray(array, "<f4").tobytes()) + field(7, shape)))
+        out.append(field(100, b"".join(parts)))
     return b"".join(out)
 
 

@@ -11,13 +11,14 @@ from mheads.caffe.network import checked_shape
 from mheads.caffe.plan import Plan
 from mheads.caffe.text import Layer, Net
 from mheads.data import DATASETS
+from mheads.data.datums import lmdb_shape
 
 KNOWN = {"cifar100": "cifar100", "cifar-100": "cifar100", "cifar10": "cifar10", "cifar-10": "cifar10"}
 SOURCES = {
     "Data": "data_param", "ImageData": "image_data_param", "HDF5Data": "hdf5_data_param",
     "WindowData": "window_data_param",
 }  # fmt: skip
-LISTS = {"ImageData": "list", "HDF5Data": "hdf5"}
+READ = {"ImageData": "list", "HDF5Data": "hdf5", "Data": "lmdb"}  # by these datasets, where the source is there
 PROBLEMS = {
     "SoftmaxWithLoss": "auto", "HingeLoss": "classification", "EuclideanLoss": "regression",
     "SigmoidCrossEntropyLoss": "multilabel",
@@ -44,16 +45,18 @@ def data_of(
     found: dict[str, Any] = {"scale": transform.scale}
     source = _source(layer)
     known = next((name for part, name in KNOWN.items() if part in source.lower()), None)
-    if known:
-        found = {"name": known, **found}
-    elif LISTS.get(layer.type) and Path(source).is_file():
-        found = {"name": LISTS[layer.type], "path": source, **found}
+    if _is_there(layer):
+        found = {"name": READ[layer.type], "path": source, **found}
         if testing is not None and testing is not layer and testing.type == layer.type:
             found["test_path"] = _source(testing)
+        if layer.type != "HDF5Data" and not known and _has_colour(layer):
+            found["channels"] = "bgr"  # as OpenCV reads images for Caffe; its tool for CIFAR writes RGB
         if layer.type == "ImageData":
             found |= _resized(layer, notes)
         elif plan.terms and (problem := PROBLEMS.get(plan.terms[0].step.layer.type)):
             found["problem"] = problem
+    elif known:
+        found = {"name": known, **found}
     if transform.mirror:
         found["mirror"] = True
     if transform.mean_file or transform.mean_value:
@@ -68,7 +71,7 @@ def data_of(
 def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], notes: list[str]) -> None:
     """Leaves out what the net said of its own data, where others are taken or nobody asks for it."""
     entry = DATASETS.get(str(data.get("name")))
-    for key in ("path", "test_path", "root", "resize", "grey", "problem"):
+    for key in ("path", "test_path", "root", "resize", "grey", "problem", "channels"):
         if data.get("name") != said.get("name") and key in said and f"data.{key}" not in given:
             del data[key]
     if entry is not None and "crop" in said and "data.crop" not in given and not entry.takes("crop"):
@@ -90,6 +93,21 @@ def _resized(layer: Layer, notes: list[str]) -> dict[str, Any]:
             f"{found['resize']} pixels, and the middle is cut out"
         )
     return found
+
+
+def _is_there(layer: Layer) -> bool:
+    """Whether what the layer reads is there, and can be read."""
+    source = Path(_source(layer))
+    if layer.type == "Data":
+        return (source / "data.mdb").is_file()
+    return layer.type in READ and source.is_file()
+
+
+def _has_colour(layer: Layer) -> bool:
+    if layer.type == "ImageData":
+        return layer.message.image_data_param.is_color
+    shape = lmdb_shape(Path(_source(layer)), None)
+    return shape is not None and shape[0] == 3
 
 
 def _source(layer: Layer) -> str:
@@ -128,8 +146,9 @@ def unread(layer: Layer) -> str:
     source = _source(layer)
     if layer.type == "Data":
         kind = "LMDB" if layer.message.data_param.backend else "LevelDB"
-        return f"it reads the {kind} {source!r}, which is not read here: {REQUEST}"
-    there = "is not here" if layer.type in LISTS else "is not read here"
+        there = "not here" if layer.message.data_param.backend else "not read here"
+        return f"it reads the {kind} {source!r}, which is {there}: {REQUEST}"
+    there = "is not here" if layer.type in READ else "is not read here"
     what = f"it reads {source!r}, which {there}" if source else "it says nothing of where examples come from"
     return f"{what}: {REQUEST}"
 

@@ -27,6 +27,7 @@ def assemble(
     normalize: str = "none",
     validation: int = 0,
     scale: float | str = "auto",
+    channels: str = "rgb",
     auto: float = 1 / 255,
     limit: int | None = None,
     statistics: int | None = None,
@@ -97,6 +98,13 @@ def assemble(
         )
     factor = _scale(scale, seen, auto, name)
     preprocess = fit_preprocess(train, normalize, factor, statistics)
+    if channels == "bgr":
+        if len(train.shape) != 3 or train.shape[0] != 3:
+            raise UserError(
+                f"{name}: data.channels is bgr, but examples have the shape {train.shape}: it is for images of three "
+                "channels; leave it out"
+            )
+        preprocess = replace(preprocess, bgr=True)
     fingerprint = _fingerprint(train, test, importance)
     return Data(name, train, test, problem, preprocess, fingerprint, seen, importance, held_out)
 

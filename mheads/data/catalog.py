@@ -15,6 +15,7 @@ from mheads.data.arrays import with_augmentation
 from mheads.data.assemble import assemble
 from mheads.data.cache import cache_dir
 from mheads.data.cifar import CIFAR10, CIFAR100, find_cifar, load_cifar
+from mheads.data.datums import lmdb_shape, read_lmdb
 from mheads.data.diabetes import read_diabetes
 from mheads.data.digits import LEVELS, read_digits
 from mheads.data.folder import STATISTICS, folder_image, folder_shape, read_folder
@@ -144,6 +145,13 @@ DATASETS = {
             statistics=STATISTICS,
         ),
         Dataset("hdf5", "your HDF5 files, or text files that list some: path and test_path", read_hdf5, hdf5_shape),
+        Dataset(
+            "lmdb",
+            "your LMDBs of Caffe's Datum messages: path and test_path",
+            read_lmdb,
+            lmdb_shape,
+            statistics=50_000,
+        ),
     )
 }
 
@@ -157,6 +165,7 @@ def load(
     validation: int = 0,
     normalize: str = "none",
     scale: float | str = "auto",
+    channels: str = "rgb",
     pad: int = 0,
     mirror: bool = False,
     resize: int = 256,
@@ -173,7 +182,8 @@ def load(
     normalize: none, mean_image (of every pixel) or mean_std (of every channel), measured on all training
     examples that are left; for folders on up to 2,000 evenly spaced ones, mean_image on their centre squares
     of `resize` pixels and mean_std on their centre crops.
-    scale: multiplies the raw values first; auto brings uint8 pixels to 0..1 and leaves floats alone. pad, mirror:
+    scale: multiplies the raw values first; auto brings uint8 pixels to 0..1 and leaves floats alone. channels: rgb or
+    bgr, the order that the network sees. pad, mirror:
     random crops of the zero-padded image and random mirrors, in training. resize, crop, grey: for folders, the
     shorter side, the square cut out of it, and whether images are read in one channel.
     limit: keep only the first n training and the first n test examples, for quick trials. problem: what the targets of
@@ -191,6 +201,7 @@ def load(
         "resize": resize,
         "crop": crop,
         "grey": grey,
+        "channels": channels,
         "problem": problem,
         "regions": regions,
         "limit": None if validation else limit,  # what is not used need not be looked at
@@ -207,6 +218,7 @@ def load(
         normalize=normalize,
         validation=validation,
         scale=scale,
+        channels=channels,
         auto=entry.scale,
         limit=limit,
         statistics=entry.statistics,

@@ -49,7 +49,8 @@ def _entry(path: Path, known: list | None) -> list:
         stamp = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
         if known is not None and known[1:] == stamp:
             return known
-        return [hashlib.sha256(path.read_bytes()).hexdigest(), *stamp]
+        with path.open("rb") as file:
+            return [hashlib.file_digest(file, "sha256").hexdigest(), *stamp]
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); replace it or take it out") from error
 

@@ -23,6 +23,8 @@ CHUNK = 500  # examples read at a time for the statistics
 class Preprocess:
     """(raw * scale - mean) / std, in the memory layout that makes results reproducible.
 
+    Raw images, mean and std are RGB; with `bgr` the network gets the channels of the result in the opposite order.
+
     mean, std: (C, H, W), (C, 1, 1) or (F,), in the units of the scaled values; None leaves them out. float32, or
     float64 for raw examples in float64, whose small differences would be lost otherwise. A mean image covers the
     whole images, before the crop: it is subtracted at the crop's place and mirrored with it, as Caffe does.
@@ -31,6 +33,7 @@ class Preprocess:
     mean: torch.Tensor | None = None
     std: torch.Tensor | None = None
     scale: float = 1.0
+    bgr: bool = False
 
     def __call__(self, raw: Value, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Images, uint8 NHWC or float NCHW -> `dtype` [b, C, H, W]; vectors -> `dtype` [b, F] contiguous; tokens [b, T]
@@ -66,6 +69,8 @@ class Preprocess:
             out[i, height:] = 0
             out[i, :, width:] = 0
         out = out.to(dtype)
+        if self.bgr:
+            out = out.flip(-1)
         return out.permute(0, 3, 1, 2) if out.ndim == 4 else out
 
     def by_channel(self) -> Preprocess:
@@ -86,18 +91,19 @@ class Preprocess:
             f"scaled by {self.scale:g}" if self.scale != 1 else "",
             mean,
             "divided" if self.std is not None else "",
+            "channels turned to BGR" if self.bgr else "",
         )
         return ", ".join(part for part in parts if part)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a run folder stores besides `scale`; `from_tensors` reads it back."""
+        """What a run folder stores besides `scale` and `bgr`; `from_tensors` reads it back."""
         found = {"mean": self.mean, "std": self.std}
         return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], scale: float) -> Self:
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], scale: float, bgr: bool = False) -> Self:
         """The inverse of `tensors`; other names in the mapping are ignored."""
-        return cls(mean=tensors.get("mean"), std=tensors.get("std"), scale=scale)
+        return cls(mean=tensors.get("mean"), std=tensors.get("std"), scale=scale, bgr=bgr)
 
 
 def pixels_last(raw: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,7 @@ def facts_of(data: Data) -> dict:
         "name": data.name,
         "problem": data.problem.to_dict(),
         "scale": data.preprocess.scale,
+        "bgr": data.preprocess.bgr,
         "tensors": base64.b64encode(save_tensors(data.preprocess.tensors())).decode(),
         "shape": list(data.train.shape),
         "fingerprint": data.fingerprint,
@@ -85,7 +86,8 @@ def facts_of(data: Data) -> dict:
 def absent_data(world: World) -> Data:
     """What is known of data that only the lead reads."""
     facts = world.share("data", dict)
-    preprocess = Preprocess.from_tensors(load_tensors(base64.b64decode(facts["tensors"])), facts["scale"])
+    tensors = load_tensors(base64.b64decode(facts["tensors"]))
+    preprocess = Preprocess.from_tensors(tensors, facts["scale"], facts["bgr"])
     shape = tuple(facts["shape"])
     train, test = (AbsentSplit(facts[name], shape) for name in ("train", "test"))
     problem = problems.from_dict(facts["problem"])

@@ -195,7 +195,7 @@ def maps_of(
     members: Sequence[int] | None = None,
     side: dict[str, Value] | None = None,
 ) -> tuple[np.ndarray, bool]:
-    """Maps float32 [M, N, ...] of these members, or of all, and whether all are guided.
+    """Maps float32 [M, N, ...] of these members, or of all, in RGB, and whether all are guided.
 
     raw: examples as a split reads them; targets: [N], the classes whose scores are explained.
     """
@@ -210,7 +210,8 @@ def maps_of(
             gradient, relus = backprop(network, x[part], targets[part] if layer is None else None, layer, cut)
             found.append(gradient.float().cpu().numpy())
             guided = guided and relus
-    return np.concatenate(found).reshape(-1, *x.shape), guided
+    maps = np.concatenate(found).reshape(-1, *x.shape)
+    return maps[:, :, ::-1] if run.data.preprocess.bgr else maps, guided
 
 
 def rows_of(shape: Sequence[int]) -> int:

@@ -76,10 +76,15 @@ def demo(
 def train(
     recipe: Annotated[
         str,
-        typer.Argument(help="A recipe's name (digits, ...), the path of a YAML file, or of a Caffe net (.prototxt)."),
+        typer.Argument(
+            help="A recipe's name (digits, ...), the path of a YAML file, or of a Caffe net or solver (.prototxt)."
+        ),
     ],
     overrides: Overrides = None,
-    solver: Annotated[Path | None, typer.Option(help="With a Caffe net: its solver (.prototxt).")] = None,
+    solver: Annotated[
+        Path | None,
+        typer.Option(help="With a Caffe net: its solver (.prototxt); a solver that names its net will do alone."),
+    ] = None,
     run: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
     force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
@@ -95,7 +100,7 @@ def train(
 
 @app.command(rich_help_panel="Train and look")
 def convert(
-    net: Annotated[Path, typer.Argument(help="A Caffe net (.prototxt).")],
+    net: Annotated[Path, typer.Argument(help="A Caffe net, or a solver that names one (.prototxt).")],
     more: Annotated[
         list[str] | None,
         typer.Argument(metavar="[SOLVER] [KEY=VALUE]...", help="Its solver (.prototxt), and config keys to change."),

@@ -322,6 +322,42 @@ def test_lists_of_images_are_read(files, mheads):
     assert done.code == 2 and "train.txt, line 1: 'no label here' is not the name of an image" in done.err
 
 
+def test_a_solver_alone_names_its_net(files, mheads):
+    net = data(batch=10) + conv("c", "data", 4, 3) + ip("i", "c", 5) + nets.ends("i")
+    folder = files.path / "deep/er"
+    folder.mkdir(parents=True)
+    (folder / "net.prototxt").write_text(net)
+    solver = folder / "solver.prototxt"
+    solver.write_text('net: "examples/some/net.prototxt" weights: "w.caffemodel"\n' + SOLVER)  # from Caffe's own folder
+    found = convert(solver, None, ["data.name=npz", "data.path=classes.npz"]).tree
+    assert found["model_args"]["net"] == net and found["init"] == "w.caffemodel"
+    assert found["optim"]["lr"] == pytest.approx(0.02) and found["optim"]["batch_size"] == 10
+    plain = {key: value for key, value in found.items() if key != "init"}
+    assert plain == convert(folder / "net.prototxt", files.path / "solver.prototxt",
+                            ["data.name=npz", "data.path=classes.npz"]).tree  # fmt: skip
+    solver.write_text(SOLVER + 'train_net: "net.prototxt"')
+    done = mheads("train", "deep/er/solver.prototxt", "data.name=npz", "data.path=classes.npz", "--folder", "run")
+    assert done.code == 0, done.err
+    solver.write_text(SOLVER + 'net: "gone.prototxt"')
+    done = mheads("train", "deep/er/solver.prototxt", "--folder", "other")
+    assert done.code == 2
+    assert "deep/er/solver.prototxt, line 2, column 1: net: there is no gone.prototxt, here or beside" in done.err
+
+
+def test_the_net_that_is_tested_may_be_another_file(files):
+    for part in ("train", "test"):
+        (files.path / f"{part}.txt").write_text("a.png 0\nb.png 1\n")
+    rest = conv("c", "data", 4, 3) + ip("i", "c", 2) + nets.ends("i")
+    train, test = listed("ImageData", "image_data_param", "%s.txt", "new_height: 8 new_width: 8").splitlines()
+    (files.path / "train.prototxt").write_text(train + rest)
+    (files.path / "test.prototxt").write_text(test + rest)
+    (files.path / "s.prototxt").write_text(
+        SOLVER + 'train_net: "train.prototxt" test_net: "test.prototxt" test_iter: 2'
+    )
+    found = convert(files.path / "s.prototxt").tree["data"]
+    assert (found["path"], found["test_path"], found["channels"]) == ("train.txt", "test.txt", "bgr")
+
+
 def test_lmdbs_are_read(files, mheads):
     """The stock form of a net: Data layers of two phases. What is stored in three channels is BGR, but for CIFAR's."""
     lmdb = pytest.importorskip("lmdb")
@@ -383,7 +419,7 @@ def test_a_recipe_without_data_says_what_is_to_do(files, mheads):
     [
         (["train", "digits", "--solver", "solver.prototxt"], "goes with a Caffe net"),
         (["train", "none.prototxt"], "there is no file none.prototxt"),
-        (["convert", "solver.prototxt"], "It is one of a solver: give the files in their order"),
+        (["convert", "solver.prototxt"], "solver.prototxt: net: it names no net: give the net's file too"),
         (["convert", "net.prototxt", "net.prototxt"], "It is one of a net"),
         (["convert", "net.prototxt", "a", "b"], "give one solver"),
     ],

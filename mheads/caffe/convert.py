@@ -19,7 +19,7 @@ from mheads.caffe.graph import TEST, TRAIN
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.plan import Plan
 from mheads.caffe.sources import REQUEST, data_layer, data_of, fit_data, shape_of, unread
-from mheads.caffe.text import Layer, Solver, read_net, read_solver
+from mheads.caffe.text import Layer, Solver, is_solver, read_net, read_solver
 from mheads.caffe.trees import plan_of
 from mheads.config import Config
 from mheads.errors import UserError
@@ -49,7 +49,14 @@ def load(net: Path, solver_file: Path | None = None, overrides: Sequence[str] = 
 
 
 def convert(net_file: str | Path, solver_file: str | Path | None = None, overrides: Sequence[str] = ()) -> Converted:
-    """The config of a net and a solver, with config keys changed as `key=value` says."""
+    """The config of a net and a solver, with config keys changed as `key=value` says.
+
+    A solver alone will do, if it names its net.
+    """
+    tested = None
+    if solver_file is None and is_solver(net_file):
+        solver_file = net_file
+        net_file, tested = read_solver(solver_file).nets()
     net = read_net(net_file)
     found = Converted({"model": MODEL, "model_args": {"net": net.text}})
     tree, notes = found.tree, found.notes
@@ -59,7 +66,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     plan = plan_of(net, **state)
     tree["members"], tree["split"] = plan.members, plan.split
     layer = data_layer(net, TRAIN)
-    tree["data"], batch = data_of(layer, data_layer(net, TEST), plan, notes)
+    tree["data"], batch = data_of(layer, data_layer(net if tested is None else read_net(tested), TEST), plan, notes)
     said = dict(tree["data"])
     tree["optim"] = {"batch_size": batch} if batch else {}
     if given is not None:
@@ -67,6 +74,10 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         tree["log"] = solver.log_of(given)
         if (seed := solver.seed_of(given)) is not None:
             tree["seed"] = seed
+        if given.message.weights:
+            if len(given.message.weights) > 1 or "," in given.message.weights[0]:
+                raise given.refuse("weights", "several files: give one, or merge them")
+            tree["init"] = given.message.weights[0]
     for override in overrides:
         key, equals, value = override.partition("=")
         short = key in ("data", "loss", "optim.schedule") and not value.lstrip().startswith("{")

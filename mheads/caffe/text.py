@@ -27,6 +27,9 @@ V1_NAMES = {
 # Where data layers once had what is now in transform_param.
 MOVED = {"data_param", "image_data_param", "window_data_param"}
 
+# Fields that a solver has, and no net.
+SOLVERS = {"net", "train_net", "test_net", "base_lr", "lr_policy", "max_iter"}
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -93,6 +96,23 @@ class Solver:
         where = f", line {found[0].line}, column {found[0].column}" if found else ""
         return UserError(f"{self.file}{where}: {key}: {what}")
 
+    def nets(self) -> tuple[Path, Path | None]:
+        """The files of the net that is trained and of the one that is tested, where that is another."""
+        m = self.message
+        key = next((key for key in ("net", "train_net") if m.HasField(key)), None)
+        if key is None:
+            raise self.refuse("net", "it names no net: give the net's file too, before the solver")
+        tested = self._beside(m.test_net[0]) if m.test_net else None
+        found = self._beside(getattr(m, key))
+        if found is None:
+            raise self.refuse(key, f"there is no {getattr(m, key)}, here or beside the solver: give the net's file too")
+        return found, tested
+
+    def _beside(self, name: str) -> Path | None:
+        """A file, from here (as in Caffe), from where the solver lies, or by its name alone beside the solver."""
+        here = Path(self.file).parent
+        return next((path for path in (Path(name), here / name, here / Path(name).name) if path.is_file()), None)
+
 
 def read_file(path: Path) -> str:
     """The text of a specification."""
@@ -104,6 +124,11 @@ def read_file(path: Path) -> str:
         raise UserError(f"there is no file {path}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a .prototxt, a text in UTF-8: {error}") from error
+
+
+def is_solver(path: str | Path) -> bool:
+    """Whether a file looks like a solver, by the fields that it has."""
+    return not SOLVERS.isdisjoint(places_of(read_file(Path(path))).fields)
 
 
 def read_net(path: str | Path) -> Net:

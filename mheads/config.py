@@ -251,7 +251,9 @@ class Config(_Section):
     init_members: list[Annotated[int, Field(ge=0)] | None] | None = _option(
         None, "init: the member of that run that each member starts from, null for one that is drawn: [0, 2, null]"
     )
-    freeze: list[str] = _option([], "stages, layers or modules inside layers that do not learn: [trunk], [conv1]")
+    freeze: list[str] = _option(
+        [], "stages, layers or modules inside that do not learn: [trunk], [conv1], [..conv3] up to it"
+    )
     sampling: Annotated[Sampling, BeforeValidator(_named)] = _option(Sampling(), "who learns from which examples")
     loss: Annotated[LossOptions, BeforeValidator(_named)] = _option(LossOptions(), "the loss")
     pretrain: int = _option(0, "iterations of independent cross-entropy before the loss takes over", ge=0)
@@ -450,6 +452,9 @@ def of_model(model: str, model_args: Sequence[str]) -> Config:
 def _absolute(config: Config) -> Config:
     """The config with absolute paths, so that a run folder means the same from any current folder."""
     data = _absolute_in(config.data, ("root", "path", "test_path"))
+    if data.regions.proposals.endswith((".npz", ".mat")):
+        proposals = str(Path(data.regions.proposals).expanduser().absolute())
+        data = data.model_copy(update={"regions": data.regions.model_copy(update={"proposals": proposals})})
     sampling = _absolute_in(config.sampling, ("generalist", "path"))
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
     init = config.init if in_memory else str(Path(config.init).absolute())
@@ -475,7 +480,7 @@ def override(tree: dict[str, Any], given: str) -> None:
         value = plain.from_yaml(text)
     except ValueError as error:
         raise UserError(f"the value of {plain.short(given)}: {error}") from error
-    if isinstance(value, str):
+    if isinstance(value, str) and not text.lstrip().startswith(("'", '"')):
         value = _number(value)
     *sections, last = key.split(".")
     for section in sections:

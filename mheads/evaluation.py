@@ -15,6 +15,7 @@ import torch
 from mheads import api, parts, values
 from mheads import config as configs
 from mheads.caffe import blobs
+from mheads.config import Config
 from mheads.data import POSED
 from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
@@ -92,7 +93,7 @@ TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what ta
 SPLITS = ("train", "validation", "test")
 DATA_KEYS = (
     *("name", "root", "path", "test_path", "validation", "resize", "crop", "limit"),
-    *("regions.proposals", "regions.with_objects"),
+    *("regions.proposals", "regions.with_objects", "regions.strict"),
 )
 
 
@@ -126,14 +127,15 @@ def examples_of(
         )
     held_out = config
     if split == "test":  # the real one, which training did not look at
-        held_out = config.model_copy(update={"data": config.data.model_copy(update={"validation": 0})})
+        held_out = _update_data(config, validation=0)
     same = config.data == trained.data
     if overrides and DATASETS[config.data.name].takes("problem") and facts.problem.name in POSED:
         # Other targets are read as those of the run, whatever they look like.
-        update = {"data": held_out.data.model_copy(update={"problem": facts.problem.name})}
-        held_out = held_out.model_copy(update=update)
-    data = parts.load_data(held_out)
-    before = parts.load_data(config).fingerprint if same and held_out is not config else data.fingerprint
+        held_out = _update_data(held_out, problem=facts.problem.name)
+    if config.data.normalize == "init":  # inputs are preprocessed as in training: where it started may be gone
+        config, held_out = (_update_data(one, normalize="none") for one in (config, held_out))
+    data = parts.load_data(held_out, only="test" if split == "test" and not same else None)
+    before = data.fingerprint if held_out == config or not same else parts.load_data(config).fingerprint
     if same and before != facts.fingerprint:
         raise UserError(
             f"{folder.path} was trained on other data than {data.name} is now: checksum "
@@ -158,7 +160,12 @@ def examples_of(
     there.check_targets(examples.targets, f"{data.name}: {split}")
     if isinstance(there, Detection) and isinstance(here, Detection):
         facts = replace(facts, problem=replace(there, truths=here.truths))  # which a run does not keep
+        examples = examples.measured_by(there)  # type: ignore[union-attr]  # they are regions
     return facts, examples, split
+
+
+def _update_data(config: Config, **keys: Any) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update=keys)})
 
 
 def _classes(problem: Problem) -> tuple[str, ...]:

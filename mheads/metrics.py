@@ -27,8 +27,10 @@ class PlainResult:
         """The fields ready for JSON; numbers that are not finite become null."""
 
         def plain(name: str) -> Any:
+            if isinstance(value := getattr(self, name), str):
+                return value
             # + 0 turns -0.0 to 0.0
-            return _map(lambda x: self.rounded(name, x) + 0 if math.isfinite(x) else None, getattr(self, name))
+            return _map(lambda x: self.rounded(name, x) + 0 if math.isfinite(x) else None, value)
 
         found = [f.name for f in fields(self) if getattr(self, f.name) is not None]  # type: ignore[arg-type]
         return {name: plain(name) for name in found}

@@ -175,8 +175,9 @@ def _is_plain_loss(function: Callable[..., Any], args: dict[str, Any]) -> bool:
     return False
 
 
-def load_data(config: Config) -> Data:
-    options = config.data.model_dump(exclude={"reader"})
+def load_data(config: Config, only: str | None = None) -> Data:
+    """The data of a config; `only` test where nothing is to be learned from them."""
+    options = {**config.data.model_dump(exclude={"reader"}), "only": only}
     if options["normalize"] != "init":
         return datasets.load(options.pop("name"), **options)
     donor = RunFolder(Path(config.init))

@@ -143,14 +143,17 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 if report.stop:
                     checkpoints.wait()
                     raise Stopped(report.stop, state.step, state.seconds)
-            result = measure(engine, data.test, data.preprocess, data.problem, watch)
             tensors = engine.gather(state.tensors(net, optimizer))
+            if log is not None:
+                _refuse_nonfinite_weights(net, tensors, state.step, checkpoints)
+                # Before the evaluation, which may fail on what training never read, such as a damaged file.
+                checkpoints.save(state.step, *state.capture(tensors, optimizer, schedule, log))
+            result = measure(engine, data.test, data.preprocess, data.problem, watch)
             if log is None or result is None:
                 return {}
-            _refuse_nonfinite_weights(net, tensors, state.step, checkpoints)
             if state.step not in state.history.iterations:
                 state.own(result, experiment, folder, log, watch)
-            checkpoints.save(state.step, *state.capture(tensors, optimizer, schedule, log))
+                checkpoints.save(state.step, *state.capture(tensors, optimizer, schedule, log), again=True)
             checkpoints.wait()
             folder.seal_metrics()
             folder.write_model(part(tensors, "model/"))

@@ -27,6 +27,8 @@ from mheads.strides import canonical
 from mheads.tree import Node, Spec, Tree, parse, split_names, whole_spec
 from mheads.values import Value
 
+UP_TO = ".."  # before a layer in `freeze`
+
 
 class TreeNet(nn.Module):
     """An ensemble whose members share their first layers as a tree says.
@@ -207,14 +209,14 @@ class TreeNet(nn.Module):
     def freeze(self, names: Collection[str] = ()) -> None:
         """Has these stages, layers or modules inside layers learn nothing; what was frozen before learns again.
 
-        `trunk` is a stage, `conv1` that layer wherever it is. Frozen BatchNorm normalises by the statistics that it
-        has; dropout drops.
+        `trunk` is a stage, `conv1` that layer wherever it is, `..conv3` all layers up to it, and itself. Frozen
+        BatchNorm normalises by the statistics that it has; dropout drops.
         """
         if isinstance(names, str):
             raise UserError(f"freeze={names!r}: give a list of names, freeze=[{names!r}]")
         for name in names:
-            self._check_frozen(name)
-        self.frozen = tuple(dict.fromkeys(names))
+            self._check_frozen(name.removeprefix(UP_TO))
+        self.frozen = tuple(dict.fromkeys(one for name in names for one in self._frozen_by(name)))
         for name, parameter in self.named_parameters(remove_duplicate=False):  # layers may share a weight
             if name in self._froze:
                 parameter.requires_grad_(True)
@@ -246,6 +248,16 @@ class TreeNet(nn.Module):
             f"freeze: there is no stage and no layer {name!r}; the stages are {shown}, the layers of "
             f"{self.network_name} {', '.join(layers)}"
         )
+
+    def _frozen_by(self, name: str) -> list[str]:
+        if not name.startswith(UP_TO):
+            return [name]
+        layers = [layer.name for layer in self.layers]
+        if name.removeprefix(UP_TO) not in layers:
+            raise UserError(
+                f"freeze = [{name}]: {UP_TO} stands before a layer of {self.network_name}: {', '.join(layers)}"
+            )
+        return layers[: layers.index(name.removeprefix(UP_TO)) + 1]
 
     def _is_frozen(self, stage: str, key: str) -> bool:
         """Whether a parameter or module of a stage, by its name in the network, is."""

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,9 @@ from mheads.experiment import build
 from mheads.parts import load_data
 from mheads.problems.average_precision import average_precisions, matches
 from mheads.problems.detection import FLOOR, MOST, SUPPRESS
+from mheads.progress import Silent
+from mheads.run_folder import RunFolder
+from mheads.train import train_config
 
 
 @pytest.fixture(scope="module")
@@ -343,6 +347,68 @@ def test_objects_of_one_class_are_found_by_a_detector_from_a_run_with_its_weight
     assert not any("out." in name for name in after) and after["stages.conv1/0.detect.boxes.weight"].shape == (16, 32)
     data = load_file(folder / "data.safetensors")
     np.testing.assert_allclose(data["mean"].ravel(), (x / 255).mean((0, 2, 3)), rtol=1e-5)
+    donor.rename(tmp_path / "elsewhere")  # what it started from is not needed any more
+    again = process("detect", "eval", folder, "--split", "test", "--trust")
+    assert again.code == 0 and "4 images of test" not in again.err, again.err
+
+
+def test_a_detector_is_measured_on_other_images_that_are_only_for_testing(scenes, run, tmp_path, monkeypatch):
+    """From another folder, too: the proposals of training were given by a path from where it began."""
+    paint(tmp_path / "2007", seed=3)
+    (tmp_path / "2007/ImageSets/Main/trainval.txt").unlink()
+    monkeypatch.chdir(tmp_path)
+    other = ["--data", "data.path='2007'", "--data", "data.regions.proposals=2007/proposals.npz"]
+    done = process("detect", "eval", run, *other, "--data", "data.regions.strict=true", "--trust")
+    assert done.code == 0 and "average precision in %" in done.out, done.err
+
+
+def test_paths_are_taken_as_they_are(tmp_path):
+    from mheads.detect.start import overrides_from
+
+    given = overrides_from(None, Path("2007"), "{part} #1: x.npz", [])
+    found = configs.load("fast_rcnn", given).data
+    assert found.path == Path("2007").absolute()
+    assert found.regions.proposals == str(Path("{part} #1: x.npz").absolute())
+
+
+def test_a_test_image_that_cannot_be_read_costs_no_training(scenes, tmp_path, monkeypatch):
+    """Found out only in the last evaluation: the weights are there, and the same command goes on."""
+    from mheads.data import regions
+
+    whole = regions.decoded
+    test = [f"{i:06}.png" for i in range(8, 12)]
+
+    def torn(path, size=None):
+        if path.name in test:
+            raise UserError(f"{path} cannot be decoded")
+        return whole(path, size)
+
+    given = keys(scenes, **{"log.evaluate_every": 0, "log.checkpoint_every": 0, "optim.iterations": 2})
+    config = configs.load("fast_rcnn", given)
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setattr(regions, "decoded", torn)
+    with pytest.raises(UserError, match="cannot be decoded"):
+        train_config(config, folder, Silent())
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-00000002"]
+    monkeypatch.undo()
+    assert train_config(config, folder, Silent())["iterations"] == 2
+
+
+def test_a_paired_test_of_equal_differences_says_nothing():
+    from mheads.detect.evaluate import Precisions, paired_test
+    from mheads.terminal.detections import verdict
+
+    classes = ("a", "b", "c")
+    one, two = (Precisions(n, classes, np.array([[10.0, 20, 30]]) + plus) for n, plus in (("x", 0), ("y", 10)))
+    found = paired_test(one, two)
+    assert found["difference"] == -10 and np.isnan(found["p"])
+    assert "the same in each of the 3 classes: a paired test says nothing of it" in verdict(one, two, found)
+    three = Precisions("z", classes, np.array([[11.0, 23, 32]]))
+    differences = np.array([1.0, 3, 2])
+    t = differences.mean() / (differences.std(ddof=1) / 3**0.5)
+    from scipy.stats import t as student
+
+    assert paired_test(three, one)["p"] == pytest.approx(2 * student.sf(t, 2))
 
 
 def test_a_suite_trains_detectors_from_runs_of_another_recipe(scenes, tmp_path, monkeypatch):
@@ -435,6 +501,23 @@ def _no_image(root):
     (root / "JPEGImages/000001.png").write_bytes(b"not an image")
 
 
+def _torn(root):
+    file = root / "JPEGImages/000001.png"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+
+
+def _elsewhere(root):
+    with np.load(root / "proposals.npz") as arrays:
+        kept = {name: arrays[name] for name in arrays.files}
+    kept["000001"][:3] += 1000
+    np.savez(root / "proposals.npz", **kept)
+
+
+def _twice(root):
+    with (root / "ImageSets/Main/trainval.txt").open("a") as file:
+        file.write("000001\n")
+
+
 def _no_object(root):
     annotate(root, "000001", [], 48, 60)
 
@@ -458,7 +541,10 @@ def _no_proposal(root):
         (_scaled, r"000001\.xml says that the image has 48 x 60 pixels, and it has 96 x 120: its boxes", 4),
         (_flag, r"000001\.xml, object 1: difficult is 'perhaps', neither 0 nor 1; left out", 4),
         (_missing, r"000001\.jpg is missing: the image is left out", 3),
-        (_no_image, r"000001\.png is no image that can be read .*: left out", 3),
+        (_no_image, r"000001\.png cannot be decoded .*: the image is left out", 3),
+        (_torn, r"000001\.png cannot be decoded .*: the image is left out", 3),
+        (_elsewhere, r"000001\.png: 3 of its \d+ proposals lie outside of its 48 x 60 pixels and are left out", 4),
+        (_twice, r"trainval\.txt names 000001 more than once: it is taken once", 4),
         (_no_object, r"000001\.png has no object to learn: left out of training", 3),
         (_no_proposal, r"000001\.png has no proposal: it is learned from its objects alone", 4),
     ],
@@ -488,11 +574,40 @@ def test_lists_flags_and_names_as_other_tools_write_them(broken):
     assert not any(scene.truth.difficult.any() for scene in data.train.scenes)
 
 
+def test_names_with_spaces_and_suffixes(broken):
+    for old, new in (("000000", "my cat 0"), ("000001", "my dog")):
+        (broken / f"JPEGImages/{old}.png").rename(broken / f"JPEGImages/{new}.png")
+        (broken / f"Annotations/{old}.xml").rename(broken / f"Annotations/{new}.xml")
+    (broken / "ImageSets/Main/trainval.txt").write_text("my cat 0 1\nmy dog  -1\n000002.png\n")
+    data, said = complaints(broken, **{"data.regions.with_objects": "true"})
+    assert [scene.name for scene in data.train.scenes] == ["my cat 0", "my dog", "000002"]
+    assert "my dog.png has no proposal: it is learned from its objects alone" in said
+
+
+def test_many_complaints_are_counted_and_kept(broken, tmp_path, monkeypatch):
+    monkeypatch.setenv("MHEADS_DATA", str(tmp_path / "cache"))
+    zebras = [("zebra", (10, 5, 40, 40))] * 25
+    annotate(broken, "000001", [*zebras, *[("red", ("x", 1, 20, 20))] * 12, ("blue", (1, 1, 20, 20))], 48, 60)
+    _, said = complaints(broken)
+    assert "000001.xml, object 1, and 24 more: the class 'zebra' is not known" in said
+    lines = Path(said.rpartition("all of them are in ")[2]).read_text().splitlines()
+    assert "13 things" in said and len(lines) == 13 and "object 37: xmin of its box is 'x'" in lines[-1]
+
+
+def test_images_of_training_without_proposals_are_measured_too(broken):
+    _no_proposal(broken)
+    data, _ = complaints(broken)
+    whole = data.train.fixed().beside(np.array([1]), None)
+    width, height = data.train.scenes[1].truth.width, data.train.scenes[1].truth.height
+    assert whole.targets[2].tolist() == [[0, 0, width - 1, height - 1]]
+
+
 def test_images_of_a_line_or_a_point_can_be_read(broken):
     for name, size in (("000000", (3000, 1)), ("000001", (1, 1)), ("000002", (1, 3000))):
         Image.new("RGB", size, (200, 40, 40)).save(broken / f"JPEGImages/{name}.png")
         annotate(broken, name, [("red", (1, 1, *size))], *size)
-    experiment = build(configs.load("fast_rcnn", keys(broken)))
+    with pytest.warns(UserWarning, match="proposals lie outside"):
+        experiment = build(configs.load("fast_rcnn", keys(broken)))
     _, sizes = experiment.data.train.read(np.arange(3), None)
     assert sizes.tolist() == [[1, 120], [96, 96], [120, 1]]
     batch = batch_of(experiment)
@@ -544,8 +659,6 @@ def test_mistakes_that_leave_nothing_to_do_stop(broken, tmp_path):
     refused("no object would be learned", **{"data.regions.per_image": 2})
     np.savez(tmp_path / "wrong.npz", **{"000000": np.zeros((3, 5))})
     refused(r"000000 is float64 \[3, 5\]; give finite numbers", **{"data.regions.proposals": tmp_path / "wrong.npz"})
-    (broken / "ImageSets/Main/trainval.txt").write_text("000000\n000000\n")
-    refused("names 000000 twice")
     (broken / "ImageSets/Main/trainval.txt").unlink()
     refused(r"trainval\.txt cannot be read")
 
@@ -578,6 +691,13 @@ def test_runs_that_were_measured_on_other_images_are_not_compared(scenes, run, t
     for command in ((run, other), (run, "--against", other)):
         done = mheads("detect", "eval", *command, "--trust")
         assert done.code == 2 and f"{run} was measured on 4 images of test and {other} on 2 images" in done.err
+    paint(tmp_path / "VOC", seed=9)
+    found = mheads("detect", "train", *keys(tmp_path / "VOC", **{"optim.iterations": 1}), "-f", tmp_path / "third")
+    assert found.code == 0, found.err
+    done = mheads("detect", "eval", run, "--against", tmp_path / "third", "--trust")
+    assert done.code == 2 and "were each measured on 4 images of test, and these are not the same images" in done.err
+    done = mheads("detect", "eval", run, run, "--trust")
+    assert done.code == 2 and "is given twice: give each run once" in done.err
 
 
 @pytest.mark.parametrize(
@@ -659,11 +779,18 @@ def test_selective_search_looks_at_the_pixels_as_they_are_stored(tmp_path, monke
     turned = Image.Exif()
     turned[0x0112] = 6
     Image.fromarray(pixels).save(tmp_path / "photo.png", exif=turned)
-    (found,) = search([Scene("photo", tmp_path / "photo.png", None)])
-    assert box.overlaps(np.array([[80, 10, 109, 39]]), found).max() > 0.8
+    said = []
+    photo = Scene("photo", tmp_path / "photo.png", None)
+    (found,) = search([photo], said.append)
+    assert box.overlaps(np.array([[80, 10, 109, 39]]), found).max() > 0.8 and not said
+    # Copies are searched as one, and are answered in the same order whoever was searched first.
+    (tmp_path / "copy.png").write_bytes((tmp_path / "photo.png").read_bytes())
+    copy = Scene("copy", tmp_path / "copy.png", None)
+    monkeypatch.setenv("MHEADS_DATA", str(tmp_path / "other"))
+    assert all(np.array_equal(one, found) for one in search([copy, photo], said.append))
     Image.new("RGB", (3000, 1)).save(tmp_path / "line.png")
-    with pytest.raises(UserError, match="is 3000 x 1, too long to be searched"):
-        search([Scene("line", tmp_path / "line.png", None)])
+    assert len(search([Scene("line", tmp_path / "line.png", None)], said.append)[0]) == 0
+    assert "line.png cannot be searched for regions" in said[0]
 
 
 def test_selective_search_finds_objects_once_and_for_all(scenes, tmp_path, monkeypatch):

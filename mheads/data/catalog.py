@@ -174,6 +174,7 @@ def load(
     limit: int | None = None,
     problem: str = "auto",
     regions: dict[str, Any] | None = None,
+    only: str | None = None,
 ) -> Data:
     """A dataset by name, ready to train on.
 
@@ -188,6 +189,7 @@ def load(
     shorter side, the square cut out of it, and whether images are read in one channel.
     limit: keep only the first n training and the first n test examples, for quick trials. problem: what the targets of
     an npz file are, where they alone do not decide. regions: for voc, the options of `data.regions`.
+    only: test, where nothing is to be learned, for voc.
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
@@ -204,6 +206,7 @@ def load(
         "channels": channels,
         "problem": problem,
         "regions": regions,
+        "only": only,
         "limit": None if validation else limit,  # what is not used need not be looked at
     }
     _refuse_useless(entry, keys)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import random
+import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from mheads import files, seeds
+from mheads import seeds
 from mheads.data.cache import cache_dir
 from mheads.data.contents import Shown, digests
 from mheads.data.folder import cores
@@ -21,34 +24,57 @@ SEARCH = "selective_search"
 WIDTH = 500  # that wider images are brought to before they are searched, as in VOC
 
 
-def of_scenes(source: str, scenes: Sequence[Scene], part: str, most: int) -> list[np.ndarray]:
-    """Boxes int32 [P, 4] for each scene, at most `most`, the first ones."""
-    found = search(scenes) if source == SEARCH else from_file(Path(source.replace("{part}", part)), scenes)
-    return [_clean(boxes, scene)[:most] for boxes, scene in zip(found, scenes, strict=True)]
+def of_scenes(
+    source: str,
+    scenes: Sequence[Scene],
+    part: str,
+    most: int,
+    complain: Callable[[str], None],
+    names: Sequence[str] = (),
+) -> list[np.ndarray]:
+    """Boxes int32 [P, 4] for each scene, at most `most`, the first ones. `names`: of all images of the part."""
+    if source == SEARCH:
+        found = search(scenes, complain)
+    else:
+        found = from_file(Path(source.replace("{part}", part)), scenes, names)
+    return [_clean(boxes, scene, complain)[:most] for boxes, scene in zip(found, scenes, strict=True)]
 
 
-def _clean(boxes: np.ndarray, scene: Scene) -> np.ndarray:
+def _clean(boxes: np.ndarray, scene: Scene, complain: Callable[[str], None]) -> np.ndarray:
     """Inside of the image, each once, in their order."""
-    limits = np.array([scene.truth.width, scene.truth.height] * 2) - 1
-    boxes = np.clip(np.round(boxes), 0, limits).astype(np.int32)
+    width, height = scene.truth.width, scene.truth.height
+    limits = np.array([width, height] * 2) - 1
+    outside = (boxes[:, :2] > limits[:2]).any(1) | (boxes[:, 2:] < 0).any(1)
+    if outside.any():
+        complain(
+            f"{scene.path}: {outside.sum()} of its {len(boxes)} proposals lie outside of its {width} x {height} pixels "
+            "and are left out; were they made for another size?"
+        )
+    boxes = np.clip(np.round(boxes[~outside]), 0, limits).astype(np.int32)
     boxes = boxes[(boxes[:, 2:] >= boxes[:, :2]).all(1)]
     _, first = np.unique(boxes, axis=0, return_index=True)
     return boxes[np.sort(first)]
 
 
-def search(scenes: Sequence[Scene]) -> list[np.ndarray]:
-    """What selective search finds (Uijlings et al., 2013; OpenCV's fast mode); each image is searched once, ever."""
+def search(scenes: Sequence[Scene], complain: Callable[[str], None]) -> list[np.ndarray]:
+    """What selective search finds (Uijlings et al., 2013; OpenCV's fast mode); each image is searched once, ever.
+
+    In a random order that the image alone decides: OpenCV's comes from a generator that cannot be seeded.
+    """
     folder = cache_dir() / "proposals" / f"{SEARCH}-{WIDTH}"
-    targets = [folder / f"{key[:32]}.npy" for key in _digests(scenes)]
-    missing = [i for i, target in enumerate(targets) if not target.is_file()]
+    keys = [key[:32] for key in _digests(scenes)]
+    first = {key: i for i, key in reversed(list(enumerate(keys)))}  # copies of an image are searched as one
+    missing = [i for key, i in first.items() if not (folder / f"{key}.npy").is_file()]
     if missing:
         opencv()
         folder.mkdir(parents=True, exist_ok=True)
         shown = Shown(len(missing), "selective search")
+        random.Random(os.getpid()).shuffle(missing)  # ranks that begin together share the images among them
 
         def one(i: int) -> None:
-            found = _search(scenes[i])
-            files.write_atomically(targets[i], lambda file: np.save(file, found))
+            target = folder / f"{keys[i]}.npy"
+            if not target.is_file():
+                _keep(target, _search(scenes[i]))
             shown.advance()
 
         try:
@@ -57,7 +83,24 @@ def search(scenes: Sequence[Scene]) -> list[np.ndarray]:
                     pass  # taking the results raises
         finally:
             shown.close()
-    return [np.load(target, allow_pickle=False) for target in targets]
+    found = []
+    for scene, key in zip(scenes, keys, strict=True):
+        boxes = np.unique(np.load(folder / f"{key}.npy", allow_pickle=False).reshape(-1, 4), axis=0)
+        if not len(boxes):
+            complain(f"{scene.path} cannot be searched for regions: OpenCV does not decode it, or it is a line")
+        found.append(boxes[seeds.numpy_generator("proposals", key).permutation(len(boxes))])
+    return found
+
+
+def _keep(target: Path, found: np.ndarray) -> None:
+    """Writes a file that is whole or absent; whoever else writes it writes the same."""
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            made = Path(work, target.name)
+            np.save(made, found)
+            made.replace(target)
+    except OSError as error:
+        raise UserError(f"could not save {target}: {error.strerror}; make the folder writable") from error
 
 
 def _digests(scenes: Sequence[Scene]) -> list[str]:
@@ -67,25 +110,20 @@ def _digests(scenes: Sequence[Scene]) -> list[str]:
 
 
 def _search(scene: Scene) -> np.ndarray:
-    """Boxes [P, 4] in a random order of their own: OpenCV's comes from a generator that cannot be seeded."""
+    """Boxes [P, 4]; none of an image that cannot be searched."""
     cv2 = opencv()
     # Boxes of objects are in the pixels as they are stored: the image must not be turned as its camera was held.
     image = cv2.imread(str(scene.path), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
-    if image is None:
-        raise UserError(f"{scene.path} cannot be decoded by OpenCV: save it as a JPEG or PNG")
-    ratio = min(1.0, WIDTH / image.shape[1])
-    if round(ratio * image.shape[0]) < 1:
-        raise UserError(
-            f"{scene.path} is {image.shape[1]} x {image.shape[0]}, too long to be searched for regions: cut it"
-        )
+    ratio = 1.0 if image is None else min(1.0, WIDTH / image.shape[1])
+    if image is None or round(ratio * image.shape[0]) < 1:
+        return np.empty((0, 4), np.int32)
     if ratio < 1:
         image = cv2.resize(image, None, fx=ratio, fy=ratio, interpolation=cv2.INTER_AREA)
     searching = cv2.ximgproc.segmentation.createSelectiveSearchSegmentation()
     searching.setBaseImage(image)
     searching.switchToSelectiveSearchFast()
     left, top, width, height = np.unique(searching.process(), axis=0).T / ratio
-    found = np.round(np.stack([left, top, left + width - 1, top + height - 1], 1)).astype(np.int32)
-    return found[seeds.numpy_generator("proposals", scene.path.name).permutation(len(found))]
+    return np.round(np.stack([left, top, left + width - 1, top + height - 1], 1)).astype(np.int32)
 
 
 def opencv() -> Any:
@@ -102,13 +140,13 @@ def opencv() -> Any:
     return cv2
 
 
-def from_file(path: Path, scenes: Sequence[Scene]) -> list[np.ndarray]:
+def from_file(path: Path, scenes: Sequence[Scene], names: Sequence[str] = ()) -> list[np.ndarray]:
     """Those in an .npz file, an array [P, 4] (left, top, right, bottom; from 0) under the name of each image, or in a
     .mat file of the Fast R-CNN release."""
     try:
         if path.suffix == ".mat":
             path.open("rb").close()  # SciPy says nothing of a file that is missing
-            found = _release(path, scenes)
+            found = _release(path, names or [scene.name for scene in scenes])
         elif path.suffix == ".npz":
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 found = {name: arrays[name] for name in arrays.files}
@@ -132,8 +170,10 @@ def _boxes(found: np.ndarray | None, path: Path, name: str) -> np.ndarray:
     return found.astype(float)
 
 
-def _release(path: Path, scenes: Sequence[Scene]) -> dict[str, np.ndarray]:
-    """Cells `boxes` of (top, left, bottom, right), counted from 1, and `images`, their names where they are given."""
+def _release(path: Path, listed: Sequence[str]) -> dict[str, np.ndarray]:
+    """Cells `boxes` of (top, left, bottom, right), counted from 1, and `images`, their names.
+
+    Without names they are in the order of the list."""
     from scipy.io import loadmat
 
     content = loadmat(path)
@@ -141,14 +181,20 @@ def _release(path: Path, scenes: Sequence[Scene]) -> dict[str, np.ndarray]:
         raise UserError(f"{path} has no cell array 'boxes'; it has {', '.join(k for k in content if k[0] != '_')}")
     boxes = content["boxes"].ravel()
     if "images" in content:
-        names = [str(np.ravel(cell)[0]) for cell in content["images"].ravel()]
-    elif len(boxes) == len(scenes):
-        names = [scene.name for scene in scenes]
+        names = ["".join(map(str, np.ravel(cell))) for cell in content["images"].ravel()]
     else:
-        raise UserError(f"{path} has boxes of {len(boxes)} images and no names, and there are {len(scenes)} images")
-    return {name: _from_one(np.asarray(cell, float)) for name, cell in zip(names, boxes, strict=True)}
+        names = list(listed)
+    if len(names) != len(boxes):
+        named = "in its 'images'" if "images" in content else "in the list, and it has no 'images'"
+        raise UserError(f"{path} has boxes of {len(boxes)} images, and there are {len(names)} {named}")
+    return {name: _from_one(path, name, cell) for name, cell in zip(names, boxes, strict=True)}
 
 
-def _from_one(boxes: np.ndarray) -> np.ndarray:
+def _from_one(path: Path, name: str, cell: Any) -> np.ndarray:
     """(left, top, right, bottom), counted from 0; no boxes are 0 x 0 in MATLAB."""
-    return boxes[:, [1, 0, 3, 2]] - 1 if boxes.size else np.empty((0, 4))
+    boxes = np.asarray(cell, float)
+    if not boxes.size:
+        return np.empty((0, 4))
+    if boxes.ndim != 2 or boxes.shape[1] < 4:
+        raise UserError(f"{path}: the boxes of {name} are {list(boxes.shape)}; give (top, left, bottom, right) of each")
+    return boxes[:, [1, 0, 3, 2]] - 1

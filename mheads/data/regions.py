@@ -20,7 +20,7 @@ from mheads.data.folder import cores, in_threads
 from mheads.data.images import UNREADABLE, eight_bits
 from mheads.data.seen import Seen
 from mheads.data.split import Beside
-from mheads.data.voc import CLASSES, Complaints, Scene, find_devkit, read_scenes
+from mheads.data.voc import CLASSES, Complaints, Scene, find_devkit, read_list, read_scenes
 from mheads.errors import UserError
 from mheads.problems import Detection, Problem
 from mheads.problems.detection import BACKGROUND
@@ -118,8 +118,10 @@ class RegionSplit:
     def _regions(self, row: int, seed: int | None, mirrored: bool) -> tuple[np.ndarray, ...]:
         """Regions in pixels of the network's input, their classes, box targets, and regions in pixels of the image."""
         scene, drawing = self.scenes[row], self.drawing
-        with_truth = self.training or drawing.with_objects
-        boxes, classes, deltas = labelled(scene, self.proposed[row], drawing, with_truth)
+        with_truth, proposed = self.training or drawing.with_objects, self.proposed[row]
+        if not self.training and not len(proposed):  # an image that is measured has a region: the whole of it
+            proposed = np.array([[0, 0, scene.truth.width - 1, scene.truth.height - 1]], np.int32)
+        boxes, classes, deltas = labelled(scene, proposed, drawing, with_truth)
         if self.training:
             chosen = _draw(classes, drawing, np.random.default_rng(0 if seed is None else seed))
             boxes, classes, deltas = boxes[chosen], classes[chosen], deltas[chosen]
@@ -138,6 +140,10 @@ class RegionSplit:
 
     def fixed(self) -> Self:
         return replace(self, training=False)
+
+    def measured_by(self, problem: Detection) -> Self:
+        """With box targets in the units of a problem: those of its training."""
+        return replace(self, means=np.array(problem.means), deviations=np.array(problem.deviations))
 
     def whole(self) -> Any:
         return Squares(self)  # to be read, and no more
@@ -249,9 +255,15 @@ def _deviation(parts: list[np.ndarray], otherwise: np.ndarray) -> np.ndarray:
 
 
 def read_voc(
-    path: Path, *, mirror: bool, regions: dict[str, Any], need_test: bool, limit: int | None = None
+    path: Path,
+    *,
+    mirror: bool,
+    regions: dict[str, Any],
+    need_test: bool,
+    limit: int | None = None,
+    only: str | None = None,
 ) -> tuple[RegionSplit, RegionSplit, Problem]:
-    """Images to learn from and to test on, and the problem."""
+    """Images to learn from and to test on, and the problem; with `only` test, those to test on, twice."""
     options = dict(regions)
     classes = CLASSES if options.pop("objects") == "voc" else tuple(regions["objects"])
     complain = Complaints(options.pop("strict"))
@@ -259,19 +271,23 @@ def read_voc(
     _check(classes, drawing)
     root = find_devkit(path)
     parts: dict[str, tuple[list[Scene], list[np.ndarray]]] = {}
-    for part in ("trainval", "test"):
+    for part in ("test",) if only == "test" else ("trainval", "test"):
         if part == "test" and not need_test and not (root / "ImageSets/Main/test.txt").is_file():
             parts[part] = [], []
             continue
-        scenes = read_scenes(root, part, classes, complain, limit)
-        parts[part] = scenes, proposals.of_scenes(drawing.proposals, scenes, part, drawing.most)
+        names = read_list(root, part, complain)
+        scenes = read_scenes(root, names[:limit], classes, complain)
+        parts[part] = scenes, proposals.of_scenes(drawing.proposals, scenes, part, drawing.most, complain, names)
         if (need_test or part != "test") and scenes and not any(map(len, parts[part][1])):
             raise UserError(
                 f"data.regions.proposals = {drawing.proposals} has no region of any image of {part}; the first is "
                 f"called {scenes[0].name}: are boxes given under such names?"
             )
-    train = _useful(*parts["trainval"], drawing, complain)
-    test = _regions_for_all(*parts["test"], complain)
+    test = parts["test"]
+    train = test if only == "test" else _useful(*parts["trainval"], drawing, complain)
+    for scene, given in zip(*test, strict=True):
+        if not len(given):
+            complain(f"{scene.path} has no proposal: it is tested with the whole image as one")
     complain.show()
     if not train[0]:
         raise UserError(
@@ -325,19 +341,6 @@ def _useful(
                 complain(f"{scene.path} has no proposal: it is learned from its objects alone")
             kept.append(i)
     return [scenes[i] for i in kept], [proposed[i] for i in kept]
-
-
-def _regions_for_all(
-    scenes: list[Scene], proposed: list[np.ndarray], complain: Complaints
-) -> tuple[list[Scene], list[np.ndarray]]:
-    """Every image that is tested has a region: the whole of it, where nothing is proposed."""
-    filled = []
-    for scene, given in zip(scenes, proposed, strict=True):
-        if not len(given):
-            complain(f"{scene.path} has no proposal: it is tested with the whole image as one")
-            given = np.array([[0, 0, scene.truth.width - 1, scene.truth.height - 1]], np.int32)
-        filled.append(given)
-    return scenes, filled
 
 
 def region_shape(regions: dict[str, Any]) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ path/Annotations/*.xml     path/JPEGImages/*.jpg     path/ImageSets/Main/trainva
 
 from __future__ import annotations
 
+import hashlib
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +18,10 @@ import numpy as np
 from PIL import Image
 
 from mheads import boxes as box
-from mheads.data.images import SUFFIXES, UNREADABLE
+from mheads.data.cache import cache_dir
+from mheads.data.contents import Shown
+from mheads.data.folder import in_threads
+from mheads.data.images import SUFFIXES, UNREADABLE, eight_bits
 from mheads.errors import UserError
 from mheads.problems.average_precision import Truth
 
@@ -38,25 +43,52 @@ class Scene:
 
 
 class Complaints:
-    """Takes what is wrong with files: stops at the first if `strict`, else shows some at the end; the rest goes on."""
+    """Takes what is wrong with files: stops at the first if `strict`, else shows some at the end; the rest goes on.
+
+    Objects of unknown classes, of which there may be many, are counted. All is in a file, where some is not shown.
+    """
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
         self.said: list[str] = []
+        self.unknown: dict[str, list[str]] = {}
 
     def __call__(self, message: str) -> None:
         if self.strict:
             raise UserError(message)
         self.said.append(message)
 
+    def of_class(self, name: str, where: str) -> None:
+        if self.strict:
+            raise UserError(f"{where}: the class {name!r} is not known (data.regions.objects names them); left out")
+        self.unknown.setdefault(name, []).append(where)
+
     def show(self) -> None:
-        if self.said:
-            more = len(self.said) - SHOWN
-            lines = [*self.said[:SHOWN], *([f"and {more} more"] if more > 0 else [])]
+        counted = [
+            f"{where[0]}{f', and {len(where) - 1} more' if len(where) > 1 else ''}: the class {name!r} is not known "
+            "(data.regions.objects names them); left out"
+            for name, where in self.unknown.items()
+        ]
+        said = [*counted, *self.said]
+        if said:
+            more = len(said) - SHOWN
+            lines = [*said[:SHOWN], *([f"and {more} more{_kept(said)}"] if more > 0 else [])]
             hint = "(data.regions.strict=true stops at the first)"
-            things = f"{len(self.said)} thing{'' if len(self.said) == 1 else 's'} in the annotations"
+            things = f"{len(said)} thing{'' if len(said) == 1 else 's'} in the annotations"
             warnings.warn("\n  ".join([f"{things} {hint}:", *lines]), stacklevel=2)
-            self.said = []
+            self.said, self.unknown = [], {}
+
+
+def _kept(lines: Sequence[str]) -> str:
+    """Writes the lines to a file in the cache; where that is, or nothing if there is no place for it."""
+    try:
+        text = "\n".join(lines) + "\n"
+        target = cache_dir() / "annotations" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.txt"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    except (OSError, RuntimeError, UserError):
+        return ""
+    return f": all of them are in {target}"
 
 
 def find_devkit(path: Path) -> Path:
@@ -73,10 +105,8 @@ def find_devkit(path: Path) -> Path:
     )
 
 
-def read_scenes(
-    root: Path, part: str, classes: Sequence[str], complain: Complaints, limit: int | None = None
-) -> list[Scene]:
-    """The images that a list names, or the first of them; those that cannot be used are complained of and left out."""
+def read_list(root: Path, part: str, complain: Complaints) -> list[str]:
+    """The names of the images of a part; lists of a class say after each name whether it shows one: -1, 0 or 1."""
     listing = root / "ImageSets" / "Main" / f"{part}.txt"
     try:
         lines = listing.read_text("utf-8-sig").split("\n")
@@ -84,41 +114,68 @@ def read_scenes(
         raise UserError(
             f"{listing} cannot be read ({error}): it lists the images of {part}, a name in a line"
         ) from None
-    names = [line.split()[0] for line in lines if line.strip()]
-    if doubles := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"{listing} names {doubles[0]} twice: list each image once")
-    found = [_read(root, name, classes, complain) for name in names[:limit]]
-    return [scene for scene in found if scene is not None]
+    names = [re.sub(r"\s+(-1|0|1)$", "", line.strip()) for line in lines if line.strip()]
+    for name in [name for name, count in Counter(names).items() if count > 1]:
+        complain(f"{listing} names {name} more than once: it is taken once")
+    return list(dict.fromkeys(names))
 
 
-def _read(root: Path, name: str, classes: Sequence[str], complain: Complaints) -> Scene | None:
-    path = _image(root / "JPEGImages", name)
-    if path is None:
-        complain(f"{root / 'JPEGImages' / name}.jpg is missing: the image is left out")
-        return None
+def read_scenes(root: Path, names: Sequence[str], classes: Sequence[str], complain: Complaints) -> list[Scene]:
+    """These images; those that cannot be used are complained of and left out."""
+    paths = [_image(root / "JPEGImages", name) for name in names]
+    sizes: list[tuple[int, int] | str] = [""] * len(names)
+    shown = Shown(len(names), "looking at the images")
+
+    def look(i: int) -> None:
+        path = paths[i]
+        sizes[i] = "is missing" if path is None else _size(path)
+        shown.advance()
+
+    in_threads(look, len(names))
+    shown.close()
+    found = []
+    for name, path, size in zip(names, paths, sizes, strict=True):
+        if path is None or isinstance(size, str):
+            complain(f"{path or root / 'JPEGImages' / f'{name}.jpg'} {size}: the image is left out")
+        elif (truth := _truth(root / "Annotations" / f"{_bare(name)}.xml", size, classes, complain)) is not None:
+            found.append(Scene(_bare(name), path, truth))
+    return found
+
+
+def _size(path: Path) -> tuple[int, int] | str:
+    """Width and height of an image that can be decoded to its end, or what is wrong with it."""
     try:
         with Image.open(path) as image:
-            width, height = image.size
+            size = image.size
+            image.draft("RGB", (1, 1))  # a JPEG at an eighth, which takes as many bytes and less time
+            eight_bits(image, grey=False)
+            return size
     except UNREADABLE as error:
-        complain(f"{path} is no image that can be read ({error}): left out")
-        return None
-    file = root / "Annotations" / f"{name}.xml"
+        return f"cannot be decoded ({error})"
+
+
+def _truth(file: Path, size: tuple[int, int], classes: Sequence[str], complain: Complaints) -> Truth | None:
+    width, height = size
     try:
         tree = ElementTree.parse(file).getroot()
-    except OSError:
-        complain(f"{file} is missing: the image is left out")
+    except OSError as error:
+        missing = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        complain(f"{file} {missing}: the image is left out")
         return None
     except (ElementTree.ParseError, ValueError, LookupError) as error:  # the latter two: an encoding it does not know
         complain(f"{file} is not XML that can be read ({error}): the image is left out")
         return None
     said = tuple((tree.findtext(f"size/{side}") or "").strip() for side in ("width", "height"))
-    if said not in {(str(width), str(height)), ("0", "0"), ("", "")}:
+    if tuple(text.removesuffix(".0") for text in said) not in {(str(width), str(height)), ("0", "0"), ("", "")}:
         complain(
             f"{file} says that the image has {said[0]} x {said[1]} pixels, and it has {width} x {height}: its boxes "
             "are taken as they stand; were they drawn before the image was turned or scaled?"
         )
     found: list[tuple[np.ndarray, int, bool]] = []
     for number, node in enumerate(tree.findall("object"), 1):
+        if (name := (node.findtext("name") or "").strip()) not in classes:
+            complain.of_class(name, f"{file}, object {number}")
+            continue
         try:
             one = _object(node, classes, width, height)
         except ValueError as error:
@@ -127,19 +184,24 @@ def _read(root: Path, name: str, classes: Sequence[str], complain: Complaints) -
         if one.clipped:
             complain(f"{file}, object {number}: its box reaches beyond the image of {width} x {height}; cut to it")
         found.append((one.box, one.class_number, one.difficult))
-    truth = Truth(
+    return Truth(
         np.array([b for b, _, _ in found], float).reshape(-1, 4),
         np.array([c for _, c, _ in found], np.int64),
         np.array([d for _, _, d in found], bool),
         width,
         height,
     )
-    return Scene(name, path, truth)
 
 
 def _image(folder: Path, name: str) -> Path | None:
-    candidates = (folder / f"{name}{suffix}" for suffix in (*SUFFIXES, *map(str.upper, SUFFIXES)))
-    return next((path for path in candidates if path.is_file()), None)
+    written = [folder / name] if _bare(name) != name else []
+    candidates = (folder / f"{_bare(name)}{suffix}" for suffix in (*SUFFIXES, *map(str.upper, SUFFIXES)))
+    return next((path for path in (*written, *candidates) if path.is_file()), None)
+
+
+def _bare(name: str) -> str:
+    """A name without the suffix of an image."""
+    return name.rpartition(".")[0] if name.lower().endswith(SUFFIXES) else name
 
 
 @dataclass(frozen=True)
@@ -152,8 +214,6 @@ class _Object:
 
 def _object(node: ElementTree.Element, classes: Sequence[str], width: int, height: int) -> _Object:
     name = (node.findtext("name") or "").strip()
-    if name not in classes:
-        raise ValueError(f"the class {name!r} is not known (data.regions.objects names them); left out")
     corners = []
     for key in ("xmin", "ymin", "xmax", "ymax"):
         text = node.findtext(f"bndbox/{key}")

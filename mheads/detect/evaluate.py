@@ -31,7 +31,8 @@ class Precisions:
     @property
     def means(self) -> np.ndarray:
         """[R] over the classes that have any."""
-        return np.nanmean(self.values, 1)
+        there = ~np.isnan(self.values).all(0)
+        return self.values[:, there].mean(1) if there.any() else np.full(len(self.values), math.nan)
 
     def spread(self, values: np.ndarray) -> float:
         """The standard deviation over runs (n - 1); NaN for one."""
@@ -58,6 +59,8 @@ def precisions(
 ) -> Precisions:
     """Those of a predictor, with the boxes and by the measure that are asked for."""
     same_images(runs, results)
+    if doubles := [path for i, path in enumerate(runs) if path.resolve() in [other.resolve() for other in runs[:i]]]:
+        raise UserError(f"{doubles[0]} is given twice: give each run once")
     known = {RunFolder(path).read_data().problem.classes for path in runs}  # type: ignore[attr-defined]
     if len(known) > 1:
         raise UserError("the runs were trained on other classes than each other: compare those of the same classes")
@@ -69,11 +72,17 @@ def precisions(
 def same_images(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None:
     """Refuses results that cannot stand beside each other: those of other images."""
     told = [f"{result['examples']:,} images of {result['split']}" for result in results]
-    for path, said in zip(runs[1:], told[1:], strict=True):
+    first = results[0].get("images")
+    for path, said, result in zip(runs[1:], told[1:], results[1:], strict=True):
         if said != told[0]:
             raise UserError(
                 f"{runs[0]} was measured on {told[0]} and {path} on {said}: measure both on the same, with --split "
                 "test or --data data.limit=null"
+            )
+        if first and result.get("images") and result["images"] != first:
+            raise UserError(
+                f"{runs[0]} and {path} were each measured on {said}, and these are not the same images: measure both "
+                "on the same, with --data data.path=FOLDER"
             )
 
 
@@ -87,7 +96,8 @@ def paired_test(one: Precisions, other: Precisions) -> dict[str, float]:
     """Student's paired t-test over the classes: is the mean over runs of the one above that of the other?
 
     The difference of the mean average precisions, the number of classes, and the probability of such a difference, or
-    a larger one either way, if neither were better.
+    a larger one either way, if neither were better; NaN if the difference is the same in every class, of which the test
+    can say nothing.
     """
     from scipy.stats import ttest_rel
 
@@ -99,8 +109,10 @@ def paired_test(one: Precisions, other: Precisions) -> dict[str, float]:
         raise UserError("a paired test needs at least two classes with objects in the images")
     if np.array_equal(a[there], b[there]):
         return {"difference": 0.0, "classes": int(there.sum()), "p": 1.0}
-    found = ttest_rel(a[there], b[there])
-    return {"difference": float((a - b)[there].mean()), "classes": int(there.sum()), "p": float(found.pvalue)}
+    difference = (a - b)[there]
+    same = np.ptp(difference) <= 1e-9 * max(1.0, np.abs(difference).max())
+    p = math.nan if same else float(ttest_rel(a[there], b[there]).pvalue)
+    return {"difference": float(difference.mean()), "classes": int(there.sum()), "p": p}
 
 
 def paper() -> dict[str, Any]:

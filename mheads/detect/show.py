@@ -59,7 +59,7 @@ def find_objects(
     scene = _scene(image, watch)
     options = config.data.regions.model_dump(exclude={"objects", "strict"})
     drawing = Drawing(**{**options, "proposals": proposals or options["proposals"]})
-    (given,) = of_scenes(drawing.proposals, [scene], "test", drawing.most)
+    (given,) = of_scenes(drawing.proposals, [scene], "test", drawing.most, watch.warn)
     if not len(given):
         raise UserError(f"no region is proposed in {image} by {drawing.proposals}: give others with --proposals")
     sizes = np.array(problem.means), np.array(problem.deviations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,12 +27,12 @@ def overrides_from(run: Path | None, voc: Path | None, proposals: str | None, gi
         base = yaml.safe_dump({"base": there.model, "base_args": there.model_args}, default_flow_style=True).strip()
         split = yaml.safe_dump(there.split, default_flow_style=True).removesuffix("...\n").strip()
         scale = folder.read_data().preprocess.scale
-        found += [f"init={run}", f"model_args={base}", f"members={there.members}", f"split={split}"]
+        found += [f"init={json.dumps(str(run))}", f"model_args={base}", f"members={there.members}", f"split={split}"]
         found += ["data.normalize=init", f"data.scale={scale!r}"]
         if there.model != "caffenet":
             found.append("freeze=[]")  # the recipe freezes CaffeNet's first layer
     if voc is not None:
-        found.append(f"data.path={voc}")
+        found.append(f"data.path={json.dumps(str(voc))}")
     if proposals is not None:
-        found.append(f"data.regions.proposals={proposals}")
+        found.append(f"data.regions.proposals={json.dumps(proposals)}")
     return [*found, *given]

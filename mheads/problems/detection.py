@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -49,6 +50,7 @@ class DetectionResult(PercentResult):
     ownership: list[list[int]]  # [M][1 + C] regions of each class on which each member has the lowest loss
     examples: int  # images
     ensemble_scored: float | None = None
+    images: str = ""  # a digest of sizes and objects, by which others tell whether they were measured on the same
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> DetectionResult:
@@ -224,6 +226,7 @@ class DetectionMetrics:
             classes=classes,
             ownership=self.ownership.tolist(),
             examples=len(self.images),
+            images=digest(self.images.values()),
         )
 
     def _of_class(self, which: str, predictor: int, c: int) -> dict[str, float]:
@@ -231,6 +234,13 @@ class DetectionMetrics:
         scores, found = np.concatenate(parts, 1) if parts else np.empty((2, 0))
         counts = (((truth.classes == c + 1) & ~truth.difficult).sum() for truth in self.images.values())
         return average_precisions(scores, found.astype(np.int64), int(sum(counts)))
+
+
+def digest(truths: Iterable[Truth]) -> str:
+    """Of what is to be found in images, in whatever order they come."""
+    parts = ((t.boxes, t.classes, t.difficult, [t.width, t.height]) for t in truths)
+    each = [b"".join(np.ascontiguousarray(part).tobytes() for part in of_image) for of_image in parts]
+    return hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in sorted(each))).hexdigest()[:16]
 
 
 def _with_mean_and_oracle(found: np.ndarray, owner: np.ndarray) -> np.ndarray:

@@ -18,7 +18,8 @@ def detections_figure(image: np.ndarray, found: Mapping[str, Found]) -> Figure:
     columns = min(len(found), 3 if width >= height else 4)
     rows = -(-len(found) // columns)
     side = 10 / columns
-    figure = Figure(figsize=(10, rows * (side * height / width + 0.3)), dpi=DPI, layout="constrained")
+    tall = min(side * height / width, 20 / rows)  # a long image is drawn small, not on metres of paper
+    figure = Figure(figsize=(10, rows * (tall + 0.3)), dpi=DPI, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     names = sorted({name for one in found.values() for name, _, _ in one})
     colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}

@@ -38,7 +38,7 @@ def precision_table(
 
 
 def _said(column: Any, values: np.ndarray) -> str:
-    if np.isnan(values).all():
+    if np.isnan(values).any():
         return "none there"
     spread = column.spread(values)
     return f"{values.mean():.2f}" + ("" if math.isnan(spread) else f" ± {spread:.2f}")
@@ -47,6 +47,11 @@ def _said(column: Any, values: np.ndarray) -> str:
 def verdict(one: Any, other: Any, test: dict[str, float]) -> str:
     """The paired test in words."""
     means = f"{one.means.mean():.2f} and {other.means.mean():.2f}"
+    if math.isnan(test["p"]):
+        return (
+            f"Ensemble-Mean {means}: a difference of {test['difference']:+.2f} points, the same in each of the "
+            f"{test['classes']} classes: a paired test says nothing of it"
+        )
     sure = "more than chance" if test["p"] < 0.05 else "not to be told from chance"
     return (
         f"Ensemble-Mean {means}: a difference of {test['difference']:+.2f} points, {sure} "

@@ -241,7 +241,7 @@ def plainly(seen, problem, which, predictor, c):
         kept = []
         for i in sorted(range(len(found)), key=lambda i: -probabilities[i])[:MOST]:
             near = [box.overlaps(found[i, None], found[j, None])[0, 0] for j in kept]
-            if probabilities[i] > FLOOR and all(overlap <= SUPPRESS for overlap in near):
+            if probabilities[i] >= FLOOR and all(overlap <= SUPPRESS for overlap in near):
                 kept.append(i)
         found_here = matches(found[kept], c, truth)
         scores += probabilities[kept].tolist()

@@ -173,7 +173,7 @@ class Detections:
         best = np.argsort(-scores, axis=2, kind="stable")[:, :, :MOST]
         scores = np.take_along_axis(scores, best, 2)
         boxes = np.take_along_axis(boxes, best[..., None], 2)
-        return Detections(boxes, scores, box.suppress(boxes, scores > floor, SUPPRESS))
+        return Detections(boxes, scores, box.suppress(boxes, scores >= floor, SUPPRESS))
 
 
 class DetectionMetrics:

@@ -129,6 +129,31 @@ def test_a_graph_that_cannot_be_is_refused_with_its_layer_and_line(text, part):
     assert part in refused(text)
 
 
+def dummy(top, dims=(4,)):
+    return layer(
+        f"made {top}", "DummyData", [], top, f"dummy_data_param {{ shape {{ {' '.join(f'dim: {d}' for d in dims)} }} }}"
+    )
+
+
+LABELS = {  # of two losses, on blobs p and q
+    "two targets": (data("x age gender"), "age", "gender", "layer 'm' (HingeLoss): it learns 'gender' of line 1, and layer 'l' (SoftmaxWithLoss) of line "),
+    "made up": (data("x label") + dummy("ones"), "ones", "ones", "layer 'l' (SoftmaxWithLoss): its labels 'ones' are made up by layer 'made ones' (DummyData) of line 2"),
+    "one target": (data("x label"), "label", "label", None),
+    "all made up": (dummy("x", (4, 5)) + dummy("y"), "y", "y", None),  # where the net says nothing of its data
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_are_the_one_target_of_the_examples_or_are_refused(name):
+    given, one, other, part = LABELS[name]
+    text = given + ip("p", "x", 3) + ip("q", "x", 3)
+    text += layer("l", "SoftmaxWithLoss", ["p", one]) + layer("m", "HingeLoss", ["q", other])
+    if part is not None:
+        assert part in refused(text)
+    else:
+        assert [term.label.name for term in plan_of(parse_net(text)).terms] == [one, other]
+
+
 def test_rules_by_phase_stage_and_level():
     text = data() + "".join(
         layer(name, "ReLU", "data", name, rule)

@@ -26,11 +26,15 @@ LABEL = "label"
 
 @dataclass(frozen=True)
 class Term:
-    """A loss: its step, its weight, and its inputs: blobs of the network, or None for the labels."""
+    """A loss: its step, its weight, and its inputs: blobs of the network, or None for the labels.
+
+    `label` is the top of a data layer that the labels are.
+    """
 
     step: Step
     weight: float
     inputs: tuple[Blob | None, ...]
+    label: Blob | None = None
 
 
 @dataclass(frozen=True)
@@ -184,16 +188,36 @@ def terms_of(graph: Graph, walk: Walk) -> list[Term]:
                     f"its labels {step.layer.bottoms[1]!r} are made by {made} of line {made.line}: here labels come "
                     "from a data layer, reshaped at most"
                 )
-            inputs[1] = None
+            inputs[1], label = None, origins[1]
         else:
+            label = None
             for i in (1, 0):
                 if origins[i] is not None and _is_label(origins[i], walk):
-                    inputs[i] = None
+                    inputs[i], label = None, origins[i]
                     break
         if all(b is None or walk.origin(b) is not None for b in inputs):
             raise step.layer.refuse("it compares data with data: nothing before it has weights")
-        found.append(Term(step, weight, tuple(inputs)))
+        found.append(Term(step, weight, tuple(inputs), label))
     return found
+
+
+def check_labels(walk: Walk, inputs: Sequence[Blob], terms: Sequence[Term]) -> None:
+    """Refuses labels that are not the one target that examples have here: several, or made up beside real examples."""
+    labelled = [(term.step.layer, term.label) for term in terms if term.label is not None]
+    real = [blob for blob in inputs if walk.made_by[blob].layer.type != "DummyData"]
+    for layer, label in labelled:
+        made = walk.made_by[label].layer
+        first, other = labelled[0]
+        if label.name != other.name:
+            raise layer.refuse(
+                f"it learns {label.name!r} of line {made.line}, and {first} of line {first.line} {other.name!r}: here "
+                "examples have one target: leave one of the losses out"
+            )
+        if made.type == "DummyData" and real:
+            raise layer.refuse(
+                f"its labels {label.name!r} are made up by {made} of line {made.line}, and are not those of the "
+                f"examples {real[0].name!r}: take labels from the layer that reads the examples"
+            )
 
 
 def _is_label(blob: Blob | None, walk: Walk) -> bool:

@@ -161,6 +161,9 @@ class DataOptions(_Section):
     root: Path | None = _option(None, "where a fetched set lies, if not in the cache; list: where names begin")
     path: Path | None = _option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
     test_path: Path | None = _option(None, "list, hdf5, lmdb: what is tested on")
+    arrays: tuple[str, str] | None = _option(
+        None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
+    )
     problem: Literal["auto", "classification", "regression", "multilabel", "soft_labels", "segmentation"] = _option(
         "auto", "npz, hdf5: what is learned; auto: what the targets look like"
     )

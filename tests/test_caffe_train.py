@@ -407,6 +407,77 @@ def test_hdf5_files_are_read(loss, files, mheads):
     assert done.code == 2 and "train1.h5 cannot be read as an HDF5 file" in done.err
 
 
+def test_arrays_of_hdf5_files_are_found_by_the_names_of_tops(files):
+    h5py = pytest.importorskip("h5py")
+    rng = np.random.default_rng(0)
+    x, age = rng.normal(size=(20, 6)).astype("float32"), rng.normal(size=(20, 1)).astype("float32")
+    for part in ("train", "test"):
+        with h5py.File(f"{part}.h5", "w") as file:
+            file["data"], file["label"], file["pixels"], file["age"] = x[:, :2], np.arange(20) % 3, x, age
+        (files.path / f"{part}.txt").write_text(f"{part}.h5")
+    given = (
+        listed("HDF5Data", "hdf5_data_param", "%s.txt")
+        .replace('"label"', '"age"')
+        .replace('top: "data"', 'top: "pixels"')
+    )
+    text = given + ip("i", "pixels", 1, 0.5) + layer("l", "EuclideanLoss", ["i", "age"])
+    config, _ = load(files(text), files.path / "solver.prototxt")
+    assert config.data.arrays == ("pixels", "age")
+    experiment = build(config)
+    batch = experiment.stream().batch(0)
+    rows = [np.flatnonzero((x == row).all(1))[0] for row in batch.network_inputs(torch.float32).numpy()]
+    np.testing.assert_array_equal(batch.targets.numpy(), age[rows])
+    with pytest.raises(UserError, match=r"train.h5 has no array length; it has age, data, label, pixels: data.arrays"):
+        build(load("net.prototxt", None, ["data.arrays=[pixels, length]"])[0])
+    with pytest.raises(UserError, match=r"data\.arrays names arrays in HDF5 files, but 'npz' has none; use hdf5"):
+        build(load("net.prototxt", None, ["data.name=npz", "data.path=numbers.npz", "data.arrays=[a, b]"])[0])
+
+
+def test_the_data_layer_is_that_of_the_solvers_states(files):
+    for name in ("a", "b"):
+        (files.path / f"{name}.txt").write_text("a.png 0\nb.png 1\n")
+
+    def images(source, rule):
+        return f'layer {{ name: "{source}" type: "ImageData" top: "data" top: "label" include {{ {rule} }} image_data_param {{ source: "{source}.txt" batch_size: {ord(source)} new_height: 8 new_width: 8 }} }}\n'
+
+    text = "".join(images(*of) for of in (("a", 'phase: TRAIN not_stage: "big"'), ("b", 'phase: TRAIN stage: "big"'),
+                                          ("b", 'phase: TEST not_stage: "small"'), ("a", 'phase: TEST stage: "small"')))  # fmt: skip
+    files(text + ip("i", "data", 2) + nets.ends("i"))
+    files(SOLVER + 'train_state { stage: "big" } test_state { stage: "small" }', "staged.prototxt")
+    plain, staged = (convert("net.prototxt", solver).tree for solver in ("solver.prototxt", "staged.prototxt"))
+    assert [(t["data"]["path"], t["data"]["test_path"], t["optim"]["batch_size"]) for t in (plain, staged)] == [
+        ("a.txt", "b.txt", ord("a")),
+        ("b.txt", "a.txt", ord("b")),
+    ]
+
+
+def test_the_data_layer_is_the_one_that_the_network_reads(files):
+    """Not one of labels alone, though it stands first; and not several."""
+    for name in ("images", "others", "labels"):
+        (files.path / f"{name}.txt").write_text("a.png 0\nb.png 1\n")
+
+    def images(name, tops, rule=""):
+        return f'layer {{ name: "{name}" type: "ImageData" {tops} {rule} image_data_param {{ source: "{name}.txt" batch_size: 5 new_height: 8 new_width: 8 }} }}\n'
+
+    rest = ip("i", "data", 2) + nets.ends("i")
+    apart = images("labels", 'top: "label"') + images("images", 'top: "data"') + rest
+    found = convert(files(apart))
+    assert found.tree["data"]["path"] == "images.txt"
+    assert (
+        "line 1, column 1: layer 'labels' (ImageData): it gives the labels, and layer 'images' (ImageData) of line 2 the examples"
+        in found.asks
+    )
+    both = 'top: "data" top: "label"'
+    ranks = images("images", both, "include { mpi_rank: 0 }") + images("others", both, "include { mpi_rank: 1 }") + rest
+    found = convert(files(ranks))
+    assert (
+        "line 2, column 1: layer 'others' (ImageData): rank 1 reads 'others.txt' by it, and rank 0 'images.txt'"
+        in found.asks
+    )
+    found = convert("net.prototxt", None, ["data.name=npz", "data.path=classes.npz"])
+    assert found.asks is None and any("are those of npz on all ranks" in note for note in found.notes)
+
+
 def test_a_recipe_without_data_says_what_is_to_do(files, mheads):
     done = mheads("convert", files(nets.lenet()), "solver.prototxt")
     assert done.code == 0

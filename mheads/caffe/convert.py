@@ -15,11 +15,10 @@ import yaml
 from mheads import config as configs
 from mheads import files
 from mheads.caffe import objective, solver
-from mheads.caffe.graph import TEST, TRAIN
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.plan import Plan
-from mheads.caffe.sources import REQUEST, data_layer, data_of, fit_data, shape_of, unread
-from mheads.caffe.text import Layer, Solver, is_solver, read_net, read_solver
+from mheads.caffe.sources import apart, data_of, fit_data, read_by, shape_of, tested_by, unread
+from mheads.caffe.text import Layer, is_solver, read_net, read_solver
 from mheads.caffe.trees import plan_of
 from mheads.config import Config
 from mheads.errors import UserError
@@ -61,12 +60,14 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     found = Converted({"model": MODEL, "model_args": {"net": net.text}})
     tree, notes = found.tree, found.notes
     given = None if solver_file is None else read_solver(solver_file)
-    state = {} if given is None else _state(given)
+    state = {} if given is None else _state(given.message.train_state)
     tree["model_args"] |= state
     plan = plan_of(net, **state)
     tree["members"], tree["split"] = plan.members, plan.split
-    layer = data_layer(net, TRAIN)
-    tree["data"], batch = data_of(layer, data_layer(net if tested is None else read_net(tested), TEST), plan, notes)
+    layer = read_by(plan)[0]
+    testing = {} if given is None or not given.message.test_state else _state(given.message.test_state[0])
+    tested_layer = tested_by(net if tested is None else read_net(tested), plan, **testing)
+    tree["data"], batch = data_of(layer, tested_layer, plan, notes)
     said = dict(tree["data"])
     tree["optim"] = {"batch_size": batch} if batch else {}
     if given is not None:
@@ -88,7 +89,12 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     data = tree["data"]
     shape = shape_of(tree, layer)
     if data.get("name") is None:
-        found.asks = f"{net.file}: {REQUEST}" if layer is None else str(layer.refuse(unread(layer)))
+        found.asks = str(layer.refuse(unread(layer)))
+    elif (why := apart(plan)) is not None:
+        if "path" in said and data.get("path") == said["path"]:
+            found.asks = why
+        else:
+            notes.append(f"examples and labels are those of {data['name']} on all ranks; {why.split(': here ')[0]}")
     if shape is None and found.asks is None:
         found.asks = f"{net.file}: the shape of an example is not known: give it, such as model_args.shape=[3,32,32]"
     if shape is not None:
@@ -100,9 +106,8 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     return found
 
 
-def _state(given: Solver) -> dict[str, Any]:
-    """The stages and the level that a solver trains in."""
-    state = given.message.train_state
+def _state(state: Any) -> dict[str, Any]:
+    """The stages and the level that a solver trains or tests in."""
     found = {"stages": list(state.stage), "level": state.level}
     return {key: value for key, value in found.items() if value}
 

@@ -172,6 +172,7 @@ def load(
     crop: int | None = None,
     grey: bool = False,
     limit: int | None = None,
+    arrays: tuple[str, str] | None = None,
     problem: str = "auto",
     regions: dict[str, Any] | None = None,
 ) -> Data:
@@ -186,7 +187,8 @@ def load(
     bgr, the order that the network sees. pad, mirror:
     random crops of the zero-padded image and random mirrors, in training. resize, crop, grey: for folders, the
     shorter side, the square cut out of it, and whether images are read in one channel.
-    limit: keep only the first n training and the first n test examples, for quick trials. problem: what the targets of
+    limit: keep only the first n training and the first n test examples, for quick trials. arrays: the names of examples
+    and targets in HDF5 files. problem: what the targets of
     an npz file are, where they alone do not decide. regions: for voc, the options of `data.regions`.
     """
     if name not in DATASETS:
@@ -202,6 +204,7 @@ def load(
         "crop": crop,
         "grey": grey,
         "channels": channels,
+        "arrays": arrays,
         "problem": problem,
         "regions": regions,
         "limit": None if validation else limit,  # what is not used need not be looked at
@@ -257,6 +260,10 @@ def _refuse_useless(entry: Dataset, keys: dict[str, Any]) -> None:
         raise UserError(f"data.pad is {keys['pad']}, but {name} {how}")
     if not entry.takes("crop") and keys["crop"] is not None:
         raise UserError(f"data.crop is {keys['crop']}, but {name!r} keeps its size; use data.pad for random crops")
+    if not entry.takes("arrays") and keys["arrays"] is not None:
+        raise UserError(
+            f"data.arrays names arrays in HDF5 files, but {name!r} has none; use {' or '.join(those('arrays'))}"
+        )
     if not entry.takes("problem") and keys["problem"] != "auto":
         raise UserError(
             f"data.problem is {keys['problem']}, but {name!r} says itself what is learned; leave it out, or use "

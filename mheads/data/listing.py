@@ -5,6 +5,7 @@ These are the lists that Caffe's ImageData and HDF5Data layers read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +63,43 @@ def _images(path: Path, root: Path | None, resize: int, crop: int, mirror: bool,
 
 
 def read_hdf5(
-    path: Path, test_path: Path | None, problem: str = "auto", need_test: bool = True
+    path: Path,
+    test_path: Path | None,
+    arrays: Sequence[str] | None = None,
+    problem: str = "auto",
+    need_test: bool = True,
 ) -> tuple[ArraySplit, ArraySplit, Problem]:
-    """Train and test splits of the HDF5 files that are listed, or of single ones: `data` and `label` of each."""
+    """Train and test splits of the HDF5 files that are listed, or of single ones.
+
+    `arrays` are the names of the examples and the targets there, by default `data` and `label` or the like.
+    """
     _need(path, test_path, need_test)
-    train = _arrays(path, problem)
-    test = (train[0][:0], train[1][:0]) if test_path is None else _arrays(test_path, problem)
+    train = _arrays(path, arrays, problem)
+    test = (train[0][:0], train[1][:0]) if test_path is None else _arrays(test_path, arrays, problem)
     return read_arrays(train, test, str(path), None, problem)
 
 
-def hdf5_shape(path: Path | None) -> tuple[int, ...] | None:
+def hdf5_shape(path: Path | None, arrays: Sequence[str] | None = None) -> tuple[int, ...] | None:
     """The shape of an example, from the head of the first file; None without a file."""
     if path is None or not path.is_file():
         return None
     with _opened(_hdf5_files(path)[0]) as file:
-        shape = _named(file, EXAMPLES, path).shape[1:]
+        shape = _named(file, _names(arrays)[0], path).shape[1:]
     return (1, *shape) if len(shape) == 2 else tuple(shape)
 
 
-def _arrays(path: Path, problem: str) -> tuple[np.ndarray, np.ndarray]:
+def _names(arrays: Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
+    """What examples and targets may be called."""
+    return (EXAMPLES, TARGETS) if arrays is None else (arrays[:1], arrays[1:])
+
+
+def _arrays(path: Path, arrays: Sequence[str] | None, problem: str) -> tuple[np.ndarray, np.ndarray]:
     examples, targets = [], []
+    names = _names(arrays)
     for name in _hdf5_files(path):
         with _opened(name) as file:
-            examples.append(np.asarray(_named(file, EXAMPLES, name)))
-            targets.append(np.asarray(_named(file, TARGETS, name)))
+            examples.append(np.asarray(_named(file, names[0], name)))
+            targets.append(np.asarray(_named(file, names[1], name)))
         if examples[-1].shape[1:] != examples[0].shape[1:] or len(examples[-1]) != len(targets[-1]):
             raise UserError(f"{name}: {examples[-1].shape} examples and {targets[-1].shape} labels do not fit together")
     x, y = np.concatenate(examples), np.concatenate(targets)
@@ -118,10 +132,12 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path} cannot be read as an HDF5 file ({error})") from error
 
 
-def _named(file: Any, names: tuple[str, ...], where: Path) -> Any:
+def _named(file: Any, names: Sequence[str], where: Path) -> Any:
     found = next((file[name] for name in names if name in file), None)
     if found is None or not hasattr(found, "shape"):
-        raise UserError(f"{where} has no array {' or '.join(names)}; it has {', '.join(file) or 'none'}")
+        raise UserError(
+            f"{where} has no array {' or '.join(names)}; it has {', '.join(file) or 'none'}: data.arrays names them"
+        )
     return found
 
 

@@ -11,6 +11,7 @@ from caffe_nets import conv, data, ip, layer, on, toy
 
 from mheads.caffe.graph import TEST, TRAIN, State, graph_of
 from mheads.caffe.network import Blobs
+from mheads.caffe.objective import of_example
 from mheads.caffe.text import parse_net, places_of, read_net
 from mheads.caffe.trees import plan_of
 from mheads.errors import UserError
@@ -117,6 +118,8 @@ BASE = conv("conv1", "data", 4, 3)
         (data() + ip("i", "data", 3) + layer("r", "ReLU", "i", "r", "loss_weight: 1"), "loss_weight is for losses here"),
         (data("a b label") + ip("i", "a", 3) + ip("j", "b", 3) + layer("s", "Eltwise", ["i", "j"]) + nets.ends("s"),
          "read a, b from data layers; here a network reads one blob"),
+        (data() + layer("r", "ReLU", "data", None, "propagate_down: true propagate_down: false"), "it has 2 propagate_down for 1 bottoms"),
+        (data() + layer("r", "Split", "data", ["a", "b"], "propagate_down: false") + ip("i", "a", 3) + nets.ends("i"), "propagate_down: false is for layers that compute"),
         (data() + BASE.replace("lr_mult: 1", "lr_mult: -1"), "lr_mult: -1: give 0 or more"),
         (data() + layer("r", "ReLU", "data", None, "param { lr_mult: 1 }"), "it has 1 param for 0 blobs"),
         (data() + conv("c", "data", 4, 3, how="param { name: 'w' }") + conv("d", "c", 4, 3, how="param { name: 'w' }"),
@@ -202,6 +205,37 @@ def test_shared_weights_are_one_weight_and_learn_from_both_places():
     (hidden @ twin.T + bias).square().sum().backward()
     torch.testing.assert_close(network.a.weight.grad, twin.grad)
     torch.testing.assert_close(network.a.bias.grad, bias.grad)
+
+
+STOP = "propagate_down: false"
+
+
+@pytest.mark.parametrize(
+    ("text", "still"),
+    [
+        (ip("a", "data", 4, 0.5) + ip("b", "a", 4, 0.5, how=STOP) + layer("l", "SoftmaxWithLoss", ["b", "label"]), ["a"]),
+        (ip("a", "data", 4, 0.5) + ip("b", "data", 4, 0.5) + layer("s", "Eltwise", ["a", "b"], None, "propagate_down: true " + STOP)
+         + layer("l", "SoftmaxWithLoss", ["s", "label"]), ["b"]),
+        (ip("a", "data", 4, 0.5) + ip("b", "data", 4, 0.5) + layer("l", "EuclideanLoss", ["a", "b"], None, STOP + " propagate_down: true"), ["a"]),
+        (ip("a", "data", 4, 0.5) + layer("l", "SoftmaxWithLoss", ["a", "label"], None, "propagate_down: true " + STOP), []),
+    ],
+)  # fmt: skip
+def test_no_gradient_goes_down_where_it_is_said(text, still):
+    text, x, y = data() + text, torch.randn(3, 5), torch.tensor([0, 3, 1])
+    plan = plan_of(parse_net(text))
+    network, net = plan.network((5,)), Blobs(text, {"data": (3, 5), "label": (3,)})
+    network.load_state_dict(net.state_dict())
+    net(data=x, label=y)
+    net.loss.backward()
+    outputs = network(x)
+    outputs = tuple(t[None] for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
+    terms = plan.described([tuple(t.shape[1:]) for t in outputs])
+    of_example(outputs if len(outputs) > 1 else outputs[0], y, terms).mean().backward()
+    for name, one in net.named_parameters():
+        other = network.get_parameter(name)
+        assert (other.grad is None) == (one.grad is None) == (name.split(".")[0] in still)
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad)
 
 
 def test_several_losses_add_up_by_their_weights():

@@ -80,6 +80,9 @@ NETS = {
     "shared weights": (
         data(batch=10) + ip("i", "data", 6, 0.5, how="param { name: 'w' }") + relu("r", "i")
         + ip("j", "i", 6, 0.5, how="param { name: 'w' }") + ip("k", "j", 2, 0.5) + layer("l", "EuclideanLoss", ["k", "label"]), "numbers"),
+    "nothing goes down": (  # weights that no gradient reaches still decay
+        data(batch=10) + ip("i", "data", 6, 0.5) + relu("r", "i") + ip("j", "i", 2, 0.5).replace("param", "propagate_down: false param", 1)
+        + layer("l", "EuclideanLoss", ["j", "label"]), "numbers"),
     "normalised": (
         data(batch=10) + conv("c", "data", 4, 3, 0.1) + layer("n", "BatchNorm", "c") + layer("s", "Scale", "n", None, "scale_param { bias_term: true }")
         + layer("e", "Eltwise", ["s", "c"]) + ip("i", "e", 5) + layer("l", "SoftmaxWithLoss", ["i", "label"]), "classes"),
@@ -120,7 +123,8 @@ def test_training_is_caffes_loss_and_update_on_the_same_batches(name, files, mhe
         with torch.no_grad():
             for parameter, v in zip(net.parameters(), momentum, strict=True):
                 lr, decay = multipliers[id(parameter)]
-                v.mul_(0.9).add_(parameter.grad + 0.01 * decay * parameter, alpha=rate * lr)
+                gradient = 0 if parameter.grad is None else parameter.grad
+                v.mul_(0.9).add_(gradient + 0.01 * decay * parameter, alpha=rate * lr)
                 parameter.sub_(v)
     batches.close()
     said = [json.loads(line) for line in (files.path / "run/metrics.jsonl").read_text().splitlines()]

@@ -17,7 +17,7 @@ from mheads.caffe import layers, schema
 from mheads.caffe.blobs import free_name
 from mheads.caffe.fillers import check, fill
 from mheads.caffe.graph import BROADCAST, GATHER, TEST, TRAIN, Blob, Graph, State, Step, graph_of, is_data
-from mheads.caffe.layers.made import Made, Shape
+from mheads.caffe.layers.made import Detach, Made, Shape, fixed_bottoms
 from mheads.caffe.text import Layer, Net, parse_net
 from mheads.device import refuse_beyond_memory
 from mheads.errors import UserError
@@ -34,6 +34,11 @@ def aliases(step: Step) -> dict[Blob, Blob]:
     if step.layer.type == BROADCAST:
         return dict.fromkeys(step.tops, step.bottoms[0])
     return dict(zip(step.tops, step.bottoms, strict=True)) if step.layer.type == GATHER else {}
+
+
+def inside(label: str, module: nn.Module, count: int) -> tuple[Blob, ...]:
+    """What a module that is not the last of its layer gives to the next."""
+    return tuple(Blob(f"{label} inside", -1, i) for i in range(count if isinstance(module, Detach) else 1))
 
 
 @dataclass
@@ -59,6 +64,8 @@ class Built:
     def add(self, step: Step, name: str) -> None:
         layer = step.layer
         if found := aliases(step):
+            if any(fixed_bottoms(layer)):
+                raise layer.refuse("propagate_down: false is for layers that compute: say it in those that use its top")
             for top, bottom in found.items():
                 if (source := self.resolve(bottom)) in self.shapes:  # else it is of another member, who is not built
                     self.alias[top] = bottom
@@ -97,7 +104,7 @@ class Built:
         for i, (label, module) in enumerate(zip(names, made.modules, strict=True)):
             label = free_name(label, (*self.modules, *self.reserved))
             last = i == len(names) - 1
-            gives = tops if last else (Blob(f"{label} inside", -1, len(self.plan)),)
+            gives = tops if last else inside(label, module, len(value))
             self.modules[label] = module
             self.plan.append((label, value, gives))
             labels.append(label)

@@ -28,7 +28,7 @@ def is_plain(terms: Terms, dims: int) -> bool:
         return False
     (term,) = terms
     kind = (term["type"], term["weight"], term["inputs"], term.get("axis"), term.get("ignore"))
-    return kind == ("SoftmaxWithLoss", 1, [0, LABEL], 1, None) and term["normalization"] != NONE
+    return kind == ("SoftmaxWithLoss", 1, [0, LABEL], 1, None) and term["normalization"] != NONE and "fixed" not in term
 
 
 def needs_whole_batch(terms: Terms) -> bool:
@@ -82,6 +82,7 @@ def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
         label.repeat(members, *(1,) * (label.dim() - 1)) if i == LABEL else found[i].flatten(0, 1)
         for i in term["inputs"]
     ]
+    inputs = [t.detach() if i in term.get("fixed", ()) else t for i, t in enumerate(inputs)]
     if inputs[0].shape[1:] != inputs[1].shape[1:] and term["type"] == "EuclideanLoss":
         inputs = [t.flatten(1) for t in inputs]
     sums, counts, places = places_and_sums(term, inputs)

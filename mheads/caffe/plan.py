@@ -12,9 +12,9 @@ from mheads.caffe import layers
 from mheads.caffe.blobs import free_name
 from mheads.caffe.graph import BROADCAST, Blob, Graph, Step, is_data
 from mheads.caffe.layers import losses as loss_layers
-from mheads.caffe.layers.made import Shape
+from mheads.caffe.layers.made import Shape, fixed_bottoms
 from mheads.caffe.layers.weighted import BatchNorm
-from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, loss_weights
+from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, inside, loss_weights
 from mheads.distributed.written import Call, Collect, Rename, Spread, Written
 from mheads.errors import UserError
 from mheads.tree import Spec
@@ -109,7 +109,9 @@ class Plan:
                 value = tuple(map(number, step.bottoms))
                 labels = built.labels.get(id(step), [])
                 for i, label in enumerate(labels):
-                    gives = tops if i == len(labels) - 1 else (number(Blob(label, -3)),)
+                    last = i == len(labels) - 1
+                    between = () if last else inside(label, built.modules[label], len(value))
+                    gives = tops if last else tuple(map(number, between))
                     steps.append(Call(label, step.rank, value, gives))
                     value = gives
         final = []
@@ -126,7 +128,13 @@ class Plan:
         for term in self.terms:
             at = [None if b is None else self.outputs.index(b) for b in term.inputs]
             said = loss_layers.described(term.step.layer, [shapes[i] for i in at if i is not None])
-            found.append({**said, "weight": term.weight, "inputs": [LABEL if i is None else i for i in at]})
+            fixed = [i for i, still in enumerate(fixed_bottoms(term.step.layer)) if still and at[i] is not None]
+            found.append({
+                **said,
+                "weight": term.weight,
+                "inputs": [LABEL if i is None else i for i in at],
+                **({"fixed": fixed} if fixed else {}),  # inputs that learn nothing from it
+            })  # fmt: skip
         return found
 
 

@@ -100,6 +100,13 @@ OTHERS = {  # micro-batches of 7, 7 and 6 examples for one; normalisation wants 
         different_branches().replace("num_output: 4", "num_output: 10"),
         ["engine.micro_batches=3"],
     ),
+    "a branch whose gradient stays with it": (
+        2,
+        different_branches()
+        .replace("num_output: 4", "num_output: 10")
+        .replace('top: "z"', 'top: "z" propagate_down: false'),
+        [],
+    ),
     "a root that uses nothing of its broadcast": (3, pipeline(), []),
 }
 

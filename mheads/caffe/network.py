@@ -110,16 +110,16 @@ class Built:
             labels.append(label)
             value = gives
             if last:
-                self._weights(made, module, label, layer, rank)
+                self._weights(made, module, label, name, layer, rank)
         return labels
 
-    def _weights(self, made: Made, module: nn.Module, label: str, layer: Layer, rank: int) -> None:
+    def _weights(self, made: Made, module: nn.Module, label: str, named: str, layer: Layer, rank: int) -> None:
         names = [name for name, _ in module.named_parameters(recurse=False)]
         specs = list(layer.message.param)
         blobs = names or list(getattr(module, "blobs", ()))
         if len(specs) > len(blobs):
             raise layer.refuse(f"it has {len(specs)} param for {len(blobs)} blobs of weights: leave the others out")
-        module.caffe_name = layer.name  # type: ignore[assignment]  # not a tensor
+        module.caffe_name = named if layer.name else ""  # type: ignore[assignment]  # not a tensor
         multipliers = {}
         for i, name in enumerate(names):
             spec = specs[i] if i < len(specs) else schema.message("ParamSpec")()

@@ -87,7 +87,9 @@ def prelu(layer: Layer, shapes: list[Shape]) -> Made:
     if len(shapes[0]) < 2:
         raise layer.refuse(f"its bottom has the shape {list(shapes[0])}: it takes examples x channels")
     filler = p.filler if p.HasField("filler") else _constant(0.25)
-    return Made([nn.PReLU(1 if p.channel_shared else shapes[0][1])], {"weight": filler})
+    made = nn.PReLU(1 if p.channel_shared else shapes[0][1])
+    made.scalar = p.channel_shared  # its blob has no axes in Caffe's files
+    return Made([made], {"weight": filler})
 
 
 class BatchNorm(nn.Module):

@@ -149,11 +149,13 @@ def assemble(
         )
     data.problem.check_output(outputs, net.network_name, data.name)
     loss.check(net.num_members, config.sampling.name)
-    parts = micro_batches(config, net) * config.optim.accumulate
+    parts = micro_batches(config, net) * (1 if loss.each_batch else config.optim.accumulate)
     if loss.whole_batch and parts > 1:
+        why = " (loss.normalize=wins counts over them)" if config.loss.whole_batch else ""
+        remedy = "" if loss.each_batch else " and optim.accumulate=1"
         raise UserError(
-            f"{loss.name} looks at whole batches (loss.normalize=wins counts over them), but a step is cut into "
-            f"{parts} micro-batches: use engine.micro_batches=1 and optim.accumulate=1"
+            f"{loss.name} looks at whole batches{why}, but a {'batch' if loss.each_batch else 'step'} is cut into "
+            f"{parts} micro-batches: use engine.micro_batches=1{remedy}"
         )
     loss = loss.on(data.problem)
     prior, groups, sampled = _sample(config, net.num_members, data, given, clustered)

@@ -200,6 +200,79 @@ def test_a_net_may_be_trained_as_another_ensemble(files, mheads):
     assert mheads("eval", "run").code == 0  # without --trust: the code is ours
 
 
+@pytest.mark.parametrize(
+    ("name", "examples"), [("two losses", "classes"), ("hinge", "classes"), ("pixels that do not count", "pixels")]
+)
+def test_a_loss_of_members_is_one_over_the_loss_of_the_net(name, examples, files):
+    """Each example teaches the member whose own loss, as the net says it, is lowest; against numpy on the blobs."""
+    text = NETS[name][0]
+    keys = ["data.name=npz", f"data.path={examples}.npz", "data.scale=0.004"]
+    config, notes = load(files(text), "solver.prototxt", [*keys, "members=2", "loss=mcl"])
+    assert not notes
+    experiment = build(config)
+    batch = experiment.stream().batch(0)
+    x, y = batch.network_inputs(torch.float32), batch.targets
+    labels = y.where(y != -100, 255)
+    found = experiment.loss(experiment.net(x), y, None, batch.ties)
+    sums = []
+    for m in range(2):
+        net = Blobs(text, {"data": (1, *x.shape[1:]), "label": (1, *y.shape[1:])})
+        net.load_state_dict(experiment.net.member(m).state_dict())
+        ones = []
+        for i in range(len(x)):
+            net(data=x[i : i + 1], label=labels[i : i + 1])
+            # What counts in the image is what its loss was divided by, and the batch is divided by the whole.
+            count = (labels[i] != 255).sum() / (labels != 255).sum() * len(x) if examples == "pixels" else 1
+            ones.append((net.loss * count).item())
+        sums.append(ones)
+    np.testing.assert_allclose(found.losses.numpy(), sums, rtol=1e-4)
+    np.testing.assert_allclose(found.total.item(), np.min(sums, 0).sum(), rtol=1e-4)
+
+
+def test_what_a_loss_cannot_take_of_the_net_is_said(files):
+    files(NETS["two losses"][0])
+    keys = ["data.name=npz", "data.path=classes.npz", "members=2"]
+    found = convert("net.prototxt", None, [*keys, "loss=confident"])
+    assert found.tree["loss"] == {"name": "confident"}
+    assert (
+        "loss.name=confident says itself what an example costs: the net's losses (l1 of line 20, l2 of line 38) are left out"
+        in found.notes
+    )
+    own = convert("net.prototxt", None, [*keys, "loss=mcl", "loss.of=cross_entropy"])
+    assert own.tree["loss"] == {"name": "mcl", "of": "cross_entropy"} and not own.notes
+    net = files(nets.toy())
+    assert convert(net, None, ["data=digits", "loss.scale_rate=true"]).tree["loss"] == {
+        "name": "score_averaged",
+        "scale_rate": True,
+    }
+    assert convert(net, None, ["data=digits", "loss=mcl"]).tree["loss"] == {"name": "mcl"}
+    with pytest.raises(UserError, match="so that batches are not cut: leave it out"):
+        convert(
+            files(NETS["pixels that do not count"][0]),
+            None,
+            ["data.name=npz", "data.path=pixels.npz", "engine.micro_batches=2"],
+        )
+
+
+def test_each_of_the_batches_of_a_step_is_divided_by_its_own_labels_that_count(files, mheads):
+    text = NETS["pixels that do not count"][0]
+    files(text)
+    files(SOLVER.replace("max_iter: 6", "max_iter: 1 iter_size: 3"), "three.prototxt")
+    keys = ["data.name=npz", "data.path=pixels.npz", "data.scale=0.004", "log.every=1"]
+    done = mheads("train", "net.prototxt", "--solver", "three.prototxt", *keys, "--folder", "run")
+    assert done.code == 0, done.err
+    experiment = build(load("net.prototxt", "three.prototxt", keys)[0])
+    batch = experiment.stream().batch(0)
+    x, y = batch.network_inputs(torch.float32), batch.targets.where(batch.targets != -100, 255)
+    net = Blobs(text, {"data": (10, *x.shape[1:]), "label": (10, *y.shape[1:])})
+    net.load_state_dict(experiment.net.member(0).state_dict())
+    losses = []
+    for i in range(3):
+        net(data=x[10 * i : 10 * i + 10], label=y[10 * i : 10 * i + 10])
+        losses.append(net.loss.item())
+    assert log_lines(files.path / "run")[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
 def test_a_changed_net_is_noticed_on_resume(files, mheads):
     command = [
         "train",

@@ -22,6 +22,7 @@ from mheads.caffe.text import Layer, is_solver, read_net, read_solver
 from mheads.caffe.trees import plan_of
 from mheads.config import Config
 from mheads.errors import UserError
+from mheads.losses import LOSSES
 
 MODEL = "mheads.caffe.network:network"
 FILLED = {
@@ -99,7 +100,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         found.asks = f"{net.file}: the shape of an example is not known: give it, such as model_args.shape=[3,32,32]"
     if shape is not None:
         tree["model_args"]["shape"] = list(shape)
-        _add_losses(tree, plan, shape)
+        _add_losses(tree, plan, shape, notes)
     if not tree.get("init"):
         _note_zeros(plan, notes)
     _note_tree(plan, notes)
@@ -112,12 +113,11 @@ def _state(state: Any) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value}
 
 
-def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape) -> None:
+def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]) -> None:
+    """The loss of the config: the net's own, or the one that the user names over the net's own."""
     built, outputs = plan.build(shape)
     shapes = [built.shapes[blob] for blob in outputs]
     terms = plan.described(shapes)
-    if "loss" in tree:
-        return  # said by the user
     if not terms:
         return  # a net without a loss: what the data are decides
     batch = tree["optim"].get("batch_size", Config().optim.batch_size)
@@ -127,8 +127,15 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape) -> None:
     plain = objective.is_plain(terms, len(shapes[0]))
     of = {} if plain else {"of": {"name": "mheads.caffe.objective:of_example", **own}}
     whole = objective.needs_whole_batch(terms)
-    if whole:
-        tree.setdefault("engine", {})["micro_batches"] = 1
+    if whole and tree.setdefault("engine", {}).setdefault("micro_batches", 1) != 1:
+        raise UserError(
+            f"engine.micro_batches = {tree['engine']['micro_batches']}: the net's loss is divided by how many labels "
+            "of a batch count, so that batches are not cut: leave it out"
+        )
+    said = tree.get("loss", {})
+    if "name" in said:
+        _mix_losses(said, plan, of, notes)
+        return
     if plan.combine == "probabilities":
         tree["loss"] = {"name": "prob_averaged", "stable": False, "scale_rate": False}
     elif plan.combine == "mean" and not whole:
@@ -142,6 +149,19 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape) -> None:
         tree["loss"] = {"name": "mheads.caffe.objective:whole", "args": own}
     else:
         tree["loss"] = {"name": "independent", **of}
+    tree["loss"] |= said
+
+
+def _mix_losses(said: dict[str, Any], plan: Plan, of: dict[str, Any], notes: list[str]) -> None:
+    """Makes a loss that the user names one over the net's own, if it takes one for each example."""
+    if not of or "of" in said or plan.combine == "probabilities":  # the cross-entropy is all that there is
+        return
+    name = str(said["name"])
+    if name in LOSSES and LOSSES[name]().takes_of:
+        said |= of
+        return
+    own = ", ".join(f"{term.step.layer.name} of line {term.step.layer.line}" for term in plan.terms)
+    notes.append(f"loss.name={name} says itself what an example costs: the net's losses ({own}) are left out")
 
 
 def _note_zeros(plan: Plan, notes: list[str]) -> None:

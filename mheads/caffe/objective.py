@@ -43,15 +43,22 @@ def of_example(outputs: Value, y: Value, terms: Terms, batch: int = 1) -> Tensor
 
 def whole(terms: Terms, batch: int = 1) -> Loss:
     """Each member by itself, with terms that are divided by how many labels of the batch count."""
-    return Loss("whole", partial(_independent, terms=terms, batch=batch), separable=True, whole_batch=True)
+    return Loss(
+        "whole", partial(_independent, terms=terms, batch=batch), separable=True, whole_batch=True, each_batch=True
+    )
 
 
 def combined(coefficients: list[float], terms: Terms, batch: int = 1) -> Loss:
     """The loss of the sum of the members' outputs, each times its coefficient."""
     function = partial(_combined, coefficients=coefficients, terms=terms, batch=batch)
-    return Loss("combined", function, averaged=True, whole_batch=needs_whole_batch(terms), check_members=partial(
-        _check_members, count=len(coefficients)
-    ))  # fmt: skip
+    return Loss(
+        "combined",
+        function,
+        averaged=True,
+        whole_batch=needs_whole_batch(terms),
+        each_batch=True,
+        check_members=partial(_check_members, count=len(coefficients)),
+    )
 
 
 def _check_members(members: int, count: int) -> None:

@@ -17,9 +17,9 @@ from mheads.caffe.trees import plan_of
 from mheads.errors import UserError
 
 
-def refused(text, file="net.prototxt"):
+def refused(text, file="net.prototxt", shape=(3, 12, 12)):
     with pytest.raises(UserError) as caught:
-        plan_of(parse_net(text, file)).network((3, 12, 12))
+        plan_of(parse_net(text, file)).network(shape)
     return str(caught.value)
 
 
@@ -111,6 +111,12 @@ BASE = conv("conv1", "data", 4, 3)
         (data() + BASE + layer("b", "ReLU", "data", "conv1"), "its top 'conv1' is made by the layer of line 2 too"),
         (data() + layer("s", "Split", "data", ["a", "a"]), "its top 'a' is there twice"),
         (data() + BASE.replace("top:", "include { phase: TRAIN } exclude { phase: TEST } top:"), "both include and exclude"),
+        (data() + layer("n", "BatchNorm", "data", None, "param { name: 'mean' lr_mult: 0 }"), "it shares 'mean': statistics cannot be shared here"),
+        (data() + layer("n", "BatchNorm", "data", None, "param { lr_mult: 1 }"), "which no rate applies to"),
+        (data() + layer("c", "convolution", "data"), "there is no layer of type 'convolution' here; did you mean 'Convolution'?"),
+        (data() + layer("c", "INNER_PRODUCT", "data"), "did you mean 'InnerProduct'?"),
+        (data() + layer("c", "Convolutional", "data"), "did you mean 'Convolution'?"),
+        (data() + layer("c", "Normalize", "data"), "there is no layer of type 'Normalize' here: there are Convolution, "),
         (data() + layer("m", "MVN", "data"), "line 2, column 1: layer 'm' (MVN): there is no layer of type 'MVN' here"),
         (data() + ip("i", "data", 3) + layer("o", "HDF5Output", "i", []) + nets.ends("i"), "layer 'o' (HDF5Output): there is no layer of type 'HDF5Output' here"),
         (data() + ip("i", "data", 3) + layer("l", "SoftmaxWithLoss", ["i", "i"]), "its labels 'i' are made by layer 'i' (InnerProduct) of line 2"),
@@ -123,7 +129,7 @@ BASE = conv("conv1", "data", 4, 3)
         (data() + BASE.replace("lr_mult: 1", "lr_mult: -1"), "lr_mult: -1: give 0 or more"),
         (data() + layer("r", "ReLU", "data", None, "param { lr_mult: 1 }"), "it has 1 param for 0 blobs"),
         (data() + conv("c", "data", 4, 3, how="param { name: 'w' }") + conv("d", "c", 4, 3, how="param { name: 'w' }"),
-         "shares the weight 'w' with layer 'c' of line 2, but the shapes are [4, 4, 3, 3] and [4, 3, 3, 3]"),
+         "shares the weight 'w' with layer 'c' of line 2, but the shapes are [4, 4, 3, 3] and [4, 3, 3, 3]: share weights of equal shape (share_mode: PERMISSIVE is not"),
         ("layer { name: 'a' type: 'ReLU' include { phase: TEST } }", "no layer in phase TRAIN"),
         (data() + ip("i", "data", 3) + nets.ends("i").replace('top: "loss"', 'top: "loss" loss_weight: nan'), "loss_weight: nan"),
     ],
@@ -236,6 +242,28 @@ def test_no_gradient_goes_down_where_it_is_said(text, still):
         assert (other.grad is None) == (one.grad is None) == (name.split(".")[0] in still)
         if one.grad is not None:
             torch.testing.assert_close(other.grad, one.grad)
+
+
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        (("lr_mult: 3", ""), (3.0, 1.0)),
+        (("", "lr_mult: 3 decay_mult: 0"), (3.0, 0.0)),  # said by the one that shares alone
+        (("decay_mult: 0", "lr_mult: 2"), (2.0, 0.0)),
+        (("lr_mult: 0", "lr_mult: 0"), (0.0, 1.0)),
+        (("", "lr_mult: 0"), (0.0, 1.0)),
+        (("lr_mult: 1", "lr_mult: 2"), "shares the weight 'w' with layer 'a' of line 2, but lr_mult is 2 here and 1 there: say it once"),
+    ],
+)  # fmt: skip
+def test_rates_of_shared_weights_are_said_by_any_layer_that_has_them(specs, expected):
+    one, other = (f"param {{ name: 'w' {said} }}" for said in specs)
+    text = data() + ip("a", "data", 12, how=one) + ip("b", "a", 12, how=other) + nets.ends("b")
+    if isinstance(expected, str):
+        assert expected in refused(text, shape=(12,))
+        return
+    network = plan_of(parse_net(text)).network((12,))
+    assert network.a.multipliers["weight"] == network.b.multipliers["weight"] == expected
+    assert network.a.weight is network.b.weight and network.a.weight.requires_grad == (expected[0] > 0)
 
 
 def test_several_losses_add_up_by_their_weights():
@@ -387,6 +415,21 @@ def test_averaged_probabilities_are_recognised():
     text = text[:gather] + on(layer("prob", "Softmax", "ip2"), 0, 1, 2) + text[gather:]
     plan = plan_of(parse_net(text))
     assert (plan.combine, plan.outputs[0].name, plan.members) == ("probabilities", "ip2", 3)
+
+
+def test_a_weight_that_trunk_and_branch_share_makes_no_tree():
+    """Rank 0 shares it, rank 1 has one of its own: no member is like another."""
+    text = broadcast_in_place().replace("num_output: 4", "num_output: 6")
+    shared = text.replace("param { lr_mult: 1  }", "param { name: 'w' }")
+    assert text != shared
+    plan = plan_of(parse_net(shared))
+    assert (plan.members, plan_of(parse_net(text)).members) == (1, 2)
+    network, net = plan.network((6,)), Blobs(shared, {"data": (3, 6), "label": (3,)})
+    assert network.a.weight is getattr(network, "c@0").weight and network.a.weight is not getattr(network, "c@1").weight
+    network.load_state_dict(net.state_dict())
+    x = torch.randn(3, 6)
+    net(data=x, label=torch.tensor([0, 1, 3]))
+    torch.testing.assert_close(network(x), net.blobs["m@0"])
 
 
 def different_branches():

@@ -75,6 +75,9 @@ NETS = {
         + layer("l", "SoftmaxWithLoss", ["s", "label"], None, "loss_param { ignore_label: 255 normalize: false }"), "pixels"),
     "a sum that is not divided": (
         data(batch=10) + ip("i", "data", 5) + layer("l", "SoftmaxWithLoss", ["i", "label"], None, "loss_param { normalization: NONE }"), "classes"),
+    "scores of one pixel, two losses": (
+        data(batch=10) + conv("a", "data", 5, 16, 0.1) + layer("l", "SoftmaxWithLoss", ["a", "label"], None, "loss_weight: 0.5")
+        + conv("b", "data", 5, 16, 0.1) + layer("m", "SoftmaxWithLoss", ["b", "label"]), "classes"),
     "numbers": (data(batch=10) + ip("i", "data", 8, 0.5) + layer("t", "TanH", "i") + ip("j", "t", 2, 0.5) + layer("l", "EuclideanLoss", ["j", "label"]), "numbers"),
     "labels": (data(batch=10) + ip("i", "data", 3, 0.5) + layer("l", "SigmoidCrossEntropyLoss", ["i", "label"], None, "loss_weight: 2"), "labels"),
     "shared weights": (
@@ -271,6 +274,16 @@ def test_each_of_the_batches_of_a_step_is_divided_by_its_own_labels_that_count(f
         net(data=x[10 * i : 10 * i + 10], label=y[10 * i : 10 * i + 10])
         losses.append(net.loss.item())
     assert log_lines(files.path / "run")[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_accuracies_that_are_not_measured_are_noted(files):
+    accuracy = layer("top", "Accuracy", ["i", "label"], None, "include { phase: TEST } accuracy_param { top_k: %d }")
+    text, keys = data() + ip("i", "data", 5) + nets.ends("i"), ["data.name=npz", "data.path=classes.npz"]
+    note = "layer 'top' (Accuracy) of line 20: top_k: 3 is not measured; result.json has top_m, up to members"
+    assert convert(files(text + accuracy % 3), None, keys).notes == [note]
+    assert convert("net.prototxt", None, [*keys, "members=3"]).notes == []
+    with pytest.raises(UserError, match=r"line 20, column 1: layer 'top' \(Accuracy\): top_k: 6 of 5 classes"):
+        convert(files(text + accuracy % 6), None, keys)
 
 
 def test_a_changed_net_is_noticed_on_resume(files, mheads):

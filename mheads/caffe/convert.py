@@ -117,6 +117,7 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]
     """The loss of the config: the net's own, or the one that the user names over the net's own."""
     built, outputs = plan.build(shape)
     shapes = [built.shapes[blob] for blob in outputs]
+    _note_accuracies(tree, plan, {b.name: s[1] for b, s in zip(plan.outputs, shapes, strict=True) if len(s) > 1}, notes)
     terms = plan.described(shapes)
     if not terms:
         return  # a net without a loss: what the data are decides
@@ -150,6 +151,19 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]
     else:
         tree["loss"] = {"name": "independent", **of}
     tree["loss"] |= said
+
+
+def _note_accuracies(tree: dict[str, Any], plan: Plan, classes: dict[str, int], notes: list[str]) -> None:
+    for layer in plan.graph.net.layers:
+        k = layer.message.accuracy_param.top_k
+        if layer.type != "Accuracy" or k == 1:
+            continue
+        if k > classes.get(next(iter(layer.bottoms), ""), k):
+            raise layer.refuse(f"top_k: {k} of {classes[layer.bottoms[0]]} classes: give at most as many")
+        if k > tree["members"]:
+            notes.append(
+                f"{layer} of line {layer.line}: top_k: {k} is not measured; result.json has top_m, up to members"
+            )
 
 
 def _mix_losses(said: dict[str, Any], plan: Plan, of: dict[str, Any], notes: list[str]) -> None:

@@ -99,6 +99,8 @@ def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
         losses = losses * (rows / counts.view(members, rows).sum(1, keepdim=True).clamp_min(1))
     elif mode in (FULL, VALID):
         losses = losses / places
+    elif mode == BATCH_SIZE and term.get("outer", 1) > 1:
+        losses = losses / term["outer"]
     elif mode == NONE:
         losses = losses * batch
     return losses if term["weight"] == 1 else losses * term["weight"]

@@ -64,7 +64,7 @@ class Plan:
         outputs: list[Blob] = []
         for blob in map(built.resolve, self.outputs):
             found = built.shapes[blob]
-            if len(found) > 2 and set(found[2:]) == {1} and len(self.outputs) == 1:
+            if len(found) > 2 and set(found[2:]) == {1} and blob not in self.inputs:
                 name, flat = free_name("flatten", built.modules), Blob("flat", -2, len(outputs))
                 built.modules[name] = nn.Flatten()
                 built.plan.append((name, (blob,), (flat,)))

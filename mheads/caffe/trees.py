@@ -15,7 +15,7 @@ from mheads.caffe.layers import kind_of
 from mheads.caffe.layers.mixing import SUM
 from mheads.caffe.network import aliases
 from mheads.caffe.plan import Plan, Term, Walk, check_labels, in_order, one_input, terms_of, whole
-from mheads.caffe.text import Net
+from mheads.caffe.text import Layer, Net
 from mheads.tree import Spec
 
 ROUNDING = 1e-5  # relative: coefficients are written with a few digits, 0.333333
@@ -56,6 +56,8 @@ def _tree(graph: Graph, walk: Walk, terms: list[Term]) -> Plan | None:
         return None  # what was apart comes together again
     if len({tuple(o) for o in owners}) < len(paths):
         return None  # two members that are one
+    if _shares_across([first[i] for i in learning], owners):
+        return None
     order, split = _grow(owners, names)
     steps, inputs = walk.needed(leaves[order[0]])
     outputs = leaves[order[0]]
@@ -64,6 +66,18 @@ def _tree(graph: Graph, walk: Walk, terms: list[Term]) -> Plan | None:
         combine = tuple(combine[m] for m in order)
     chosen = in_order(terms)
     return Plan(graph, tuple(steps), one_input(graph, inputs), tuple(chosen), tuple(terms), len(paths), split, combine)
+
+
+def _shares_across(learning: Sequence[Layer], owners: Sequence[Sequence[int]]) -> bool:
+    """Whether a rank shares a weight between layers that do not belong to the same members."""
+    names = [{spec.name for spec in layer.message.param if spec.name} for layer in learning]
+    columns = list(zip(*owners, strict=True))
+    return any(
+        names[i] & names[j] and columns[i] != columns[j] and any(a == b for a, b in zip(*pair, strict=True))
+        for i in range(len(names))
+        for j in range(i)
+        if (pair := (columns[i], columns[j]))
+    )
 
 
 def _position(of: Sequence[Term], blob: Blob) -> int:

@@ -51,7 +51,8 @@ class Loss:
     divides their gradients by M and makes priors on examples meaningless. `check_members`: refuses a number of members
     that it cannot teach. `whole_batch`: the loss of an example depends on the others in its batch, which is therefore
     not cut; `each_batch`: of the batches that a step accumulates each is one by itself. `options`: the options that it
-    was made with. `schedule`: for a loss that changes over training, its form at an iteration, given (iteration, iterations, members); see `at`.
+    was made with. `schedule`: for a loss that changes over training, its form at an iteration, given (iteration,
+    iterations, members); see `at`.
 
     `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
     [M, B], as `of.py` says; that of the problem where none is given, which looks at the answer alone where a network

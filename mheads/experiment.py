@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mheads.errors import UserError
 from mheads.losses import Loss, independent
 from mheads.measuring import all_answers
 from mheads.parts import build_loss, build_net, load_data, micro_batches, net_of_run, threads_engine
-from mheads.problems import Classification
+from mheads.problems import Classification, widened
 from mheads.progress import Silent
 from mheads.run_folder import RunFolder
 from mheads.scores import OWN
@@ -147,6 +147,7 @@ def assemble(
             f"{net.network_name} gives {values.num_rows(outputs)} rows of outputs for {len(batch)} examples with "
             f"{batch.num_rows} targets: give one row per target"
         )
+    data = replace(data, problem=widened(data.problem, outputs, net.network_name))
     data.problem.check_output(outputs, net.network_name, data.name)
     loss.check(net.num_members, config.sampling.name)
     parts = micro_batches(config, net) * (1 if loss.each_batch else config.optim.accumulate)

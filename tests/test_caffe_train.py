@@ -328,11 +328,68 @@ def test_weights_of_caffe_start_a_run_and_a_run_gives_them_back(files, mheads):
 
 
 def test_a_net_with_other_classes_than_the_data_is_told_to_change_its_last_layer(files, mheads):
-    for number, data_file in ((7, "classes"), (4, "labels")):
+    for number, data_file in ((4, "classes"), (4, "labels")):
         net = files(data() + ip("i", "data", number, 0.1) + nets.ends("i"))
         done = mheads("train", net, "--solver", "solver.prototxt", "data.name=npz", f"data.path={data_file}.npz")
         assert done.code == 2 and f"gives outputs of shape ({number},)" in done.err
-        assert f"(num_output: {5 if number == 7 else 3} in the net's last layer?)" in done.err
+        assert f"(num_output: {5 if data_file == 'classes' else 3} in the net's last layer?)" in done.err
+
+
+@pytest.mark.parametrize("name", ["classes", "pixels"])
+def test_a_net_may_have_scores_for_more_classes_than_the_labels_use(name, files, mheads):
+    made = ip("i", "data", 7, 0.1) if name == "classes" else conv("i", "data", 7, 1, 0.1)
+    keys = ["data.name=npz", f"data.path={name}.npz", "optim.iterations=2", "optim.batch_size=10"]
+    done = mheads(
+        "train", files(data() + made + nets.ends("i")), "--solver", "solver.prototxt", *keys, "--folder", "run"
+    )
+    assert done.code == 0, done.err
+    assert len(json.loads((files.path / "run/result.json").read_text())["ownership"][0]) == 7
+    again = mheads("eval", "run")
+    assert again.code == 0, again.err
+
+
+TARGETS = {  # of a loss, the targets that it may have, and what is learned
+    "whole numbers": ("EuclideanLoss", np.arange(40) % 7, "regression"),
+    "a single yes or no": ("SigmoidCrossEntropyLoss", np.arange(40) % 2, "multilabel"),
+    "yes or no as floats": ("SigmoidCrossEntropyLoss", (np.arange(40) % 2).astype("float32"), "multilabel"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_loss_says_what_targets_are(name, files, mheads):
+    loss, y, problem = TARGETS[name]
+    x = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+    np.savez("own.npz", x_train=x[:20], y_train=y[:20], x_test=x[20:], y_test=y[20:])
+    text = data(batch=10) + ip("i", "data", 1, 0.1) + layer("l", loss, ["i", "label"])
+    keys = ["data.name=npz", "data.path=own.npz", "optim.iterations=1", "log.every=1"]
+    done = mheads("train", files(text), "--solver", "solver.prototxt", *keys, "--folder", "run")
+    assert done.code == 0, done.err
+    assert json.loads((files.path / "run/result.json").read_text())["problem"] == problem
+    experiment = build(load("net.prototxt", "solver.prototxt", keys)[0])
+    batch = experiment.stream().batch(0)
+    net = Blobs(text, {"data": (10, 6), "label": (10, 1)})
+    net.load_state_dict(experiment.net.member(0).state_dict())
+    net(data=batch.network_inputs(torch.float32), label=batch.targets)
+    assert log_lines(files.path / "run")[0]["loss"] == pytest.approx(net.loss.item(), rel=1e-4)
+
+
+def test_a_list_of_images_may_have_numbers_to_learn_and_names_that_begin_with_a_slash(files):
+    """Caffe puts root_folder before a name, whatever that begins with."""
+    from PIL import Image
+
+    (files.path / "pictures").mkdir()
+    for part in ("train", "test"):
+        for i in range(4):
+            Image.fromarray(np.full((8, 8, 3), i, "uint8")).save(f"pictures/{part}{i}.png")
+        (files.path / f"{part}.txt").write_text("".join(f"/{part}{i}.png {3 * i}\n" for i in range(4)))
+    images = listed("ImageData", "image_data_param", "%s.txt", 'root_folder: "pictures" new_height: 8 new_width: 8')
+    text = images + ip("i", "data", 1) + layer("l", "EuclideanLoss", ["i", "label"])
+    experiment = build(load(files(text), "solver.prototxt", ["optim.batch_size=4", "data.scale=1"])[0])
+    assert experiment.data.problem.name == "regression"
+    batch = experiment.stream().batch(0)
+    assert torch.equal(batch.targets, 3 * batch.network_inputs(torch.float32)[:, :1, 0, 0])
+    with pytest.raises(UserError, match="root_folder: 'pictures/te' is no folder, but the beginning of names"):
+        convert(files(text.replace('"pictures"', '"pictures/te"')))
 
 
 def test_layers_that_begin_at_zero_are_noted_unless_weights_are_given(files):

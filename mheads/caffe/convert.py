@@ -86,7 +86,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         configs.override(tree, f"{key}.name={value}" if equals and short else override)
     configs.validate(tree, str(net_file))  # refuses what is no section, before it is looked into
     given_keys = {override.partition("=")[0] for override in overrides}
-    fit_data(tree["data"], said, given_keys, notes)
+    fit_data(tree["data"], said, given_keys, plan, notes)
     data = tree["data"]
     shape = shape_of(tree, layer)
     if data.get("name") is None:

@@ -20,10 +20,7 @@ SOURCES = {
     "WindowData": "window_data_param",
 }  # fmt: skip
 READ = {"ImageData": "list", "HDF5Data": "hdf5", "Data": "lmdb"}  # by these datasets, where the source is there
-PROBLEMS = {
-    "SoftmaxWithLoss": "auto", "HingeLoss": "classification", "EuclideanLoss": "regression",
-    "SigmoidCrossEntropyLoss": "multilabel",
-}  # fmt: skip
+PROBLEMS = {"HingeLoss": "classification", "EuclideanLoss": "regression", "SigmoidCrossEntropyLoss": "multilabel"}
 REQUEST = (
     "say which data to take: data.name=npz data.path=FILE.npz (x_train, y_train, x_test, y_test), data.name=folder "
     "data.path=FOLDER (train/CLASS/, val/CLASS/), or another that `mheads data list` shows"
@@ -87,8 +84,6 @@ def data_of(layer: Layer, testing: Layer | None, plan: Plan, notes: list[str]) -
             found["arrays"] = _arrays(layer, plan)
         if layer.type == "ImageData":
             found |= _resized(layer, notes)
-        elif plan.terms and (problem := PROBLEMS.get(plan.terms[0].step.layer.type)):
-            found["problem"] = problem
     elif known:
         found = {"name": known, **found}
     if transform.mirror:
@@ -102,15 +97,32 @@ def data_of(layer: Layer, testing: Layer | None, plan: Plan, notes: list[str]) -
     return found, _batch_size(layer) or None
 
 
-def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], notes: list[str]) -> None:
+def problem_of(plan: Plan) -> str | None:
+    """What the targets are by the loss that looks at the answer; None where they say it themselves."""
+    terms = [term for term in plan.terms if plan.outputs[0] in term.inputs]
+    labelled = [term for term in terms if term.label is not None]
+    return PROBLEMS.get(labelled[-1].step.layer.type) if labelled else None
+
+
+def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], plan: Plan, notes: list[str]) -> None:
     """Leaves out what the net said of its own data, where others are taken or nobody asks for it."""
     entry = DATASETS.get(str(data.get("name")))
-    for key in ("path", "test_path", "arrays", "root", "resize", "grey", "problem", "channels"):
+    for key in ("path", "test_path", "arrays", "root", "resize", "grey", "channels"):
         if data.get("name") != said.get("name") and key in said and f"data.{key}" not in given:
             del data[key]
     if entry is not None and "crop" in said and "data.crop" not in given and not entry.takes("crop"):
         notes.append(f"crop_size: {said['crop']} is for images in folders and lists: {entry.name} keeps its size")
         del data["crop"]
+    if entry is not None and entry.takes("problem") and "problem" not in data and (problem := problem_of(plan)):
+        data["problem"] = problem
+    if entry is not None and plan.terms and not any(term.label for term in plan.terms):
+        own = data.get("name") == "hdf5" and "arrays" in data
+        if own and "problem" not in data:
+            data["problem"] = "regression"
+        notes.append(
+            "its losses look at no labels: the targets of the data are for measuring alone, and are numbers like its "
+            "output; the examples themselves, say"
+        )
 
 
 def _arrays(layer: Layer, plan: Plan) -> list[str]:
@@ -126,6 +138,11 @@ def _resized(layer: Layer, notes: list[str]) -> dict[str, Any]:
     """How images of a list are read."""
     p, found = layer.message.image_data_param, {}
     if p.root_folder:
+        if not p.root_folder.endswith("/") and not Path(p.root_folder).is_dir():
+            raise layer.refuse(
+                f"root_folder: {p.root_folder!r} is no folder, but the beginning of names: end it with /, and write "
+                "the rest into the list"
+            )
         found["root"] = p.root_folder
     if not p.is_color:
         found["grey"] = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from mheads import seeds
 from mheads.data.arrays import ArraySplit
 from mheads.data.folder import FolderSplit
 from mheads.data.sources import read_arrays
+from mheads.data.targets import posed
 from mheads.errors import UserError
 from mheads.problems import Classification, Problem
 
@@ -30,18 +31,34 @@ def read_list(
     crop: int | None,
     mirror: bool,
     grey: bool,
+    problem: str = "auto",
     need_test: bool,
 ) -> tuple[FolderSplit, FolderSplit, Problem]:
-    """Train and test splits of images that are listed with their class numbers; names begin at `root`."""
+    """Train and test splits of images that are listed with their class numbers; names begin at `root`.
+
+    Numbers may be something else to learn than classes, if `problem` says so.
+    """
     crop = resize if crop is None else crop
     if not 1 <= crop <= resize:
         raise UserError(f"data.crop is {crop} but images are resized to data.resize={resize}; give 1 to {resize}")
     _need(path, test_path, need_test)
     train = _images(path, root, resize, crop, mirror, grey)
     test = train.part(slice(0)) if test_path is None else _images(test_path, root, resize, crop, False, grey)
-    problem = Classification(tuple(map(str, range(int(train.targets.max()) + 1))))
-    problem.check_targets(test.targets, str(test_path))
-    return train, test, problem
+    return numbered(train, test, problem, str(test_path))
+
+
+S = TypeVar("S")
+
+
+def numbered(train: S, test: S, problem: str, where: str) -> tuple[S, S, Problem]:
+    """The splits and the problem of examples that have a number each: classes up to the largest, or as it is said."""
+    targets: Any = (train.targets, test.targets)  # type: ignore[attr-defined]
+    if problem not in ("auto", "classification"):
+        splits, solved = posed({"train": train, "test": test}, None, problem)
+        return splits["train"], splits["test"], solved
+    known = Classification(tuple(map(str, range(int(targets[0].max()) + 1))))
+    known.check_targets(targets[1], where)
+    return train, test, known
 
 
 def _images(path: Path, root: Path | None, resize: int, crop: int, mirror: bool, grey: bool) -> FolderSplit:
@@ -52,7 +69,7 @@ def _images(path: Path, root: Path | None, resize: int, crop: int, mirror: bool,
         name, _, label = line.rstrip().rpartition(" ")
         if not name.strip() or not label.isdecimal() or len(label) > 9:
             raise UserError(f"{path}, line {number}: {line[:80]!r} is not the name of an image and its class number")
-        names.append(name.strip())
+        names.append(name.strip() if root is None else name.strip().lstrip("/"))  # Caffe puts the root before any name
         labels.append(int(label))
     if not names:
         raise UserError(f"{path} lists no image: write a name and a class number on each line")
@@ -108,7 +125,9 @@ def _arrays(path: Path, arrays: Sequence[str] | None, problem: str) -> tuple[np.
         y = y.astype(np.int64)  # Caffe keeps class numbers as floats
     if y.ndim > 1 and problem in ("auto", "classification") and y[0].size == 1:
         y = y.reshape(-1)
-    return x, y.astype(bool) if problem == "multilabel" else y
+    if problem in ("regression", "multilabel"):
+        y = y.reshape(len(y), -1)  # blobs have four axes
+    return x, y
 
 
 def _hdf5_files(path: Path) -> list[Path]:

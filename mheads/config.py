@@ -377,11 +377,16 @@ def _recipe_text(recipe: str) -> str:
     return (resources.files("mheads.recipes") / f"{recipe}.yaml").read_text()
 
 
+def is_caffe(name: str) -> bool:
+    """Whether a file is called as Caffe's specifications are."""
+    return name.lower().endswith((".prototxt", ".pbtxt", ".prototxt.txt"))
+
+
 def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
     if recipe in recipes():
         text = _recipe_text(recipe)
-    elif recipe.endswith(".prototxt"):
+    elif is_caffe(recipe):
         raise UserError(
             f"{recipe} is a Caffe specification: mheads train takes it as it is, and mheads convert makes a recipe of "
             "it for the other commands"

@@ -98,6 +98,14 @@ def test_files_that_are_no_text_are_refused(tmp_path):
         read_net(tmp_path / "binary.prototxt")
 
 
+@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", b""), ("utf-8", b"\xef\xbb\xbf"), ("latin-1", b"")])
+def test_files_are_read_in_the_encodings_that_users_have(encoding, mark, tmp_path):
+    text = "# Größe\n" + data() + ip("i", "data", 3) + nets.ends("i")
+    (tmp_path / "net.prototxt").write_bytes(mark + text.encode(encoding))
+    net = read_net(tmp_path / "net.prototxt")
+    assert net.text == text and net.layers[0].line == 2
+
+
 BASE = conv("conv1", "data", 4, 3)
 
 

@@ -491,6 +491,18 @@ def test_a_solver_alone_names_its_net(files, mheads):
     assert "deep/er/solver.prototxt, line 2, column 1: net: there is no gone.prototxt, here or beside" in done.err
 
 
+def test_a_net_may_be_followed_by_its_solver_and_have_another_suffix(files, mheads):
+    net = data(batch=10) + ip("i", "data", 5) + nets.ends("i")
+    keys = ["data.name=npz", "data.path=classes.npz", "optim.iterations=1"]
+    for name in ("net.prototxt.txt", "NET.PROTOTXT"):
+        done = mheads("train", files(net, name), "solver.prototxt", *keys, "--folder", name.replace(".", "_"))
+        assert done.code == 0, done.err
+        config = yaml.safe_load((files.path / name.replace(".", "_") / "config.yaml").read_text())
+        assert config["optim"]["lr"] == pytest.approx(0.02)
+    done = mheads("train", "NET.PROTOTXT", "solver.prototxt", "--solver", "solver.prototxt", *keys)
+    assert done.code == 2 and "solver.prototxt, solver.prototxt: give one solver" in done.err
+
+
 def test_the_net_that_is_tested_may_be_another_file(files):
     for part in ("train", "test"):
         (files.path / f"{part}.txt").write_text("a.png 0\nb.png 1\n")

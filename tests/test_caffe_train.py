@@ -276,6 +276,29 @@ def test_each_of_the_batches_of_a_step_is_divided_by_its_own_labels_that_count(f
     assert log_lines(files.path / "run")[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
+STILL = "propagate_down: false "
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "still"),
+    [
+        (nets.toy().replace('bottom: "pool2_all"', 'bottom: "pool2_all" ' + STILL), [], ["conv1", "conv2"]),  # a trunk
+        (data(batch=10) + ip("a", "data", 6, 0.5) + ip("b", "a", 6, 0.5) + ip("c", "a", 6, 0.5)
+         + layer("s", "Eltwise", ["b", "c"], None, STILL + "propagate_down: true") + ip("d", "s", 10, 0.5) + nets.ends("d"), ["members=2", "split=c"], ["b"]),
+        (data(batch=10) + ip("a", "data", 6, 0.5) + relu("r", "a") + ip("b", "a", 10, 0.5, how=STILL) + nets.ends("b"), ["members=2", "loss=mcl"], ["a"]),
+    ],
+    ids=["a trunk", "one of two", "members that win"],
+)  # fmt: skip
+def test_what_no_gradient_reaches_stays_as_it_is(text, keys, still, files, mheads):
+    keys = ["data=digits", "data.limit=40", "optim.weight_decay=0", "optim.iterations=2", *keys]
+    done = mheads("train", files(text), "solver.prototxt", *keys, "--folder", "run")
+    assert done.code == 0, done.err
+    before = build_net(load("net.prototxt", "solver.prototxt", keys)[0]).state_dict()
+    after = load_file(files.path / "run/model.safetensors")
+    same = {key.split(".")[2] for key in before if key.endswith("weight") and torch.equal(before[key], after[key])}
+    assert same == set(still)
+
+
 def test_accuracies_that_are_not_measured_are_noted(files):
     accuracy = layer("top", "Accuracy", ["i", "label"], None, "include { phase: TEST } accuracy_param { top_k: %d }")
     text, keys = data() + ip("i", "data", 5) + nets.ends("i"), ["data.name=npz", "data.path=classes.npz"]
@@ -634,7 +657,7 @@ def test_the_data_layer_is_the_one_that_the_network_reads(files):
         in found.asks
     )
     found = convert("net.prototxt", None, ["data.name=npz", "data.path=classes.npz"])
-    assert found.asks is None and any("are those of npz on all ranks" in note for note in found.notes)
+    assert found.asks is None and any("of line 1: those of npz are taken instead" in note for note in found.notes)
 
 
 def test_a_recipe_without_data_says_what_is_to_do(files, mheads):

@@ -95,7 +95,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         if "path" in said and data.get("path") == said["path"]:
             found.asks = why
         else:
-            notes.append(f"examples and labels are those of {data['name']} on all ranks; {why.split(': here ')[0]}")
+            notes.append(f"{why.partition(': here ')[0]}: those of {data['name']} are taken instead")
     if shape is None and found.asks is None:
         found.asks = f"{net.file}: the shape of an example is not known: give it, such as model_args.shape=[3,32,32]"
     if shape is not None:

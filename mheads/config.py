@@ -164,8 +164,12 @@ class DataOptions(_Section):
     arrays: tuple[str, str] | None = _option(
         None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
     )
-    problem: Literal["auto", "classification", "regression", "multilabel", "soft_labels", "segmentation"] = _option(
-        "auto", "npz, list, hdf5, lmdb: what is learned; auto: what the targets look like"
+    problem: Literal[
+        "auto", "classification", "regression", "multilabel", "soft_labels", "segmentation", "examples"
+    ] = _option(
+        "auto",
+        "npz, list, hdf5, lmdb: what is learned; auto: what the targets look like; examples, of any data: to give "
+        "these back",
     )
     validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std", "init"] = _option(

@@ -128,7 +128,8 @@ def examples_of(
     if split == "test":  # the real one, which training did not look at
         held_out = config.model_copy(update={"data": config.data.model_copy(update={"validation": 0})})
     same = config.data == trained.data
-    if overrides and DATASETS[config.data.name].takes("problem") and facts.problem.name in POSED:
+    takes = DATASETS[config.data.name].takes("problem") and config.data.problem != "examples"
+    if overrides and takes and facts.problem.name in POSED:
         # Other targets are read as those of the run, whatever they look like.
         update = {"data": held_out.data.model_copy(update={"problem": facts.problem.name})}
         held_out = held_out.model_copy(update=update)

@@ -439,6 +439,50 @@ def test_an_autoencoder_learns_to_give_its_input(files, mheads):
     assert log_lines(files.path / "run")[-1]["result"]["single"] < 0.001  # the targets of training would give about 0.6
 
 
+@pytest.mark.parametrize("kind", ["vectors", "images"])
+def test_an_autoencoder_of_examples_with_class_labels(kind, files, mheads):
+    """It is measured by its distance from what the network reads, cropped, mirrored and without its mean."""
+    if kind == "vectors":
+        body = ip("e", "data", 8, 0.5) + ip("d", "e", 64, 0.5)
+    else:
+        body = conv("e", "data", 4, 3, 0.5, pad=1) + conv("d", "e", 1, 3, 0.5, pad=1)
+    flat = layer("f", "Flatten", "data") if kind == "vectors" else ""
+    text = data("data") + flat + body + layer("l", "EuclideanLoss", ["d", "f" if flat else "data"])
+    keys = [
+        "data=digits",
+        "data.limit=40",
+        "data.normalize=mean_image",
+        "data.pad=1",
+        "optim.batch_size=10",
+        "optim.iterations=1",
+        "log.every=1",
+    ]
+    done = mheads("train", files(text), "solver.prototxt", *keys, "--folder", "run")
+    assert done.code == 0, done.err
+    assert "what is measured is how well it gives the examples back" in done.out
+    experiment = build(load("net.prototxt", "solver.prototxt", keys)[0])
+    batch = experiment.stream().batch(0)
+    x = batch.network_inputs(torch.float32)
+    assert torch.equal(batch.targets, x.flatten(1))
+    net = Blobs(text, {"data": x.shape})
+    net.load_state_dict(experiment.net.member(0).state_dict())
+    net(data=x)
+    assert log_lines(files.path / "run")[0]["loss"] == pytest.approx(net.loss.item(), rel=1e-4)
+    net.load_state_dict(
+        {k.removeprefix("stages.trunk."): v for k, v in load_file(files.path / "run/model.safetensors").items()}
+    )
+    test = experiment.data.test
+    x = experiment.data.preprocess(test.read(np.arange(40), None))
+    net.eval()(data=x)
+    found = json.loads((files.path / "run/result.json").read_text())
+    assert found["problem"] == "regression"
+    assert found["single"] == pytest.approx(
+        (net.blobs["d"].flatten(1) - x.flatten(1)).square().mean().sqrt().item(), rel=1e-4
+    )
+    again = mheads("eval", "run")
+    assert again.code == 0, again.err
+
+
 @pytest.mark.parametrize(
     ("net", "arguments", "part"),
     [
@@ -613,6 +657,19 @@ def test_arrays_of_hdf5_files_are_found_by_the_names_of_tops(files):
         build(load("net.prototxt", None, ["data.arrays=[pixels, length]"])[0])
     with pytest.raises(UserError, match=r"data\.arrays names arrays in HDF5 files, but 'npz' has none; use hdf5"):
         build(load("net.prototxt", None, ["data.name=npz", "data.path=numbers.npz", "data.arrays=[a, b]"])[0])
+
+
+def test_hdf5_files_may_hold_examples_alone(files):
+    h5py = pytest.importorskip("h5py")
+    x = np.random.default_rng(0).normal(size=(20, 6)).astype("float32")
+    for part in ("train", "test"):
+        with h5py.File(f"{part}.h5", "w") as file:
+            file["pixels"] = x
+        (files.path / f"{part}.txt").write_text(f"{part}.h5")
+    given = listed("HDF5Data", "hdf5_data_param", "%s.txt").replace('top: "data" top: "label"', 'top: "pixels"')
+    experiment = build(load(files(given + ip("i", "pixels", 6, 0.5) + layer("l", "EuclideanLoss", ["i", "pixels"])))[0])
+    batch = experiment.stream().batch(0)
+    assert torch.equal(batch.targets, batch.network_inputs(torch.float32))
 
 
 def test_the_data_layer_is_that_of_the_solvers_states(files):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,11 @@ class Plan:
     split: Spec | None = None
     combine: str | tuple[float, ...] | None = None
 
+    @property
+    def unlabelled(self) -> bool:
+        """Whether its losses look at no labels: an autoencoder."""
+        return bool(self.terms) and all(term.label is None for term in self.terms)
+
     def build(self, shape: Shape) -> tuple[Built, list[Blob]]:
         """One member's network on examples of this shape, and its outputs: a score per class is a vector here."""
         several = len({step.rank for step in self.steps}) > 1 and self.members == 1
@@ -64,11 +70,11 @@ class Plan:
         outputs: list[Blob] = []
         for blob in map(built.resolve, self.outputs):
             found = built.shapes[blob]
-            if len(found) > 2 and set(found[2:]) == {1} and blob not in self.inputs:
+            if len(found) > 2 and (set(found[2:]) == {1} or self.unlabelled) and blob not in self.inputs:
                 name, flat = free_name("flatten", built.modules), Blob("flat", -2, len(outputs))
                 built.modules[name] = nn.Flatten()
                 built.plan.append((name, (blob,), (flat,)))
-                built.shapes[flat] = found[:2]
+                built.shapes[flat] = (found[0], math.prod(found[1:]))
                 blob = flat
             outputs.append(blob)
         return built, outputs

@@ -115,14 +115,9 @@ def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], plan: 
         del data["crop"]
     if entry is not None and entry.takes("problem") and "problem" not in data and (problem := problem_of(plan)):
         data["problem"] = problem
-    if entry is not None and plan.terms and not any(term.label for term in plan.terms):
-        own = data.get("name") == "hdf5" and "arrays" in data
-        if own and "problem" not in data:
-            data["problem"] = "regression"
-        notes.append(
-            "its losses look at no labels: the targets of the data are for measuring alone, and are numbers like its "
-            "output; the examples themselves, say"
-        )
+    if plan.unlabelled and "problem" not in data and "name" in data:
+        data["problem"] = "examples"
+        notes.append("its losses look at no labels: what is measured is how well it gives the examples back")
 
 
 def _arrays(layer: Layer, plan: Plan) -> list[str]:

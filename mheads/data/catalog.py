@@ -188,8 +188,8 @@ def load(
     random crops of the zero-padded image and random mirrors, in training. resize, crop, grey: for folders, the
     shorter side, the square cut out of it, and whether images are read in one channel.
     limit: keep only the first n training and the first n test examples, for quick trials. arrays: the names of examples
-    and targets in HDF5 files. problem: what the targets of
-    an npz file are, where they alone do not decide. regions: for voc, the options of `data.regions`.
+    and targets in HDF5 files. problem: what the targets of an npz file are, where they alone do not decide; examples:
+    that is what is learned, of any dataset. regions: for voc, the options of `data.regions`.
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
@@ -205,7 +205,7 @@ def load(
         "grey": grey,
         "channels": channels,
         "arrays": arrays,
-        "problem": problem,
+        "problem": "auto" if problem == "examples" else problem,
         "regions": regions,
         "limit": None if validation else limit,  # what is not used need not be looked at
     }
@@ -213,7 +213,7 @@ def load(
     train, test, solved = _call(entry.read, {**keys, "need_test": validation == 0})
     if not entry.takes("mirror"):
         train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
-    return assemble(
+    data = assemble(
         name,
         train,
         test,
@@ -226,6 +226,7 @@ def load(
         limit=limit,
         statistics=entry.statistics,
     )
+    return data.of_itself() if problem == "examples" else data
 
 
 def _call(function: Callable[..., Any], keys: dict[str, Any]) -> Any:

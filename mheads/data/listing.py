@@ -116,7 +116,8 @@ def _arrays(path: Path, arrays: Sequence[str] | None, problem: str) -> tuple[np.
     for name in _hdf5_files(path):
         with _opened(name) as file:
             examples.append(np.asarray(_named(file, names[0], name)))
-            targets.append(np.asarray(_named(file, names[1], name)))
+            own = arrays is not None and arrays[0] == arrays[1] and problem == "auto"  # no targets but the examples
+            targets.append(np.zeros(len(examples[-1])) if own else np.asarray(_named(file, names[1], name)))
         if examples[-1].shape[1:] != examples[0].shape[1:] or len(examples[-1]) != len(targets[-1]):
             raise UserError(f"{name}: {examples[-1].shape} examples and {targets[-1].shape} labels do not fit together")
     x, y = np.concatenate(examples), np.concatenate(targets)

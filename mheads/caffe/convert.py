@@ -128,11 +128,14 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]
     plain = objective.is_plain(terms, len(shapes[0]))
     of = {} if plain else {"of": {"name": "mheads.caffe.objective:of_example", **own}}
     whole = objective.needs_whole_batch(terms)
-    if whole and tree.setdefault("engine", {}).setdefault("micro_batches", 1) != 1:
-        raise UserError(
-            f"engine.micro_batches = {tree['engine']['micro_batches']}: the net's loss is divided by how many labels "
-            "of a batch count, so that batches are not cut: leave it out"
-        )
+    if whole:
+        parts = tree.setdefault("engine", {}).get("micro_batches", "auto")
+        if parts not in ("auto", 1):
+            raise UserError(
+                f"engine.micro_batches = {parts}: the net's loss is divided by how many labels of a batch count, so "
+                "that batches are not cut: leave it out"
+            )
+        tree["engine"]["micro_batches"] = 1
     said = tree.get("loss", {})
     if "name" in said:
         _mix_losses(said, plan, of, notes)

@@ -415,6 +415,14 @@ def test_a_list_of_images_may_have_numbers_to_learn_and_names_that_begin_with_a_
         convert(files(text.replace('"pictures"', '"pictures/te"')))
 
 
+@pytest.mark.parametrize("loss", ["EuclideanLoss", "SigmoidCrossEntropyLoss"])
+def test_data_whose_targets_a_loss_cannot_take_are_refused(loss, files, mheads):
+    net = files(data() + ip("i", "data", 10) + layer("l", loss, ["i", "label"]))
+    done = mheads("train", net, "solver.prototxt", "data=digits")
+    assert done.code == 2
+    assert f"error: {loss} of the net takes 10 targets for an example, and the data give 1: take other data" in done.err
+
+
 def test_layers_that_begin_at_zero_are_noted_unless_weights_are_given(files):
     net = files(
         data() + layer("a", "InnerProduct", "data", None, "inner_product_param { num_output: 5 }") + nets.ends("a")
@@ -439,15 +447,16 @@ def test_an_autoencoder_learns_to_give_its_input(files, mheads):
     assert log_lines(files.path / "run")[-1]["result"]["single"] < 0.001  # the targets of training would give about 0.6
 
 
+@pytest.mark.parametrize("loss", ["EuclideanLoss", "SigmoidCrossEntropyLoss"])
 @pytest.mark.parametrize("kind", ["vectors", "images"])
-def test_an_autoencoder_of_examples_with_class_labels(kind, files, mheads):
+def test_an_autoencoder_of_examples_with_class_labels(kind, loss, files, mheads):
     """It is measured by its distance from what the network reads, cropped, mirrored and without its mean."""
     if kind == "vectors":
         body = ip("e", "data", 8, 0.5) + ip("d", "e", 64, 0.5)
     else:
         body = conv("e", "data", 4, 3, 0.5, pad=1) + conv("d", "e", 1, 3, 0.5, pad=1)
     flat = layer("f", "Flatten", "data") if kind == "vectors" else ""
-    text = data("data") + flat + body + layer("l", "EuclideanLoss", ["d", "f" if flat else "data"])
+    text = data("data") + flat + body + layer("l", loss, ["d", "f" if flat else "data"])
     keys = [
         "data=digits",
         "data.limit=40",
@@ -474,11 +483,10 @@ def test_an_autoencoder_of_examples_with_class_labels(kind, files, mheads):
     test = experiment.data.test
     x = experiment.data.preprocess(test.read(np.arange(40), None))
     net.eval()(data=x)
+    answer = net.blobs["d"].sigmoid() if loss.startswith("Sigmoid") else net.blobs["d"]
     found = json.loads((files.path / "run/result.json").read_text())
     assert found["problem"] == "regression"
-    assert found["single"] == pytest.approx(
-        (net.blobs["d"].flatten(1) - x.flatten(1)).square().mean().sqrt().item(), rel=1e-4
-    )
+    assert found["single"] == pytest.approx((answer.flatten(1) - x.flatten(1)).square().mean().sqrt().item(), rel=1e-4)
     again = mheads("eval", "run")
     assert again.code == 0, again.err
 

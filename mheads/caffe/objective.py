@@ -81,6 +81,19 @@ def _combined(outputs: Value, y: Value, coefficients: list[float], terms: Terms,
     return LossValue(loss, torch.ones_like(losses), losses)
 
 
+def _check_targets(term: dict[str, Any], x: Tensor, y: Tensor) -> None:
+    """Refuses other numbers of targets than a loss looks at."""
+    per_example = {"HingeLoss": 1, "MultinomialLogisticLoss": 1}
+    if term["type"] == "SoftmaxWithLoss":
+        per_example = {term["type"]: x[0].numel() // x.shape[term["axis"]]}
+    wanted, given = per_example.get(term["type"], x[0].numel()), y[0].numel()
+    if given != wanted:
+        raise UserError(
+            f"{term['type']} of the net takes {wanted} target{'s' if wanted != 1 else ''} for an example, and the data "
+            f"give {given}: take other data, or another num_output in the net's last layer"
+        )
+
+
 def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
     found = values.leaves(outputs)
     members, rows = found[0].shape[:2]
@@ -90,6 +103,7 @@ def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
         for i in term["inputs"]
     ]
     inputs = [t.detach() if i in term.get("fixed", ()) else t for i, t in enumerate(inputs)]
+    _check_targets(term, *inputs)
     if inputs[0].shape[1:] != inputs[1].shape[1:] and term["type"] == "EuclideanLoss":
         inputs = [t.flatten(1) for t in inputs]
     sums, counts, places = places_and_sums(term, inputs)

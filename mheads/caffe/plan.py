@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from mheads.caffe import layers
+from mheads.caffe import layers, schema
 from mheads.caffe.blobs import free_name
 from mheads.caffe.graph import BROADCAST, Blob, Graph, Step, is_data
 from mheads.caffe.layers import losses as loss_layers
@@ -259,14 +259,29 @@ def whole(graph: Graph, walk: Walk, terms: list[Term]) -> Plan:
         if not outputs:
             raise UserError(f"{graph.net.file}: no layer gives anything that another does not use up")
     steps, inputs = walk.needed(outputs)
+    if terms and (shown := _probabilities(terms)) is not None:
+        steps, outputs = [*steps, shown], [*shown.tops, *outputs]
     return Plan(graph, tuple(steps), one_input(graph, inputs), tuple(outputs), tuple(terms))
+
+
+def _probabilities(terms: Sequence[Term]) -> Step | None:
+    """What an autoencoder answers that learns by SigmoidCrossEntropyLoss: its sigmoid is what is like the examples."""
+    main = _heaviest(terms)
+    scores = main.inputs[0]
+    if main.step.layer.type != "SigmoidCrossEntropyLoss" or scores is None or any(term.label for term in terms):
+        return None
+    said = schema.message("LayerParameter")(name="answer", type="Sigmoid", bottom=[scores.name], top=["answer"])
+    return Step(replace(main.step.layer, message=said), scores.rank, (scores,), (Blob("answer", scores.rank, -1),))
 
 
 def in_order(terms: Sequence[Term]) -> list[Blob]:
     """What the losses look at, the answer first: the blob of the loss that weighs most, of equals the last."""
-    main = max(enumerate(terms), key=lambda pair: (abs(pair[1].weight), pair[0]))[1]
-    blobs = [b for term in (main, *terms) for b in term.inputs if b is not None]
+    blobs = [b for term in (_heaviest(terms), *terms) for b in term.inputs if b is not None]
     return list(dict.fromkeys(blobs))
+
+
+def _heaviest(terms: Sequence[Term]) -> Term:
+    return max(enumerate(terms), key=lambda pair: (abs(pair[1].weight), pair[0]))[1]
 
 
 def one_input(graph: Graph, inputs: Sequence[Blob]) -> tuple[Blob, ...]:

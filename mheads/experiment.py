@@ -150,12 +150,13 @@ def assemble(
     data = replace(data, problem=widened(data.problem, outputs, net.network_name))
     data.problem.check_output(outputs, net.network_name, data.name)
     loss.check(net.num_members, config.sampling.name)
-    parts = micro_batches(config, net) * (1 if loss.each_batch else config.optim.accumulate)
-    if loss.whole_batch and parts > 1:
+    each = loss.each_batch or not loss.whole_batch
+    parts = micro_batches(config, net) * (1 if each else config.optim.accumulate)
+    if (loss.whole_batch or loss.of_whole_batch) and parts > 1:
         why = " (loss.normalize=wins counts over them)" if config.loss.whole_batch else ""
-        remedy = "" if loss.each_batch else " and optim.accumulate=1"
+        remedy = "" if each else " and optim.accumulate=1"
         raise UserError(
-            f"{loss.name} looks at whole batches{why}, but a {'batch' if loss.each_batch else 'step'} is cut into "
+            f"{loss.name} looks at whole batches{why}, but a {'batch' if each else 'step'} is cut into "
             f"{parts} micro-batches: use engine.micro_batches=1{remedy}"
         )
     loss = loss.on(data.problem)

@@ -216,6 +216,13 @@ def test_a_loss_of_members_is_one_over_the_loss_of_the_net(name, examples, files
     batch = experiment.stream().batch(0)
     x, y = batch.network_inputs(torch.float32), batch.targets
     labels = y.where(y != -100, 255)
+    if examples == "pixels":
+        cut = config.model_copy(update={"engine": config.engine.model_copy(update={"micro_batches": 2})})
+        with pytest.raises(
+            UserError,
+            match=r"mcl looks at whole batches, but a batch is cut into 2 micro-batches: use engine\.micro_batches=1$",
+        ):
+            build(cut)
     found = experiment.loss(experiment.net(x), y, None, batch.ties)
     sums = []
     for m in range(2):

@@ -126,8 +126,9 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]
     if any(term.get("normalization") == 3 for term in terms):
         own["batch"] = batch
     plain = objective.is_plain(terms, len(shapes[0]))
-    of = {} if plain else {"of": {"name": "mheads.caffe.objective:of_example", **own}}
     whole = objective.needs_whole_batch(terms)
+    function = f"mheads.caffe.objective:{'of_batch' if whole else 'of_example'}"
+    of = {} if plain else {"of": {"name": function, **own}}
     if whole:
         parts = tree.setdefault("engine", {}).get("micro_batches", "auto")
         if parts not in ("auto", 1):

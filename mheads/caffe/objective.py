@@ -41,6 +41,14 @@ def of_example(outputs: Value, y: Value, terms: Terms, batch: int = 1) -> Tensor
     return sum(_term(term, outputs, y, batch) for term in terms)  # type: ignore[return-value]
 
 
+def of_batch(outputs: Value, y: Value, terms: Terms, batch: int = 1) -> Tensor:
+    """The same, of a whole batch: terms are divided by how many of its labels count."""
+    return of_example(outputs, y, terms, batch)
+
+
+of_batch.whole_batch = True  # type: ignore[attr-defined]  # `Loss` asks for it
+
+
 def whole(terms: Terms, batch: int = 1) -> Loss:
     """Each member by itself, with terms that are divided by how many labels of the batch count."""
     return Loss(
@@ -85,8 +93,8 @@ def _check_targets(term: dict[str, Any], x: Tensor, y: Tensor) -> None:
     """Refuses other numbers of targets than a loss looks at."""
     per_example = {"HingeLoss": 1, "MultinomialLogisticLoss": 1}
     if term["type"] == "SoftmaxWithLoss":
-        per_example = {term["type"]: x[0].numel() // x.shape[term["axis"]]}
-    wanted, given = per_example.get(term["type"], x[0].numel()), y[0].numel()
+        per_example = {term["type"]: x.shape[1:].numel() // x.shape[term["axis"]]}
+    wanted, given = per_example.get(term["type"], x.shape[1:].numel()), y.shape[1:].numel()
     if given != wanted:
         raise UserError(
             f"{term['type']} of the net takes {wanted} target{'s' if wanted != 1 else ''} for an example, and the data "

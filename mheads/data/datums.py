@@ -118,7 +118,7 @@ class DatumSplit:
         """A digest of the file, and of which of its examples are taken."""
         found = hashlib.sha256(digests(self.path.parent, [self.path.name], cores())[0].encode())
         for key, target in zip(self.keys.tolist(), self.targets.tolist(), strict=True):
-            found.update(key + b"%d\n" % target)
+            found.update(key + f"{target}\n".encode())
         return found.digest()
 
 

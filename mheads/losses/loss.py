@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -100,6 +100,12 @@ class Loss:
     def member_loss(self) -> MemberLoss | None:
         """`of`, which is a function since the loss was made."""
         return self.of  # type: ignore[return-value]
+
+    @property
+    def of_whole_batch(self) -> bool:
+        """Whether `of` itself, by an attribute `whole_batch`, looks at whole batches."""
+        function = self.of.func if isinstance(self.of, partial) else self.of
+        return bool(getattr(function, "whole_batch", False))
 
     def check(self, members: int, sampling: str) -> None:
         """Refuses a number of members, or a sampling, that it cannot take."""

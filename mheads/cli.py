@@ -83,7 +83,10 @@ def train(
     overrides: Overrides = None,
     solver: Annotated[
         Path | None,
-        typer.Option(help="With a Caffe net: its solver (.prototxt); a solver that names its net will do alone."),
+        typer.Option(
+            help="With a Caffe net: its solver (.prototxt), which may follow the net without this; a solver that names "
+            "its net will do alone."
+        ),
     ] = None,
     run: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
     force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,

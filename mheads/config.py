@@ -161,8 +161,15 @@ class DataOptions(_Section):
     root: Path | None = _option(None, "where a fetched set lies, if not in the cache; list: where names begin")
     path: Path | None = _option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
     test_path: Path | None = _option(None, "list, hdf5, lmdb: what is tested on")
-    problem: Literal["auto", "classification", "regression", "multilabel", "soft_labels", "segmentation"] = _option(
-        "auto", "npz, hdf5: what is learned; auto: what the targets look like"
+    arrays: tuple[str, str] | None = _option(
+        None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
+    )
+    problem: Literal[
+        "auto", "classification", "regression", "multilabel", "soft_labels", "segmentation", "examples"
+    ] = _option(
+        "auto",
+        "npz, list, hdf5, lmdb: what is learned; auto: what the targets look like; examples, of any data: to give "
+        "these back",
     )
     validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std", "init"] = _option(
@@ -376,11 +383,16 @@ def _recipe_text(recipe: str) -> str:
     return (resources.files("mheads.recipes") / f"{recipe}.yaml").read_text()
 
 
+def is_caffe(name: str) -> bool:
+    """Whether a file is called as Caffe's specifications are."""
+    return name.lower().endswith((".prototxt", ".pbtxt", ".prototxt.txt"))
+
+
 def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
     if recipe in recipes():
         text = _recipe_text(recipe)
-    elif recipe.endswith(".prototxt"):
+    elif is_caffe(recipe):
         raise UserError(
             f"{recipe} is a Caffe specification: mheads train takes it as it is, and mheads convert makes a recipe of "
             "it for the other commands"

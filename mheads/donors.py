@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from mheads import files, identity, weights
+from mheads.caffe import blobs
 from mheads.config import Config
 from mheads.data import Data
 from mheads.errors import UserError
@@ -30,7 +31,10 @@ def start_from(
     if Path(init).suffix in weights.SUFFIXES:
         if members is not None:
             raise UserError(f"init_members names members of a run, and init = {init!r} is a file of weights")
-        return str(weights.load_into(net, weights.read_for(net, Path(init)), init, renamed))
+        path = Path(init)
+        # Caffe fine-tunes so: what is not in the file, such as a last layer under another name, begins by its fillers.
+        partly = path.suffix in blobs.SUFFIXES
+        return str(weights.load_into(net, weights.read_for(net, path), init, renamed, partly))
     donor = RunFolder(Path(init))
     if not donor.exists():
         raise UserError(

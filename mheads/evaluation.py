@@ -129,7 +129,8 @@ def examples_of(
     if split == "test":  # the real one, which training did not look at
         held_out = _update_data(config, validation=0)
     same = config.data == trained.data
-    if overrides and DATASETS[config.data.name].takes("problem") and facts.problem.name in POSED:
+    takes = DATASETS[config.data.name].takes("problem") and config.data.problem != "examples"
+    if overrides and takes and facts.problem.name in POSED:
         # Other targets are read as those of the run, whatever they look like.
         held_out = _update_data(held_out, problem=facts.problem.name)
     if config.data.normalize == "init":  # inputs are preprocessed as in training: where it started may be gone

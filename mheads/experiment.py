@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from mheads.errors import UserError
 from mheads.losses import Loss, independent
 from mheads.measuring import all_answers
 from mheads.parts import build_loss, build_net, load_data, micro_batches, net_of_run, threads_engine
-from mheads.problems import Classification
+from mheads.problems import Classification, widened
 from mheads.progress import Silent
 from mheads.run_folder import RunFolder
 from mheads.scores import OWN
@@ -147,13 +147,17 @@ def assemble(
             f"{net.network_name} gives {values.num_rows(outputs)} rows of outputs for {len(batch)} examples with "
             f"{batch.num_rows} targets: give one row per target"
         )
+    data = replace(data, problem=widened(data.problem, outputs, net.network_name))
     data.problem.check_output(outputs, net.network_name, data.name)
     loss.check(net.num_members, config.sampling.name)
-    parts = micro_batches(config, net) * config.optim.accumulate
-    if loss.whole_batch and parts > 1:
+    each = loss.each_batch or not loss.whole_batch
+    parts = micro_batches(config, net) * (1 if each else config.optim.accumulate)
+    if (loss.whole_batch or loss.of_whole_batch) and parts > 1:
+        why = " (loss.normalize=wins counts over them)" if config.loss.whole_batch else ""
+        remedy = "" if each else " and optim.accumulate=1"
         raise UserError(
-            f"{loss.name} looks at whole batches (loss.normalize=wins counts over them), but a step is cut into "
-            f"{parts} micro-batches: use engine.micro_batches=1 and optim.accumulate=1"
+            f"{loss.name} looks at whole batches{why}, but a {'batch' if each else 'step'} is cut into "
+            f"{parts} micro-batches: use engine.micro_batches=1{remedy}"
         )
     loss = loss.on(data.problem)
     prior, groups, sampled = _sample(config, net.num_members, data, given, clustered)

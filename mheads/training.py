@@ -23,6 +23,11 @@ def train_recipe(
     solver: Path | None = None,
 ) -> None:
     """Trains in a run folder, by default runs/RECIPE-DIGEST, on one process or on this one of several."""
+    given = [override for override in overrides if "=" not in override and configs.is_caffe(override)]
+    if given and configs.is_caffe(recipe):
+        if solver is not None or len(given) > 1:
+            raise UserError(f"{', '.join([*map(str, filter(None, [solver])), *given])}: give one solver")
+        solver, overrides = Path(given[0]), [override for override in overrides if override not in given]
     with session(errors, configs.timeout(recipe, overrides)) as world:
         config, notes = _config(recipe, overrides, solver)
         # After the config, whose mistakes are told at once: torch takes a second.
@@ -44,7 +49,7 @@ def train_recipe(
 
 def _config(recipe: str, overrides: Sequence[str], solver: Path | None) -> tuple[configs.Config, list[str]]:
     """The config of a recipe or of a Caffe net, and notes on it."""
-    if recipe.endswith((".prototxt", ".pbtxt")):
+    if configs.is_caffe(recipe):
         from mheads.caffe.convert import load
 
         return load(Path(recipe), solver, list(overrides))

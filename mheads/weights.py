@@ -46,7 +46,7 @@ def read_for(net: TreeNet, path: Path) -> dict[str, Tensor]:
         return read(path)
     here = {_in_network(name): tuple(tensor.shape) for name, tensor in net.state_dict().items()}
     names = [name for stage in net.tree.nodes for name in net.names_in(stage)]
-    return blobs.by_name(blobs.read(path), {name: here.get(name) for name in names}, str(path))
+    return blobs.by_name(blobs.read(path), {name: here.get(name) for name in names})
 
 
 def by_name(found: Any, where: str) -> dict[str, Tensor]:
@@ -81,12 +81,13 @@ def load_into(
     weights: Mapping[str, Tensor],
     where: str = "the weights",
     renamed: Mapping[str, str | None] | None = None,
+    partly: bool = False,
 ) -> Taken:
     """Copies weights into a tree.
 
     They are the tree's own (`stages.trunk.conv1.weight`), or those of one network (`conv1.weight`), for every member.
     `renamed` says which beginnings of their names are others here, None for what is to be left out. With it, what is
-    missing stays as it was drawn; without it, that is refused.
+    missing stays as it was drawn; without it, that is refused, unless they may be there `partly`: whole layers.
     """
     given = {name: name for name in weights} if not renamed else _renamed(weights, renamed, where)
     whole = any(name in given for name in net.state_dict())
@@ -99,7 +100,15 @@ def load_into(
     names = list(dict.fromkeys(wanted.values()))
     found, missing = [name for name in names if name in given], sorted(name for name in names if name not in given)
     needed = {name for full, name in wanted.items() if not net.is_fresh(_in_network(full))}
-    if needed & set(missing) and not (renamed and found):
+    if partly:
+        begun = {name.rpartition(".")[0] for name in found}
+        if half := [name for name in missing if name.rpartition(".")[0] in begun and name in needed]:
+            layer = half[0].rpartition(".")[0]
+            raise UserError(
+                f"{where} does not fit: it has no {half[0]}, but other weights of that layer: rename it here, or "
+                f"init_map={{{layer}: null}} leaves it out"
+            )
+    if needed & set(missing) and not ((renamed or partly) and found):
         raise UserError(
             f"{where} does not fit {net.network_name}: {len(missing)} of {len(names)} tensors are missing "
             f"({_some(missing)}); there are {_some(list(given))}. init_map renames what begins otherwise there, "

@@ -11,6 +11,7 @@ from caffe_nets import layer
 from mheads import seeds
 from mheads.caffe.fillers import check, fill
 from mheads.caffe.network import Blobs
+from mheads.caffe.objective import of_example
 from mheads.caffe.schema import message
 from mheads.caffe.text import Layer
 from mheads.errors import UserError
@@ -343,6 +344,27 @@ def test_softmax_loss_on_pixels(body, function):
     y = RNG(3).integers(classes, size=places).astype(float)
     net = net_of("SoftmaxWithLoss", body, [shape, places])
     assert_is_numpys(net, function, [RNG(0).normal(size=shape), y], fixed=(1,))
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_the_size_of_a_batch_counts_the_places_before_the_classes(axis):
+    """Caffe's outer_num, by which BATCH_SIZE divides."""
+    shape = (2, 3, 4, 5)
+    places = tuple(size for i, size in enumerate(shape) if i != axis)
+    x, y = RNG(0).normal(size=shape), RNG(3).integers(shape[axis], size=places)
+    body = f"softmax_param {{ axis: {axis} }} loss_param {{ normalization: BATCH_SIZE }}"
+    net = net_of("SoftmaxWithLoss", body, [shape, places])
+    p = softmax(np.moveaxis(x, axis, -1).reshape(-1, shape[axis]))
+    expected = -np.log(p[np.arange(len(p)), y.reshape(-1)]).sum() / np.prod(shape[:axis])
+    x, y = torch.from_numpy(x), torch.from_numpy(y)
+    assert net(x0=x, x1=y)["y"].item() == pytest.approx(expected)
+    term = {**net.it.term, "weight": 1, "inputs": [0, "label"]}
+    assert of_example(x[None], y, [term]).mean().item() == pytest.approx(expected)
+
+
+def test_three_rates_of_statistics_are_taken_for_none():
+    net = net_of("BatchNorm", "param { lr_mult: 1 decay_mult: 0 } " * 3, [IMAGE])
+    assert not list(net.parameters())
 
 
 @pytest.mark.parametrize(

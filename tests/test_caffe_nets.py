@@ -2,12 +2,14 @@
 """Whole nets as users have them: sizes, a step of training, OpenCV's own Caffe reader, and files of weights."""
 
 import re
+from collections import OrderedDict
 
 import caffe_nets as nets
 import numpy as np
 import pytest
 import torch
 from caffe_nets import conv, ip, layer, pool, relu
+from torch import nn
 
 from mheads import TreeNet, seeds
 from mheads.caffe import blobs
@@ -16,6 +18,7 @@ from mheads.caffe.objective import of_example
 from mheads.caffe.text import parse_net
 from mheads.caffe.trees import plan_of
 from mheads.config import OptimOptions
+from mheads.donors import start_from
 from mheads.errors import UserError
 from mheads.optim import Optimizer
 
@@ -163,7 +166,7 @@ def test_weights_survive_writing_and_reading(suffix, tmp_path):
     found = blobs.read(tmp_path / f"w{suffix}")
     assert [len(found[name]) for name in ("c1", "n1", "s1", "p1", "ip")] == [2, 3, 2, 1, 2]
     state = net.state_dict()
-    named = blobs.by_name(found, {name: tuple(t.shape) for name, t in state.items()}, "w")
+    named = blobs.by_name(found, {name: tuple(t.shape) for name, t in state.items()})
     assert named.keys() == state.keys()
     assert all(torch.equal(named[name], state[name]) for name in state)
 
@@ -182,8 +185,9 @@ def test_a_file_as_protobuf_writes_it_is_read_in_both_forms(tmp_path):
     found = blobs.read(tmp_path / "w.caffemodel")
     np.testing.assert_array_equal(found["a"][0], [[1, 2, 3], [4, 5, 6]])
     assert found["b"][0].shape == (1, 1, 1, 2) and found["b"][0].ravel().tolist() == [1.5, 2.5]
-    named = blobs.by_name({"b": found["b"]}, {"b.weight": (2, 1)}, "w")
-    assert named["b.weight"].tolist() == [[1.5], [2.5]]
+    for shape, fits in (((2,), True), ((1, 2), True), ((2, 1), False)):  # but for ones at the beginning
+        named = blobs.by_name({"b": found["b"]}, {"b.weight": shape})["b.weight"]
+        assert named.shape == (shape if fits else (1, 1, 1, 2))
     loose = bytes([0xA2, 0x06, 14, 0x0A, 1, ord("c"), 0x3A, 9]) + bytes([0x2D, 0, 0, 128, 63, 0x20, 1, 0x3A, 0])
     (tmp_path / "w.caffemodel").write_bytes(loose)  # one number by itself, and a shape of no axes
     assert blobs.read(tmp_path / "w.caffemodel")["c"][0].tolist() == 1.0
@@ -214,5 +218,56 @@ def test_files_of_weights_that_cannot_be_are_refused(tmp_path):
         blobs.read(tmp_path / "w.h5")
     with pytest.raises(UserError, match="there is no file"):
         blobs.read(tmp_path / "none.caffemodel")
-    with pytest.raises(UserError, match=r"blob 0 of layer 'ip2' is \[10, 500\] there, \[9, 500\] here"):
-        blobs.by_name(blobs.of_network(net), {"ip2.weight": (9, 500)}, "w")
+
+
+def two_layers(wide, deep, name="j"):
+    return TreeNet(lambda: nn.Sequential(OrderedDict([("i", nn.Linear(wide, deep)), (name, nn.Linear(deep, 2))])))
+
+
+def test_a_blob_of_another_shape_is_refused_and_may_be_left_out(tmp_path):
+    """As many values are not enough."""
+    file = tmp_path / "w.caffemodel"
+    blobs.write(file, two_layers(4, 6).member(0))
+    with pytest.raises(
+        UserError, match=r"i\.weight is \(6, 4\) there, \(4, 6\) here; init_map=\{i: null\} leaves it out"
+    ):
+        start_from(two_layers(6, 4), str(file))
+    said = start_from(two_layers(4, 6, "k"), str(file))  # the last layer under another name, as users of Caffe do
+    assert "found              2  i.weight, i.bias" in said and "missing, drawn     2  k.bias, k.weight" in said
+    assert "left over          2  j.0, j.1" in said
+    with pytest.raises(UserError, match="4 of 4 tensors are missing"):
+        start_from(TreeNet(lambda: nn.Sequential(OrderedDict(a=nn.Linear(4, 6), b=nn.Linear(6, 2)))), str(file))
+    blobs.write(file, nn.Sequential(OrderedDict(i=nn.Linear(4, 6, bias=False), j=nn.Linear(6, 2))))
+    with pytest.raises(UserError, match=r"it has no i\.bias, but other weights of that layer"):
+        start_from(two_layers(4, 6), str(file))
+
+
+def test_layers_of_several_ranks_keep_their_weights_apart(tmp_path):
+    text = (
+        nets.on(nets.data(), 0)
+        + nets.on(ip("a", "data", 4, 0.5), 0)
+        + nets.on(layer("s", "MPIBroadcast", "a", "h"), 0, 1)
+    )
+    text += ip("b", "h", 4, 0.5) + nets.on(layer("c", "TanH", "b"), 1) + nets.on(layer("d", "Sigmoid", "b", "c"), 0)
+    text += layer("g", "MPIGather", "c", ["c0", "c1"]) + nets.on(layer("m", "Eltwise", ["c0", "c1"]), 0)
+    text += nets.on(layer("l", "SoftmaxWithLoss", ["m", "label"]), 0)
+    assert plan_of(parse_net(text)).members == 1
+    nets_ = [TreeNet(lambda: network(text, (5,)), members=1, seed=seed) for seed in (0, 1)]
+    file = tmp_path / "w.caffemodel"
+    blobs.write(file, nets_[0].member(0))
+    assert list(blobs.read(file)) == ["a", "b@0", "b@1"]
+    assert "found              6" in start_from(nets_[1], str(file))
+    one, other = (net.state_dict() for net in nets_)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize(("shared", "shape"), [("true", ()), ("false", (3,))])
+def test_a_slope_for_all_channels_is_a_blob_without_axes(shared, shape, tmp_path):
+    text = f'input: "x"\n{layer("p", "PReLU", "x", "y", f"prelu_param {{ channel_shared: {shared} }}")}'
+    net = Blobs(text, {"x": (2, 3, 4, 4)})
+    for suffix in (".caffemodel", ".h5"):
+        blobs.write(tmp_path / f"w{suffix}", net)
+        assert blobs.read(tmp_path / f"w{suffix}")["p"][0].shape == shape
+    assert (
+        blobs.by_name({"p": [np.ones(shape)]}, {"p.weight": (1,) if shared == "true" else (3,)})["p.weight"].dim() == 1
+    )

@@ -11,14 +11,15 @@ from caffe_nets import conv, data, ip, layer, on, toy
 
 from mheads.caffe.graph import TEST, TRAIN, State, graph_of
 from mheads.caffe.network import Blobs
+from mheads.caffe.objective import of_example
 from mheads.caffe.text import parse_net, places_of, read_net
 from mheads.caffe.trees import plan_of
 from mheads.errors import UserError
 
 
-def refused(text, file="net.prototxt"):
+def refused(text, file="net.prototxt", shape=(3, 12, 12)):
     with pytest.raises(UserError) as caught:
-        plan_of(parse_net(text, file)).network((3, 12, 12))
+        plan_of(parse_net(text, file)).network(shape)
     return str(caught.value)
 
 
@@ -97,6 +98,14 @@ def test_files_that_are_no_text_are_refused(tmp_path):
         read_net(tmp_path / "binary.prototxt")
 
 
+@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", b""), ("utf-8", b"\xef\xbb\xbf"), ("latin-1", b"")])
+def test_files_are_read_in_the_encodings_that_users_have(encoding, mark, tmp_path):
+    text = "# Größe\n" + data() + ip("i", "data", 3) + nets.ends("i")
+    (tmp_path / "net.prototxt").write_bytes(mark + text.encode(encoding))
+    net = read_net(tmp_path / "net.prototxt")
+    assert net.text == text and net.layers[0].line == 2
+
+
 BASE = conv("conv1", "data", 4, 3)
 
 
@@ -110,6 +119,12 @@ BASE = conv("conv1", "data", 4, 3)
         (data() + BASE + layer("b", "ReLU", "data", "conv1"), "its top 'conv1' is made by the layer of line 2 too"),
         (data() + layer("s", "Split", "data", ["a", "a"]), "its top 'a' is there twice"),
         (data() + BASE.replace("top:", "include { phase: TRAIN } exclude { phase: TEST } top:"), "both include and exclude"),
+        (data() + layer("n", "BatchNorm", "data", None, "param { name: 'mean' lr_mult: 0 }"), "it shares 'mean': statistics cannot be shared here"),
+        (data() + layer("n", "BatchNorm", "data", None, "param { lr_mult: 1 }"), "which no rate applies to"),
+        (data() + layer("c", "convolution", "data"), "there is no layer of type 'convolution' here; did you mean 'Convolution'?"),
+        (data() + layer("c", "INNER_PRODUCT", "data"), "did you mean 'InnerProduct'?"),
+        (data() + layer("c", "Convolutional", "data"), "did you mean 'Convolution'?"),
+        (data() + layer("c", "Normalize", "data"), "there is no layer of type 'Normalize' here: there are Convolution, "),
         (data() + layer("m", "MVN", "data"), "line 2, column 1: layer 'm' (MVN): there is no layer of type 'MVN' here"),
         (data() + ip("i", "data", 3) + layer("o", "HDF5Output", "i", []) + nets.ends("i"), "layer 'o' (HDF5Output): there is no layer of type 'HDF5Output' here"),
         (data() + ip("i", "data", 3) + layer("l", "SoftmaxWithLoss", ["i", "i"]), "its labels 'i' are made by layer 'i' (InnerProduct) of line 2"),
@@ -117,16 +132,43 @@ BASE = conv("conv1", "data", 4, 3)
         (data() + ip("i", "data", 3) + layer("r", "ReLU", "i", "r", "loss_weight: 1"), "loss_weight is for losses here"),
         (data("a b label") + ip("i", "a", 3) + ip("j", "b", 3) + layer("s", "Eltwise", ["i", "j"]) + nets.ends("s"),
          "read a, b from data layers; here a network reads one blob"),
+        (data() + layer("r", "ReLU", "data", None, "propagate_down: true propagate_down: false"), "it has 2 propagate_down for 1 bottoms"),
+        (data() + layer("r", "Split", "data", ["a", "b"], "propagate_down: false") + ip("i", "a", 3) + nets.ends("i"), "propagate_down: false is for layers that compute"),
         (data() + BASE.replace("lr_mult: 1", "lr_mult: -1"), "lr_mult: -1: give 0 or more"),
         (data() + layer("r", "ReLU", "data", None, "param { lr_mult: 1 }"), "it has 1 param for 0 blobs"),
         (data() + conv("c", "data", 4, 3, how="param { name: 'w' }") + conv("d", "c", 4, 3, how="param { name: 'w' }"),
-         "shares the weight 'w' with layer 'c' of line 2, but the shapes are [4, 4, 3, 3] and [4, 3, 3, 3]"),
+         "shares the weight 'w' with layer 'c' of line 2, but the shapes are [4, 4, 3, 3] and [4, 3, 3, 3]: share weights of equal shape (share_mode: PERMISSIVE is not"),
         ("layer { name: 'a' type: 'ReLU' include { phase: TEST } }", "no layer in phase TRAIN"),
         (data() + ip("i", "data", 3) + nets.ends("i").replace('top: "loss"', 'top: "loss" loss_weight: nan'), "loss_weight: nan"),
     ],
 )  # fmt: skip
 def test_a_graph_that_cannot_be_is_refused_with_its_layer_and_line(text, part):
     assert part in refused(text)
+
+
+def dummy(top, dims=(4,)):
+    return layer(
+        f"made {top}", "DummyData", [], top, f"dummy_data_param {{ shape {{ {' '.join(f'dim: {d}' for d in dims)} }} }}"
+    )
+
+
+LABELS = {  # of two losses, on blobs p and q
+    "two targets": (data("x age gender"), "age", "gender", "layer 'm' (HingeLoss): it learns 'gender' of line 1, and layer 'l' (SoftmaxWithLoss) of line "),
+    "made up": (data("x label") + dummy("ones"), "ones", "ones", "layer 'l' (SoftmaxWithLoss): its labels 'ones' are made up by layer 'made ones' (DummyData) of line 2"),
+    "one target": (data("x label"), "label", "label", None),
+    "all made up": (dummy("x", (4, 5)) + dummy("y"), "y", "y", None),  # where the net says nothing of its data
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_are_the_one_target_of_the_examples_or_are_refused(name):
+    given, one, other, part = LABELS[name]
+    text = given + ip("p", "x", 3) + ip("q", "x", 3)
+    text += layer("l", "SoftmaxWithLoss", ["p", one]) + layer("m", "HingeLoss", ["q", other])
+    if part is not None:
+        assert part in refused(text)
+    else:
+        assert [term.label.name for term in plan_of(parse_net(text)).terms] == [one, other]
 
 
 def test_rules_by_phase_stage_and_level():
@@ -177,6 +219,59 @@ def test_shared_weights_are_one_weight_and_learn_from_both_places():
     (hidden @ twin.T + bias).square().sum().backward()
     torch.testing.assert_close(network.a.weight.grad, twin.grad)
     torch.testing.assert_close(network.a.bias.grad, bias.grad)
+
+
+STOP = "propagate_down: false"
+
+
+@pytest.mark.parametrize(
+    ("text", "still"),
+    [
+        (ip("a", "data", 4, 0.5) + ip("b", "a", 4, 0.5, how=STOP) + layer("l", "SoftmaxWithLoss", ["b", "label"]), ["a"]),
+        (ip("a", "data", 4, 0.5) + ip("b", "data", 4, 0.5) + layer("s", "Eltwise", ["a", "b"], None, "propagate_down: true " + STOP)
+         + layer("l", "SoftmaxWithLoss", ["s", "label"]), ["b"]),
+        (ip("a", "data", 4, 0.5) + ip("b", "data", 4, 0.5) + layer("l", "EuclideanLoss", ["a", "b"], None, STOP + " propagate_down: true"), ["a"]),
+        (ip("a", "data", 4, 0.5) + layer("l", "SoftmaxWithLoss", ["a", "label"], None, "propagate_down: true " + STOP), []),
+    ],
+)  # fmt: skip
+def test_no_gradient_goes_down_where_it_is_said(text, still):
+    text, x, y = data() + text, torch.randn(3, 5), torch.tensor([0, 3, 1])
+    plan = plan_of(parse_net(text))
+    network, net = plan.network((5,)), Blobs(text, {"data": (3, 5), "label": (3,)})
+    network.load_state_dict(net.state_dict())
+    net(data=x, label=y)
+    net.loss.backward()
+    outputs = network(x)
+    outputs = tuple(t[None] for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
+    terms = plan.described([tuple(t.shape[1:]) for t in outputs])
+    of_example(outputs if len(outputs) > 1 else outputs[0], y, terms).mean().backward()
+    for name, one in net.named_parameters():
+        other = network.get_parameter(name)
+        assert (other.grad is None) == (one.grad is None) == (name.split(".")[0] in still)
+        if one.grad is not None:
+            torch.testing.assert_close(other.grad, one.grad)
+
+
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        (("lr_mult: 3", ""), (3.0, 1.0)),
+        (("", "lr_mult: 3 decay_mult: 0"), (3.0, 0.0)),  # said by the one that shares alone
+        (("decay_mult: 0", "lr_mult: 2"), (2.0, 0.0)),
+        (("lr_mult: 0", "lr_mult: 0"), (0.0, 1.0)),
+        (("", "lr_mult: 0"), (0.0, 1.0)),
+        (("lr_mult: 1", "lr_mult: 2"), "shares the weight 'w' with layer 'a' of line 2, but lr_mult is 2 here and 1 there: say it once"),
+    ],
+)  # fmt: skip
+def test_rates_of_shared_weights_are_said_by_any_layer_that_has_them(specs, expected):
+    one, other = (f"param {{ name: 'w' {said} }}" for said in specs)
+    text = data() + ip("a", "data", 12, how=one) + ip("b", "a", 12, how=other) + nets.ends("b")
+    if isinstance(expected, str):
+        assert expected in refused(text, shape=(12,))
+        return
+    network = plan_of(parse_net(text)).network((12,))
+    assert network.a.multipliers["weight"] == network.b.multipliers["weight"] == expected
+    assert network.a.weight is network.b.weight and network.a.weight.requires_grad == (expected[0] > 0)
 
 
 def test_several_losses_add_up_by_their_weights():
@@ -328,6 +423,21 @@ def test_averaged_probabilities_are_recognised():
     text = text[:gather] + on(layer("prob", "Softmax", "ip2"), 0, 1, 2) + text[gather:]
     plan = plan_of(parse_net(text))
     assert (plan.combine, plan.outputs[0].name, plan.members) == ("probabilities", "ip2", 3)
+
+
+def test_a_weight_that_trunk_and_branch_share_makes_no_tree():
+    """Rank 0 shares it, rank 1 has one of its own: no member is like another."""
+    text = broadcast_in_place().replace("num_output: 4", "num_output: 6")
+    shared = text.replace("param { lr_mult: 1  }", "param { name: 'w' }")
+    assert text != shared
+    plan = plan_of(parse_net(shared))
+    assert (plan.members, plan_of(parse_net(text)).members) == (1, 2)
+    network, net = plan.network((6,)), Blobs(shared, {"data": (3, 6), "label": (3,)})
+    assert network.a.weight is getattr(network, "c@0").weight and network.a.weight is not getattr(network, "c@1").weight
+    network.load_state_dict(net.state_dict())
+    x = torch.randn(3, 6)
+    net(data=x, label=torch.tensor([0, 1, 3]))
+    torch.testing.assert_close(network(x), net.blobs["m@0"])
 
 
 def different_branches():

@@ -75,11 +75,17 @@ NETS = {
         + layer("l", "SoftmaxWithLoss", ["s", "label"], None, "loss_param { ignore_label: 255 normalize: false }"), "pixels"),
     "a sum that is not divided": (
         data(batch=10) + ip("i", "data", 5) + layer("l", "SoftmaxWithLoss", ["i", "label"], None, "loss_param { normalization: NONE }"), "classes"),
+    "scores of one pixel, two losses": (
+        data(batch=10) + conv("a", "data", 5, 16, 0.1) + layer("l", "SoftmaxWithLoss", ["a", "label"], None, "loss_weight: 0.5")
+        + conv("b", "data", 5, 16, 0.1) + layer("m", "SoftmaxWithLoss", ["b", "label"]), "classes"),
     "numbers": (data(batch=10) + ip("i", "data", 8, 0.5) + layer("t", "TanH", "i") + ip("j", "t", 2, 0.5) + layer("l", "EuclideanLoss", ["j", "label"]), "numbers"),
     "labels": (data(batch=10) + ip("i", "data", 3, 0.5) + layer("l", "SigmoidCrossEntropyLoss", ["i", "label"], None, "loss_weight: 2"), "labels"),
     "shared weights": (
         data(batch=10) + ip("i", "data", 6, 0.5, how="param { name: 'w' }") + relu("r", "i")
         + ip("j", "i", 6, 0.5, how="param { name: 'w' }") + ip("k", "j", 2, 0.5) + layer("l", "EuclideanLoss", ["k", "label"]), "numbers"),
+    "nothing goes down": (  # weights that no gradient reaches still decay
+        data(batch=10) + ip("i", "data", 6, 0.5) + relu("r", "i") + ip("j", "i", 2, 0.5).replace("param", "propagate_down: false param", 1)
+        + layer("l", "EuclideanLoss", ["j", "label"]), "numbers"),
     "normalised": (
         data(batch=10) + conv("c", "data", 4, 3, 0.1) + layer("n", "BatchNorm", "c") + layer("s", "Scale", "n", None, "scale_param { bias_term: true }")
         + layer("e", "Eltwise", ["s", "c"]) + ip("i", "e", 5) + layer("l", "SoftmaxWithLoss", ["i", "label"]), "classes"),
@@ -120,7 +126,8 @@ def test_training_is_caffes_loss_and_update_on_the_same_batches(name, files, mhe
         with torch.no_grad():
             for parameter, v in zip(net.parameters(), momentum, strict=True):
                 lr, decay = multipliers[id(parameter)]
-                v.mul_(0.9).add_(parameter.grad + 0.01 * decay * parameter, alpha=rate * lr)
+                gradient = 0 if parameter.grad is None else parameter.grad
+                v.mul_(0.9).add_(gradient + 0.01 * decay * parameter, alpha=rate * lr)
                 parameter.sub_(v)
     batches.close()
     said = [json.loads(line) for line in (files.path / "run/metrics.jsonl").read_text().splitlines()]
@@ -196,6 +203,119 @@ def test_a_net_may_be_trained_as_another_ensemble(files, mheads):
     assert mheads("eval", "run").code == 0  # without --trust: the code is ours
 
 
+@pytest.mark.parametrize(
+    ("name", "examples"), [("two losses", "classes"), ("hinge", "classes"), ("pixels that do not count", "pixels")]
+)
+def test_a_loss_of_members_is_one_over_the_loss_of_the_net(name, examples, files):
+    """Each example teaches the member whose own loss, as the net says it, is lowest; against numpy on the blobs."""
+    text = NETS[name][0]
+    keys = ["data.name=npz", f"data.path={examples}.npz", "data.scale=0.004"]
+    config, notes = load(files(text), "solver.prototxt", [*keys, "members=2", "loss=mcl"])
+    assert not notes
+    experiment = build(config)
+    batch = experiment.stream().batch(0)
+    x, y = batch.network_inputs(torch.float32), batch.targets
+    labels = y.where(y != -100, 255)
+    if examples == "pixels":
+        cut = config.model_copy(update={"engine": config.engine.model_copy(update={"micro_batches": 2})})
+        with pytest.raises(
+            UserError,
+            match=r"mcl looks at whole batches, but a batch is cut into 2 micro-batches: use engine\.micro_batches=1$",
+        ):
+            build(cut)
+    found = experiment.loss(experiment.net(x), y, None, batch.ties)
+    sums = []
+    for m in range(2):
+        net = Blobs(text, {"data": (1, *x.shape[1:]), "label": (1, *y.shape[1:])})
+        net.load_state_dict(experiment.net.member(m).state_dict())
+        ones = []
+        for i in range(len(x)):
+            net(data=x[i : i + 1], label=labels[i : i + 1])
+            # What counts in the image is what its loss was divided by, and the batch is divided by the whole.
+            count = (labels[i] != 255).sum() / (labels != 255).sum() * len(x) if examples == "pixels" else 1
+            ones.append((net.loss * count).item())
+        sums.append(ones)
+    np.testing.assert_allclose(found.losses.numpy(), sums, rtol=1e-4)
+    np.testing.assert_allclose(found.total.item(), np.min(sums, 0).sum(), rtol=1e-4)
+
+
+def test_what_a_loss_cannot_take_of_the_net_is_said(files):
+    files(NETS["two losses"][0])
+    keys = ["data.name=npz", "data.path=classes.npz", "members=2"]
+    found = convert("net.prototxt", None, [*keys, "loss=confident"])
+    assert found.tree["loss"] == {"name": "confident"}
+    assert (
+        "loss.name=confident says itself what an example costs: the net's losses (l1 of line 20, l2 of line 38) are left out"
+        in found.notes
+    )
+    own = convert("net.prototxt", None, [*keys, "loss=mcl", "loss.of=cross_entropy"])
+    assert own.tree["loss"] == {"name": "mcl", "of": "cross_entropy"} and not own.notes
+    net = files(nets.toy())
+    assert convert(net, None, ["data=digits", "loss.scale_rate=true"]).tree["loss"] == {
+        "name": "score_averaged",
+        "scale_rate": True,
+    }
+    assert convert(net, None, ["data=digits", "loss=mcl"]).tree["loss"] == {"name": "mcl"}
+    with pytest.raises(UserError, match="so that batches are not cut: leave it out"):
+        convert(
+            files(NETS["pixels that do not count"][0]),
+            None,
+            ["data.name=npz", "data.path=pixels.npz", "engine.micro_batches=2"],
+        )
+
+
+def test_each_of_the_batches_of_a_step_is_divided_by_its_own_labels_that_count(files, mheads):
+    text = NETS["pixels that do not count"][0]
+    files(text)
+    files(SOLVER.replace("max_iter: 6", "max_iter: 1 iter_size: 3"), "three.prototxt")
+    keys = ["data.name=npz", "data.path=pixels.npz", "data.scale=0.004", "log.every=1"]
+    done = mheads("train", "net.prototxt", "--solver", "three.prototxt", *keys, "--folder", "run")
+    assert done.code == 0, done.err
+    experiment = build(load("net.prototxt", "three.prototxt", keys)[0])
+    batch = experiment.stream().batch(0)
+    x, y = batch.network_inputs(torch.float32), batch.targets.where(batch.targets != -100, 255)
+    net = Blobs(text, {"data": (10, *x.shape[1:]), "label": (10, *y.shape[1:])})
+    net.load_state_dict(experiment.net.member(0).state_dict())
+    losses = []
+    for i in range(3):
+        net(data=x[10 * i : 10 * i + 10], label=y[10 * i : 10 * i + 10])
+        losses.append(net.loss.item())
+    assert log_lines(files.path / "run")[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+STILL = "propagate_down: false "
+
+
+@pytest.mark.parametrize(
+    ("text", "keys", "still"),
+    [
+        (nets.toy().replace('bottom: "pool2_all"', 'bottom: "pool2_all" ' + STILL), [], ["conv1", "conv2"]),  # a trunk
+        (data(batch=10) + ip("a", "data", 6, 0.5) + ip("b", "a", 6, 0.5) + ip("c", "a", 6, 0.5)
+         + layer("s", "Eltwise", ["b", "c"], None, STILL + "propagate_down: true") + ip("d", "s", 10, 0.5) + nets.ends("d"), ["members=2", "split=c"], ["b"]),
+        (data(batch=10) + ip("a", "data", 6, 0.5) + relu("r", "a") + ip("b", "a", 10, 0.5, how=STILL) + nets.ends("b"), ["members=2", "loss=mcl"], ["a"]),
+    ],
+    ids=["a trunk", "one of two", "members that win"],
+)  # fmt: skip
+def test_what_no_gradient_reaches_stays_as_it_is(text, keys, still, files, mheads):
+    keys = ["data=digits", "data.limit=40", "optim.weight_decay=0", "optim.iterations=2", *keys]
+    done = mheads("train", files(text), "solver.prototxt", *keys, "--folder", "run")
+    assert done.code == 0, done.err
+    before = build_net(load("net.prototxt", "solver.prototxt", keys)[0]).state_dict()
+    after = load_file(files.path / "run/model.safetensors")
+    same = {key.split(".")[2] for key in before if key.endswith("weight") and torch.equal(before[key], after[key])}
+    assert same == set(still)
+
+
+def test_accuracies_that_are_not_measured_are_noted(files):
+    accuracy = layer("top", "Accuracy", ["i", "label"], None, "include { phase: TEST } accuracy_param { top_k: %d }")
+    text, keys = data() + ip("i", "data", 5) + nets.ends("i"), ["data.name=npz", "data.path=classes.npz"]
+    note = "layer 'top' (Accuracy) of line 20: top_k: 3 is not measured; result.json has top_m, up to members"
+    assert convert(files(text + accuracy % 3), None, keys).notes == [note]
+    assert convert("net.prototxt", None, [*keys, "members=3"]).notes == []
+    with pytest.raises(UserError, match=r"line 20, column 1: layer 'top' \(Accuracy\): top_k: 6 of 5 classes"):
+        convert(files(text + accuracy % 6), None, keys)
+
+
 def test_a_changed_net_is_noticed_on_resume(files, mheads):
     command = [
         "train",
@@ -238,11 +358,76 @@ def test_weights_of_caffe_start_a_run_and_a_run_gives_them_back(files, mheads):
 
 
 def test_a_net_with_other_classes_than_the_data_is_told_to_change_its_last_layer(files, mheads):
-    for number, data_file in ((7, "classes"), (4, "labels")):
+    for number, data_file in ((4, "classes"), (4, "labels")):
         net = files(data() + ip("i", "data", number, 0.1) + nets.ends("i"))
         done = mheads("train", net, "--solver", "solver.prototxt", "data.name=npz", f"data.path={data_file}.npz")
         assert done.code == 2 and f"gives outputs of shape ({number},)" in done.err
-        assert f"(num_output: {5 if number == 7 else 3} in the net's last layer?)" in done.err
+        assert f"(num_output: {5 if data_file == 'classes' else 3} in the net's last layer?)" in done.err
+
+
+@pytest.mark.parametrize("name", ["classes", "pixels"])
+def test_a_net_may_have_scores_for_more_classes_than_the_labels_use(name, files, mheads):
+    made = ip("i", "data", 7, 0.1) if name == "classes" else conv("i", "data", 7, 1, 0.1)
+    keys = ["data.name=npz", f"data.path={name}.npz", "optim.iterations=2", "optim.batch_size=10"]
+    done = mheads(
+        "train", files(data() + made + nets.ends("i")), "--solver", "solver.prototxt", *keys, "--folder", "run"
+    )
+    assert done.code == 0, done.err
+    assert len(json.loads((files.path / "run/result.json").read_text())["ownership"][0]) == 7
+    again = mheads("eval", "run")
+    assert again.code == 0, again.err
+
+
+TARGETS = {  # of a loss, the targets that it may have, and what is learned
+    "whole numbers": ("EuclideanLoss", np.arange(40) % 7, "regression"),
+    "a single yes or no": ("SigmoidCrossEntropyLoss", np.arange(40) % 2, "multilabel"),
+    "yes or no as floats": ("SigmoidCrossEntropyLoss", (np.arange(40) % 2).astype("float32"), "multilabel"),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_loss_says_what_targets_are(name, files, mheads):
+    loss, y, problem = TARGETS[name]
+    x = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
+    np.savez("own.npz", x_train=x[:20], y_train=y[:20], x_test=x[20:], y_test=y[20:])
+    text = data(batch=10) + ip("i", "data", 1, 0.1) + layer("l", loss, ["i", "label"])
+    keys = ["data.name=npz", "data.path=own.npz", "optim.iterations=1", "log.every=1"]
+    done = mheads("train", files(text), "--solver", "solver.prototxt", *keys, "--folder", "run")
+    assert done.code == 0, done.err
+    assert json.loads((files.path / "run/result.json").read_text())["problem"] == problem
+    experiment = build(load("net.prototxt", "solver.prototxt", keys)[0])
+    batch = experiment.stream().batch(0)
+    net = Blobs(text, {"data": (10, 6), "label": (10, 1)})
+    net.load_state_dict(experiment.net.member(0).state_dict())
+    net(data=batch.network_inputs(torch.float32), label=batch.targets)
+    assert log_lines(files.path / "run")[0]["loss"] == pytest.approx(net.loss.item(), rel=1e-4)
+
+
+def test_a_list_of_images_may_have_numbers_to_learn_and_names_that_begin_with_a_slash(files):
+    """Caffe puts root_folder before a name, whatever that begins with."""
+    from PIL import Image
+
+    (files.path / "pictures").mkdir()
+    for part in ("train", "test"):
+        for i in range(4):
+            Image.fromarray(np.full((8, 8, 3), i, "uint8")).save(f"pictures/{part}{i}.png")
+        (files.path / f"{part}.txt").write_text("".join(f"/{part}{i}.png {3 * i}\n" for i in range(4)))
+    images = listed("ImageData", "image_data_param", "%s.txt", 'root_folder: "pictures" new_height: 8 new_width: 8')
+    text = images + ip("i", "data", 1) + layer("l", "EuclideanLoss", ["i", "label"])
+    experiment = build(load(files(text), "solver.prototxt", ["optim.batch_size=4", "data.scale=1"])[0])
+    assert experiment.data.problem.name == "regression"
+    batch = experiment.stream().batch(0)
+    assert torch.equal(batch.targets, 3 * batch.network_inputs(torch.float32)[:, :1, 0, 0])
+    with pytest.raises(UserError, match="root_folder: 'pictures/te' is no folder, but the beginning of names"):
+        convert(files(text.replace('"pictures"', '"pictures/te"')))
+
+
+@pytest.mark.parametrize("loss", ["EuclideanLoss", "SigmoidCrossEntropyLoss"])
+def test_data_whose_targets_a_loss_cannot_take_are_refused(loss, files, mheads):
+    net = files(data() + ip("i", "data", 10) + layer("l", loss, ["i", "label"]))
+    done = mheads("train", net, "solver.prototxt", "data=digits")
+    assert done.code == 2
+    assert f"error: {loss} of the net takes 10 targets for an example, and the data give 1: take other data" in done.err
 
 
 def test_layers_that_begin_at_zero_are_noted_unless_weights_are_given(files):
@@ -267,6 +452,50 @@ def test_an_autoencoder_learns_to_give_its_input(files, mheads):
                   "optim.lr=0.1", "optim.schedule=constant", "optim.weight_decay=0", "--folder", "run")  # fmt: skip
     assert done.code == 0, done.err
     assert log_lines(files.path / "run")[-1]["result"]["single"] < 0.001  # the targets of training would give about 0.6
+
+
+@pytest.mark.parametrize("loss", ["EuclideanLoss", "SigmoidCrossEntropyLoss"])
+@pytest.mark.parametrize("kind", ["vectors", "images"])
+def test_an_autoencoder_of_examples_with_class_labels(kind, loss, files, mheads):
+    """It is measured by its distance from what the network reads, cropped, mirrored and without its mean."""
+    if kind == "vectors":
+        body = ip("e", "data", 8, 0.5) + ip("d", "e", 64, 0.5)
+    else:
+        body = conv("e", "data", 4, 3, 0.5, pad=1) + conv("d", "e", 1, 3, 0.5, pad=1)
+    flat = layer("f", "Flatten", "data") if kind == "vectors" else ""
+    text = data("data") + flat + body + layer("l", loss, ["d", "f" if flat else "data"])
+    keys = [
+        "data=digits",
+        "data.limit=40",
+        "data.normalize=mean_image",
+        "data.pad=1",
+        "optim.batch_size=10",
+        "optim.iterations=1",
+        "log.every=1",
+    ]
+    done = mheads("train", files(text), "solver.prototxt", *keys, "--folder", "run")
+    assert done.code == 0, done.err
+    assert "what is measured is how well it gives the examples back" in done.out
+    experiment = build(load("net.prototxt", "solver.prototxt", keys)[0])
+    batch = experiment.stream().batch(0)
+    x = batch.network_inputs(torch.float32)
+    assert torch.equal(batch.targets, x.flatten(1))
+    net = Blobs(text, {"data": x.shape})
+    net.load_state_dict(experiment.net.member(0).state_dict())
+    net(data=x)
+    assert log_lines(files.path / "run")[0]["loss"] == pytest.approx(net.loss.item(), rel=1e-4)
+    net.load_state_dict(
+        {k.removeprefix("stages.trunk."): v for k, v in load_file(files.path / "run/model.safetensors").items()}
+    )
+    test = experiment.data.test
+    x = experiment.data.preprocess(test.read(np.arange(40), None))
+    net.eval()(data=x)
+    answer = net.blobs["d"].sigmoid() if loss.startswith("Sigmoid") else net.blobs["d"]
+    found = json.loads((files.path / "run/result.json").read_text())
+    assert found["problem"] == "regression"
+    assert found["single"] == pytest.approx((answer.flatten(1) - x.flatten(1)).square().mean().sqrt().item(), rel=1e-4)
+    again = mheads("eval", "run")
+    assert again.code == 0, again.err
 
 
 @pytest.mark.parametrize(
@@ -344,6 +573,18 @@ def test_a_solver_alone_names_its_net(files, mheads):
     assert "deep/er/solver.prototxt, line 2, column 1: net: there is no gone.prototxt, here or beside" in done.err
 
 
+def test_a_net_may_be_followed_by_its_solver_and_have_another_suffix(files, mheads):
+    net = data(batch=10) + ip("i", "data", 5) + nets.ends("i")
+    keys = ["data.name=npz", "data.path=classes.npz", "optim.iterations=1"]
+    for name in ("net.prototxt.txt", "NET.PROTOTXT"):
+        done = mheads("train", files(net, name), "solver.prototxt", *keys, "--folder", name.replace(".", "_"))
+        assert done.code == 0, done.err
+        config = yaml.safe_load((files.path / name.replace(".", "_") / "config.yaml").read_text())
+        assert config["optim"]["lr"] == pytest.approx(0.02)
+    done = mheads("train", "NET.PROTOTXT", "solver.prototxt", "--solver", "solver.prototxt", *keys)
+    assert done.code == 2 and "solver.prototxt, solver.prototxt: give one solver" in done.err
+
+
 def test_the_net_that_is_tested_may_be_another_file(files):
     for part in ("train", "test"):
         (files.path / f"{part}.txt").write_text("a.png 0\nb.png 1\n")
@@ -405,6 +646,90 @@ def test_hdf5_files_are_read(loss, files, mheads):
     (files.path / "train1.h5").write_bytes(b"no")
     done = mheads("train", "net.prototxt", "--solver", "solver.prototxt", "--folder", "other")
     assert done.code == 2 and "train1.h5 cannot be read as an HDF5 file" in done.err
+
+
+def test_arrays_of_hdf5_files_are_found_by_the_names_of_tops(files):
+    h5py = pytest.importorskip("h5py")
+    rng = np.random.default_rng(0)
+    x, age = rng.normal(size=(20, 6)).astype("float32"), rng.normal(size=(20, 1)).astype("float32")
+    for part in ("train", "test"):
+        with h5py.File(f"{part}.h5", "w") as file:
+            file["data"], file["label"], file["pixels"], file["age"] = x[:, :2], np.arange(20) % 3, x, age
+        (files.path / f"{part}.txt").write_text(f"{part}.h5")
+    given = (
+        listed("HDF5Data", "hdf5_data_param", "%s.txt")
+        .replace('"label"', '"age"')
+        .replace('top: "data"', 'top: "pixels"')
+    )
+    text = given + ip("i", "pixels", 1, 0.5) + layer("l", "EuclideanLoss", ["i", "age"])
+    config, _ = load(files(text), files.path / "solver.prototxt")
+    assert config.data.arrays == ("pixels", "age")
+    experiment = build(config)
+    batch = experiment.stream().batch(0)
+    rows = [np.flatnonzero((x == row).all(1))[0] for row in batch.network_inputs(torch.float32).numpy()]
+    np.testing.assert_array_equal(batch.targets.numpy(), age[rows])
+    with pytest.raises(UserError, match=r"train.h5 has no array length; it has age, data, label, pixels: data.arrays"):
+        build(load("net.prototxt", None, ["data.arrays=[pixels, length]"])[0])
+    with pytest.raises(UserError, match=r"data\.arrays names arrays in HDF5 files, but 'npz' has none; use hdf5"):
+        build(load("net.prototxt", None, ["data.name=npz", "data.path=numbers.npz", "data.arrays=[a, b]"])[0])
+
+
+def test_hdf5_files_may_hold_examples_alone(files):
+    h5py = pytest.importorskip("h5py")
+    x = np.random.default_rng(0).normal(size=(20, 6)).astype("float32")
+    for part in ("train", "test"):
+        with h5py.File(f"{part}.h5", "w") as file:
+            file["pixels"] = x
+        (files.path / f"{part}.txt").write_text(f"{part}.h5")
+    given = listed("HDF5Data", "hdf5_data_param", "%s.txt").replace('top: "data" top: "label"', 'top: "pixels"')
+    experiment = build(load(files(given + ip("i", "pixels", 6, 0.5) + layer("l", "EuclideanLoss", ["i", "pixels"])))[0])
+    batch = experiment.stream().batch(0)
+    assert torch.equal(batch.targets, batch.network_inputs(torch.float32))
+
+
+def test_the_data_layer_is_that_of_the_solvers_states(files):
+    for name in ("a", "b"):
+        (files.path / f"{name}.txt").write_text("a.png 0\nb.png 1\n")
+
+    def images(source, rule):
+        return f'layer {{ name: "{source}" type: "ImageData" top: "data" top: "label" include {{ {rule} }} image_data_param {{ source: "{source}.txt" batch_size: {ord(source)} new_height: 8 new_width: 8 }} }}\n'
+
+    text = "".join(images(*of) for of in (("a", 'phase: TRAIN not_stage: "big"'), ("b", 'phase: TRAIN stage: "big"'),
+                                          ("b", 'phase: TEST not_stage: "small"'), ("a", 'phase: TEST stage: "small"')))  # fmt: skip
+    files(text + ip("i", "data", 2) + nets.ends("i"))
+    files(SOLVER + 'train_state { stage: "big" } test_state { stage: "small" }', "staged.prototxt")
+    plain, staged = (convert("net.prototxt", solver).tree for solver in ("solver.prototxt", "staged.prototxt"))
+    assert [(t["data"]["path"], t["data"]["test_path"], t["optim"]["batch_size"]) for t in (plain, staged)] == [
+        ("a.txt", "b.txt", ord("a")),
+        ("b.txt", "a.txt", ord("b")),
+    ]
+
+
+def test_the_data_layer_is_the_one_that_the_network_reads(files):
+    """Not one of labels alone, though it stands first; and not several."""
+    for name in ("images", "others", "labels"):
+        (files.path / f"{name}.txt").write_text("a.png 0\nb.png 1\n")
+
+    def images(name, tops, rule=""):
+        return f'layer {{ name: "{name}" type: "ImageData" {tops} {rule} image_data_param {{ source: "{name}.txt" batch_size: 5 new_height: 8 new_width: 8 }} }}\n'
+
+    rest = ip("i", "data", 2) + nets.ends("i")
+    apart = images("labels", 'top: "label"') + images("images", 'top: "data"') + rest
+    found = convert(files(apart))
+    assert found.tree["data"]["path"] == "images.txt"
+    assert (
+        "line 1, column 1: layer 'labels' (ImageData): it gives the labels, and layer 'images' (ImageData) of line 2 the examples"
+        in found.asks
+    )
+    both = 'top: "data" top: "label"'
+    ranks = images("images", both, "include { mpi_rank: 0 }") + images("others", both, "include { mpi_rank: 1 }") + rest
+    found = convert(files(ranks))
+    assert (
+        "line 2, column 1: layer 'others' (ImageData): rank 1 reads 'others.txt' by it, and rank 0 'images.txt'"
+        in found.asks
+    )
+    found = convert("net.prototxt", None, ["data.name=npz", "data.path=classes.npz"])
+    assert found.asks is None and any("of line 1: those of npz are taken instead" in note for note in found.notes)
 
 
 def test_a_recipe_without_data_says_what_is_to_do(files, mheads):

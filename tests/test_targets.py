@@ -311,7 +311,7 @@ MANY = np.arange(60 * 6 * 5).reshape(60, 6, 5)
         ((X, LABELS.astype(np.int64)), {}, r"labels have dtype int64 and shape \[120, 4\]; give class numbers"),
         ((X, LABELS.astype(np.uint8) * 2), {}, r"dtype uint8 and shape \[120, 4\]"),
         ((X, LABELS[:, :1]), {}, r"dtype uint8 and shape \[120, 1\]"),
-        ((X, LABELS[:, :1]), {"problem": "multilabel"}, "for multilabel give a number for each class.*two classes"),
+        ((X, LABELS[:, :1]), {"problem": "soft_labels"}, "for soft_labels give a number for each class.*two classes"),
         ((X, LABELS * 2.0), {"problem": "multilabel"}, r"example \d+ has labels \[.*give 1 for each class"),
         ((X, SOFT), {"problem": "multilabel"}, "give 1 for each class"),
         ((X, LABELS.astype(float)), {"problem": "soft_labels"}, "has the soft label .*whose sum is 1"),

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def of_network(network: nn.Module) -> Blobs:
     for path, module in network.named_modules():
         tensors = [*module._parameters.values(), *module._buffers.values()]
         own = [t.detach().cpu().contiguous().numpy() for t in tensors if t is not None]
+        own = [array.reshape(()) for array in own] if getattr(module, "scalar", False) else own
         if own:
             found[str(getattr(module, "caffe_name", "") or path)] = own
     return found
@@ -81,10 +83,11 @@ def types_of(network: nn.Module) -> dict[str, str]:
     return found
 
 
-def by_name(blobs: Blobs, wanted: Mapping[str, tuple[int, ...] | None], where: str) -> dict[str, Tensor]:
+def by_name(blobs: Blobs, wanted: Mapping[str, tuple[int, ...] | None]) -> dict[str, Tensor]:
     """Blobs under the names and in the shapes of a network's state; those of other layers under names of their own.
 
-    Older files give every blob four axes: what counts is that there are as many values.
+    Older files give every blob four axes, the first of size 1 where there are fewer. A blob of another shape stays as
+    it is, to be refused where it is taken.
     """
     places: dict[str, list[str]] = {}
     for name in wanted:
@@ -97,13 +100,15 @@ def by_name(blobs: Blobs, wanted: Mapping[str, tuple[int, ...] | None], where: s
                 found[f"{free_name(layer)}.{i}"] = torch.from_numpy(array)
                 continue
             shape = wanted[names[i]]
-            if shape is not None and array.size != int(np.prod(shape, dtype=np.int64)):
-                raise UserError(
-                    f"{where} does not fit: blob {i} of layer {layer!r} is {list(array.shape)} there, {list(shape)} "
-                    f"here; init_map={{{free_name(layer)}: null}} leaves the layer out"
-                )
-            found[names[i]] = torch.from_numpy(array if shape is None else array.reshape(shape))
+            if shape is not None and _without_ones(array.shape) == _without_ones(shape):
+                array = array.reshape(shape)
+            found[names[i]] = torch.from_numpy(array)
     return found
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    """A shape without the ones that it begins with."""
+    return list(dropwhile(lambda size: size == 1, shape))
 
 
 # The binary form.
@@ -186,5 +191,5 @@ def _hdf5(blobs: Blobs) -> bytes:
     with _h5py().File(buffer, "w") as file:
         for name, arrays in blobs.items():
             for i, array in enumerate(arrays):
-                file[f"data/{name}/{i}"] = np.ascontiguousarray(array, np.float32)
+                file[f"data/{name}/{i}"] = np.asarray(array, np.float32)
     return buffer.getvalue()

@@ -15,14 +15,14 @@ import yaml
 from mheads import config as configs
 from mheads import files
 from mheads.caffe import objective, solver
-from mheads.caffe.graph import TEST, TRAIN
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.plan import Plan
-from mheads.caffe.sources import REQUEST, data_layer, data_of, fit_data, shape_of, unread
-from mheads.caffe.text import Layer, Solver, is_solver, read_net, read_solver
+from mheads.caffe.sources import apart, data_of, fit_data, read_by, shape_of, tested_by, unread
+from mheads.caffe.text import Layer, is_solver, read_net, read_solver
 from mheads.caffe.trees import plan_of
 from mheads.config import Config
 from mheads.errors import UserError
+from mheads.losses import LOSSES
 
 MODEL = "mheads.caffe.network:network"
 FILLED = {
@@ -61,12 +61,14 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     found = Converted({"model": MODEL, "model_args": {"net": net.text}})
     tree, notes = found.tree, found.notes
     given = None if solver_file is None else read_solver(solver_file)
-    state = {} if given is None else _state(given)
+    state = {} if given is None else _state(given.message.train_state)
     tree["model_args"] |= state
     plan = plan_of(net, **state)
     tree["members"], tree["split"] = plan.members, plan.split
-    layer = data_layer(net, TRAIN)
-    tree["data"], batch = data_of(layer, data_layer(net if tested is None else read_net(tested), TEST), plan, notes)
+    layer = read_by(plan)[0]
+    testing = {} if given is None or not given.message.test_state else _state(given.message.test_state[0])
+    tested_layer = tested_by(net if tested is None else read_net(tested), plan, **testing)
+    tree["data"], batch = data_of(layer, tested_layer, plan, notes)
     said = dict(tree["data"])
     tree["optim"] = {"batch_size": batch} if batch else {}
     if given is not None:
@@ -84,35 +86,39 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         configs.override(tree, f"{key}.name={value}" if equals and short else override)
     configs.validate(tree, str(net_file))  # refuses what is no section, before it is looked into
     given_keys = {override.partition("=")[0] for override in overrides}
-    fit_data(tree["data"], said, given_keys, notes)
+    fit_data(tree["data"], said, given_keys, plan, notes)
     data = tree["data"]
     shape = shape_of(tree, layer)
     if data.get("name") is None:
-        found.asks = f"{net.file}: {REQUEST}" if layer is None else str(layer.refuse(unread(layer)))
+        found.asks = str(layer.refuse(unread(layer)))
+    elif (why := apart(plan)) is not None:
+        if "path" in said and data.get("path") == said["path"]:
+            found.asks = why
+        else:
+            notes.append(f"{why.partition(': here ')[0]}: those of {data['name']} are taken instead")
     if shape is None and found.asks is None:
         found.asks = f"{net.file}: the shape of an example is not known: give it, such as model_args.shape=[3,32,32]"
     if shape is not None:
         tree["model_args"]["shape"] = list(shape)
-        _add_losses(tree, plan, shape)
+        _add_losses(tree, plan, shape, notes)
     if not tree.get("init"):
         _note_zeros(plan, notes)
     _note_tree(plan, notes)
     return found
 
 
-def _state(given: Solver) -> dict[str, Any]:
-    """The stages and the level that a solver trains in."""
-    state = given.message.train_state
+def _state(state: Any) -> dict[str, Any]:
+    """The stages and the level that a solver trains or tests in."""
     found = {"stages": list(state.stage), "level": state.level}
     return {key: value for key, value in found.items() if value}
 
 
-def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape) -> None:
+def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]) -> None:
+    """The loss of the config: the net's own, or the one that the user names over the net's own."""
     built, outputs = plan.build(shape)
     shapes = [built.shapes[blob] for blob in outputs]
+    _note_accuracies(tree, plan, {b.name: s[1] for b, s in zip(plan.outputs, shapes, strict=True) if len(s) > 1}, notes)
     terms = plan.described(shapes)
-    if "loss" in tree:
-        return  # said by the user
     if not terms:
         return  # a net without a loss: what the data are decides
     batch = tree["optim"].get("batch_size", Config().optim.batch_size)
@@ -120,10 +126,21 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape) -> None:
     if any(term.get("normalization") == 3 for term in terms):
         own["batch"] = batch
     plain = objective.is_plain(terms, len(shapes[0]))
-    of = {} if plain else {"of": {"name": "mheads.caffe.objective:of_example", **own}}
     whole = objective.needs_whole_batch(terms)
+    function = f"mheads.caffe.objective:{'of_batch' if whole else 'of_example'}"
+    of = {} if plain else {"of": {"name": function, **own}}
     if whole:
-        tree.setdefault("engine", {})["micro_batches"] = 1
+        parts = tree.setdefault("engine", {}).get("micro_batches", "auto")
+        if parts not in ("auto", 1):
+            raise UserError(
+                f"engine.micro_batches = {parts}: the net's loss is divided by how many labels of a batch count, so "
+                "that batches are not cut: leave it out"
+            )
+        tree["engine"]["micro_batches"] = 1
+    said = tree.get("loss", {})
+    if "name" in said:
+        _mix_losses(said, plan, of, notes)
+        return
     if plan.combine == "probabilities":
         tree["loss"] = {"name": "prob_averaged", "stable": False, "scale_rate": False}
     elif plan.combine == "mean" and not whole:
@@ -137,6 +154,32 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape) -> None:
         tree["loss"] = {"name": "mheads.caffe.objective:whole", "args": own}
     else:
         tree["loss"] = {"name": "independent", **of}
+    tree["loss"] |= said
+
+
+def _note_accuracies(tree: dict[str, Any], plan: Plan, classes: dict[str, int], notes: list[str]) -> None:
+    for layer in plan.graph.net.layers:
+        k = layer.message.accuracy_param.top_k
+        if layer.type != "Accuracy" or k == 1:
+            continue
+        if k > classes.get(next(iter(layer.bottoms), ""), k):
+            raise layer.refuse(f"top_k: {k} of {classes[layer.bottoms[0]]} classes: give at most as many")
+        if k > tree["members"]:
+            notes.append(
+                f"{layer} of line {layer.line}: top_k: {k} is not measured; result.json has top_m, up to members"
+            )
+
+
+def _mix_losses(said: dict[str, Any], plan: Plan, of: dict[str, Any], notes: list[str]) -> None:
+    """Makes a loss that the user names one over the net's own, if it takes one for each example."""
+    if not of or "of" in said or plan.combine == "probabilities":  # the cross-entropy is all that there is
+        return
+    name = str(said["name"])
+    if name in LOSSES and LOSSES[name]().takes_of:
+        said |= of
+        return
+    own = ", ".join(f"{term.step.layer.name} of line {term.step.layer.line}" for term in plan.terms)
+    notes.append(f"loss.name={name} says itself what an example costs: the net's losses ({own}) are left out")
 
 
 def _note_zeros(plan: Plan, notes: list[str]) -> None:

@@ -17,11 +17,12 @@ from mheads.caffe import layers, schema
 from mheads.caffe.blobs import free_name
 from mheads.caffe.fillers import check, fill
 from mheads.caffe.graph import BROADCAST, GATHER, TEST, TRAIN, Blob, Graph, State, Step, graph_of, is_data
-from mheads.caffe.layers.made import Made, Shape
+from mheads.caffe.layers.made import Detach, Made, Shape, fixed_bottoms
 from mheads.caffe.text import Layer, Net, parse_net
 from mheads.device import refuse_beyond_memory
 from mheads.errors import UserError
 
+RATES = ("lr_mult", "decay_mult")
 EXAMPLES = 2  # in a batch, when shapes are found
 
 
@@ -36,6 +37,23 @@ def aliases(step: Step) -> dict[Blob, Blob]:
     return dict(zip(step.tops, step.bottoms, strict=True)) if step.layer.type == GATHER else {}
 
 
+def inside(label: str, module: nn.Module, count: int) -> tuple[Blob, ...]:
+    """What a module that is not the last of its layer gives to the next."""
+    return tuple(Blob(f"{label} inside", -1, i) for i in range(count if isinstance(module, Detach) else 1))
+
+
+@dataclass
+class Shared:
+    """A weight that has a name: the module and parameter that hold it, the layer, and what was said of its rates."""
+
+    label: str
+    name: str
+    layer: Layer
+    said: dict[str, float]
+    users: list[dict[str, tuple[float, float]]]  # the multipliers of all modules that have it, under their own names
+    names: list[str]
+
+
 @dataclass
 class Built:
     """Modules on the meta device by name, the order in which they run, and how their weights begin."""
@@ -46,7 +64,7 @@ class Built:
     alias: dict[Blob, Blob] = field(default_factory=dict)
     fillers: list[tuple[str, str, Any]] = field(default_factory=list)
     # Rank and name of a weight -> module, parameter: each rank has a net of its own, which shares with no other.
-    shared: dict[tuple[int, str], tuple[str, str, Layer]] = field(default_factory=dict)
+    shared: dict[tuple[int, str], Shared] = field(default_factory=dict)
     ties: list[tuple[str, str, str, str]] = field(default_factory=list)
     reserved: tuple[str, ...] = ()  # names that no module may have
     labels: dict[int, list[str]] = field(default_factory=dict)  # of the modules of each step, by the step's identity
@@ -59,6 +77,8 @@ class Built:
     def add(self, step: Step, name: str) -> None:
         layer = step.layer
         if found := aliases(step):
+            if any(fixed_bottoms(layer)):
+                raise layer.refuse("propagate_down: false is for layers that compute: say it in those that use its top")
             for top, bottom in found.items():
                 if (source := self.resolve(bottom)) in self.shapes:  # else it is of another member, who is not built
                     self.alias[top] = bottom
@@ -97,35 +117,36 @@ class Built:
         for i, (label, module) in enumerate(zip(names, made.modules, strict=True)):
             label = free_name(label, (*self.modules, *self.reserved))
             last = i == len(names) - 1
-            gives = tops if last else (Blob(f"{label} inside", -1, len(self.plan)),)
+            gives = tops if last else inside(label, module, len(value))
             self.modules[label] = module
             self.plan.append((label, value, gives))
             labels.append(label)
             value = gives
             if last:
-                self._weights(made, module, label, layer, rank)
+                self._weights(made, module, label, name, layer, rank)
         return labels
 
-    def _weights(self, made: Made, module: nn.Module, label: str, layer: Layer, rank: int) -> None:
+    def _weights(self, made: Made, module: nn.Module, label: str, named: str, layer: Layer, rank: int) -> None:
         names = [name for name, _ in module.named_parameters(recurse=False)]
         specs = list(layer.message.param)
         blobs = names or list(getattr(module, "blobs", ()))
         if len(specs) > len(blobs):
             raise layer.refuse(f"it has {len(specs)} param for {len(blobs)} blobs of weights: leave the others out")
-        module.caffe_name = layer.name  # type: ignore[assignment]  # not a tensor
+        module.caffe_name = named if layer.name else ""  # type: ignore[assignment]  # not a tensor
         multipliers = {}
         for i, name in enumerate(names):
             spec = specs[i] if i < len(specs) else schema.message("ParamSpec")()
-            for key in ("lr_mult", "decay_mult"):
+            for key in RATES:
                 if not 0 <= getattr(spec, key) < float("inf"):
                     raise layer.refuse(f"{key}: {getattr(spec, key):g}: give 0 or more")
             multipliers[name] = (spec.lr_mult, spec.decay_mult)
             owner = self.shared.get((rank, spec.name)) if spec.name else None
             if owner is not None:
-                self._tie(module, name, label, owner, spec, layer)
+                self._tie(module, name, label, owner, spec, layer, multipliers)
                 continue
             if spec.name:
-                self.shared[rank, spec.name] = (label, name, layer)
+                said = {key: getattr(spec, key) for key in RATES if spec.HasField(key)}
+                self.shared[rank, spec.name] = Shared(label, name, layer, said, [multipliers], [name])
             check(made.fillers[name], getattr(module, name).shape, layer)
             self.fillers.append((label, name, made.fillers[name]))
             if spec.lr_mult == 0:
@@ -134,16 +155,33 @@ class Built:
             module.multipliers = multipliers  # type: ignore[assignment]
 
     def _tie(
-        self, module: nn.Module, name: str, label: str, owner: tuple[str, str, Layer], spec: Any, layer: Layer
+        self,
+        module: nn.Module,
+        name: str,
+        label: str,
+        owner: Shared,
+        spec: Any,
+        layer: Layer,
+        multipliers: dict[str, tuple[float, float]],
     ) -> None:
-        there, key, other = owner
-        mine, theirs = getattr(module, name).shape, getattr(self.modules[there], key).shape
+        other, holder = owner.layer, self.modules[owner.label]
+        mine, theirs = getattr(module, name).shape, getattr(holder, owner.name).shape
+        shares = f"it shares the weight {spec.name!r} with layer {other.name!r} of line {other.line}, but"
         if mine != theirs:
             raise layer.refuse(
-                f"it shares the weight {spec.name!r} with layer {other.name!r} of line {other.line}, but the shapes "
-                f"are {list(mine)} and {list(theirs)}: share weights of equal shape, or give it another name"
+                f"{shares} the shapes are {list(mine)} and {list(theirs)}: share weights of equal shape (share_mode: "
+                "PERMISSIVE is not supported), or give it another name"
             )
-        self.ties.append((label, name, there, key))
+        for key in RATES:  # said by any of those that share it, and by all alike
+            if spec.HasField(key) and owner.said.setdefault(key, getattr(spec, key)) != getattr(spec, key):
+                here, there = getattr(spec, key), owner.said[key]
+                raise layer.refuse(f"{shares} {key} is {here:g} here and {there:g} there: say it once, or alike")
+        owner.users.append(multipliers)
+        owner.names.append(name)
+        for user, own in zip(owner.users, owner.names, strict=True):
+            user[own] = (owner.said.get("lr_mult", 1.0), owner.said.get("decay_mult", 1.0))
+        getattr(holder, owner.name).requires_grad_(owner.said.get("lr_mult", 1.0) != 0)
+        self.ties.append((label, name, owner.label, owner.name))
 
     def fill(self) -> OrderedDict[str, nn.Module]:
         """The modules with memory of their own and their first weights, drawn in the order of the layers."""

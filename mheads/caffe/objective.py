@@ -28,7 +28,7 @@ def is_plain(terms: Terms, dims: int) -> bool:
         return False
     (term,) = terms
     kind = (term["type"], term["weight"], term["inputs"], term.get("axis"), term.get("ignore"))
-    return kind == ("SoftmaxWithLoss", 1, [0, LABEL], 1, None) and term["normalization"] != NONE
+    return kind == ("SoftmaxWithLoss", 1, [0, LABEL], 1, None) and term["normalization"] != NONE and "fixed" not in term
 
 
 def needs_whole_batch(terms: Terms) -> bool:
@@ -41,17 +41,32 @@ def of_example(outputs: Value, y: Value, terms: Terms, batch: int = 1) -> Tensor
     return sum(_term(term, outputs, y, batch) for term in terms)  # type: ignore[return-value]
 
 
+def of_batch(outputs: Value, y: Value, terms: Terms, batch: int = 1) -> Tensor:
+    """The same, of a whole batch: terms are divided by how many of its labels count."""
+    return of_example(outputs, y, terms, batch)
+
+
+of_batch.whole_batch = True  # type: ignore[attr-defined]  # `Loss` asks for it
+
+
 def whole(terms: Terms, batch: int = 1) -> Loss:
     """Each member by itself, with terms that are divided by how many labels of the batch count."""
-    return Loss("whole", partial(_independent, terms=terms, batch=batch), separable=True, whole_batch=True)
+    return Loss(
+        "whole", partial(_independent, terms=terms, batch=batch), separable=True, whole_batch=True, each_batch=True
+    )
 
 
 def combined(coefficients: list[float], terms: Terms, batch: int = 1) -> Loss:
     """The loss of the sum of the members' outputs, each times its coefficient."""
     function = partial(_combined, coefficients=coefficients, terms=terms, batch=batch)
-    return Loss("combined", function, averaged=True, whole_batch=needs_whole_batch(terms), check_members=partial(
-        _check_members, count=len(coefficients)
-    ))  # fmt: skip
+    return Loss(
+        "combined",
+        function,
+        averaged=True,
+        whole_batch=needs_whole_batch(terms),
+        each_batch=True,
+        check_members=partial(_check_members, count=len(coefficients)),
+    )
 
 
 def _check_members(members: int, count: int) -> None:
@@ -74,6 +89,19 @@ def _combined(outputs: Value, y: Value, coefficients: list[float], terms: Terms,
     return LossValue(loss, torch.ones_like(losses), losses)
 
 
+def _check_targets(term: dict[str, Any], x: Tensor, y: Tensor) -> None:
+    """Refuses other numbers of targets than a loss looks at."""
+    per_example = {"HingeLoss": 1, "MultinomialLogisticLoss": 1}
+    if term["type"] == "SoftmaxWithLoss":
+        per_example = {term["type"]: x.shape[1:].numel() // x.shape[term["axis"]]}
+    wanted, given = per_example.get(term["type"], x.shape[1:].numel()), y.shape[1:].numel()
+    if given != wanted:
+        raise UserError(
+            f"{term['type']} of the net takes {wanted} target{'s' if wanted != 1 else ''} for an example, and the data "
+            f"give {given}: take other data, or another num_output in the net's last layer"
+        )
+
+
 def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
     found = values.leaves(outputs)
     members, rows = found[0].shape[:2]
@@ -82,6 +110,8 @@ def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
         label.repeat(members, *(1,) * (label.dim() - 1)) if i == LABEL else found[i].flatten(0, 1)
         for i in term["inputs"]
     ]
+    inputs = [t.detach() if i in term.get("fixed", ()) else t for i, t in enumerate(inputs)]
+    _check_targets(term, *inputs)
     if inputs[0].shape[1:] != inputs[1].shape[1:] and term["type"] == "EuclideanLoss":
         inputs = [t.flatten(1) for t in inputs]
     sums, counts, places = places_and_sums(term, inputs)
@@ -91,6 +121,8 @@ def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
         losses = losses * (rows / counts.view(members, rows).sum(1, keepdim=True).clamp_min(1))
     elif mode in (FULL, VALID):
         losses = losses / places
+    elif mode == BATCH_SIZE and term.get("outer", 1) > 1:
+        losses = losses / term["outer"]
     elif mode == NONE:
         losses = losses * batch
     return losses if term["weight"] == 1 else losses * term["weight"]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from mheads.caffe import layers
+from mheads.caffe import layers, schema
 from mheads.caffe.blobs import free_name
 from mheads.caffe.graph import BROADCAST, Blob, Graph, Step, is_data
 from mheads.caffe.layers import losses as loss_layers
-from mheads.caffe.layers.made import Shape
+from mheads.caffe.layers.made import Shape, fixed_bottoms
 from mheads.caffe.layers.weighted import BatchNorm
-from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, loss_weights
+from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, inside, loss_weights
 from mheads.distributed.written import Call, Collect, Rename, Spread, Written
 from mheads.errors import UserError
 from mheads.tree import Spec
@@ -26,11 +27,15 @@ LABEL = "label"
 
 @dataclass(frozen=True)
 class Term:
-    """A loss: its step, its weight, and its inputs: blobs of the network, or None for the labels."""
+    """A loss: its step, its weight, and its inputs: blobs of the network, or None for the labels.
+
+    `label` is the top of a data layer that the labels are.
+    """
 
     step: Step
     weight: float
     inputs: tuple[Blob | None, ...]
+    label: Blob | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,11 @@ class Plan:
     split: Spec | None = None
     combine: str | tuple[float, ...] | None = None
 
+    @property
+    def unlabelled(self) -> bool:
+        """Whether its losses look at no labels: an autoencoder."""
+        return bool(self.terms) and all(term.label is None for term in self.terms)
+
     def build(self, shape: Shape) -> tuple[Built, list[Blob]]:
         """One member's network on examples of this shape, and its outputs: a score per class is a vector here."""
         several = len({step.rank for step in self.steps}) > 1 and self.members == 1
@@ -60,11 +70,11 @@ class Plan:
         outputs: list[Blob] = []
         for blob in map(built.resolve, self.outputs):
             found = built.shapes[blob]
-            if len(found) > 2 and set(found[2:]) == {1} and len(self.outputs) == 1:
+            if len(found) > 2 and (set(found[2:]) == {1} or self.unlabelled) and blob not in self.inputs:
                 name, flat = free_name("flatten", built.modules), Blob("flat", -2, len(outputs))
                 built.modules[name] = nn.Flatten()
                 built.plan.append((name, (blob,), (flat,)))
-                built.shapes[flat] = found[:2]
+                built.shapes[flat] = (found[0], math.prod(found[1:]))
                 blob = flat
             outputs.append(blob)
         return built, outputs
@@ -105,7 +115,9 @@ class Plan:
                 value = tuple(map(number, step.bottoms))
                 labels = built.labels.get(id(step), [])
                 for i, label in enumerate(labels):
-                    gives = tops if i == len(labels) - 1 else (number(Blob(label, -3)),)
+                    last = i == len(labels) - 1
+                    between = () if last else inside(label, built.modules[label], len(value))
+                    gives = tops if last else tuple(map(number, between))
                     steps.append(Call(label, step.rank, value, gives))
                     value = gives
         final = []
@@ -122,7 +134,13 @@ class Plan:
         for term in self.terms:
             at = [None if b is None else self.outputs.index(b) for b in term.inputs]
             said = loss_layers.described(term.step.layer, [shapes[i] for i in at if i is not None])
-            found.append({**said, "weight": term.weight, "inputs": [LABEL if i is None else i for i in at]})
+            fixed = [i for i, still in enumerate(fixed_bottoms(term.step.layer)) if still and at[i] is not None]
+            found.append({
+                **said,
+                "weight": term.weight,
+                "inputs": [LABEL if i is None else i for i in at],
+                **({"fixed": fixed} if fixed else {}),  # inputs that learn nothing from it
+            })  # fmt: skip
         return found
 
 
@@ -184,16 +202,36 @@ def terms_of(graph: Graph, walk: Walk) -> list[Term]:
                     f"its labels {step.layer.bottoms[1]!r} are made by {made} of line {made.line}: here labels come "
                     "from a data layer, reshaped at most"
                 )
-            inputs[1] = None
+            inputs[1], label = None, origins[1]
         else:
+            label = None
             for i in (1, 0):
                 if origins[i] is not None and _is_label(origins[i], walk):
-                    inputs[i] = None
+                    inputs[i], label = None, origins[i]
                     break
         if all(b is None or walk.origin(b) is not None for b in inputs):
             raise step.layer.refuse("it compares data with data: nothing before it has weights")
-        found.append(Term(step, weight, tuple(inputs)))
+        found.append(Term(step, weight, tuple(inputs), label))
     return found
+
+
+def check_labels(walk: Walk, inputs: Sequence[Blob], terms: Sequence[Term]) -> None:
+    """Refuses labels that are not the one target that examples have here: several, or made up beside real examples."""
+    labelled = [(term.step.layer, term.label) for term in terms if term.label is not None]
+    real = [blob for blob in inputs if walk.made_by[blob].layer.type != "DummyData"]
+    for layer, label in labelled:
+        made = walk.made_by[label].layer
+        first, other = labelled[0]
+        if label.name != other.name:
+            raise layer.refuse(
+                f"it learns {label.name!r} of line {made.line}, and {first} of line {first.line} {other.name!r}: here "
+                "examples have one target: leave one of the losses out"
+            )
+        if made.type == "DummyData" and real:
+            raise layer.refuse(
+                f"its labels {label.name!r} are made up by {made} of line {made.line}, and are not those of the "
+                f"examples {real[0].name!r}: take labels from the layer that reads the examples"
+            )
 
 
 def _is_label(blob: Blob | None, walk: Walk) -> bool:
@@ -221,14 +259,29 @@ def whole(graph: Graph, walk: Walk, terms: list[Term]) -> Plan:
         if not outputs:
             raise UserError(f"{graph.net.file}: no layer gives anything that another does not use up")
     steps, inputs = walk.needed(outputs)
+    if terms and (shown := _probabilities(terms)) is not None:
+        steps, outputs = [*steps, shown], [*shown.tops, *outputs]
     return Plan(graph, tuple(steps), one_input(graph, inputs), tuple(outputs), tuple(terms))
+
+
+def _probabilities(terms: Sequence[Term]) -> Step | None:
+    """What an autoencoder answers that learns by SigmoidCrossEntropyLoss: its sigmoid is what is like the examples."""
+    main = _heaviest(terms)
+    scores = main.inputs[0]
+    if main.step.layer.type != "SigmoidCrossEntropyLoss" or scores is None or any(term.label for term in terms):
+        return None
+    said = schema.message("LayerParameter")(name="answer", type="Sigmoid", bottom=[scores.name], top=["answer"])
+    return Step(replace(main.step.layer, message=said), scores.rank, (scores,), (Blob("answer", scores.rank, -1),))
 
 
 def in_order(terms: Sequence[Term]) -> list[Blob]:
     """What the losses look at, the answer first: the blob of the loss that weighs most, of equals the last."""
-    main = max(enumerate(terms), key=lambda pair: (abs(pair[1].weight), pair[0]))[1]
-    blobs = [b for term in (main, *terms) for b in term.inputs if b is not None]
+    blobs = [b for term in (_heaviest(terms), *terms) for b in term.inputs if b is not None]
     return list(dict.fromkeys(blobs))
+
+
+def _heaviest(terms: Sequence[Term]) -> Term:
+    return max(enumerate(terms), key=lambda pair: (abs(pair[1].weight), pair[0]))[1]
 
 
 def one_input(graph: Graph, inputs: Sequence[Blob]) -> tuple[Blob, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mheads.caffe.graph import State, is_data, ranks_of, world_of
+from mheads.caffe.graph import TEST, State, is_data, ranks_of, world_of
 from mheads.caffe.layers.made import Shape
 from mheads.caffe.network import checked_shape
 from mheads.caffe.plan import Plan
@@ -19,28 +20,56 @@ SOURCES = {
     "WindowData": "window_data_param",
 }  # fmt: skip
 READ = {"ImageData": "list", "HDF5Data": "hdf5", "Data": "lmdb"}  # by these datasets, where the source is there
-PROBLEMS = {
-    "SoftmaxWithLoss": "auto", "HingeLoss": "classification", "EuclideanLoss": "regression",
-    "SigmoidCrossEntropyLoss": "multilabel",
-}  # fmt: skip
+PROBLEMS = {"HingeLoss": "classification", "EuclideanLoss": "regression", "SigmoidCrossEntropyLoss": "multilabel"}
 REQUEST = (
     "say which data to take: data.name=npz data.path=FILE.npz (x_train, y_train, x_test, y_test), data.name=folder "
     "data.path=FOLDER (train/CLASS/, val/CLASS/), or another that `mheads data list` shows"
 )
 
 
-def data_layer(net: Net, phase: int) -> Layer | None:
-    world = world_of(net)
-    found = (layer for layer in net.layers if is_data(layer) and ranks_of(layer, State(phase), world))
-    return next(found, None)
+def read_by(plan: Plan) -> list[Layer]:
+    """The layers that the network's examples come from: one, unless ranks have their own."""
+    name = plan.inputs[0].name
+    found = [plan.graph.last[plan.inputs[0]].layer]
+    found += [step.layer for step in plan.graph.steps if is_data(step.layer) and name in step.layer.tops]
+    return list({id(layer): layer for layer in found}.values())
 
 
-def data_of(
-    layer: Layer | None, testing: Layer | None, plan: Plan, notes: list[str]
-) -> tuple[dict[str, Any], int | None]:
+def tested_by(net: Net, plan: Plan, stages: Sequence[str] = (), level: int = 0) -> Layer | None:
+    """The data layer of the phase TEST: of several, the one that makes the blob that the network reads."""
+    state, world = State(TEST, frozenset((*net.state.stage, *stages)), level or net.state.level), world_of(net)
+    found = [layer for layer in net.layers if is_data(layer) and ranks_of(layer, state, world)]
+    named = [layer for layer in found if plan.inputs[0].name in layer.tops]
+    return next(iter(named or found), None)
+
+
+def apart(plan: Plan) -> str | None:
+    """What keeps the net's own data from being read as one set of examples with their labels, if anything does."""
+    made = plan.graph.last
+    first, *others = read_by(plan)
+    for other in others:
+        if (other.type, _source(other)) != (first.type, _source(first)):
+            ranks = [[s.rank for s in plan.graph.steps if s.layer is layer] for layer in (first, other)]
+            return str(
+                other.refuse(
+                    f"rank {ranks[1][0]} reads {_source(other)!r} by it, and rank {ranks[0][0]} {_source(first)!r} by "
+                    f"{first} of line {first.line}: here all ranks learn from the same examples: {REQUEST}"
+                )
+            )
+    for label in (term.label for term in plan.terms if term.label is not None):
+        layer = made[label].layer
+        if layer not in (first, *others) and not (layer.type == "HDF5Data" and _source(layer) == _source(first)):
+            return str(
+                layer.refuse(
+                    f"it gives the labels, and {first} of line {first.line} the examples: here one set of data has "
+                    f"both: {REQUEST}"
+                )
+            )
+    return None
+
+
+def data_of(layer: Layer, testing: Layer | None, plan: Plan, notes: list[str]) -> tuple[dict[str, Any], int | None]:
     """The `data` section as far as the net says it, and the size of a batch."""
-    if layer is None:
-        return {}, None
     transform = layer.message.transform_param
     found: dict[str, Any] = {"scale": transform.scale}
     source = _source(layer)
@@ -51,10 +80,10 @@ def data_of(
             found["test_path"] = _source(testing)
         if layer.type != "HDF5Data" and not known and _has_colour(layer):
             found["channels"] = "bgr"  # as OpenCV reads images for Caffe; its tool for CIFAR writes RGB
+        if layer.type == "HDF5Data":
+            found["arrays"] = _arrays(layer, plan)
         if layer.type == "ImageData":
             found |= _resized(layer, notes)
-        elif plan.terms and (problem := PROBLEMS.get(plan.terms[0].step.layer.type)):
-            found["problem"] = problem
     elif known:
         found = {"name": known, **found}
     if transform.mirror:
@@ -68,21 +97,47 @@ def data_of(
     return found, _batch_size(layer) or None
 
 
-def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], notes: list[str]) -> None:
+def problem_of(plan: Plan) -> str | None:
+    """What the targets are by the loss that looks at the answer; None where they say it themselves."""
+    terms = [term for term in plan.terms if plan.outputs[0] in term.inputs]
+    labelled = [term for term in terms if term.label is not None]
+    return PROBLEMS.get(labelled[-1].step.layer.type) if labelled else None
+
+
+def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], plan: Plan, notes: list[str]) -> None:
     """Leaves out what the net said of its own data, where others are taken or nobody asks for it."""
     entry = DATASETS.get(str(data.get("name")))
-    for key in ("path", "test_path", "root", "resize", "grey", "problem", "channels"):
+    for key in ("path", "test_path", "arrays", "root", "resize", "grey", "channels"):
         if data.get("name") != said.get("name") and key in said and f"data.{key}" not in given:
             del data[key]
     if entry is not None and "crop" in said and "data.crop" not in given and not entry.takes("crop"):
         notes.append(f"crop_size: {said['crop']} is for images in folders and lists: {entry.name} keeps its size")
         del data["crop"]
+    if entry is not None and entry.takes("problem") and "problem" not in data and (problem := problem_of(plan)):
+        data["problem"] = problem
+    if plan.unlabelled and "problem" not in data and "name" in data:
+        data["problem"] = "examples"
+        notes.append("its losses look at no labels: what is measured is how well it gives the examples back")
+
+
+def _arrays(layer: Layer, plan: Plan) -> list[str]:
+    """The arrays of examples and of targets, which Caffe finds by the names of tops."""
+    name = plan.inputs[0].name
+    labels = [term.label.name for term in plan.terms if term.label is not None]
+    if not labels and not plan.terms:
+        labels = [top for top in layer.tops if top != name]
+    return [name, labels[0] if labels else name]  # nothing but the examples: these are what is learned
 
 
 def _resized(layer: Layer, notes: list[str]) -> dict[str, Any]:
     """How images of a list are read."""
     p, found = layer.message.image_data_param, {}
     if p.root_folder:
+        if not p.root_folder.endswith("/") and not Path(p.root_folder).is_dir():
+            raise layer.refuse(
+                f"root_folder: {p.root_folder!r} is no folder, but the beginning of names: end it with /, and write "
+                "the rest into the list"
+            )
         found["root"] = p.root_folder
     if not p.is_color:
         found["grey"] = True
@@ -153,7 +208,7 @@ def unread(layer: Layer) -> str:
     return f"{what}: {REQUEST}"
 
 
-def shape_of(tree: dict[str, Any], layer: Layer | None) -> Shape | None:
+def shape_of(tree: dict[str, Any], layer: Layer) -> Shape | None:
     """The shape of an example: as it is given, as the data have it, or as the net says."""
     if (given := tree["model_args"].get("shape")) is not None:
         return checked_shape(given)
@@ -164,10 +219,10 @@ def shape_of(tree: dict[str, Any], layer: Layer | None) -> Shape | None:
         keys["path"] = None if keys["path"] is None else Path(str(keys["path"])).expanduser()
         if (found := entry.example_shape(**keys)) is not None:
             return tuple(found)
-    dims = _dims(layer) if layer is not None else []
+    dims = _dims(layer)
     if len(dims) > 1 and all(0 < size < 2**31 for size in dims):
         return tuple(dims[1:])
-    if layer is not None and layer.message.transform_param.crop_size:
+    if layer.message.transform_param.crop_size:
         side = layer.message.transform_param.crop_size
         return (1 if layer.message.transform_param.force_gray else 3, side, side)
     return None

@@ -119,7 +119,12 @@ def read_file(path: Path) -> str:
     try:
         with path.open("rb") as file:
             data = file.read(4 * MAX_TEXT)
-        return data.decode("utf-8")
+        try:
+            return data.decode("utf-8-sig")  # some editors put a mark before the text
+        except UnicodeDecodeError:
+            if b"\0" in data:
+                raise
+            return data.decode("latin-1")  # comments of another time
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
     except (OSError, ValueError) as error:

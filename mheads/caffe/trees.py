@@ -7,14 +7,15 @@ Ranks that share what MPIBroadcast hands them, go on with layers of the same nam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mheads.caffe.graph import LEARNING, TRAIN, Blob, Graph, State, graph_of
 from mheads.caffe.layers import kind_of
 from mheads.caffe.layers.mixing import SUM
 from mheads.caffe.network import aliases
-from mheads.caffe.plan import Plan, Term, Walk, in_order, one_input, terms_of, whole
-from mheads.caffe.text import Net
+from mheads.caffe.plan import Plan, Term, Walk, check_labels, in_order, one_input, terms_of, whole
+from mheads.caffe.text import Layer, Net
 from mheads.tree import Spec
 
 ROUNDING = 1e-5  # relative: coefficients are written with a few digits, 0.333333
@@ -27,11 +28,10 @@ def plan_of(net: Net, stages: Sequence[str] = (), level: int = 0) -> Plan:
         kind_of(step.layer)  # also of layers that no loss needs
     walk = Walk(graph)
     terms = terms_of(graph, walk)
-    if len(graph.ranks) > 1 and terms:
-        found = _tree(graph, walk, terms)
-        if found is not None:
-            return found
-    return whole(graph, walk, terms)
+    found = _tree(graph, walk, terms) if len(graph.ranks) > 1 and terms else None
+    found = found or whole(graph, walk, terms)
+    check_labels(walk, found.inputs, terms)
+    return found
 
 
 def _tree(graph: Graph, walk: Walk, terms: list[Term]) -> Plan | None:
@@ -56,14 +56,28 @@ def _tree(graph: Graph, walk: Walk, terms: list[Term]) -> Plan | None:
         return None  # what was apart comes together again
     if len({tuple(o) for o in owners}) < len(paths):
         return None  # two members that are one
+    if _shares_across([first[i] for i in learning], owners):
+        return None
     order, split = _grow(owners, names)
     steps, inputs = walk.needed(leaves[order[0]])
     outputs = leaves[order[0]]
-    terms = [Term(t.step, t.weight, tuple(b if b is None else outputs[_position(of, b)] for b in t.inputs)) for t in of]
+    terms = [replace(t, inputs=tuple(b if b is None else outputs[_position(of, b)] for b in t.inputs)) for t in of]
     if isinstance(combine, tuple):
         combine = tuple(combine[m] for m in order)
     chosen = in_order(terms)
     return Plan(graph, tuple(steps), one_input(graph, inputs), tuple(chosen), tuple(terms), len(paths), split, combine)
+
+
+def _shares_across(learning: Sequence[Layer], owners: Sequence[Sequence[int]]) -> bool:
+    """Whether a rank shares a weight between layers that do not belong to the same members."""
+    names = [{spec.name for spec in layer.message.param if spec.name} for layer in learning]
+    columns = list(zip(*owners, strict=True))
+    return any(
+        names[i] & names[j] and columns[i] != columns[j] and any(a == b for a, b in zip(*pair, strict=True))
+        for i in range(len(names))
+        for j in range(i)
+        if (pair := (columns[i], columns[j]))
+    )
 
 
 def _position(of: Sequence[Term], blob: Blob) -> int:
@@ -116,9 +130,9 @@ def _averaged(walk: Walk, term: Term) -> Members | None:
         if not equal or term.weight != 1 or any(s.layer.type != "Softmax" for s in made):
             return None
         leaves = [walk.resolve(s.bottoms[0]) for s in made]
-        return [[leaf] for leaf in leaves], "probabilities", [Term(term.step, term.weight, (leaves[0], None))]
+        return [[leaf] for leaf in leaves], "probabilities", [replace(term, inputs=(leaves[0], None))]
     combine = "mean" if equal else tuple(given)
-    return [[leaf] for leaf in leaves], combine, [Term(term.step, term.weight, (leaves[0], None))]
+    return [[leaf] for leaf in leaves], combine, [replace(term, inputs=(leaves[0], None))]
 
 
 def _refines(coarse: Sequence[int], fine: Sequence[int]) -> bool:

@@ -172,6 +172,7 @@ def load(
     crop: int | None = None,
     grey: bool = False,
     limit: int | None = None,
+    arrays: tuple[str, str] | None = None,
     problem: str = "auto",
     regions: dict[str, Any] | None = None,
     only: str | None = None,
@@ -187,9 +188,10 @@ def load(
     bgr, the order that the network sees. pad, mirror:
     random crops of the zero-padded image and random mirrors, in training. resize, crop, grey: for folders, the
     shorter side, the square cut out of it, and whether images are read in one channel.
-    limit: keep only the first n training and the first n test examples, for quick trials. problem: what the targets of
-    an npz file are, where they alone do not decide. regions: for voc, the options of `data.regions`.
-    only: test, where nothing is to be learned, for voc.
+    limit: keep only the first n training and the first n test examples, for quick trials. arrays: the names of examples
+    and targets in HDF5 files. problem: what the targets of an npz file are, where they alone do not decide; examples:
+    that is what is learned, of any dataset. regions: for voc, the options of `data.regions`. only: test, where nothing is
+    to be learned, for voc.
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
@@ -204,7 +206,8 @@ def load(
         "crop": crop,
         "grey": grey,
         "channels": channels,
-        "problem": problem,
+        "arrays": arrays,
+        "problem": "auto" if problem == "examples" else problem,
         "regions": regions,
         "only": only,
         "limit": None if validation else limit,  # what is not used need not be looked at
@@ -213,7 +216,7 @@ def load(
     train, test, solved = _call(entry.read, {**keys, "need_test": validation == 0})
     if not entry.takes("mirror"):
         train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
-    return assemble(
+    data = assemble(
         name,
         train,
         test,
@@ -226,6 +229,7 @@ def load(
         limit=limit,
         statistics=entry.statistics,
     )
+    return data.of_itself() if problem == "examples" else data
 
 
 def _call(function: Callable[..., Any], keys: dict[str, Any]) -> Any:
@@ -260,6 +264,10 @@ def _refuse_useless(entry: Dataset, keys: dict[str, Any]) -> None:
         raise UserError(f"data.pad is {keys['pad']}, but {name} {how}")
     if not entry.takes("crop") and keys["crop"] is not None:
         raise UserError(f"data.crop is {keys['crop']}, but {name!r} keeps its size; use data.pad for random crops")
+    if not entry.takes("arrays") and keys["arrays"] is not None:
+        raise UserError(
+            f"data.arrays names arrays in HDF5 files, but {name!r} has none; use {' or '.join(those('arrays'))}"
+        )
     if not entry.takes("problem") and keys["problem"] != "auto":
         raise UserError(
             f"data.problem is {keys['problem']}, but {name!r} says itself what is learned; leave it out, or use "

@@ -20,10 +20,11 @@ from mheads.data.augment import uniforms
 from mheads.data.contents import digests
 from mheads.data.folder import cores, in_threads
 from mheads.data.images import UNREADABLE, eight_bits
+from mheads.data.listing import numbered
 from mheads.data.seen import Seen, of_rows
 from mheads.data.split import Beside
 from mheads.errors import UserError
-from mheads.problems import Classification, Problem
+from mheads.problems import Problem
 from mheads.protobuf import BYTES, FIXED32, VARINT, fields
 
 CHANNELS, HEIGHT, WIDTH, DATA, LABEL, FLOATS, ENCODED = range(1, 8)  # the numbers of a Datum's fields
@@ -117,21 +118,26 @@ class DatumSplit:
         """A digest of the file, and of which of its examples are taken."""
         found = hashlib.sha256(digests(self.path.parent, [self.path.name], cores())[0].encode())
         for key, target in zip(self.keys.tolist(), self.targets.tolist(), strict=True):
-            found.update(key + b"%d\n" % target)
+            found.update(key + f"{target}\n".encode())
         return found.digest()
 
 
 def read_lmdb(
-    path: Path, test_path: Path | None, channels: str, *, crop: int | None, mirror: bool, need_test: bool
+    path: Path,
+    test_path: Path | None,
+    channels: str,
+    *,
+    crop: int | None,
+    mirror: bool,
+    problem: str = "auto",
+    need_test: bool,
 ) -> tuple[DatumSplit, DatumSplit, Problem]:
-    """Train and test splits, and the problem: as many classes as the largest number says."""
+    """Train and test splits, and the problem: as many classes as the largest number says, unless it is another."""
     if need_test and test_path is None:
         raise UserError(f"{path} is to train on: give data.test_path, an LMDB to test on, or data.validation=n")
     train = _listed(path, crop, mirror, channels)
     test = train.part(slice(0)) if test_path is None else _listed(test_path, crop, False, channels)
-    problem = Classification(tuple(map(str, range(int(train.targets.max()) + 1))))
-    problem.check_targets(test.targets, str(test_path))
-    return train, test, problem
+    return numbered(train, test, problem, str(test_path))
 
 
 def lmdb_shape(path: Path | None, crop: int | None) -> tuple[int, ...] | None:

@@ -5,8 +5,9 @@ These are the lists that Caffe's ImageData and HDF5Data layers read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from mheads import seeds
 from mheads.data.arrays import ArraySplit
 from mheads.data.folder import FolderSplit
 from mheads.data.sources import read_arrays
+from mheads.data.targets import posed
 from mheads.errors import UserError
 from mheads.problems import Classification, Problem
 
@@ -29,18 +31,34 @@ def read_list(
     crop: int | None,
     mirror: bool,
     grey: bool,
+    problem: str = "auto",
     need_test: bool,
 ) -> tuple[FolderSplit, FolderSplit, Problem]:
-    """Train and test splits of images that are listed with their class numbers; names begin at `root`."""
+    """Train and test splits of images that are listed with their class numbers; names begin at `root`.
+
+    Numbers may be something else to learn than classes, if `problem` says so.
+    """
     crop = resize if crop is None else crop
     if not 1 <= crop <= resize:
         raise UserError(f"data.crop is {crop} but images are resized to data.resize={resize}; give 1 to {resize}")
     _need(path, test_path, need_test)
     train = _images(path, root, resize, crop, mirror, grey)
     test = train.part(slice(0)) if test_path is None else _images(test_path, root, resize, crop, False, grey)
-    problem = Classification(tuple(map(str, range(int(train.targets.max()) + 1))))
-    problem.check_targets(test.targets, str(test_path))
-    return train, test, problem
+    return numbered(train, test, problem, str(test_path))
+
+
+S = TypeVar("S")
+
+
+def numbered(train: S, test: S, problem: str, where: str) -> tuple[S, S, Problem]:
+    """The splits and the problem of examples that have a number each: classes up to the largest, or as it is said."""
+    targets: Any = (train.targets, test.targets)  # type: ignore[attr-defined]
+    if problem not in ("auto", "classification"):
+        splits, solved = posed({"train": train, "test": test}, None, problem)
+        return splits["train"], splits["test"], solved
+    known = Classification(tuple(map(str, range(int(targets[0].max()) + 1))))
+    known.check_targets(targets[1], where)
+    return train, test, known
 
 
 def _images(path: Path, root: Path | None, resize: int, crop: int, mirror: bool, grey: bool) -> FolderSplit:
@@ -51,7 +69,7 @@ def _images(path: Path, root: Path | None, resize: int, crop: int, mirror: bool,
         name, _, label = line.rstrip().rpartition(" ")
         if not name.strip() or not label.isdecimal() or len(label) > 9:
             raise UserError(f"{path}, line {number}: {line[:80]!r} is not the name of an image and its class number")
-        names.append(name.strip())
+        names.append(name.strip() if root is None else name.strip().lstrip("/"))  # Caffe puts the root before any name
         labels.append(int(label))
     if not names:
         raise UserError(f"{path} lists no image: write a name and a class number on each line")
@@ -62,30 +80,44 @@ def _images(path: Path, root: Path | None, resize: int, crop: int, mirror: bool,
 
 
 def read_hdf5(
-    path: Path, test_path: Path | None, problem: str = "auto", need_test: bool = True
+    path: Path,
+    test_path: Path | None,
+    arrays: Sequence[str] | None = None,
+    problem: str = "auto",
+    need_test: bool = True,
 ) -> tuple[ArraySplit, ArraySplit, Problem]:
-    """Train and test splits of the HDF5 files that are listed, or of single ones: `data` and `label` of each."""
+    """Train and test splits of the HDF5 files that are listed, or of single ones.
+
+    `arrays` are the names of the examples and the targets there, by default `data` and `label` or the like.
+    """
     _need(path, test_path, need_test)
-    train = _arrays(path, problem)
-    test = (train[0][:0], train[1][:0]) if test_path is None else _arrays(test_path, problem)
+    train = _arrays(path, arrays, problem)
+    test = (train[0][:0], train[1][:0]) if test_path is None else _arrays(test_path, arrays, problem)
     return read_arrays(train, test, str(path), None, problem)
 
 
-def hdf5_shape(path: Path | None) -> tuple[int, ...] | None:
+def hdf5_shape(path: Path | None, arrays: Sequence[str] | None = None) -> tuple[int, ...] | None:
     """The shape of an example, from the head of the first file; None without a file."""
     if path is None or not path.is_file():
         return None
     with _opened(_hdf5_files(path)[0]) as file:
-        shape = _named(file, EXAMPLES, path).shape[1:]
+        shape = _named(file, _names(arrays)[0], path).shape[1:]
     return (1, *shape) if len(shape) == 2 else tuple(shape)
 
 
-def _arrays(path: Path, problem: str) -> tuple[np.ndarray, np.ndarray]:
+def _names(arrays: Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
+    """What examples and targets may be called."""
+    return (EXAMPLES, TARGETS) if arrays is None else (arrays[:1], arrays[1:])
+
+
+def _arrays(path: Path, arrays: Sequence[str] | None, problem: str) -> tuple[np.ndarray, np.ndarray]:
     examples, targets = [], []
+    names = _names(arrays)
     for name in _hdf5_files(path):
         with _opened(name) as file:
-            examples.append(np.asarray(_named(file, EXAMPLES, name)))
-            targets.append(np.asarray(_named(file, TARGETS, name)))
+            examples.append(np.asarray(_named(file, names[0], name)))
+            own = arrays is not None and arrays[0] == arrays[1] and problem == "auto"  # no targets but the examples
+            targets.append(np.zeros(len(examples[-1])) if own else np.asarray(_named(file, names[1], name)))
         if examples[-1].shape[1:] != examples[0].shape[1:] or len(examples[-1]) != len(targets[-1]):
             raise UserError(f"{name}: {examples[-1].shape} examples and {targets[-1].shape} labels do not fit together")
     x, y = np.concatenate(examples), np.concatenate(targets)
@@ -94,7 +126,9 @@ def _arrays(path: Path, problem: str) -> tuple[np.ndarray, np.ndarray]:
         y = y.astype(np.int64)  # Caffe keeps class numbers as floats
     if y.ndim > 1 and problem in ("auto", "classification") and y[0].size == 1:
         y = y.reshape(-1)
-    return x, y.astype(bool) if problem == "multilabel" else y
+    if problem in ("regression", "multilabel"):
+        y = y.reshape(len(y), -1)  # blobs have four axes
+    return x, y
 
 
 def _hdf5_files(path: Path) -> list[Path]:
@@ -118,10 +152,12 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path} cannot be read as an HDF5 file ({error})") from error
 
 
-def _named(file: Any, names: tuple[str, ...], where: Path) -> Any:
+def _named(file: Any, names: Sequence[str], where: Path) -> Any:
     found = next((file[name] for name in names if name in file), None)
     if found is None or not hasattr(found, "shape"):
-        raise UserError(f"{where} has no array {' or '.join(names)}; it has {', '.join(file) or 'none'}")
+        raise UserError(
+            f"{where} has no array {' or '.join(names)}; it has {', '.join(file) or 'none'}: data.arrays names them"
+        )
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
@@ -11,7 +12,7 @@ import torch
 
 from mheads.data.preprocess import Preprocess
 from mheads.data.seen import Seen
-from mheads.problems import Problem
+from mheads.problems import Problem, Regression
 from mheads.values import Value
 
 
@@ -128,6 +129,42 @@ class Chosen:
         return hashlib.sha256(self.source.checksum() + self.rows.astype(np.int64).tobytes()).digest()
 
 
+@dataclass(frozen=True, eq=False)
+class Itself:
+    """Examples whose targets are they themselves, as the network takes them: numbers [N, D]."""
+
+    source: Split
+    preprocess: Preprocess
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Their shape alone: what they are `beside` says, of the rows that are asked for."""
+        nothing = np.zeros(1, np.float32)
+        return np.lib.stride_tricks.as_strided(nothing, (len(self), math.prod(self.shape)), (0, 0))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        return self.source.read(rows, seeds)
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        raw: Value = self.source.read(rows, seeds)
+        places = None if seeds is None else self.source.places(seeds)
+        seen = self.preprocess(raw if places is None else (raw, places), torch.float32)
+        return replace(self.source.beside(rows, seeds), targets=seen.flatten(1).contiguous())
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return self.source.places(seeds)
+
+    def fixed(self) -> Self:
+        return replace(self, source=self.source.fixed())  # type: ignore[attr-defined]  # it is a source
+
+
 @dataclass(frozen=True)
 class Data:
     """A dataset as a run uses it; `fingerprint` tells whether two runs saw the same examples.
@@ -145,3 +182,8 @@ class Data:
     seen: Seen | None = None
     weights: np.ndarray | None = None
     held_out: str | None = None
+
+    def of_itself(self) -> Data:
+        """The same examples, to be learned themselves, whatever targets they have."""
+        train, test = (Itself(split, self.preprocess) for split in (self.train, self.test))
+        return replace(self, train=train, test=test, problem=Regression(math.prod(train.shape)))

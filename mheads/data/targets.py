@@ -88,9 +88,16 @@ def _regression(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
 def _rows_of_classes(name: str, make: Callable[[tuple[str, ...]], Problem]) -> Any:
     """Targets [N, C], a number for each class."""
 
+    least, said = (1, "[N, C]") if name == "multilabel" else (2, "[N, C] with two classes or more")
+
     def pose(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
-        if any(array.ndim != 2 or array.shape[1] < 2 or array.dtype.kind not in "iuf" for array in targets.values()):
-            raise _other(targets, f"for {name} give a number for each class, [N, C] with two classes or more")
+        if least == 1:  # a single yes or no
+            single = {key: a.ndim == 1 and bool(np.isin(a, (0, 1)).all()) for key, a in targets.items()}
+            targets = {key: array[:, None] if single[key] else array for key, array in targets.items()}
+        if any(
+            array.ndim != 2 or array.shape[1] < least or array.dtype.kind not in "iuf" for array in targets.values()
+        ):
+            raise _other(targets, f"for {name} give a number for each class, {said}")
         sizes = {key: array.shape[1] for key, array in targets.items()}
         count = next(iter(sizes.values()), 0)
         if len(set(sizes.values())) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -50,8 +50,9 @@ class Loss:
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
     divides their gradients by M and makes priors on examples meaningless. `check_members`: refuses a number of members
     that it cannot teach. `whole_batch`: the loss of an example depends on the others in its batch, which is therefore
-    not cut. `options`: the options that it was made with. `schedule`: for a loss that changes over
-    training, its form at an iteration, given (iteration, iterations, members); see `at`.
+    not cut; `each_batch`: of the batches that a step accumulates each is one by itself. `options`: the options that it
+    was made with. `schedule`: for a loss that changes over training, its form at an iteration, given (iteration,
+    iterations, members); see `at`.
 
     `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
     [M, B], as `of.py` says; that of the problem where none is given, which looks at the answer alone where a network
@@ -68,6 +69,7 @@ class Loss:
     check_members: Callable[[int], None] | None = None
     schedule: Callable[[int, int, int], Loss] | None = None
     whole_batch: bool = False
+    each_batch: bool = False
 
     def on(self, problem: Problem) -> Loss:
         """This loss for a problem; refuses the loss of an example that is for other targets."""
@@ -98,6 +100,12 @@ class Loss:
     def member_loss(self) -> MemberLoss | None:
         """`of`, which is a function since the loss was made."""
         return self.of  # type: ignore[return-value]
+
+    @property
+    def of_whole_batch(self) -> bool:
+        """Whether `of` itself, by an attribute `whole_batch`, looks at whole batches."""
+        function = self.of.func if isinstance(self.of, partial) else self.of
+        return bool(getattr(function, "whole_batch", False))
 
     def check(self, members: int, sampling: str) -> None:
         """Refuses a number of members, or a sampling, that it cannot take."""

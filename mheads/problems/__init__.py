@@ -14,7 +14,7 @@ from mheads.problems.classification import Classification
 from mheads.problems.detection import Detection
 from mheads.problems.member_losses import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 from mheads.problems.multilabel import MultiLabel
-from mheads.problems.problem import Metrics, Problem, Result
+from mheads.problems.problem import Metrics, Problem, Result, widened
 from mheads.problems.regression import Regression
 from mheads.problems.segmentation import Segmentation
 from mheads.problems.soft_labels import SoftLabels
@@ -44,6 +44,7 @@ __all__ = [
     "cross_entropies",
     "from_dict",
     "squared_errors",
+    "widened",
 ]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import weighted_mean
 from mheads.values import Value
@@ -118,8 +120,21 @@ def number(value: float | None, form: str = ".2f") -> str:
     return "not finite" if value is None else format(value, form)
 
 
+def widened(problem: Any, output: Value, network: str) -> Any:
+    """The problem with as many classes as a Caffe net has scores for: as there, labels need not use them all."""
+    scores = values.leaves(output)[0]
+    if problem.name not in ("classification", "segmentation") or scores.dim() < 2 or not of_caffe(network):
+        return problem
+    more = tuple(map(str, range(len(problem.classes), scores.shape[1])))
+    return replace(problem, classes=(*problem.classes, *more)) if more else problem
+
+
+def of_caffe(network: str) -> bool:
+    return network.startswith("mheads.caffe.")
+
+
 def more_classes(network: str, count: int) -> str:
     """How a network is given as many classes: a Caffe net says so itself, others take an argument."""
-    if network.startswith("mheads.caffe."):
+    if of_caffe(network):
         return f"num_output: {count} in the net's last layer?"
     return f"model_args.classes={count}?"

@@ -49,6 +49,17 @@ def rows_of(split):
     return np.array([int(key) for key in split.keys])
 
 
+@pytest.mark.parametrize(("problem", "size"), [("regression", 1), ("examples", 3 * 9 * 11)])
+def test_labels_may_be_numbers_to_learn_or_not_be_looked_at(problem, size, paths):
+    found = data.load("lmdb", **paths, problem=problem)
+    assert (found.problem.name, found.problem.num_values) == ("regression", size)
+    assert found.train.beside(np.arange(3), None).targets.shape == (3, size)
+    if problem == "regression":
+        assert found.train.targets.ravel().tolist() == (rows_of(found.train) % 4).tolist()
+        with pytest.raises(UserError, match="for multilabel give a number"):
+            data.load("lmdb", **paths, problem="multilabel")
+
+
 @pytest.mark.parametrize("channels", ["rgb", "bgr"])
 def test_the_network_sees_what_is_stored(channels, paths):
     found = data.load("lmdb", **paths, channels=channels, scale=1.0)

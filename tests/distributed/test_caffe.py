@@ -94,12 +94,28 @@ def pipeline():
     )  # fmt: skip
 
 
+def shared_weight():
+    """Rank 0 has the same weight in its trunk and in its branch, rank 1 one of its own."""
+    text = broadcast_in_place().replace("num_output: 4", "num_output: 10").replace("num_output: 6", "num_output: 10")
+    text = text.replace("param { lr_mult: 1  }", "param { name: 'w' }").replace('bottom: "data"', 'bottom: "p"')
+    first, rest = text.split("\n}\n", 1)
+    return f"{first}\n}}\n{on(ip('p', 'data', 10, 0.3), 0)}{rest}"
+
+
 OTHERS = {  # micro-batches of 7, 7 and 6 examples for one; normalisation wants the whole batch of the other
     "branches that differ": (
         2,
         different_branches().replace("num_output: 4", "num_output: 10"),
         ["engine.micro_batches=3"],
     ),
+    "a branch whose gradient stays with it": (
+        2,
+        different_branches()
+        .replace("num_output: 4", "num_output: 10")
+        .replace('top: "z"', 'top: "z" propagate_down: false'),
+        [],
+    ),
+    "a weight that trunk and branch share": (2, shared_weight(), []),
     "a root that uses nothing of its broadcast": (3, pipeline(), []),
 }
 

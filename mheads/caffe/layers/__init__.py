@@ -7,12 +7,12 @@ Modules are made on the meta device, where weights have shapes and no values; `M
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from mheads.caffe.graph import BROADCAST, GATHER, is_data
+from mheads.caffe.graph import BROADCAST, DATA, GATHER, is_data
 from mheads.caffe.layers import losses, mixing, plain, pooling, weighted
-from mheads.caffe.layers.made import Made, Shape
+from mheads.caffe.layers.made import Detach, Made, Shape, fixed_bottoms
 from mheads.caffe.text import Layer
 
 MANY = 1_000_000
@@ -74,7 +74,9 @@ def kind_of(layer: Layer) -> Kind | None:
         return None
     kind = KINDS.get(layer.type)
     if kind is None:
-        near = get_close_matches(layer.type, [*KINDS, *ALIASES, *NOTHING, *BETWEEN_RANKS], 1)
+        known = [*KINDS, *ALIASES, *NOTHING, *BETWEEN_RANKS, *DATA]
+        same = [name for name in known if name.lower() == layer.type.lower().replace("_", "")]
+        near = same or get_close_matches(layer.type, known, 1, 0.8)
         raise layer.refuse(
             f"there is no layer of type {layer.type!r} here"
             + (f"; did you mean {near[0]!r}?" if near else f": there are {', '.join(KINDS)}")
@@ -90,4 +92,5 @@ def make(layer: Layer, shapes: list[Shape]) -> Made:
         if not low <= count <= high:
             wanted = str(low) if low == high else f"at least {low}" if high == MANY else f"{low} to {high}"
             raise layer.refuse(f"it has {count} {what}: a {layer.type} takes {wanted}")
-    return kind.make(layer, shapes)
+    made, fixed = kind.make(layer, shapes), fixed_bottoms(layer)
+    return replace(made, modules=[Detach(fixed), *made.modules]) if any(fixed) else made

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -63,11 +64,14 @@ def hinge_losses(x: Tensor, y: Tensor, squared: bool = False) -> Tensor:
     return (margins.square() if squared else margins).sum(1)
 
 
-def divisor(mode: int, batch: int, places: int, valid: Tensor) -> Tensor | float:
-    """What a sum over a batch is divided by; never less than 1 where it is counted."""
+def divisor(mode: int, batch: int, outer: int, places: int, valid: Tensor) -> Tensor | float:
+    """What a sum over a batch is divided by; never less than 1 where it is counted.
+
+    `outer` is how many places of an example stand before the axis of the classes: Caffe's size of a batch counts them.
+    """
     if mode == VALID:
         return valid.clamp_min(1)
-    return {FULL: float(batch * places), BATCH_SIZE: float(batch), NONE: 1.0}[mode]
+    return {FULL: float(batch * places), BATCH_SIZE: float(batch * outer), NONE: 1.0}[mode]
 
 
 def normalization(layer: Layer, default: int) -> int:
@@ -90,11 +94,13 @@ def described(layer: Layer, shapes: list[Shape]) -> dict[str, Any]:
     if layer.type == "SoftmaxWithLoss":
         axis = axis_of(layer, layer.message.softmax_param.axis, len(shapes[0]))
         _need_classes(layer, shapes[0], axis)
+        outer = math.prod(shapes[0][1:axis])
         return {
             "type": layer.type,
             "axis": axis,
             "ignore": ignored(layer),
             "normalization": normalization(layer, VALID),
+            **({"outer": outer} if outer > 1 else {}),
         }
     if layer.type == "SigmoidCrossEntropyLoss":
         return {"type": layer.type, "ignore": ignored(layer), "normalization": normalization(layer, BATCH_SIZE)}
@@ -136,7 +142,8 @@ class LossLayer(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         sums, counts, places = places_and_sums(self.term, [x, y])
-        loss = sums.sum() / divisor(self.term.get("normalization", BATCH_SIZE), len(x), places, counts.sum())
+        mode, outer = self.term.get("normalization", BATCH_SIZE), self.term.get("outer", 1)
+        loss = sums.sum() / divisor(mode, len(x), outer, places, counts.sum())
         return (loss, F.softmax(x, self.term["axis"])) if self.also else loss
 
     def extra_repr(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mheads.caffe.text import Layer
 
@@ -23,6 +23,29 @@ class Made:
     @property
     def weighted(self) -> nn.Module:
         return self.modules[-1]
+
+
+class Detach(nn.Module):
+    """Its inputs, some of which no gradient goes back to."""
+
+    def __init__(self, fixed: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.fixed = fixed
+
+    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        found = tuple(x.detach() if fixed else x for x, fixed in zip(inputs, self.fixed, strict=True))
+        return found[0] if len(found) == 1 else found
+
+    def extra_repr(self) -> str:
+        return ", ".join(map(str, self.fixed))
+
+
+def fixed_bottoms(layer: Layer) -> tuple[bool, ...]:
+    """Which bottoms get no gradient: those with `propagate_down: false`."""
+    given = list(layer.message.propagate_down)
+    if given and len(given) != len(layer.bottoms):
+        raise layer.refuse(f"it has {len(given)} propagate_down for {len(layer.bottoms)} bottoms: give one for each")
+    return tuple(not down for down in given)
 
 
 def axis_of(layer: Layer, axis: int, dims: int, what: str = "axis") -> int:

@@ -87,7 +87,9 @@ def prelu(layer: Layer, shapes: list[Shape]) -> Made:
     if len(shapes[0]) < 2:
         raise layer.refuse(f"its bottom has the shape {list(shapes[0])}: it takes examples x channels")
     filler = p.filler if p.HasField("filler") else _constant(0.25)
-    return Made([nn.PReLU(1 if p.channel_shared else shapes[0][1])], {"weight": filler})
+    made = nn.PReLU(1 if p.channel_shared else shapes[0][1])
+    made.scalar = p.channel_shared  # its blob has no axes in Caffe's files
+    return Made([made], {"weight": filler})
 
 
 class BatchNorm(nn.Module):
@@ -137,8 +139,12 @@ def batch_norm(layer: Layer, shapes: list[Shape]) -> Made:
         raise layer.refuse(f"its bottom has the shape {list(shape)}: it takes examples x channels")
     if not p.eps > 0:
         raise layer.refuse(f"eps: {p.eps:g}: give a number above 0")
-    if any(spec.HasField("lr_mult") and spec.lr_mult for spec in layer.message.param):
+    params = layer.message.param
+    # Of three Caffe takes the rates for 0, whatever they say.
+    if len(params) != 3 and any(spec.HasField("lr_mult") and spec.lr_mult for spec in params):
         raise layer.refuse("its blobs are statistics, which no rate applies to: give lr_mult: 0, or leave param out")
+    if shared := [spec.name for spec in params if spec.name]:
+        raise layer.refuse(f"it shares {shared[0]!r}: statistics cannot be shared here: leave the names out")
     fixed = p.use_global_stats if p.HasField("use_global_stats") else None
     return Made([BatchNorm(shape[1], p.eps, p.moving_average_fraction, fixed)])
 

@@ -190,8 +190,8 @@ def load(
     shorter side, the square cut out of it, and whether images are read in one channel.
     limit: keep only the first n training and the first n test examples, for quick trials. arrays: the names of examples
     and targets in HDF5 files. problem: what the targets of an npz file are, where they alone do not decide; examples:
-    that is what is learned, of any dataset. regions: for voc, the options of `data.regions`. only: test, where nothing is
-    to be learned, for voc.
+    that is what is learned, of any dataset. regions: for voc, the options of `data.regions`. only: test, where
+    nothing is to be learned, for voc.
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")

@@ -87,6 +87,9 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     configs.validate(tree, str(net_file))  # refuses what is no section, before it is looked into
     given_keys = {override.partition("=")[0] for override in overrides}
     fit_data(tree["data"], said, given_keys, plan, notes)
+    if "batch_size" not in tree["optim"]:
+        size = Config().optim.batch_size
+        notes.append(f"the net does not say how many examples a batch has: optim.batch_size={size} is taken")
     data = tree["data"]
     shape = shape_of(tree, layer)
     if data.get("name") is None:

@@ -564,7 +564,7 @@ def main() -> None:
             raise
         errors.print(f"[red]error:[/] {_escape(str(told))}", soft_wrap=True)
         sys.exit(2)
-    except Exception as error:
+    except BaseException as error:
         code = getattr(error, "exit_code", None)  # train.Stopped: saved and stopped by a signal
         if code is None:
             raise

@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import shutil
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
@@ -226,6 +228,20 @@ def test_a_signal_before_the_first_step_stops_as_well(here):
                    here / "results", stop=(signal.SIGTERM, "os.mkdir", "plain-seed0"))  # fmt: skip
     assert done.code == 143, done.out + done.err
     assert "0 of 2 runs done. To go on: mheads reproduce" in done.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_run_is_built_is_not_taken_for_a_fault_of_the_network(here, number):
+    (here / "stopping.py").write_text(
+        "import os\nfrom torch import nn\n\n"
+        "class Telling(nn.Linear):\n"
+        f"    def extra_repr(self):\n        os.kill(os.getpid(), {int(number)})\n        return ''\n\n"
+        "def net():\n    return nn.Sequential(nn.Flatten(), Telling(64, 10))\n"
+    )
+    done = process("reproduce", here / "mine.yaml", "--recipe", "digits", *TINY, "model=stopping:net", "-f",
+                   here / "runs", "-o", here / "results", before=partial(os.chdir, here))  # fmt: skip
+    assert done.code == 128 + number, done.out + done.err
+    assert "0 of 2 runs done. To go on: mheads reproduce" in done.out and not trained_at(here)
 
 
 def test_scaled_runs_have_names_and_results_of_their_own(mheads, here):

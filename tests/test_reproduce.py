@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from functools import partial
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from matplotlib.image import imread
 from mheads.checkpoint import Checkpoints
 from mheads.config import load
 from mheads.run_folder import RunFolder
+from mheads.suites import results as documents
 from mheads.suites.jobs import Options, Planner
 from mheads.suites.suite import read
 from mheads.suites.watch import Overview, duration
@@ -183,6 +185,53 @@ def test_results_with_other_overrides_or_of_another_experiment_are_not_mixed(mhe
     (here / "mine.yaml").write_text(MINE.replace("{name: plain}", "{name: plain, set: [optim.lr=0.03]}"))
     message = refused(*run, "-f", "elsewhere")
     assert "plain with seed 0" in message and "mine-digits.json" in message
+
+
+def other_recipe(here, *rows):
+    """A recipe of the user's own that differs, and a suite with these rows."""
+    (here / "other.yaml").write_text((resources.files("mheads.recipes") / "digits.yaml").read_text() + "pretrain: 3\n")
+    (here / "mine.yaml").write_text("".join(["metrics: [members]\nrows:\n", *(f"  - {row}\n" for row in rows)]))
+
+
+def test_runs_of_another_recipe_stay_apart_from_rows_of_the_same_name(here):
+    other_recipe(here, "{name: random_init}", "{name: far, from: 'other.yaml:standard/random_init'}")
+    planner = Planner(Options("digits"))
+    suite = read("mine.yaml")
+    found = documents.make(planner.table(suite), planner, 1)
+    assert [entry["run"] for entry in found["rows"]] == ["random_init", "other/random_init"]
+    digests = [documents.digest(planner.job(suite, row, 0).config) for row in ("random_init", "far")]
+    assert len(set(digests)) == 2
+    # As earlier versions wrote it: both under one name, of which the config says whose it is.
+    old = json.loads(json.dumps(found))
+    old["rows"][1]["run"] = "random_init"
+    old["runs"]["random_init"] = [run_entry(0, config) for config in digests]
+    documents.save(old, here / "old.json")
+    documents.merge(found, here / "old.json", planner.table(suite), planner, 1)
+    assert {key: [run["config"] for run in runs] for key, runs in found["runs"].items()} == {
+        "random_init": digests[:1], "other/random_init": digests[1:],
+    }  # fmt: skip
+
+
+def run_entry(seed, config, **result):
+    found = {"problem": "classification", "members": [50.0], "single": 50.0, "seconds": 1.0, **result}
+    return {"seed": seed, "config": config, "command": "mheads train", "result": found,
+            "versions": {"mheads": "0.1.0"}, "machine": "none"}  # fmt: skip
+
+
+def test_a_run_that_another_starts_from_is_not_taken_for_it(mheads, here):
+    other_recipe(here, "{name: random_init, set: ['init=<run:other.yaml:standard/random_init>']}")
+    assert mheads("train", "other.yaml", *TINY, "-f", "runs/reproduce/other/random_init-seed0").code == 0
+    (here / "other.yaml").write_text((here / "runs/reproduce/other/random_init-seed0/config.yaml").read_text())
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--tables")
+    assert done.code == 0, done.err
+    assert results(here)["runs"] == {}  # the donor's figures are not this row's
+
+
+def test_two_recipes_of_one_name_do_not_share_a_folder(refused, here):
+    (here / "deep").mkdir()
+    other_recipe(here, "{name: random_init}", "{name: far, from: 'deep/digits.yaml:standard/random_init'}")
+    (here / "other.yaml").rename(here / "deep/digits.yaml")
+    assert "whose name is the same and is another run (pretrain differs)" in refused("mine.yaml", "--recipe", "digits")
 
 
 def test_a_run_that_fails_does_not_stop_the_others(mheads, here):

@@ -128,6 +128,7 @@ class Planner:
         self._tables: dict[str, Table] = {}
         self._jobs: dict[tuple[str, str, int], Job] = {}
         self._others: dict[str, Planner] = {}
+        self._places: dict[Path, Job] = {}  # of all recipes: two files of one name share a folder
 
     def table(self, suite: Suite) -> Table:
         if suite.source not in self._tables:
@@ -180,22 +181,34 @@ class Planner:
             if str(error).startswith(suite.source):
                 raise
             raise UserError(f"{suite.source}: row {name!r}: {error}") from error
-        special = suite.recipes.get(self.options.short)
-        group = (special.folder if special else None) or self.options.short
-        path = self.folder / group / f"{name}-seed{seed}{self.options.suffix}"
+        path = self.folder / self._group(suite) / f"{name}-seed{seed}{self.options.suffix}"
         job = Job(name, seed, config, tuple(overrides), path, self.options.recipe, tuple(needs), row.rounds)
-        for other_job in self._jobs.values():
-            if other_job.path == path and (key := difference(other_job.config, config)):
-                raise UserError(
-                    f"{suite.source}: row {name!r} has the name of a row of another suite and is another run ({key} "
-                    "differs); give it another name"
-                )
+        known = self._places.setdefault(path, job)
+        key = "rounds" if known.rounds != job.rounds else difference(known.config, config)
+        if key is not None:
+            whose = "another suite" if known.recipe == job.recipe else f"{known.recipe}, whose name is the same"
+            raise UserError(
+                f"{suite.source}: row {name!r} has the name of a row of {whose} and is another run ({key} differs); "
+                "give it another name"
+            )
         return job
+
+    def _group(self, suite: Suite) -> str:
+        """The folder of a suite's runs, beside those of other recipes."""
+        special = suite.recipes.get(self.options.short)
+        return (special.folder if special else None) or self.options.short
+
+    def key(self, suite: Suite, job: Job) -> str:
+        """What a run is called in the results of a suite: its row, after the folder if that is not the suite's own."""
+        group = job.path.parent.name
+        return job.row if group == self._group(suite) else f"{group}/{job.row}"
 
     def _of(self, recipe: str) -> Planner:
         """Of another recipe, without what the command changes in this one."""
         if recipe not in self._others:
-            self._others[recipe] = Planner(replace(self.options, recipe=recipe, overrides=()), self.folder)
+            other = Planner(replace(self.options, recipe=recipe, overrides=()), self.folder)
+            other._others, other._places = self._others, self._places
+            self._others[recipe] = other
         return self._others[recipe]
 
     def command(self, job: Job) -> str:

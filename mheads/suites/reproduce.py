@@ -79,11 +79,14 @@ class Run:
         others = [self.planner.job(self.suite, row, seed) for seed in seeds for row in self.table.names]
         for job in in_order([*self.jobs, *others]):  # rows that were not asked for are shown if they are there
             if there[job.path] if job.path in there else _there(job):
-                results.add(self.document, job, self.planner)
+                self._add(job)
         again = [results.command(name, options, seeds), *(f"--only {shlex.quote(row)}" for row in only)]
         places = (("-f", folder, FOLDER), ("-o", output, OUTPUT))
         again += [f"{key} {shlex.quote(str(path))}" for key, path, usual in places if path != usual]
         self.again = " ".join(again)
+
+    def _add(self, job: Job) -> None:
+        results.add(self.document, job, self.planner, self.suite)
 
     def train(self) -> None:
         """Trains what is missing. A run that cannot go on is named at the end; the others are trained all the same."""
@@ -101,7 +104,7 @@ class Run:
                             raise UserError(f"it starts from {broken[0]}, which failed")
                         result = _train(job, watch)
                         done += 1
-                        results.add(self.document, job, self.planner)
+                        self._add(job)
                         results.save(self.document, self.path)
                     except UserError as error:
                         if not done:  # nothing has been trained, and most likely nothing can
@@ -143,7 +146,7 @@ class Run:
                 table.add_row(job.name, f"{job.total:,}", "finished, reused")
                 continue
             done = job.steps_done()
-            key = f"{job.row} {done}"  # another seed takes as long
+            key = f"{job.path.parent.name}/{job.row} {done}"  # another seed takes as long
             if key not in times:
                 with self.console.status(f"three steps of {job.name}"):
                     try:

@@ -4,6 +4,8 @@
  "rows": [{"name", "run", "metrics", "paper"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "command", "result", "versions", "machine"}]}}
 
+A row's "run" is the key of its runs: see `Planner.key`.
+
 Tables and figures are made from these files alone, so that they can be made anew where there are no runs.
 """
 
@@ -26,7 +28,7 @@ from mheads.errors import UserError
 from mheads.plain import from_json
 from mheads.run_folder import RunFolder
 from mheads.suites.jobs import Job, Options, Planner, public
-from mheads.suites.suite import SUITES, Table
+from mheads.suites.suite import SUITES, Suite, Table
 
 Document = dict[str, Any]
 
@@ -41,7 +43,8 @@ def make(table: Table, planner: Planner, trials: int) -> Document:
     first = planner.job(suite, table.names[0], options.seed)
     rows = []
     for row in table.rows:
-        entry: dict[str, Any] = {"name": row.name, "run": planner.job(suite, row.name, options.seed).row}
+        run = planner.key(suite, planner.job(suite, row.name, options.seed))
+        entry: dict[str, Any] = {"name": row.name, "run": run}
         if row.metrics:
             entry["metrics"] = row.metrics
         if figures := table.paper.get(row.name):
@@ -74,9 +77,10 @@ def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[
     return shlex.join([*words, *map(show, options.overrides)])
 
 
-def add(document: Document, job: Job, planner: Planner) -> None:
+def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
     """Adds a finished run, in the place of one with the same seed; one that no row shows is left out."""
-    if job.row not in {entry["run"] for entry in document["rows"]}:
+    key = planner.key(suite, job)
+    if key not in {entry["run"] for entry in document["rows"]}:
         return
     folder = job.folder
     entry = {
@@ -87,8 +91,8 @@ def add(document: Document, job: Job, planner: Planner) -> None:
         "versions": folder.read_result()["versions"],
         "machine": machine(),
     }
-    others = [run for run in document["runs"].get(job.row, ()) if run["seed"] != job.seed]
-    document["runs"][job.row] = sorted([*others, entry], key=lambda run: run["seed"])
+    others = [run for run in document["runs"].get(key, ()) if run["seed"] != job.seed]
+    document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
 
 
 def digest(config: Config) -> str:
@@ -162,17 +166,21 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
         raise UserError(
             f"{path} holds results with other overrides ({said[0]} there, {said[1]} here): give another folder with -o"
         )
-    rows = {entry["run"]: entry["name"] for entry in document["rows"]}
-    for row, runs in before["runs"].items():
+    rows = {entry["name"]: entry["run"] for entry in document["rows"]}
+    # Earlier versions called a run by its row alone, also where that is of another recipe: its config tells it apart.
+    meant = {entry["run"]: entry["name"] for entry in document["rows"]}
+    called = {entry["name"]: entry["run"] for entry in before["rows"]}
+    for key, runs in before["runs"].items():
+        names = [meant[key]] * (key in meant) + [name for name in rows if called.get(name) == key]
         for run in runs:
-            if row in rows:
-                wanted = digest(planner.job(table.suite, rows[row], run["seed"]).config)
-            if row not in rows or run["config"] != wanted:
+            jobs = {name: planner.job(table.suite, name, run["seed"]) for name in names}
+            name = next((name for name, job in jobs.items() if digest(job.config) == run["config"]), None)
+            if name is None:
                 raise UserError(
-                    f"{path} holds a run that is not of this suite: {row} with seed {run['seed']}, {run['command']}; "
+                    f"{path} holds a run that is not of this suite: {key} with seed {run['seed']}, {run['command']}; "
                     "move the file, or give another folder with -o"
                 )
-    document["runs"] = before["runs"]
+            document["runs"].setdefault(rows[name], []).append(run)
     if seeds := sorted({run["seed"] for runs in before["runs"].values() for run in runs}):
         options = planner.options
         seeds = [min(seeds[0], options.seed), max(seeds[-1], options.seed + trials - 1)]

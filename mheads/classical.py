@@ -236,7 +236,7 @@ def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
     lines = [
         f"  {k}: {old.get(k, default[k])!r} in the folder, {new[k]!r} now"
         for k in new
-        if old.get(k, default[k]) != new[k] and _decides(k, config)
+        if not configs.same(k, old.get(k, default[k]), new[k]) and _decides(k, config)
     ]
     if lines and not RunFolder(folder / "round0").exists():  # it failed before there was anything to keep
         files.remove(folder / "round0.npz")

@@ -211,15 +211,20 @@ class RunFolder:
                 self._write(path, state["config"].encode() if path == self.config else _json(state["identity"]))
 
     def _refuse_differences(self, config: Config, data: DataFacts, what: dict[str, Any]) -> None:
-        before = self.read_config()
+        before, there = self.read_config(), self.read_identity()
         old, new = configs.flatten(before), configs.flatten(config)
+        # What a path leads to is known by its digest: it may lie elsewhere now.
+        alike = ["init"] * (what["start"] is not None and there.get("start") == what["start"])
+        if what["sampling"] and identity.same_sampling(there, what):
+            alike += ["sampling.generalist", "sampling.path"]
         lines = [
-            _difference(k, old[k], new[k]) for k in configs.differing(before, config) if not configs.is_free(k, config)
+            _difference(k, old[k], new[k])
+            for k in configs.differing(before, config)
+            if not configs.is_free(k, config) and k not in alike
         ]
         if lines:
             shown = "\n".join(f"  {line}" for line in lines)
             raise UserError(f"{self.path} holds a run of another config:\n{shown}\n{ELSEWHERE}")
-        there = self.read_identity()
         if there["data"] != data.fingerprint:
             raise UserError(
                 f"{self.path} was trained on other data: checksum {there['data']} there, {data.fingerprint} now; "

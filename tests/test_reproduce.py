@@ -106,6 +106,20 @@ def test_a_suite_of_the_users_own_runs_once_and_is_written_as_tables(mheads, her
     assert again.code == 0 and again.out.startswith("0 runs to train, 4 finished")
     assert trained_at(here) == times and results(here) == found
 
+    # However the folder is spelled, and wherever it has been moved, its runs are known by what they started from.
+    (here / "deep").mkdir()
+    (here / "link").symlink_to(here / "runs", target_is_directory=True)
+    shutil.copytree(here / "runs", here / "moved")
+    shutil.move(here / "moved/reproduce/digits/plain-seed0", here / "plain-seed0")
+    (here / "moved/reproduce/digits/plain-seed0").symlink_to(here / "plain-seed0")
+    for folder in ("deep/../runs/reproduce", "link/reproduce", "moved/reproduce", here / "link/../runs/reproduce"):
+        dry = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--trials", 2, *TINY, "-f", folder, "--dry-run")
+        assert dry.code == 0 and "0 runs to train" in dry.out, (folder, dry.out, dry.err)
+    alone = ["train", "digits", *TINY, "loss=mcl", "loss.k=1", "-f", "runs/reproduce/digits/mcl-seed0"]
+    assert mheads(*alone, "init=moved/reproduce/digits/plain-seed0").code == 0
+    assert mheads(*alone, "init=moved/reproduce/digits/plain-seed1").code == 2  # other weights
+    assert trained_at(here)["mcl-seed0"] == times["mcl-seed0"]
+
     # Without the runs, tables are made anew from the JSON files alone.
     page = (here / "results/README.md").read_text()
     shutil.rmtree(here / "runs")

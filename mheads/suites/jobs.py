@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mheads import config as configs
+from mheads import files
 from mheads.checkpoint import Checkpoints
 from mheads.classical import is_stable, read_rounds
 from mheads.config import Config
@@ -92,8 +94,9 @@ class Job:
         if not folder.exists():
             return False
         try:
-            if key := difference(folder.read_config(), self.config):
-                there, here = (configs.flatten(c)[key] for c in (folder.read_config(), self.config))
+            before = folder.read_config()
+            if key := difference(before, self.config, self._same_donors(folder)):
+                there, here = (configs.flatten(c)[key] for c in (before, self.config))
                 raise UserError(
                     f"{self.path} is in the way: a run of another config, {key}: {there!r} there, {here!r} here; "
                     "give another --folder, or move that one"
@@ -101,6 +104,24 @@ class Job:
             return folder.finished(self.total)
         except DamageError:  # training makes it anew, or says why it cannot
             return False
+
+    def _same_donors(self, folder: RunFolder) -> list[str]:
+        """The keys of runs that the one in the folder started from, and that are those needed here by their weights.
+
+        Its config may name another place: folders are moved.
+        """
+        if not self.needs:
+            return []
+        found = folder.read_identity()
+        began = {"init": [found.get("start")], "sampling.generalist": list((found.get("sampling") or {}).values())}
+        models = {os.path.realpath(need.path): need.folder.model for need in self.needs}
+        given = configs.flatten(self.config)
+        return [
+            key
+            for key, digests in began.items()
+            if given[key] and (model := models.get(os.path.realpath(given[key]))) is not None
+            if model.is_file() and files.digest(model) in digests
+        ]
 
     def steps_done(self) -> int:
         """How far an unfinished run has come."""
@@ -110,13 +131,14 @@ class Job:
         return before + max(Checkpoints(path / "checkpoints").steps(), default=0)
 
 
-def difference(there: Config, here: Config) -> str | None:
-    """The first key that makes the results of two configs differ."""
+def difference(there: Config, here: Config, alike: Sequence[str] = ()) -> str | None:
+    """The first key that makes the results of two configs differ, but for those that are known to be alike."""
+
     # How long a run is may change when it is resumed, but not here: a table compares runs of equal length.
-    return next(
-        (key for key in configs.differing(there, here) if key == "optim.iterations" or not configs.is_free(key, here)),
-        None,
-    )
+    def decides(key: str) -> bool:
+        return key not in alike and (key == "optim.iterations" or not configs.is_free(key, here))
+
+    return next(filter(decides, configs.differing(there, here)), None)
 
 
 class Planner:

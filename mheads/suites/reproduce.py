@@ -107,10 +107,9 @@ class Run:
                         self._add(job)
                         results.save(self.document, self.path)
                     except UserError as error:
-                        if not done:  # nothing has been trained, and most likely nothing can
-                            raise UserError(f"{job.name}: {error}") from error
+                        again = str(error) in failed.values()  # a set that is missing, say, for every row
                         failed[job.path] = str(error)
-                        watch.warn(f"{job.name} failed: {error}")
+                        watch.warn(f"{job.name} failed{' for the same reason' if again else f': {error}'}")
                     watch.ended(job, result)
         except Stopped:
             self.publish(show=False)
@@ -119,9 +118,14 @@ class Run:
             )
             raise
         if failed:
-            self.publish()
-            lines = "\n".join(f"  {path.name}: {why}" for path, why in failed.items())
-            raise UserError(f"{len(failed)} of {_runs(len(self.missing))} failed; the others are done:\n{lines}")
+            if self.document["runs"]:
+                self.publish()
+            reasons: dict[str, list[str]] = {}
+            for path, why in failed.items():
+                reasons.setdefault(why, []).append(path.name)
+            lines = "\n".join(f"  {', '.join(names)}: {why}" for why, names in reasons.items())
+            others = "; the others are done" if len(failed) < len(self.missing) else ""
+            raise UserError(f"{len(failed)} of {_runs(len(self.missing))} failed{others}:\n{lines}")
 
     def publish(self, show: bool = True) -> None:
         """Writes the document, its table and figure, and the page of all results."""

@@ -404,7 +404,7 @@ def reproduce(
     if suite is None:
         if not only_tables:
             raise UserError(f"give a suite: {', '.join(suites.SUITES)}, or the path of a YAML file")
-        for path in suites.write_tables(output):
+        for path in suites.write_tables(output, console):
             console.print(f"{path} read", markup=False, soft_wrap=True)
         return
     options = Options(recipe or suites.read(suite).recipe, seed, scale, validation, tuple(overrides or ()))

@@ -232,6 +232,62 @@ def run_entry(seed, config, **result):
             "versions": {"mheads": "0.1.0"}, "machine": "none"}  # fmt: skip
 
 
+def written(here, name="plain", **changes):
+    """Writes results of one run, with these keys changed, and returns their file."""
+    (here / "results").mkdir(exist_ok=True)
+    found = {"suite": name, "recipe": "digits", "members": 1, "scale": 1, "validation": 0, "overrides": [],
+             "command": "mheads reproduce", "metrics": ["members", "oracle"], "rows": [{"name": "a", "run": "a"}],
+             "claims": [], "runs": {"a": [run_entry(0, "abc")]}, **changes}  # fmt: skip
+    path = here / f"results/{name}-digits.json"
+    path.write_text(json.dumps(found))
+    return path
+
+
+RUN = run_entry(0, "abc")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": "a"},
+        {"rows": [{"name": "a"}]},
+        {"rows": [{"name": "a", "run": "a", "paper": {"oracle": "high"}}]},
+        {"claims": [{"left": "a", "is": "better", "right": "a.oracle"}]},
+        {"claims": [{"left": "a.oracle", "is": "nicer", "right": "a.oracle"}]},
+        {"claims": [{"left": "a.oracle", "right": "a.oracle"}]},
+        {"claims": [{"order": ["a"]}]},
+        {"runs": [RUN]},
+        {"runs": {"a": [{}]}},
+        {"runs": {"a": [{**RUN, "seed": "0"}]}},
+        {"runs": {"a": [{**RUN, "result": {"oracle": {"deep": 1}}}]}},
+        {"runs": {"a": [run_entry(0, "abc", members=50.0)]}},
+        {"runs": {"a": [run_entry(0, "abc", problem=["classification"])]}},
+        {"scale": "1"},
+        {"overrides": None},
+    ],
+)
+def test_a_deformed_file_of_results_is_named_and_the_others_are_shown(mheads, here, changes):
+    bad = written(here, "bad", **changes)
+    written(here)
+    (here / "results/notes.json").write_text("[1, 2]")
+    done = mheads("reproduce", "--tables")
+    assert done.code == 0 and "Traceback" not in done.err, done.err
+    assert f"left out: results/{bad.name} is not a file of results (" in done.out
+    assert "left out: results/notes.json" in done.out and "results/plain-digits.json read" in done.out
+    assert (here / "results/README.md").read_text().count("## ") == 1
+
+
+def test_a_claim_of_no_rows_is_refused_or_with_few_members_left_out(mheads, refused, here):
+    (here / "mine.yaml").write_text("rows:\n  - {name: a}\nclaims:\n  - {order: [], by: oracle}\n")
+    assert "claim number 1: order = []" in refused("mine.yaml", "--recipe", "digits")
+    (here / "mine.yaml").write_text("rows:\n  - {name: a}\nclaims:\n  - {order: ['k<1..M-1>'], by: oracle}\n")
+    planner = Planner(Options("digits", overrides=("members=1",)))
+    assert planner.table(read("mine.yaml")).claims == []
+    written(here, claims=[{"order": [], "by": "oracle"}])  # as earlier versions wrote it
+    assert mheads("reproduce", "--tables").code == 0
+    assert "| open |" in (here / "results/plain-digits.md").read_text()
+
+
 def test_a_run_that_another_starts_from_is_not_taken_for_it(mheads, here):
     other_recipe(here, "{name: random_init, set: ['init=<run:other.yaml:standard/random_init>']}")
     assert mheads("train", "other.yaml", *TINY, "-f", "runs/reproduce/other/random_init-seed0").code == 0

@@ -105,7 +105,7 @@ def verdicts(document: dict[str, Any]) -> list[Verdict]:
 
 
 def _verdict(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
-    return _order(document, claim) if claim.get("order") else _relation(document, claim)
+    return _relation(document, claim) if claim.get("order") is None else _order(document, claim)
 
 
 def _order(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
@@ -167,7 +167,7 @@ def number(value: float, metric: str) -> str:
 def ours(document: dict[str, Any], row: str, metric: str) -> str:
     if metric == "members":
         found = members(document, row)
-        return NOT_RUN if found is None else " ".join(f"{value:.1f}" for value in found)
+        return NOT_RUN if found is None else " ".join("-" if value is None else f"{value:.1f}" for value in found)
     values = trials(document, row, metric)
     if values is None:
         return "" if num_trials(document, row) else NOT_RUN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,7 @@ class Run:
     def publish(self, show: bool = True) -> None:
         """Writes the document, its table and figure, and the page of all results."""
         results.save(self.document, self.path)
-        write_tables(self.path.parent, [self.path])
+        write_tables(self.path.parent, self.console, [self.path])
         if show:
             self.console.print(tables.shown(self.document))
             self.console.print(
@@ -164,7 +165,7 @@ class Run:
             table.add_row(job.name, count, "not known" if time is None else duration(time))
         self.console.print(table)
         for line in unknown:
-            self.console.print(line, style="yellow", markup=False, soft_wrap=True)
+            _warn(self.console, line)
         about, reused = "more than" if unknown else "about", len(self.jobs) - len(self.missing)
         text = f"{_runs(len(self.missing))} to train, {about} {duration(total)}; {reused} reused"
         self.console.print(text, markup=False, soft_wrap=True)
@@ -177,9 +178,9 @@ def dry_run(
     Run(name, options, console, trials, only, folder, output).foretell()
 
 
-def write_tables(folder: Path, changed: Sequence[Path] | None = None) -> list[Path]:
+def write_tables(folder: Path, console: Console, changed: Sequence[Path] | None = None) -> list[Path]:
     """Makes tables and figures anew from the JSON files in a folder (or those that changed), and README.md of all."""
-    documents = results.all_in(folder)
+    documents = results.all_in(folder, partial(_warn, console))
     if not documents:
         raise UserError(
             f"{folder} holds no results: give a suite to run, {', '.join(SUITES)}, or another folder with -o"
@@ -210,6 +211,10 @@ def _train(job: Job, watch: Overview) -> dict[str, Any]:
         return train_config(job.config, job.folder, watch)
     train_rounds(job.config, job.path, lambda label: watch, job.rounds)
     return job.folder.read_result()
+
+
+def _warn(console: Console, message: str) -> None:
+    console.print(message, style="yellow", markup=False, soft_wrap=True)
 
 
 def _runs(count: int) -> str:

@@ -20,15 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mheads import config as configs
-from mheads import files
+from mheads import files, plain
 from mheads.config import Config
 from mheads.errors import UserError
 from mheads.plain import from_json
 from mheads.run_folder import RunFolder
 from mheads.suites.jobs import Job, Options, Planner, public
-from mheads.suites.suite import SUITES, Suite, Table
+from mheads.suites.suite import SUITES, Relation, Suite, Table, Term, read_figure
 
 Document = dict[str, Any]
 
@@ -144,16 +145,86 @@ def evenness(owned: list[float]) -> float:
 # Files.
 
 
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Row(_Part):
+    name: str
+    run: str
+    metrics: dict[str, str] = {}
+    paper: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _figures(self) -> _Row:
+        for metric, figure in self.paper.items():
+            read_figure(metric, figure)
+        return self
+
+
+class _Claim(_Part):
+    say: str = ""
+    order: list[str] | None = None
+    by: str = ""
+    left: str = ""
+    is_: Relation | None = Field(None, alias="is")
+    right: str = ""
+    within: float = 0.25
+
+    @model_validator(mode="after")
+    def _whole(self) -> _Claim:
+        if self.order is None:
+            for side in (self.left, self.right):
+                Term.of(side)
+        if not (self.is_ if self.order is None else self.by):
+            raise ValueError("a claim has no `is`, or an order no `by`")
+        return self
+
+
+class _Run(_Part):
+    seed: int
+    config: str
+    command: str
+    result: dict[str, float | str | list[float | None] | None]
+    versions: dict[str, str]
+    machine: str
+
+    @model_validator(mode="after")
+    def _kinds(self) -> _Run:
+        for key, kind in (("members", list), ("problem", str), ("seconds", int | float)):
+            if not isinstance(self.result.get(key), kind):
+                raise ValueError(f"result.{key} is {plain.short(self.result.get(key))}")
+        return self
+
+
+class _Document(_Part):
+    """What the rest of the program takes for granted in a document."""
+
+    suite: str
+    about: str = ""
+    recipe: str
+    members: int
+    scale: float
+    validation: int
+    overrides: list[str]
+    command: str
+    metrics: list[str]
+    rows: list[_Row]
+    claims: list[_Claim]
+    runs: dict[str, list[_Run]]
+
+
 def load(path: Path) -> Document:
     try:
-        document = from_json(path.read_bytes())
-        for key in ("suite", "recipe", "scale", "overrides", "command", "metrics", "rows", "claims", "runs"):
-            document[key]
+        document: Document = from_json(path.read_bytes())
+        _Document.model_validate(document)
         return document
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not a file of results ({type(error).__name__}: {error}): move it out of that folder"
-        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise UserError(f"{path} is not a file of results ({why}): move it out of that folder")
 
 
 def merge(document: Document, path: Path, table: Table, planner: Planner, trials: int) -> None:
@@ -192,9 +263,14 @@ def save(document: Document, path: Path) -> None:
     files.write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
-def all_in(folder: Path) -> dict[Path, Document]:
-    """All documents in a folder, in the order of the suites."""
-    found = {path: load(path) for path in sorted(folder.glob("*.json"))}
+def all_in(folder: Path, warn: Callable[[str], None]) -> dict[Path, Document]:
+    """All documents in a folder, in the order of the suites. A file that is none is told and left out."""
+    found: dict[Path, Document] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path] = load(path)
+        except UserError as error:
+            warn(f"left out: {error}")
     known = {name: i for i, name in enumerate(SUITES)}
 
     def key(item: tuple[Path, Document]) -> tuple[int, str, int, float]:

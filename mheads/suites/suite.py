@@ -40,6 +40,9 @@ SUITES = (
 TERM = re.compile(r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)(?: *(?P<added>[+-] *[\d.]+))?$")
 
 
+Relation = Literal["better", "no worse", "worse", "no better", "above", "below", "about"]
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
 
@@ -85,10 +88,10 @@ class Claim(_Part):
     """An order of rows from best to worst by a metric, or a relation of two terms."""
 
     say: str = ""
-    order: list[str] | None = None
+    order: list[str] | None = Field(None, min_length=1)
     by: str | None = None
     left: str | None = None
-    is_: Literal["better", "no worse", "worse", "no better", "above", "below", "about"] | None = Field(None, alias="is")
+    is_: Relation | None = Field(None, alias="is")
     right: str | None = None
     within: float = Field(0.25, gt=0)  # about: this part of the right side
     recipes: list[str] | None = None
@@ -147,6 +150,8 @@ class Suite(_Part):
                     tree = _map_text(part.model_dump(by_alias=True, exclude={"each"}), fill)
                     if isinstance(part, Claim) and tree["order"] is not None:
                         tree["order"] = [name for item in tree["order"] for name in words.names(item)]
+                        if len(tree["order"]) < 2:  # with so few members there is nothing to put in order
+                            continue
                     if (filled := type(part).model_validate(tree)) and not words.lacking(tree):
                         yield filled
             except ValueError as error:

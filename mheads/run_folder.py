@@ -115,11 +115,7 @@ class RunFolder:
             self._mend(data, warn)
             self._refuse_differences(config, data, what)
             return True
-        # A process that was killed here may have left files that are written before the config.
-        before = (self.manifest.path, self.data, self.identity, self.config)
-        begun = {".lock", *(name for path in before for name in (path.name, files.hidden_name(path).name))}
-        if self.path.is_dir() and any(entry.name not in begun for entry in self.path.iterdir()):
-            raise UserError(f"{self.path} is not empty and not a run folder: give another one")
+        self.refuse_other_content()
         try:
             self.path.mkdir(parents=True)
             self._made = True
@@ -142,6 +138,18 @@ class RunFolder:
             self.discard()
             raise
         return False
+
+    def refuse_other_content(self) -> None:
+        """Refuses a folder that is neither a run's nor empty, and what is no folder."""
+        if self.exists() or not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"{self.path} is not a folder: give another run folder")
+        # A process that was killed here may have left files that are written before the config.
+        before = (self.manifest.path, self.data, self.identity, self.config)
+        begun = {".lock", *(name for path in before for name in (path.name, files.hidden_name(path).name))}
+        if any(entry.name not in begun for entry in self.path.iterdir()):
+            raise UserError(f"{self.path} is not empty and not a run folder: give another one")
 
     def discard(self) -> None:
         """Removes what this process began here: a run without a first checkpoint leaves nothing."""

@@ -322,6 +322,43 @@ def test_what_no_run_can_be_built_for_is_told_once(refused, here):
     assert message.startswith("error: 2 of 2 runs failed:\n  a-seed0, b-seed0: ") and message.count("conv9") == 1
 
 
+def test_a_damaged_run_is_made_anew_or_named_and_one_that_nobody_asked_for_is_not_shown(mheads, here):
+    command = ["reproduce", "mine.yaml", "--recipe", "digits", *TINY, "--only", "plain"]
+    (here / "mine.yaml").write_text("rows:\n  - {name: plain}\n  - {name: other, set: [loss=mcl]}\n")
+    assert mheads(*command).code == 0
+    run = here / "runs/reproduce/digits/plain-seed0"
+    before, figures = weights(run), results(here)["runs"]["plain"][0]["result"]
+    for damage in (run.joinpath("metrics.jsonl").unlink, lambda: run.joinpath("metrics.jsonl").write_text("{")):
+        damage()
+        assert "1 run to train, 0 finished" in mheads(*command).out
+        assert "0 runs to train, 1 finished" in mheads(*command).out
+        assert weights(run) == before and results(here)["runs"]["plain"][0]["result"]["oracle"] == figures["oracle"]
+    run.joinpath("metrics.jsonl").unlink()
+    shutil.rmtree(run / "checkpoints")
+    done = mheads(*command)
+    assert done.code == 2 and f"metrics.jsonl is missing: move {run.relative_to(here)} away" in done.err
+    shutil.rmtree(here / "results")
+    assert mheads(*command[:-1], "other", "--tables").code == 0
+    assert results(here)["runs"] == {}
+
+
+def test_a_round_that_is_damaged_is_made_anew(mheads, here):
+    (here / "mine.yaml").write_text("rows:\n  - {name: rounds, rounds: 1}\n")
+    command = ["reproduce", "mine.yaml", "--recipe", "digits", *TINY]
+    assert mheads(*command).code == 0
+    (here / "runs/reproduce/digits/rounds-seed0/round0/result.json").write_text("{}")
+    assert "1 run to train, 0 finished" in mheads(*command).out
+    assert "0 runs to train, 1 finished" in mheads(*command).out
+
+
+@pytest.mark.parametrize("further", [[], ["--dry-run"]])
+def test_a_folder_that_is_no_run_is_seen_before_anything_is_trained(refused, here, further):
+    (here / "runs/reproduce/digits/mcl-seed0").mkdir(parents=True)
+    (here / "runs/reproduce/digits/mcl-seed0/notes.txt").touch()
+    message = refused("mine.yaml", "--recipe", "digits", *TINY, *further)
+    assert "mcl-seed0 is not empty and not a run folder" in message
+
+
 def test_a_signal_stops_after_the_step_and_the_same_command_goes_on(mheads, here):
     longer = [*TINY, "optim.iterations=12", "log.checkpoint_every=5"]
     command = ["reproduce", "mine.yaml", "--recipe", "digits", "-f", here / "runs", "-o", here / "results", *longer]

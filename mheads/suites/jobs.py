@@ -89,8 +89,9 @@ class Job:
         """Whether the run is there to be reused. Refuses a folder of another config."""
         if self.rounds is not None:
             known = self._rounds()
-            return bool(known) and (len(known) == self.rounds or is_stable(known[-1]))
+            return bool(known) and (len(known) == self.rounds or is_stable(known[-1])) and self.damage() is None
         folder = RunFolder(self.path)
+        folder.refuse_other_content()
         if not folder.exists():
             return False
         try:
@@ -101,9 +102,18 @@ class Job:
                     f"{self.path} is in the way: a run of another config, {key}: {there!r} there, {here!r} here; "
                     "give another --folder, or move that one"
                 )
-            return folder.finished(self.total)
+            return folder.finished(self.total) and self.damage() is None
         except DamageError:  # training makes it anew, or says why it cannot
             return False
+
+    def damage(self) -> str | None:
+        """What is wrong with a file that a table reads; training makes it anew where there is a checkpoint."""
+        folder = self.folder
+        try:
+            found = {path: folder.manifest.problem(path) for path in (folder.result, folder.model, folder.metrics)}
+        except DamageError as error:
+            return str(error)
+        return next((f"{path} {problem}" for path, problem in found.items() if problem), None)
 
     def _same_donors(self, folder: RunFolder) -> list[str]:
         """The keys of runs that the one in the folder started from, and that are those needed here by their weights.

@@ -104,6 +104,8 @@ class Run:
                         if broken := [need.name for need in job.needs if need.path in failed]:
                             raise UserError(f"it starts from {broken[0]}, which failed")
                         result = _train(job, watch)
+                        if damage := job.damage():  # and there was no checkpoint to make it anew from
+                            raise UserError(f"{damage}: move {job.path} away, and it is trained anew")
                         done += 1
                         self._add(job)
                         results.save(self.document, self.path)

@@ -144,7 +144,7 @@ class RunFolder:
         if self.exists() or not self.path.exists():
             return
         if not self.path.is_dir():
-            raise UserError(f"{self.path} is not a folder: give another run folder")
+            raise UserError(f"cannot write the run folder {self.path}: it is not a folder; give another one")
         # A process that was killed here may have left files that are written before the config.
         before = (self.manifest.path, self.data, self.identity, self.config)
         begun = {".lock", *(name for path in before for name in (path.name, files.hidden_name(path).name))}

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from functools import partial
 from importlib import resources
 
@@ -19,6 +20,7 @@ from mheads.config import load
 from mheads.run_folder import RunFolder
 from mheads.suites import results as documents
 from mheads.suites.jobs import Options, Planner
+from mheads.suites.reproduce import Run
 from mheads.suites.suite import read
 from mheads.suites.watch import Overview, duration
 
@@ -286,6 +288,34 @@ def test_a_claim_of_no_rows_is_refused_or_with_few_members_left_out(mheads, refu
     written(here, claims=[{"order": [], "by": "oracle"}])  # as earlier versions wrote it
     assert mheads("reproduce", "--tables").code == 0
     assert "| open |" in (here / "results/plain-digits.md").read_text()
+
+
+def test_two_processes_on_one_suite_keep_each_others_runs(here):
+    one, other = (
+        Run(
+            "mine.yaml", Options("digits"), rich.console.Console(file=io.StringIO()), 1, (), here / "runs", here / "out"
+        )
+        for _ in range(2)
+    )
+    for process_of, row in ((one, "plain"), (other, "mcl")):
+        config = process_of.planner.job(process_of.suite, row, 0).config
+        process_of.document["runs"][row] = [run_entry(0, documents.digest(config))]
+        process_of.publish(show=False)
+    one.publish(show=False)
+    assert set(documents.load(here / "out/mine-digits.json")["runs"]) == {"plain", "mcl"}
+    saving = threading.Thread(target=other.publish, args=(False,))
+    with documents.locked(here / "out"):
+        saving.start()
+        saving.join(0.2)
+        assert saving.is_alive()  # it waits
+    saving.join()
+
+
+@pytest.mark.parametrize("place", ["mine.yaml", "mine.yaml/deep", "full"])
+def test_a_place_that_takes_no_results_is_refused_before_training(refused, here, place):
+    (here / "full/mine-digits.json").mkdir(parents=True)
+    message = refused("mine.yaml", "--recipe", "digits", *TINY, "-o", place)
+    assert place in message and "give another folder with -o" in message
 
 
 def test_a_run_that_another_starts_from_is_not_taken_for_it(mheads, here):

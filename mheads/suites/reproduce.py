@@ -59,7 +59,7 @@ class Run:
     ) -> None:
         if trials < 1:
             raise UserError(f"--trials {trials}: give 1 or more")
-        self.options, self.console = options, console
+        self.options, self.console, self.trials = options, console, trials
         self.suite = read(name)
         self.planner = Planner(options, folder)
         self.table = self.planner.table(self.suite)
@@ -69,6 +69,7 @@ class Run:
         for row in only:
             self.table.row(row)
         self.path = output / results.file_name(self.suite.name, options)
+        results.check_writable(self.path)
         self.document = results.make(self.table, self.planner, trials)
         results.merge(self.document, self.path, self.table, self.planner, trials)
         seeds = range(options.seed, options.seed + trials)  # of all rows the first seed first
@@ -89,6 +90,11 @@ class Run:
     def _add(self, job: Job) -> None:
         results.add(self.document, job, self.planner, self.suite)
 
+    def _save(self) -> None:
+        """Writes the document, with what another process may have added to it since."""
+        results.merge(self.document, self.path, self.table, self.planner, self.trials)
+        results.save(self.document, self.path)
+
     def train(self) -> None:
         """Trains what is missing. A run that cannot go on is named at the end; the others are trained all the same."""
         watch = Overview(self.console, self.suite.name, self.missing)
@@ -108,7 +114,8 @@ class Run:
                             raise UserError(f"{damage}: move {job.path} away, and it is trained anew")
                         done += 1
                         self._add(job)
-                        results.save(self.document, self.path)
+                        with results.locked(self.path.parent):
+                            self._save()
                     except UserError as error:
                         again = str(error) in failed.values()  # a set that is missing, say, for every row
                         failed[job.path] = str(error)
@@ -132,8 +139,9 @@ class Run:
 
     def publish(self, show: bool = True) -> None:
         """Writes the document, its table and figure, and the page of all results."""
-        results.save(self.document, self.path)
-        write_tables(self.path.parent, self.console, [self.path])
+        with results.locked(self.path.parent):
+            self._save()
+            _write_tables(self.path.parent, self.console, [self.path])
         if show:
             self.console.print(tables.shown(self.document))
             self.console.print(
@@ -180,19 +188,28 @@ def dry_run(
     Run(name, options, console, trials, only, folder, output).foretell()
 
 
-def write_tables(folder: Path, console: Console, changed: Sequence[Path] | None = None) -> list[Path]:
-    """Makes tables and figures anew from the JSON files in a folder (or those that changed), and README.md of all."""
+def write_tables(folder: Path, console: Console) -> list[Path]:
+    """Makes all tables and figures anew from the JSON files in a folder, and README.md of all."""
+    if not any(folder.glob("*.json")):
+        raise _no_results(folder)
+    with results.locked(folder):
+        return _write_tables(folder, console)
+
+
+def _write_tables(folder: Path, console: Console, changed: Sequence[Path] | None = None) -> list[Path]:
     documents = results.all_in(folder, partial(_warn, console))
     if not documents:
-        raise UserError(
-            f"{folder} holds no results: give a suite to run, {', '.join(SUITES)}, or another folder with -o"
-        )
+        raise _no_results(folder)
     for path, document in documents.items():
         if changed is None or path in changed:
             save(_figure(document), path.with_suffix(".png"))
             files.write_atomically(path.with_suffix(".md"), tables.markdown(document, f"{path.stem}.png"))
     files.write_atomically(folder / "README.md", tables.readme(documents))
     return list(documents)
+
+
+def _no_results(folder: Path) -> UserError:
+    return UserError(f"{folder} holds no results: give a suite to run, {', '.join(SUITES)}, or another folder with -o")
 
 
 def _figure(document: dict[str, Any]) -> Any:

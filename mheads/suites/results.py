@@ -11,11 +11,14 @@ Tables and figures are made from these files alone, so that they can be made ane
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import platform
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +231,7 @@ def load(path: Path) -> Document:
 
 
 def merge(document: Document, path: Path, table: Table, planner: Planner, trials: int) -> None:
-    """Takes over the runs in the file. Refuses those of another experiment: nothing in the file is lost."""
+    """Takes over the runs in the file that the document lacks. Refuses those of another experiment: none is lost."""
     if not path.is_file():
         return
     before = load(path)
@@ -241,6 +244,7 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
     # Earlier versions called a run by its row alone, also where that is of another recipe: its config tells it apart.
     meant = {entry["run"]: entry["name"] for entry in document["rows"]}
     called = {entry["name"]: entry["run"] for entry in before["rows"]}
+    own = {(key, run["seed"]) for key, runs in document["runs"].items() for run in runs}
     for key, runs in before["runs"].items():
         names = [meant[key]] * (key in meant) + [name for name in rows if called.get(name) == key]
         for run in runs:
@@ -251,15 +255,41 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
                     f"{path} holds a run that is not of this suite: {key} with seed {run['seed']}, {run['command']}; "
                     "move the file, or give another folder with -o"
                 )
-            document["runs"].setdefault(rows[name], []).append(run)
+            if (rows[name], run["seed"]) not in own:
+                document["runs"].setdefault(rows[name], []).append(run)
+    for runs in document["runs"].values():
+        runs.sort(key=lambda run: run["seed"])
     if seeds := sorted({run["seed"] for runs in before["runs"].values() for run in runs}):
         options = planner.options
         seeds = [min(seeds[0], options.seed), max(seeds[-1], options.seed + trials - 1)]
         document["command"] = command(Path(table.suite.source).name, options, sorted(set(seeds)), public)
 
 
+def check_writable(path: Path) -> None:
+    """Refuses a place that results cannot be written to, before anything is trained for them."""
+    folder = next(place for place in (path.parent.absolute(), *path.parent.absolute().parents) if place.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "cannot be written" if folder.is_dir() else "is not a folder"
+        raise UserError(f"{path.parent}: {folder} {why}; give another folder with -o")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file: move it, or give another folder with -o")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes a folder of results; inside, no other process writes to it. The lock ends with the process."""
+    with files.saving(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system that has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def save(document: Document, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 

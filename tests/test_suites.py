@@ -204,7 +204,8 @@ def test_a_row_shows_another_metric_of_anothers_run():
         ({"a": [3.0], "b": [2.0, 1.0], "c": [1.0]}, "holds", "a 3.00, b 1.50, c 1.00"),
         ({"a": [3.0], "b": [1.0], "c": [2.0]}, "does not hold", "a 3.00, b 1.00, c 2.00"),
         ({"a": [3.0], "b": [3.0], "c": [2.0]}, "does not hold", "a 3.00, b 3.00, c 2.00"),
-        ({"a": [3.0], "b": [], "c": [2.0]}, "holds", "a 3.00, c 2.00, b not run"),
+        ({"a": [3.0], "b": [], "c": [2.0]}, "holds so far", "a 3.00, c 2.00, b not run"),
+        ({"a": [1.0], "b": [], "c": [2.0]}, "does not hold", "a 1.00, c 2.00, b not run"),
         ({"a": [3.0], "b": [], "c": []}, "open", "a 3.00, b not run, c not run"),
     ],
 )
@@ -226,6 +227,29 @@ def test_of_errors_the_lower_is_better():
     ):
         found = findings.verdicts(document({"a": [1.0], "b": [2.0]}, claims, problem))
         assert [verdict.word for verdict in found] == words
+        assert found[0].claim == ("Oracle: a < b" if problem == "regression" else "Oracle: a > b")
+
+
+@pytest.mark.parametrize("problem", ["classification", "regression"])
+@pytest.mark.parametrize(
+    ("metric", "lower"),
+    [
+        ("nll_ensemble_mean", True),
+        ("train_loss", True),
+        ("member_train_loss", True),
+        ("calibration_error_single", True),
+        ("mae_oracle", True),
+        ("r2_oracle", False),
+        ("evenness", False),
+    ],
+)
+def test_which_way_is_better_is_the_metrics_own(problem, metric, lower):
+    claims = [{"order": ["a", "b"], "by": metric}, {"left": f"a.{metric}", "is": "better", "right": f"b.{metric}"}]
+    found = document({"a": [1.0], "b": [2.0]}, claims, problem)
+    for row, value in (("a", 0.25), ("b", 0.5)):
+        found["runs"][row][0]["result"][metric] = value
+    assert [verdict.holds for verdict in findings.verdicts(found)] == [lower, lower]
+    assert (" < " if lower else " > ") in findings.verdicts(found)[0].claim
 
 
 @pytest.mark.parametrize(

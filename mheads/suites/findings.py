@@ -25,6 +25,8 @@ LABELS = {
     "member_train_loss": "training loss of a member",
 }
 NOT_RUN = "not run"
+LOWER = ("train_loss", "member_train_loss", "nll", "calibration_error", "mae", "seconds", "peak_memory")
+HIGHER = ("evenness", "r2", "disagreement", "spread_correlation")  # whatever the problem; the others follow it
 
 
 class Trials(NamedTuple):
@@ -89,15 +91,18 @@ def has_paper(document: dict[str, Any], metric: str) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim holds in our runs; `holds` is None where they are missing."""
+    """Whether a claim holds in our runs; `holds` is None where they are missing, and `whole` tells if all are there."""
 
     claim: str
     holds: bool | None
     figures: str
+    whole: bool = True
 
     @property
     def word(self) -> str:
-        return "open" if self.holds is None else "holds" if self.holds else "does not hold"
+        if self.holds is None:
+            return "open"
+        return "does not hold" if not self.holds else "holds" if self.whole else "holds so far"
 
 
 def verdicts(document: dict[str, Any]) -> list[Verdict]:
@@ -111,14 +116,15 @@ def _verdict(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
 def _order(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     """From best to worst; rows that have not been run are left out of it, and named."""
     rows, metric = claim["order"], claim["by"]
-    said = claim.get("say") or f"{label(metric)}: {' > '.join(rows)}"
+    higher = _higher_is_better(document, metric)
+    said = claim.get("say") or f"{label(metric)}: {(' > ' if higher else ' < ').join(rows)}"
     found = {row: values.mean for row in rows if (values := trials(document, row, metric))}
     missing = [row for row in rows if row not in found]
     means = list(found.values())
-    sign = 1 if _higher_is_better(document) else -1
-    holds = all(sign * a > sign * b for a, b in pairwise(means)) if len(means) > 1 else None
-    figures = ", ".join(f"{row} {number(mean, metric)}" for row, mean in found.items())
-    return Verdict(said, holds, ", ".join([figures] * bool(figures) + [f"{row} {NOT_RUN}" for row in missing]))
+    holds = all(a > b if higher else a < b for a, b in pairwise(means)) if len(means) > 1 else None
+    figures = [f"{row} {number(mean, metric)}" for row, mean in found.items()]
+    figures += [f"{row} {_why_not(document, row, metric)}" for row in missing]
+    return Verdict(said, holds, ", ".join(figures), not missing)
 
 
 def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
@@ -128,7 +134,7 @@ def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     sides = [trials(document, term.row, term.metric) for term in terms]
     if sides[0] is None or sides[1] is None:
         missing = [
-            f"{term.row} has no {label(term.metric)}" if num_trials(document, term.row) else f"{term.row} {NOT_RUN}"
+            f"{term.row} {_why_not(document, term.row, term.metric)}"
             for term, side in zip(terms, sides, strict=True)
             if side is None
         ]
@@ -136,7 +142,7 @@ def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     left, right = (
         term.factor * side.mean + term.added for term, side in zip(terms, sides, strict=True) if side is not None
     )
-    sign = 1 if _higher_is_better(document) else -1
+    sign = 1 if _higher_is_better(document, terms[0].metric) else -1
     holds = {
         "better": sign * left > sign * right,
         "no worse": sign * left >= sign * right,
@@ -151,8 +157,15 @@ def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     return Verdict(said, holds, ", ".join(beside))
 
 
-def _higher_is_better(document: dict[str, Any]) -> bool:
-    """Whether the measures of these runs are percents of what is right, and not errors."""
+def _why_not(document: dict[str, Any], row: str, metric: str) -> str:
+    return f"has no {label(metric)}" if num_trials(document, row) else NOT_RUN
+
+
+def _higher_is_better(document: dict[str, Any], metric: str) -> bool:
+    """Whether more of a metric is better; of accuracies and errors, which have the same names, the runs tell."""
+    for names, higher in ((LOWER, False), (HIGHER, True)):
+        if any(metric == name or metric.startswith(f"{name}_") for name in names):
+            return higher
     kinds = {run["result"].get("problem") for runs in document["runs"].values() for run in runs}
     return all(problems.PROBLEMS[kind].unit == "%" for kind in kinds if kind in problems.PROBLEMS)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from mheads.suites import findings
 
 Document = dict[str, Any]
-STYLES = {"holds": "green", "does not hold": "red", "open": "dim"}
+STYLES = {"holds": "green", "holds so far": "cyan", "does not hold": "red", "open": "dim"}
 
 
 def title(document: Document) -> str:

@@ -154,6 +154,40 @@ def test_runs_are_named_after_row_seed_and_length():
 def test_no_path_of_this_machine_is_shown():
     assert public("data.path=/home/me/pictures") == "data.path=.../pictures"
     assert public("loss.k=2") == "loss.k=2" and public("mine/digits.yaml") == "mine/digits.yaml"
+    assert public("/home/me/a=b.yaml") == ".../a=b.yaml"
+    assert public("data.path=/home/me=you/it") == "data.path=.../it"
+    assert public("sampling={name: file, path: /home/me/it.npz}") == "sampling={name: file, path: .../it.npz}"
+    assert public("data={'path': '~/my pictures', name: folder}") == "data={'path': '.../my pictures', name: folder}"
+    assert public("split={conv1: [2, 2]}") == "split={conv1: [2, 2]}"
+
+
+@pytest.mark.parametrize("folder", [".", "d", "e", "/", "runs/../runs"])
+def test_commands_name_the_usual_folder_wherever_runs_are(folder, tmp_path):
+    planner = Planner(Options("digits"), Path(folder))
+    job = planner.job(read("finetune"), "finetune_k1", 0)
+    assert planner.command(job) == (
+        "mheads train digits init=runs/reproduce/digits/random_init-seed0 loss=mcl loss.k=1 optim.accumulate=5 "
+        "optim.iterations=3000 seed=0 -f runs/reproduce/digits/finetune_k1-seed0"
+    )
+
+
+def mine(tmp_path, *rows):
+    path = tmp_path / "mine.yaml"
+    path.write_text("".join(["rows:\n", *(f"  - {row}\n" for row in rows)]))
+    return read(str(path))
+
+
+def test_a_row_may_start_from_two_runs(tmp_path):
+    both = "'sampling={name: clustered, generalist: <run:a>, path: <run:b>}'"
+    suite = mine(tmp_path, "{name: a}", "{name: b, set: [loss=mcl]}", f"{{name: c, set: [{both}]}}")
+    planner = Planner(Options("digits"))
+    with pytest.raises(UserError, match=r"sampling.path is for"):  # both folders are in, and it has no use for one
+        planner.job(suite, "c", 0)
+    suite = mine(tmp_path, "{name: a}", "{name: b, set: [loss=mcl]}",
+                 "{name: c, set: ['init=<run:a>', 'sampling={name: clustered, generalist: <run:b>}']}")  # fmt: skip
+    job = Planner(Options("digits")).job(suite, "c", 0)
+    assert [need.row for need in job.needs] == ["a", "b"]
+    assert job.config.init.endswith("digits/a-seed0") and job.config.sampling.generalist.name == "b-seed0"
 
 
 # What a table says.
@@ -334,6 +368,8 @@ def test_a_bad_file_is_told_with_row_and_key(text, parts, tmp_path):
         ("rows:\n  - {name: a, from: standrd/b}", ["row 'a'", "standrd", "did you mean standard?"]),
         ("rows:\n  - {name: a, from: b}\n  - {name: b, from: a}", ["'a' needs itself"]),
         ("rows:\n  - {name: a, set: ['init=<run:a>']}", ["'a' needs itself"]),
+        ("rows:\n  - {name: a}\n  - {name: b, set: ['init=<run:a']}", ["row 'b'", "'init=<run:a'", "close it with >"]),
+        ("rows:\n  - {name: a, rounds: 2}\n  - {name: b, set: ['init=<run:a>']}", ["row 'b'", "<run:a>", "rounds"]),
         ("rows:\n  - {name: random_init, set: [loss=mcl]}\n  - {name: b, from: standard/random_init}",
          ["random_init", "loss.name", "another name"]),
     ],

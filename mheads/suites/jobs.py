@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from mheads.run_folder import RunFolder
 from mheads.suites.suite import Suite, Table, read
 
 FOLDER = Path("runs/reproduce")
+RUN = re.compile(r"<run:([^<>]*)>")
+PLACES = ("/", "~")  # what a path of this machine begins with
+INNER = re.compile(r"(?<=[\s\[{,'\"])[/~][^,{}\[\]'\"]*")  # one in a value such as {name: file, path: /here/it.npz}
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Job:
     seed: int
     config: Config
     overrides: tuple[str, ...]
+    shown: tuple[str, ...]  # the overrides with folders as on any machine
     path: Path
     recipe: str
     needs: tuple[Job, ...] = ()  # runs that it starts from
@@ -192,29 +197,45 @@ class Planner:
             planner = self._of(recipe) if recipe else self
             return planner.job(read(there) if there else suite, of_row, seed, within)
 
+        def donor(reference: str) -> Job:
+            found = other(reference)
+            if found.rounds is not None:
+                raise UserError(
+                    f"<run:{reference}>: a row with rounds has a run for each, and which is the last shows when they "
+                    "are trained; start from a row without rounds"
+                )
+            return found
+
         try:
             if row.from_ is not None:
                 return other(row.from_)
-            needs: list[Job] = []
-            given: list[str] = []
-            for override in row.set:
-                before, mark, rest = override.partition("<run:")
-                if mark:
-                    reference, _, after = rest.partition(">")
-                    needs.append(other(reference))
-                    override = f"{before}{needs[-1].path}{after}"
-                given.append(override)
-            overrides = [*self._overrides(suite, given), f"seed={seed}"]
+            needs = {
+                reference: donor(reference)
+                for override in row.set
+                for reference in [found[1] for found in RUN.finditer(override)]
+            }
+
+            def filled(place: Callable[[Job], Path]) -> list[str]:
+                """The row's overrides, with the folders of the runs that it starts from."""
+                return [RUN.sub(lambda found: str(place(needs[found[1]])), override) for override in row.set]
+
+            if open_ := [override for override in filled(self.public) if "<run:" in override]:
+                raise UserError(f"{open_[0]!r} has a <run:ROW> that does not end: close it with >")
+            last = [f"seed={seed}"]
+            overrides = [*self._overrides(suite, filled(lambda need: need.path)), *last]
             config = configs.load(self.options.recipe, overrides)
             if self.options.scale != 1:
-                overrides += scaling(config, self.options.scale)
+                last += scaling(config, self.options.scale)
+                overrides = [*overrides[:-1], *last]
                 config = configs.load(self.options.recipe, overrides)
+            shown = tuple(map(public, [*self._overrides(suite, filled(self.public)), *last]))
         except UserError as error:
             if str(error).startswith(suite.source):
                 raise
             raise UserError(f"{suite.source}: row {name!r}: {error}") from error
         path = self.folder / self._group(suite) / f"{name}-seed{seed}{self.options.suffix}"
-        job = Job(name, seed, config, tuple(overrides), path, self.options.recipe, tuple(needs), row.rounds)
+        recipe, donors = self.options.recipe, tuple(needs.values())
+        job = Job(name, seed, config, tuple(overrides), shown, path, recipe, donors, row.rounds)
         known = self._places.setdefault(path, job)
         key = "rounds" if known.rounds != job.rounds else difference(known.config, config)
         if key is not None:
@@ -246,14 +267,19 @@ class Planner:
     def command(self, job: Job) -> str:
         """The command that trains this run alone, with folders as on any machine."""
         kind = ["train"] if job.rounds is None else ["classical", "--rounds", str(job.rounds)]
-        words = ["mheads", *kind, job.recipe, *job.overrides, "-f", str(job.path)]
-        return shlex.join(public(word.replace(str(self.folder), str(FOLDER))) for word in words)
+        return shlex.join(["mheads", *kind, public(job.recipe), *job.shown, "-f", str(self.public(job))])
+
+    def public(self, job: Job) -> Path:
+        """Where a run lies on any machine."""
+        return FOLDER / job.path.relative_to(self.folder)
 
 
 def public(word: str) -> str:
-    """A word of a command without a path of this machine."""
-    key, equals, value = word.rpartition("=")
-    return f"{key}{equals}.../{Path(value).name}" if value.startswith(("/", "~")) else word
+    """A word of a command, `key=value` or a path, without a path of this machine."""
+    key, equals, value = ("", "", word) if word.startswith(PLACES) else word.partition("=")
+    if value.startswith(PLACES):
+        return f"{key}{equals}.../{Path(value).name}"
+    return INNER.sub(lambda found: f".../{Path(found[0].rstrip()).name}", word) if equals else word
 
 
 def scaling(config: Config, factor: float) -> list[str]:

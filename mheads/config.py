@@ -521,6 +521,19 @@ def override(tree: dict[str, Any], given: str) -> None:
     tree[last] = value
 
 
+def keys_of(given: str) -> list[str]:
+    """The keys that `key=value` sets: those in it if it is a section, loss.name for loss=mcl."""
+    key, _, text = given.partition("=")
+    try:
+        value = plain.from_yaml(text)
+    except ValueError:  # told by whoever loads it
+        return [key]
+    if key not in SECTIONS:
+        return [key]
+    inner = _named(value)
+    return [f"{key}.{name}" for name in inner] if isinstance(inner, dict) else [key]
+
+
 def _number(text: str) -> Any:
     """The number in a text such as 1e-3, which YAML 1.1 reads as a string; else the text."""
     try:

@@ -1,5 +1,6 @@
 """Suites as data: what rows stand for, what a table says of results, and what is wrong with a file."""
 
+import json
 import math
 from pathlib import Path
 
@@ -7,10 +8,11 @@ import pytest
 
 from mheads import config as configs
 from mheads.errors import UserError
+from mheads.optim import Schedule
 from mheads.suites import findings
 from mheads.suites.jobs import Options, Planner, difference, public, scaling
 from mheads.suites.results import evenness
-from mheads.suites.suite import SUITES, read
+from mheads.suites.suite import SUITES, known_metrics, read
 from mheads.suites.words import binary
 
 PAPER = ("cifar10_quick", "nin_cifar100", "caffenet", "nin_ilsvrc")
@@ -122,6 +124,49 @@ def test_claims_are_for_the_recipes_that_they_name():
     assert orders("digits") == []
 
 
+def test_claims_of_rows_that_this_network_lacks_are_left_out():
+    def claims(*overrides):
+        return [claim.say for claim in planned("tree", "digits", *overrides)[1].claims]
+
+    assert "a balanced binary tree gains as well" in claims()
+    assert "a balanced binary tree gains as well" not in claims("members=2")
+
+
+def test_every_number_of_a_result_may_be_a_metric():
+    kept = json.loads((Path(__file__).parents[1] / "results/residual-cifar10_resnet20-scale0.03125.json").read_text())
+    (run,) = kept["runs"]["mcl_k1"]
+    assert {key for key, value in run["result"].items() if not isinstance(value, str)} <= set(known_metrics())
+
+
+@pytest.mark.parametrize(
+    ("suite", "given", "key"),
+    [
+        ("mcl", "loss.k=2", "loss.k"),
+        ("mcl", "loss={k: 2}", "loss.k"),
+        ("mcl", "loss=independent", "loss.name"),
+        ("standard", "sampling.name=subset", "sampling.name"),
+        ("tree", "split=conv1", "split"),
+    ],
+)
+def test_what_rows_say_is_not_overridden_for_all_of_them(suite, given, key):
+    planner, table = planned(suite, "digits", given)
+    with pytest.raises(UserError) as error:
+        for row in table.names:
+            planner.job(read(suite), row, 0)
+    assert given in str(error.value) and f"sets {key} itself" in str(error.value)
+
+
+def test_what_no_row_says_is_overridden_for_all():
+    planner, table = planned("finetune", "digits", "optim.iterations=7", "loss.ce_weight=0.1", "sampling=bagging")
+    assert {planner.job(read("finetune"), row, 0).config.optim.iterations for row in table.names} == {7}
+
+
+@pytest.mark.parametrize("given", ["data={validation: 300}", "data.validation=300", "seed=3"])
+def test_what_is_in_the_names_of_runs_is_not_overridden(given):
+    with pytest.raises(UserError, match=r"give --\w+ instead"):
+        Options("digits", overrides=(given,))
+
+
 def test_scaling_shortens_everything_that_is_counted_in_iterations():
     def scaled(recipe, *overrides):
         given = [*overrides, "seed=0"]
@@ -134,6 +179,13 @@ def test_scaling_shortens_everything_that_is_counted_in_iterations():
     assert scaled("nin_cifar100").optim.schedule.window == 4000
     alex = scaled("caffenet").optim
     assert (alex.iterations, alex.schedule.every) == (90_000, 20_000)
+    # The rate at a part of the way is the same: 1 / (1 + exp(-slope (i - every))), gamma^i, (1 + gamma i)^-power.
+    for schedule in ("sigmoid, every: 300, slope: -0.02", "exp, gamma: 0.999", "inv, gamma: 0.01, power: 0.75"):
+        full = configs.load("digits", [f"optim.schedule={{name: {schedule}}}"]).optim
+        short = scaled("digits", f"optim.schedule={{name: {schedule}}}").optim
+        for at in (0, 100, 300, 500):
+            rates = [Schedule(o.schedule, 1.0, o.iterations).rate(i) for o, i in ((full, at), (short, at // 5))]
+            assert rates[1] == pytest.approx(rates[0])
     tiny = configs.load("cifar10_quick", scaling(configs.load("cifar10_quick"), 0.0001))
     assert (tiny.optim.iterations, tiny.optim.schedule.at, tiny.log.every) == (1, [1], 1)
 
@@ -346,6 +398,9 @@ GOOD = "rows:\n  - {name: a}\n"
         (f"{GOOD}claims:\n  - {{left: a, is: better, right: a.oracle}}", ["'a'", "row.metric"]),
         (f"{GOOD}claims:\n  - {{say: so, left: a.b, is: nicer, right: a.c}}", ["claim 'so'", "is = 'nicer'"]),
         (f"{GOOD}paper: {{digits: {{a: {{oracle: high}}}}}}", ["paper.digits.a.oracle", "'high'"]),
+        (f"{GOOD}paper: {{digits: {{a: {{oracle: .nan}}}}}}", ["paper.digits.a.oracle", "nan"]),
+        (f"{GOOD}paper: {{digits: {{a: {{orcale: 1}}}}}}", ["paper.digits.a names 'orcale'", "did you mean oracle?"]),
+        (f"{GOOD}metrics: [single, orcale]", ["metrics names 'orcale'", "did you mean oracle?"]),
     ],
 )
 def test_a_bad_file_is_told_with_row_and_key(text, parts, tmp_path):
@@ -365,6 +420,16 @@ def test_a_bad_file_is_told_with_row_and_key(text, parts, tmp_path):
         ("rows:\n  - {name: a_<n>}", ["row 'a_<n>'", "<n>", "<M>"]),
         ("rows:\n  - {name: a_<n>, each: {n: some}}", ["row 'a_<n>'", "'some'", "1..M-1"]),
         ("rows:\n  - {name: a, from: b}", ["no row 'b'", "it has a"]),
+        ("rows:\n  - {name: a_<n>, each: {n: 1..M-4}}", ["no row is left on digits with 4 members"]),
+        ("rows:\n  - {name: a, metrics: {oracle: singel}}", ["row 'a'", "'singel' (did you mean single?)"]),
+        ("rows:\n  - {name: a}\nclaims:\n  - {say: so, order: [a, b], by: oracle}",
+         ["claim 'so': order names 'b'", "there are a"]),
+        ("rows:\n  - {name: a}\nclaims:\n  - {order: [a, a], by: orcale}", ["a claim: by names 'orcale'", "oracle"]),
+        ("rows:\n  - {name: a}\nclaims:\n  - {left: a.oracle, is: better, right: aa.oracle}",
+         ["right names 'aa' (did you mean a?)"]),
+        ("rows:\n  - {name: a_<n>, each: {n: [1, 2]}}\nclaims:\n  - {order: [a_1, a_3], by: oracle}",
+         ["order names 'a_3'", "there are a_1, a_2"]),
+        ("rows:\n  - {name: a, set: [seed=7]}", ["row 'a'", "seed", "--seed"]),
         ("rows:\n  - {name: a, from: standrd/b}", ["row 'a'", "standrd", "did you mean standard?"]),
         ("rows:\n  - {name: a, from: b}\n  - {name: b, from: a}", ["'a' needs itself"]),
         ("rows:\n  - {name: a, set: ['init=<run:a>']}", ["'a' needs itself"]),

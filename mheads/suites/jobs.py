@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,9 +44,7 @@ class Options:
             raise UserError(f"--seed {self.seed}: give 0 or more")
         if self.validation < 0:
             raise UserError(f"--validation {self.validation}: give how many training examples are held out")
-        for key, option in (("seed", "--seed"), ("data.validation", "--validation")):
-            if any(override.startswith(f"{key}=") for override in self.overrides):
-                raise UserError(f"give {option} instead of {key}=..., since it is part of the names of the runs")
+        _refuse_named(self.overrides)
 
     @property
     def short(self) -> str:
@@ -156,6 +155,28 @@ def difference(there: Config, here: Config, alike: Sequence[str] = ()) -> str | 
     return next(filter(decides, configs.differing(there, here)), None)
 
 
+def _refuse_named(overrides: Sequence[str]) -> None:
+    """Refuses keys that an option of the command gives."""
+    for key, option in (("seed", "--seed"), ("data.validation", "--validation")):
+        if any(key in configs.keys_of(override) for override in overrides):
+            raise UserError(f"give {option} instead of {key}=..., since it is part of the names of the runs")
+
+
+def _refuse_overriding(row: Sequence[str], given: Sequence[str]) -> None:
+    """Refuses to change for all rows what a row sets itself: its name would tell of another run.
+
+    How long rows train is the command's to say: names do not promise it.
+    """
+    own = {key for override in row for key in configs.keys_of(override)} - {"optim.iterations"}
+    for override in given:
+        for key in configs.keys_of(override):
+            if set_there := [mine for mine in own if f"{mine}.".startswith(f"{key}.") or key.startswith(f"{mine}.")]:
+                raise UserError(
+                    f"{override}: it sets {min(set_there)} itself, and would be another run under its name; "
+                    "leave it out, or write a suite of your own"
+                )
+
+
 class Planner:
     """Makes the jobs of suites; rows of one name in several suites are one run."""
 
@@ -209,6 +230,8 @@ class Planner:
         try:
             if row.from_ is not None:
                 return other(row.from_)
+            _refuse_named(row.set)
+            _refuse_overriding(row.set, self.options.overrides)
             needs = {
                 reference: donor(reference)
                 for override in row.set
@@ -289,13 +312,19 @@ def scaling(config: Config, factor: float) -> list[str]:
     def part(count: int) -> int:
         return max(1, round(factor * count))
 
-    found = {"optim.iterations": part(config.optim.iterations)}
+    found: dict[str, Any] = {"optim.iterations": part(config.optim.iterations)}
     if config.pretrain:
         found["pretrain"] = part(config.pretrain)
     if schedule.warmup:
         found["optim.schedule.warmup"] = part(schedule.warmup)
-    if schedule.name == "step":
+    if schedule.name in ("step", "sigmoid"):
         found["optim.schedule.every"] = part(schedule.every)
+    if schedule.name == "sigmoid":
+        found["optim.schedule.slope"] = schedule.slope / factor
+    if schedule.name == "exp":
+        found["optim.schedule.gamma"] = max(schedule.gamma ** (1 / factor), sys.float_info.min)
+    if schedule.name == "inv":
+        found["optim.schedule.gamma"] = schedule.gamma / factor
     if schedule.name == "plateau":
         found["optim.schedule.window"] = part(schedule.window)
     lists = {"optim.schedule.at": [part(at) for at in schedule.at]} if schedule.name == "multistep" else {}

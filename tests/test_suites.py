@@ -11,8 +11,9 @@ from mheads.errors import UserError
 from mheads.optim import Schedule
 from mheads.suites import findings
 from mheads.suites.jobs import Options, Planner, difference, public, scaling
-from mheads.suites.results import evenness
+from mheads.suites.results import command, evenness
 from mheads.suites.suite import SUITES, known_metrics, read
+from mheads.suites.tables import markdown
 from mheads.suites.words import binary
 
 PAPER = ("cifar10_quick", "nin_cifar100", "caffenet", "nin_ilsvrc")
@@ -367,6 +368,20 @@ def test_a_claim_is_open_where_a_row_or_a_metric_is_missing():
     first, second = findings.verdicts(document({"a": [3.0], "b": []}, claims))
     assert (first.holds, first.figures) == (None, "b not run")
     assert (second.holds, second.figures) == (None, "a has no training loss")
+
+
+def test_a_bar_or_a_line_break_does_not_break_the_table_of_claims():
+    claims = [{"say": "P(a | b)\nis more", "left": "a.oracle", "is": "better", "right": "b.oracle"}]
+    found = document({"a": [3.0], "b": [2.0]}, claims) | {"suite": "s", "recipe": "r", "members": 2, "scale": 1}
+    text = markdown(found | {"validation": 0, "overrides": [], "command": "c", "runs": {}})
+    assert "| P(a \\| b) is more | open | a not run, b not run |" in text
+
+
+def test_seeds_with_gaps_are_several_commands():
+    assert command("mcl", Options("digits"), [3, 4, 9]) == (
+        "mheads reproduce mcl --recipe digits --trials 2 --seed 3 && mheads reproduce mcl --recipe digits --seed 9"
+    )
+    assert command("mcl", Options("digits"), [0, 1, 2]) == "mheads reproduce mcl --recipe digits --trials 3"
 
 
 def test_evenness_is_one_where_all_own_as_many_and_zero_where_one_owns_all():

@@ -72,9 +72,11 @@ def make(table: Table, planner: Planner, trials: int) -> Document:
 
 
 def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[str], str] = str) -> str:
-    """The command that runs a suite with these seeds."""
+    """The command that runs a suite with these seeds, in rising order; several where there are gaps between them."""
+    if gap := next((i for i in range(1, len(seeds)) if seeds[i] != seeds[i - 1] + 1), None):
+        return " && ".join(command(suite, options, part, show) for part in (seeds[:gap], seeds[gap:]))
     words = ["mheads", "reproduce", suite, "--recipe", show(options.recipe)]
-    words += ["--trials", str(seeds[-1] - seeds[0] + 1)] if len(seeds) > 1 else []
+    words += ["--trials", str(len(seeds))] if len(seeds) > 1 else []
     words += ["--seed", str(seeds[0])] if seeds[0] else []
     words += ["--scale", f"{options.scale:g}"] if options.scale != 1 else []
     words += ["--validation", str(options.validation)] if options.validation else []
@@ -259,10 +261,10 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
                 document["runs"].setdefault(rows[name], []).append(run)
     for runs in document["runs"].values():
         runs.sort(key=lambda run: run["seed"])
-    if seeds := sorted({run["seed"] for runs in before["runs"].values() for run in runs}):
-        options = planner.options
-        seeds = [min(seeds[0], options.seed), max(seeds[-1], options.seed + trials - 1)]
-        document["command"] = command(Path(table.suite.source).name, options, sorted(set(seeds)), public)
+    options = planner.options
+    seeds = {run["seed"] for runs in document["runs"].values() for run in runs}
+    seeds |= set(range(options.seed, options.seed + trials))
+    document["command"] = command(Path(table.suite.source).name, options, sorted(seeds), public)
 
 
 def check_writable(path: Path) -> None:

@@ -12,7 +12,7 @@ from mheads.optim import Schedule
 from mheads.suites import findings
 from mheads.suites.jobs import Options, Planner, difference, public, scaling
 from mheads.suites.results import command, evenness
-from mheads.suites.suite import SUITES, known_metrics, read
+from mheads.suites.suite import SUITES, known_metrics, read, read_figure
 from mheads.suites.tables import markdown
 from mheads.suites.words import binary
 
@@ -353,6 +353,9 @@ def test_which_way_is_better_is_the_metrics_own(problem, metric, lower):
         ("about", "b.oracle", True),  # 3 is within a half of 2
         ("about", "0.9 * b.oracle", False),
         ("about", "2 * b.oracle", True),
+        ("above", "b.oracle - a.oracle + 3.9", True),  # 2 - 3 + 3.9
+        ("above", "2 * b.oracle - a.single", False),  # 4 - 0.3
+        ("above", "b.member_1", True),
     ],
 )
 def test_relations_of_two_terms(relation, right, holds):
@@ -360,6 +363,39 @@ def test_relations_of_two_terms(relation, right, holds):
     (verdict,) = findings.verdicts(document({"a": [3.0], "b": [2.0]}, [claim]))
     assert verdict.holds is holds
     assert verdict.figures.startswith(f"a.oracle 3.00, {right} ")
+
+
+def test_one_member_is_a_metric_by_its_number():
+    claims = [{"left": "a.member_0", "is": "below", "right": "a.member_1"},
+              {"left": "a.member_0", "is": "below", "right": "a.member_2"}]  # fmt: skip
+    found = document({"a": [3.0]}, claims)
+    found["runs"]["a"][0]["result"]["members"] = [1.0, 5.0]
+    assert [verdict.holds for verdict in findings.verdicts(found)] == [True, None]
+    assert findings.verdicts(found)[1].figures == "a has no member 2"
+
+
+@pytest.mark.parametrize(
+    ("suite", "recipe", "of_paper"),
+    [
+        (suite, recipe, figures)
+        for suite in SUITES
+        for recipe, figures in read(suite).paper.items()
+        if recipe in configs.recipes()
+    ],
+)
+def test_no_claim_is_against_the_papers_own_figures(suite, recipe, of_paper):
+    _, table = planned(suite, recipe)
+    runs, entries = {}, []
+    for row in table.names:
+        figures = {metric: read_figure(metric, figure) for metric, figure in of_paper.get(row, {}).items()}
+        result = {metric: figure.get("mean", figure.get("members")) for metric, figure in figures.items()}
+        if "members" in result:
+            result["single"] = sum(result["members"]) / len(result["members"])
+        runs[row] = [{"seed": 0, "result": result | {"problem": "classification"}}] if result else []
+        entries.append({"name": row, "run": row})
+    claims = [claim.model_dump(by_alias=True, exclude_defaults=True) for claim in table.claims]
+    found = findings.verdicts({"rows": entries, "runs": runs, "claims": claims, "metrics": []})
+    assert [verdict for verdict in found if verdict.holds is False] == []
 
 
 def test_a_claim_is_open_where_a_row_or_a_metric_is_missing():

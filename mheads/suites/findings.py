@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mheads import problems
-from mheads.suites.suite import Term, read_figure
+from mheads.suites.suite import MEMBER, Term, read_figure
 
 LABELS = {
     "members": "members",
@@ -73,7 +73,14 @@ def _runs(document: dict[str, Any], row: str) -> list[dict[str, Any]]:
 
 def _values(document: dict[str, Any], row: str, metric: str) -> list[Any]:
     source = _entry(document, row).get("metrics", {}).get(metric, metric)
-    return [run["result"][source] for run in _runs(document, row) if run["result"].get(source) is not None]
+    found = (_value(run["result"], source) for run in _runs(document, row))
+    return [value for value in found if value is not None]
+
+
+def _value(result: dict[str, Any], metric: str) -> Any:
+    if (of_member := MEMBER.match(metric)) is None:
+        return result.get(metric)
+    return dict(enumerate(result.get("members", ()))).get(int(of_member[1]))
 
 
 def paper(document: dict[str, Any], row: str, metric: str) -> dict[str, Any] | None:
@@ -131,17 +138,11 @@ def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     relation = claim["is"]
     terms = [Term.of(claim[side]) for side in ("left", "right")]
     said = claim.get("say") or f"{claim['left']} is {relation} {claim['right']}"
-    sides = [trials(document, term.row, term.metric) for term in terms]
-    if sides[0] is None or sides[1] is None:
-        missing = [
-            f"{term.row} {_why_not(document, term.row, term.metric)}"
-            for term, side in zip(terms, sides, strict=True)
-            if side is None
-        ]
+    parts = {part: trials(document, *part) for term in terms for part in term.parts}
+    if missing := [f"{part[0]} {_why_not(document, *part)}" for part, found in parts.items() if found is None]:
         return Verdict(said, None, ", ".join(dict.fromkeys(missing)))
-    left, right = (
-        term.factor * side.mean + term.added for term, side in zip(terms, sides, strict=True) if side is not None
-    )
+    means = {part: found.mean for part, found in parts.items() if found is not None}
+    left, right = (term.value([means[part] for part in term.parts]) for term in terms)
     sign = 1 if _higher_is_better(document, terms[0].metric) else -1
     holds = {
         "better": sign * left > sign * right,

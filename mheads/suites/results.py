@@ -54,7 +54,9 @@ def make(table: Table, planner: Planner, trials: int) -> Document:
         if figures := table.paper.get(row.name):
             entry["paper"] = figures
         rows.append(entry)
-    claims = [claim.model_dump(by_alias=True, exclude_defaults=True, exclude={"recipes"}) for claim in table.claims]
+    claims = [
+        claim.model_dump(by_alias=True, exclude_defaults=True, exclude={"recipes", "except_"}) for claim in table.claims
+    ]
     return {
         "suite": suite.name,
         "about": suite.about,

@@ -10,7 +10,7 @@ import difflib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from importlib import resources
@@ -45,7 +45,11 @@ SUITES = (
     "modern",
     "detection",
 )
-TERM = re.compile(r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)(?: *(?P<added>[+-] *[\d.]+))?$")
+TERM = re.compile(
+    r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)"
+    r"(?: - (?P<less>[^ *]+\.(?:[^\W\d]\w*)))?(?: *(?P<added>[+-] *[\d.]+))?$"
+)
+MEMBER = re.compile(r"^member_(\d+)$")  # the metric of one member by its number
 
 
 Relation = Literal["better", "no worse", "worse", "no better", "above", "below", "about"]
@@ -86,12 +90,22 @@ class Row(_Part):
 
 
 class Term(NamedTuple):
-    """factor * row.metric + added"""
+    """factor * row.metric - less + added"""
 
     factor: float
     row: str
     metric: str
     added: float
+    less: tuple[str, str] | None = None  # the row and the metric of what is taken away
+
+    @property
+    def parts(self) -> list[tuple[str, str]]:
+        """(row, metric) of what it is made of."""
+        return [(self.row, self.metric), *([self.less] if self.less else [])]
+
+    def value(self, found: Sequence[float]) -> float:
+        """With these values of its parts."""
+        return self.factor * found[0] - sum(found[1:]) + self.added
 
     @staticmethod
     def of(text: str) -> Term:
@@ -99,7 +113,9 @@ class Term(NamedTuple):
         if found is None:
             raise ValueError(f"{text!r} is not row.metric, for example 2 * bagging.oracle + 1")
         added = float((found["added"] or "0").replace(" ", ""))
-        return Term(float(found["factor"] or 1), found["row"], found["metric"], added)
+        row, _, metric = (found["less"] or "").rpartition(".")
+        less = (row, metric) if row else None
+        return Term(float(found["factor"] or 1), found["row"], found["metric"], added, less)
 
 
 class Claim(_Part):
@@ -113,6 +129,7 @@ class Claim(_Part):
     right: str | None = None
     within: float = Field(0.25, gt=0)  # about: this part of the right side
     recipes: list[str] | None = None
+    except_: list[str] = Field([], alias="except")  # recipes that it is not made for
     each: Each = {}
 
     @model_validator(mode="after")
@@ -131,8 +148,8 @@ class Claim(_Part):
         for row in self.order or ():
             yield "order", row, str(self.by)
         for key, text in (("left", self.left), ("right", self.right)):
-            if text is not None:
-                yield key, Term.of(text).row, Term.of(text).metric
+            for row, metric in Term.of(text).parts if text is not None else ():
+                yield key, row, metric
 
 
 class ForRecipe(_Part):
@@ -171,7 +188,8 @@ class Suite(_Part):
         claims = []
         for claim in self._filled(self.claims, words):
             self._check_claim(claim, names)
-            if (claim.recipes is None or recipe in claim.recipes) and (kept := _for_rows(claim, names)):
+            made = recipe not in claim.except_ and (claim.recipes is None or recipe in claim.recipes)
+            if made and (kept := _for_rows(claim, names)):
                 claims.append(kept)
         return Table(self, rows, claims, self.paper.get(recipe, {}))
 
@@ -302,7 +320,7 @@ def known_metrics() -> tuple[str, ...]:
 
 
 def _check_metric(metric: str, where: str) -> None:
-    if metric not in known_metrics():
+    if metric not in known_metrics() and not MEMBER.match(metric):
         near = difflib.get_close_matches(metric, known_metrics(), 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(f"{where} names {metric!r}{hint}, and no result has it; there are {_list(known_metrics())}")

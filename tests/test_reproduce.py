@@ -372,13 +372,16 @@ def test_a_damaged_run_is_made_anew_or_named_and_one_that_nobody_asked_for_is_no
     assert results(here)["runs"] == {}
 
 
-def test_a_round_that_is_damaged_is_made_anew(mheads, here):
-    (here / "mine.yaml").write_text("rows:\n  - {name: rounds, rounds: 1}\n")
+def test_a_round_that_is_damaged_is_made_anew_also_in_a_folder_that_was_moved(mheads, here):
+    (here / "mine.yaml").write_text(
+        "rows:\n  - {name: plain}\n  - {name: rounds, rounds: 1, set: ['init=<run:plain>']}\n"
+    )
     command = ["reproduce", "mine.yaml", "--recipe", "digits", *TINY]
     assert mheads(*command).code == 0
     (here / "runs/reproduce/digits/rounds-seed0/round0/result.json").write_text("{}")
-    assert "1 run to train, 0 finished" in mheads(*command).out
-    assert "0 runs to train, 1 finished" in mheads(*command).out
+    (here / "runs").rename(here / "moved")
+    assert "1 run to train, 1 finished" in mheads(*command, "-f", "moved/reproduce").out
+    assert "0 runs to train, 2 finished" in mheads(*command, "-f", "moved/reproduce").out
 
 
 @pytest.mark.parametrize("further", [[], ["--dry-run"]])

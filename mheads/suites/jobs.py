@@ -22,6 +22,7 @@ from mheads.run_folder import RunFolder
 from mheads.suites.suite import Suite, Table, read
 
 FOLDER = Path("runs/reproduce")
+DONORS = ("init", "sampling.generalist")  # keys of runs that another starts from
 RUN = re.compile(r"<run:([^<>]*)>")
 PLACES = ("/", "~")  # what a path of this machine begins with
 INNER = re.compile(r"(?<=[\s\[{,'\"])[/~][^,{}\[\]'\"]*")  # one in a value such as {name: file, path: /here/it.npz}
@@ -100,13 +101,16 @@ class Job:
             return False
         try:
             before = folder.read_config()
-            if key := difference(before, self.config, self._same_donors(folder)):
+            key = difference(before, self.config)
+            if key in DONORS:  # reading weights takes time
+                key = difference(before, self.config, self._same_donors(folder))
+            if key is not None:
                 there, here = (configs.flatten(c)[key] for c in (before, self.config))
                 raise UserError(
                     f"{self.path} is in the way: a run of another config, {key}: {there!r} there, {here!r} here; "
                     "give another --folder, or move that one"
                 )
-            return folder.finished(self.total) and self.damage() is None
+            return folder.finished(self.total) and folder.manifest.problem(folder.metrics) is None
         except DamageError:  # training makes it anew, or says why it cannot
             return False
 
@@ -124,10 +128,8 @@ class Job:
 
         Its config may name another place: folders are moved.
         """
-        if not self.needs:
-            return []
         found = folder.read_identity()
-        began = {"init": [found.get("start")], "sampling.generalist": list((found.get("sampling") or {}).values())}
+        began = dict(zip(DONORS, ([found.get("start")], list((found.get("sampling") or {}).values())), strict=True))
         models = {os.path.realpath(need.path): need.folder.model for need in self.needs}
         given = configs.flatten(self.config)
         return [
@@ -230,7 +232,8 @@ class Planner:
         try:
             if row.from_ is not None:
                 return other(row.from_)
-            _refuse_named(row.set)
+            special = suite.recipes.get(self.options.short)
+            _refuse_named([*(special.set if special else ()), *row.set])
             _refuse_overriding(row.set, self.options.overrides)
             needs = {
                 reference: donor(reference)

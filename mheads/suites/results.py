@@ -239,7 +239,7 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
     if not path.is_file():
         return
     before = load(path)
-    if before["overrides"] != document["overrides"]:
+    if [*map(public, before["overrides"])] != document["overrides"]:
         said = [" ".join(one["overrides"]) or "none" for one in (before, document)]
         raise UserError(
             f"{path} holds results with other overrides ({said[0]} there, {said[1]} here): give another folder with -o"

@@ -11,8 +11,8 @@ from mheads.errors import UserError
 from mheads.optim import Schedule
 from mheads.suites import findings
 from mheads.suites.jobs import Options, Planner, difference, public, scaling
-from mheads.suites.results import command, evenness
-from mheads.suites.suite import SUITES, known_metrics, read, read_figure
+from mheads.suites.results import command, evenness, make
+from mheads.suites.suite import SUITES, Claim, known_metrics, read, read_figure
 from mheads.suites.tables import markdown
 from mheads.suites.words import binary
 
@@ -131,6 +131,14 @@ def test_claims_of_rows_that_this_network_lacks_are_left_out():
 
     assert "a balanced binary tree gains as well" in claims()
     assert "a balanced binary tree gains as well" not in claims("members=2")
+
+
+def test_a_row_of_a_layer_that_this_network_lacks_is_told(tmp_path):
+    suite = mine(tmp_path, "{name: at_<layer>, each: {layer: splits}, set: [split=<layer>]}")
+    claim = Claim(order=["at_conv1", "at_cnov2"], by="oracle")
+    planner = Planner(Options("digits"))
+    found = make(planner.table(suite.model_copy(update={"claims": [claim]})), planner, 1)
+    assert findings.verdicts(found)[0].figures == "at_conv1 not run, at_cnov2 is no row here"
 
 
 def test_every_number_of_a_result_may_be_a_metric():
@@ -480,6 +488,7 @@ def test_a_bad_file_is_told_with_row_and_key(text, parts, tmp_path):
          ["right names 'aa' (did you mean a?)"]),
         ("rows:\n  - {name: a_<n>, each: {n: [1, 2]}}\nclaims:\n  - {order: [a_1, a_3], by: oracle}",
          ["order names 'a_3'", "there are a_1, a_2"]),
+        ("rows:\n  - {name: k<k>, each: {k: 1..M}}\nclaims:\n  - {order: [k1, kk2], by: oracle}", ["names 'kk2'"]),
         ("rows:\n  - {name: a, set: [seed=7]}", ["row 'a'", "seed", "--seed"]),
         ("rows:\n  - {name: a, from: standrd/b}", ["row 'a'", "standrd", "did you mean standard?"]),
         ("rows:\n  - {name: a, from: b}\n  - {name: b, from: a}", ["'a' needs itself"]),

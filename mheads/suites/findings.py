@@ -159,6 +159,8 @@ def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
 
 
 def _why_not(document: dict[str, Any], row: str, metric: str) -> str:
+    if not _entry(document, row):
+        return "is no row here"
     return f"has no {label(metric)}" if num_trials(document, row) else NOT_RUN
 
 

@@ -174,8 +174,8 @@ def _refuse_overriding(row: Sequence[str], given: Sequence[str]) -> None:
         for key in configs.keys_of(override):
             if set_there := [mine for mine in own if f"{mine}.".startswith(f"{key}.") or key.startswith(f"{mine}.")]:
                 raise UserError(
-                    f"{override}: it sets {min(set_there)} itself, and would be another run under its name; "
-                    "leave it out, or write a suite of your own"
+                    f"{override} for all rows: this one sets {min(set_there)} itself, and would be another run under "
+                    "its name; leave it out, or write a suite of your own"
                 )
 
 

@@ -78,15 +78,18 @@ class Row(_Part):
             raise ValueError("`from` takes the run of another row, so nothing can be `set`")
         return self
 
-    def may_be(self, name: str) -> bool:
-        """Whether some network has a row of this name, which stands for several with `each`."""
-        words = {
-            key: "|".join(re.escape(str(value)) for value in given) if isinstance(given, list) else ".+"
-            for key, given in self.each.items()
-        }
+    def may_be(self, name: str, layers: bool = True) -> bool:
+        """Whether a network with more members has a row of this name, or with `layers` one with any other layers."""
+
+        def pattern(given: list[Any] | str) -> str:
+            if isinstance(given, list):
+                return "|".join(re.escape(str(value)) for value in given)
+            return r"\d+" if ".." in given else ".+" if layers else "(?!)"
+
+        words = {key: pattern(given) for key, given in self.each.items()}
         parts = re.split(r"<([^<>]+)>", self.name)
-        pattern = [f"(?:{words.get(part, '.+')})" if i % 2 else re.escape(part) for i, part in enumerate(parts)]
-        return re.fullmatch("".join(pattern), name) is not None
+        found = [f"(?:{words.get(part, pattern('..'))})" if i % 2 else re.escape(part) for i, part in enumerate(parts)]
+        return re.fullmatch("".join(found), name) is not None
 
 
 class Term(NamedTuple):
@@ -189,7 +192,7 @@ class Suite(_Part):
         for claim in self._filled(self.claims, words):
             self._check_claim(claim, names)
             made = recipe not in claim.except_ and (claim.recipes is None or recipe in claim.recipes)
-            if made and (kept := _for_rows(claim, names)):
+            if made and (kept := self._for_rows(claim, names)):
                 claims.append(kept)
         return Table(self, rows, claims, self.paper.get(recipe, {}))
 
@@ -204,6 +207,17 @@ class Suite(_Part):
                     f"{where}: {key} names {row!r}{hint}, and there is no such row; there are {_list(names)}"
                 )
             _check_metric(metric, f"{where}: {'by' if key == 'order' else key}")
+
+    def _for_rows(self, claim: Claim, names: list[str]) -> Claim | None:
+        """What a claim says without rows that need more members. Those of other layers stay: they may be misspelt."""
+
+        def lacking(row: str) -> bool:
+            return row not in names and any(part.may_be(row, layers=False) for part in self.rows)
+
+        if claim.order is not None:
+            kept = [row for row in claim.order if not lacking(row)]
+            return claim.model_copy(update={"order": kept}) if len(kept) > 1 else None
+        return None if any(lacking(row) for _, row, _ in claim.places()) else claim
 
     def _filled(self, parts: list[Any], words: Words) -> Iterator[Any]:
         """Rows or claims, each as often as `each` says, with words filled in; without those that this network lacks."""
@@ -294,14 +308,6 @@ def _parse(text: str, name: str, source: str) -> Suite:
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
     return suite
-
-
-def _for_rows(claim: Claim, names: list[str]) -> Claim | None:
-    """What a claim says of the rows that this network has."""
-    if claim.order is not None:
-        kept = [row for row in claim.order if row in names]
-        return claim.model_copy(update={"order": kept}) if len(kept) > 1 else None
-    return claim if all(row in names for _, row, _ in claim.places()) else None
 
 
 @cache

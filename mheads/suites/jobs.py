@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -235,11 +235,7 @@ class Planner:
             special = suite.recipes.get(self.options.short)
             _refuse_named([*(special.set if special else ()), *row.set])
             _refuse_overriding(row.set, self.options.overrides)
-            needs = {
-                reference: donor(reference)
-                for override in row.set
-                for reference in [found[1] for found in RUN.finditer(override)]
-            }
+            needs = {found[1]: donor(found[1]) for override in row.set for found in RUN.finditer(override)}
 
             def filled(place: Callable[[Job], Path]) -> list[str]:
                 """The row's overrides, with the folders of the runs that it starts from."""
@@ -325,7 +321,8 @@ def scaling(config: Config, factor: float) -> list[str]:
     if schedule.name == "sigmoid":
         found["optim.schedule.slope"] = schedule.slope / factor
     if schedule.name == "exp":
-        found["optim.schedule.gamma"] = max(schedule.gamma ** (1 / factor), sys.float_info.min)
+        power = math.log(schedule.gamma) / factor
+        found["optim.schedule.gamma"] = math.exp(min(max(power, -700.0), 700.0))  # which stays a number above 0
     if schedule.name == "inv":
         found["optim.schedule.gamma"] = schedule.gamma / factor
     if schedule.name == "plateau":

@@ -30,6 +30,7 @@ from mheads.config import Config, Sampling
 from mheads.data import Data, read_priors
 from mheads.data.batch import evaluation_batches
 from mheads.data.clusters import input_distances
+from mheads.donors import donor_digest
 from mheads.errors import UserError
 from mheads.experiment import Experiment
 from mheads.losses.mcl import assign
@@ -236,7 +237,8 @@ def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
     lines = [
         f"  {k}: {old.get(k, default[k])!r} in the folder, {new[k]!r} now"
         for k in new
-        if old.get(k, default[k]) != new[k] and _decides(k, config)
+        if not configs.same(k, old.get(k, default[k]), new[k]) and _decides(k, config)
+        if k != "init" or not _same_start(folder, config)
     ]
     if lines and not RunFolder(folder / "round0").exists():  # it failed before there was anything to keep
         files.remove(folder / "round0.npz")
@@ -244,6 +246,14 @@ def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
     if lines:
         raise UserError("\n".join([f"{folder} holds rounds of another config:", *lines, "give another --folder"]))
     return known
+
+
+def _same_start(folder: Path, config: Config) -> bool:
+    """Whether the first round started from the very weights that `init` names, wherever they lay then."""
+    run, init = RunFolder(folder / "round0"), Path(config.init)
+    if not run.exists() or not init.exists():
+        return False
+    return run.read_identity().get("start") == donor_digest(config.init)
 
 
 def _summary(config: Config, found: list[dict[str, Any]]) -> dict[str, Any]:

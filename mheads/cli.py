@@ -407,7 +407,7 @@ def reproduce(
     if suite is None:
         if not only_tables:
             raise UserError(f"give a suite: {', '.join(suites.SUITES)}, or the path of a YAML file")
-        for path in suites.write_tables(output):
+        for path in suites.write_tables(output, console):
             console.print(f"{path} read", markup=False, soft_wrap=True)
         return
     options = Options(recipe or suites.read(suite).recipe, seed, scale, validation, tuple(overrides or ()))
@@ -567,7 +567,7 @@ def main() -> None:
             raise
         errors.print(f"[red]error:[/] {_escape(str(told))}", soft_wrap=True)
         sys.exit(2)
-    except Exception as error:
+    except BaseException as error:
         code = getattr(error, "exit_code", None)  # train.Stopped: saved and stopped by a signal
         if code is None:
             raise

@@ -334,7 +334,25 @@ def is_free(key: str, config: Config) -> bool:
 def differing(one: Config, other: Config) -> list[str]:
     """The keys that have another value in the one than in the other."""
     old, new = flatten(one), flatten(other)
-    return [key for key in new if old[key] != new[key]]
+    return [key for key in new if not same(key, old[key], new[key])]
+
+
+PATHS = (
+    "init",
+    "sampling.generalist",
+    "sampling.path",
+    "data.root",
+    "data.path",
+    "data.test_path",
+    "data.regions.proposals",
+)
+
+
+def same(key: str, one: Any, other: Any) -> bool:
+    """Whether two values of a key mean the same: of paths, however each is spelled, whether they lead to one place."""
+    if key in PATHS and isinstance(one, str) and isinstance(other, str) and os.path.isabs(one) and os.path.isabs(other):
+        return os.path.realpath(one) == os.path.realpath(other)
+    return bool(one == other)
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -465,11 +483,11 @@ def _absolute(config: Config) -> Config:
     """The config with absolute paths, so that a run folder means the same from any current folder."""
     data = _absolute_in(config.data, ("root", "path", "test_path"))
     if data.regions.proposals.endswith((".npz", ".mat")):
-        proposals = str(Path(data.regions.proposals).expanduser().absolute())
+        proposals = str(_plain(Path(data.regions.proposals).expanduser()))
         data = data.model_copy(update={"regions": data.regions.model_copy(update={"proposals": proposals})})
     sampling = _absolute_in(config.sampling, ("generalist", "path"))
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
-    init = config.init if in_memory else str(Path(config.init).absolute())
+    init = config.init if in_memory else str(_plain(Path(config.init)))
     paths = {"data.root": data.root, "data.path": data.path, "data.test_path": data.test_path, "init": init}
     paths |= {"sampling.generalist": sampling.generalist, "sampling.path": sampling.path}
     for key, path in paths.items():
@@ -479,8 +497,15 @@ def _absolute(config: Config) -> Config:
 
 
 def _absolute_in(section: S, keys: Sequence[str]) -> S:
-    found = {key: path.absolute() for key in keys if (path := getattr(section, key)) is not None}
+    found = {key: _plain(path) for key in keys if (path := getattr(section, key)) is not None}
     return section.model_copy(update=found)
+
+
+def _plain(path: Path) -> Path:
+    """An absolute path without `..`, unless that would lead elsewhere, as after a link."""
+    path = path.absolute()
+    shorter = os.path.normpath(path)
+    return Path(shorter) if os.path.realpath(shorter) == os.path.realpath(path) else path
 
 
 def override(tree: dict[str, Any], given: str) -> None:
@@ -506,6 +531,19 @@ def override(tree: dict[str, Any], given: str) -> None:
         if before.get("name") != value.get("name"):
             value = {k: v for k, v in value.items() if k == "name" or k not in before or v is not before[k]}
     tree[last] = value
+
+
+def keys_of(given: str) -> list[str]:
+    """The keys that `key=value` sets: those in it if it is a section, loss.name for loss=mcl."""
+    key, _, text = given.partition("=")
+    try:
+        value = plain.from_yaml(text)
+    except ValueError:  # told by whoever loads it
+        return [key]
+    if key not in SECTIONS:
+        return [key]
+    inner = _named(value)
+    return [f"{key}.{name}" for name in inner] if isinstance(inner, dict) else [key]
 
 
 def _number(text: str) -> Any:

@@ -115,11 +115,7 @@ class RunFolder:
             self._mend(data, warn)
             self._refuse_differences(config, data, what)
             return True
-        # A process that was killed here may have left files that are written before the config.
-        before = (self.manifest.path, self.data, self.identity, self.config)
-        begun = {".lock", *(name for path in before for name in (path.name, files.hidden_name(path).name))}
-        if self.path.is_dir() and any(entry.name not in begun for entry in self.path.iterdir()):
-            raise UserError(f"{self.path} is not empty and not a run folder: give another one")
+        self.refuse_other_content()
         try:
             self.path.mkdir(parents=True)
             self._made = True
@@ -142,6 +138,18 @@ class RunFolder:
             self.discard()
             raise
         return False
+
+    def refuse_other_content(self) -> None:
+        """Refuses a folder that is neither a run's nor empty, and what is no folder."""
+        if self.exists() or not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise UserError(f"cannot write the run folder {self.path}: it is not a folder; give another one")
+        # A process that was killed here may have left files that are written before the config.
+        before = (self.manifest.path, self.data, self.identity, self.config)
+        begun = {".lock", *(name for path in before for name in (path.name, files.hidden_name(path).name))}
+        if any(entry.name not in begun for entry in self.path.iterdir()):
+            raise UserError(f"{self.path} is not empty and not a run folder: give another one")
 
     def discard(self) -> None:
         """Removes what this process began here: a run without a first checkpoint leaves nothing."""
@@ -211,15 +219,20 @@ class RunFolder:
                 self._write(path, state["config"].encode() if path == self.config else _json(state["identity"]))
 
     def _refuse_differences(self, config: Config, data: DataFacts, what: dict[str, Any]) -> None:
-        before = self.read_config()
+        before, there = self.read_config(), self.read_identity()
         old, new = configs.flatten(before), configs.flatten(config)
+        # What a path leads to is known by its digest: it may lie elsewhere now.
+        alike = ["init"] * (what["start"] is not None and there.get("start") == what["start"])
+        if what["sampling"] and identity.same_sampling(there, what):
+            alike += ["sampling.generalist", "sampling.path"]
         lines = [
-            _difference(k, old[k], new[k]) for k in configs.differing(before, config) if not configs.is_free(k, config)
+            _difference(k, old[k], new[k])
+            for k in configs.differing(before, config)
+            if not configs.is_free(k, config) and k not in alike
         ]
         if lines:
             shown = "\n".join(f"  {line}" for line in lines)
             raise UserError(f"{self.path} holds a run of another config:\n{shown}\n{ELSEWHERE}")
-        there = self.read_identity()
         if there["data"] != data.fingerprint:
             raise UserError(
                 f"{self.path} was trained on other data: checksum {there['data']} there, {data.fingerprint} now; "

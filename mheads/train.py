@@ -35,8 +35,11 @@ from mheads.tensorboard import Board
 from mheads.treenet import TreeNet
 
 
-class Stopped(Exception):  # noqa: N818, it is not an error
-    """Raised when a signal has stopped training after `iteration`; everything so far is saved."""
+class Stopped(BaseException):
+    """Raised when a signal has stopped training after `iteration`; everything so far is saved.
+
+    It is no Exception: code that takes whatever a user's network may raise must not take this.
+    """
 
     def __init__(self, signum: int, iteration: int, seconds: float) -> None:
         super().__init__(signal.Signals(signum).name)

@@ -48,13 +48,14 @@ def start_server():
     multiprocessing.forkserver.ensure_running()
 
 
-def process(*args, stop=None, max_file_bytes=None):
+def process(*args, stop=None, max_file_bytes=None, before=None):
     """The command in a process of its own.
 
     `stop` = (signal, event, text): it sends itself the signal just before the first file operation (audit event: open,
     os.rename, ...) whose arguments contain the text, on whichever thread. No file may grow past `max_file_bytes`.
+    `before` is called first.
     """
-    return Running(*args, stop=stop, max_file_bytes=max_file_bytes).finish()
+    return Running(*args, stop=stop, max_file_bytes=max_file_bytes, before=before).finish()
 
 
 class Running:

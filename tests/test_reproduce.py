@@ -2,8 +2,12 @@
 
 import io
 import json
+import os
 import shutil
 import signal
+import threading
+from functools import partial
+from importlib import resources
 
 import numpy as np
 import pytest
@@ -14,7 +18,9 @@ from matplotlib.image import imread
 from mheads.checkpoint import Checkpoints
 from mheads.config import load
 from mheads.run_folder import RunFolder
+from mheads.suites import results as documents
 from mheads.suites.jobs import Options, Planner
+from mheads.suites.reproduce import Run
 from mheads.suites.suite import read
 from mheads.suites.watch import Overview, duration
 
@@ -102,6 +108,20 @@ def test_a_suite_of_the_users_own_runs_once_and_is_written_as_tables(mheads, her
     assert again.code == 0 and again.out.startswith("0 runs to train, 4 finished")
     assert trained_at(here) == times and results(here) == found
 
+    # However the folder is spelled, and wherever it has been moved, its runs are known by what they started from.
+    (here / "deep").mkdir()
+    (here / "link").symlink_to(here / "runs", target_is_directory=True)
+    shutil.copytree(here / "runs", here / "moved")
+    shutil.move(here / "moved/reproduce/digits/plain-seed0", here / "plain-seed0")
+    (here / "moved/reproduce/digits/plain-seed0").symlink_to(here / "plain-seed0")
+    for folder in ("deep/../runs/reproduce", "link/reproduce", "moved/reproduce", here / "link/../runs/reproduce"):
+        dry = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--trials", 2, *TINY, "-f", folder, "--dry-run")
+        assert dry.code == 0 and "0 runs to train" in dry.out, (folder, dry.out, dry.err)
+    alone = ["train", "digits", *TINY, "loss=mcl", "loss.k=1", "-f", "runs/reproduce/digits/mcl-seed0"]
+    assert mheads(*alone, "init=moved/reproduce/digits/plain-seed0").code == 0
+    assert mheads(*alone, "init=moved/reproduce/digits/plain-seed1").code == 2  # other weights
+    assert trained_at(here)["mcl-seed0"] == times["mcl-seed0"]
+
     # Without the runs, tables are made anew from the JSON files alone.
     page = (here / "results/README.md").read_text()
     shutil.rmtree(here / "runs")
@@ -183,9 +203,140 @@ def test_results_with_other_overrides_or_of_another_experiment_are_not_mixed(mhe
     assert "plain with seed 0" in message and "mine-digits.json" in message
 
 
+def other_recipe(here, *rows):
+    """A recipe of the user's own that differs, and a suite with these rows."""
+    (here / "other.yaml").write_text((resources.files("mheads.recipes") / "digits.yaml").read_text() + "pretrain: 3\n")
+    (here / "mine.yaml").write_text("".join(["metrics: [members]\nrows:\n", *(f"  - {row}\n" for row in rows)]))
+
+
+def test_runs_of_another_recipe_stay_apart_from_rows_of_the_same_name(here):
+    other_recipe(here, "{name: random_init}", "{name: far, from: 'other.yaml:standard/random_init'}")
+    planner = Planner(Options("digits"))
+    suite = read("mine.yaml")
+    found = documents.make(planner.table(suite), planner, 1)
+    assert [entry["run"] for entry in found["rows"]] == ["random_init", "other/random_init"]
+    digests = [documents.digest(planner.job(suite, row, 0).config) for row in ("random_init", "far")]
+    assert len(set(digests)) == 2
+    # As earlier versions wrote it: both under one name, of which the config says whose it is.
+    old = json.loads(json.dumps(found))
+    old["rows"][1]["run"] = "random_init"
+    old["runs"]["random_init"] = [run_entry(0, config) for config in digests]
+    documents.save(old, here / "old.json")
+    documents.merge(found, here / "old.json", planner.table(suite), planner, 1)
+    assert {key: [run["config"] for run in runs] for key, runs in found["runs"].items()} == {
+        "random_init": digests[:1], "other/random_init": digests[1:],
+    }  # fmt: skip
+
+
+def run_entry(seed, config, **result):
+    found = {"problem": "classification", "members": [50.0], "single": 50.0, "seconds": 1.0, **result}
+    return {"seed": seed, "config": config, "command": "mheads train", "result": found,
+            "versions": {"mheads": "0.1.0"}, "machine": "none"}  # fmt: skip
+
+
+def written(here, name="plain", **changes):
+    """Writes results of one run, with these keys changed, and returns their file."""
+    (here / "results").mkdir(exist_ok=True)
+    found = {"suite": name, "recipe": "digits", "members": 1, "scale": 1, "validation": 0, "overrides": [],
+             "command": "mheads reproduce", "metrics": ["members", "oracle"], "rows": [{"name": "a", "run": "a"}],
+             "claims": [], "runs": {"a": [run_entry(0, "abc")]}, **changes}  # fmt: skip
+    path = here / f"results/{name}-digits.json"
+    path.write_text(json.dumps(found))
+    return path
+
+
+RUN = run_entry(0, "abc")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": "a"},
+        {"rows": [{"name": "a"}]},
+        {"rows": [{"name": "a", "run": "a", "paper": {"oracle": "high"}}]},
+        {"claims": [{"left": "a", "is": "better", "right": "a.oracle"}]},
+        {"claims": [{"left": "a.oracle", "is": "nicer", "right": "a.oracle"}]},
+        {"claims": [{"left": "a.oracle", "right": "a.oracle"}]},
+        {"claims": [{"order": ["a"]}]},
+        {"runs": [RUN]},
+        {"runs": {"a": [{}]}},
+        {"runs": {"a": [{**RUN, "seed": "0"}]}},
+        {"runs": {"a": [{**RUN, "result": {"oracle": {"deep": 1}}}]}},
+        {"runs": {"a": [run_entry(0, "abc", members=50.0)]}},
+        {"runs": {"a": [run_entry(0, "abc", problem=["classification"])]}},
+        {"scale": "1"},
+        {"overrides": None},
+    ],
+)
+def test_a_deformed_file_of_results_is_named_and_the_others_are_shown(mheads, here, changes):
+    bad = written(here, "bad", **changes)
+    written(here)
+    (here / "results/notes.json").write_text("[1, 2]")
+    done = mheads("reproduce", "--tables")
+    assert done.code == 0 and "Traceback" not in done.err, done.err
+    assert f"left out: results/{bad.name} is not a file of results (" in done.out
+    assert "left out: results/notes.json" in done.out and "results/plain-digits.json read" in done.out
+    assert (here / "results/README.md").read_text().count("## ") == 1
+
+
+def test_a_claim_of_no_rows_is_refused_or_with_few_members_left_out(mheads, refused, here):
+    (here / "mine.yaml").write_text("rows:\n  - {name: a}\nclaims:\n  - {order: [], by: oracle}\n")
+    assert "claim number 1: order = []" in refused("mine.yaml", "--recipe", "digits")
+    (here / "mine.yaml").write_text("rows:\n  - {name: a}\nclaims:\n  - {order: ['k<1..M-1>'], by: oracle}\n")
+    planner = Planner(Options("digits", overrides=("members=1",)))
+    assert planner.table(read("mine.yaml")).claims == []
+    written(here, claims=[{"order": [], "by": "oracle"}])  # as earlier versions wrote it
+    assert mheads("reproduce", "--tables").code == 0
+    assert "| open |" in (here / "results/plain-digits.md").read_text()
+
+
+def test_two_processes_on_one_suite_keep_each_others_runs(here):
+    one, other = (
+        Run(
+            "mine.yaml", Options("digits"), rich.console.Console(file=io.StringIO()), 1, (), here / "runs", here / "out"
+        )
+        for _ in range(2)
+    )
+    for process_of, row in ((one, "plain"), (other, "mcl")):
+        config = process_of.planner.job(process_of.suite, row, 0).config
+        process_of.document["runs"][row] = [run_entry(0, documents.digest(config))]
+        process_of.publish(show=False)
+    one.publish(show=False)
+    assert set(documents.load(here / "out/mine-digits.json")["runs"]) == {"plain", "mcl"}
+    saving = threading.Thread(target=other.publish, args=(False,))
+    with documents.locked(here / "out"):
+        saving.start()
+        saving.join(0.2)
+        assert saving.is_alive()  # it waits
+    saving.join()
+
+
+@pytest.mark.parametrize("place", ["mine.yaml", "mine.yaml/deep", "full"])
+def test_a_place_that_takes_no_results_is_refused_before_training(refused, here, place):
+    (here / "full/mine-digits.json").mkdir(parents=True)
+    message = refused("mine.yaml", "--recipe", "digits", *TINY, "-o", place)
+    assert place in message and "give another folder with -o" in message
+
+
+def test_a_run_that_another_starts_from_is_not_taken_for_it(mheads, here):
+    other_recipe(here, "{name: random_init, set: ['init=<run:other.yaml:standard/random_init>']}")
+    assert mheads("train", "other.yaml", *TINY, "-f", "runs/reproduce/other/random_init-seed0").code == 0
+    (here / "other.yaml").write_text((here / "runs/reproduce/other/random_init-seed0/config.yaml").read_text())
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--tables")
+    assert done.code == 0, done.err
+    assert results(here)["runs"] == {}  # the donor's figures are not this row's
+
+
+def test_two_recipes_of_one_name_do_not_share_a_folder(refused, here):
+    (here / "deep").mkdir()
+    other_recipe(here, "{name: random_init}", "{name: far, from: 'deep/digits.yaml:standard/random_init'}")
+    (here / "other.yaml").rename(here / "deep/digits.yaml")
+    assert "whose name is the same and is another run (pretrain differs)" in refused("mine.yaml", "--recipe", "digits")
+
+
 def test_a_run_that_fails_does_not_stop_the_others(mheads, here):
     (here / "mine.yaml").write_text(
-        "rows:\n  - {name: good}\n  - {name: bad, set: [optim.lr=1e30]}\n"
+        "rows:\n  - {name: bad, set: [optim.lr=1e30]}\n  - {name: good}\n"  # the first of all, too
         "  - {name: after, set: ['init=<run:bad>']}\n  - {name: other, set: [loss=mcl]}\n"
     )
     done = mheads("reproduce", "mine.yaml", "--recipe", "digits", *TINY)
@@ -195,10 +346,50 @@ def test_a_run_that_fails_does_not_stop_the_others(mheads, here):
     assert {row for row, runs in results(here)["runs"].items() if runs} == {"good", "other"}
 
 
-def test_what_cannot_be_built_is_told_at_once(refused, here):
+def test_what_no_run_can_be_built_for_is_told_once(refused, here):
     (here / "mine.yaml").write_text("rows:\n  - {name: a, set: [split=conv9]}\n  - {name: b, set: [split=conv9]}\n")
     message = refused("mine.yaml", "--recipe", "digits", *TINY)
-    assert message.count("conv9") == 1 and message.startswith("error: a-seed0: ")
+    assert message.startswith("error: 2 of 2 runs failed:\n  a-seed0, b-seed0: ") and message.count("conv9") == 1
+
+
+def test_a_damaged_run_is_made_anew_or_named_and_one_that_nobody_asked_for_is_not_shown(mheads, here):
+    command = ["reproduce", "mine.yaml", "--recipe", "digits", *TINY, "--only", "plain"]
+    (here / "mine.yaml").write_text("rows:\n  - {name: plain}\n  - {name: other, set: [loss=mcl]}\n")
+    assert mheads(*command).code == 0
+    run = here / "runs/reproduce/digits/plain-seed0"
+    before, figures = weights(run), results(here)["runs"]["plain"][0]["result"]
+    for damage in (run.joinpath("metrics.jsonl").unlink, lambda: run.joinpath("metrics.jsonl").write_text("{")):
+        damage()
+        assert "1 run to train, 0 finished" in mheads(*command).out
+        assert "0 runs to train, 1 finished" in mheads(*command).out
+        assert weights(run) == before and results(here)["runs"]["plain"][0]["result"]["oracle"] == figures["oracle"]
+    run.joinpath("metrics.jsonl").unlink()
+    shutil.rmtree(run / "checkpoints")
+    done = mheads(*command)
+    assert done.code == 2 and f"metrics.jsonl is missing: move {run.relative_to(here)} away" in done.err
+    shutil.rmtree(here / "results")
+    assert mheads(*command[:-1], "other", "--tables").code == 0
+    assert results(here)["runs"] == {}
+
+
+def test_a_round_that_is_damaged_is_made_anew_also_in_a_folder_that_was_moved(mheads, here):
+    (here / "mine.yaml").write_text(
+        "rows:\n  - {name: plain}\n  - {name: rounds, rounds: 1, set: ['init=<run:plain>']}\n"
+    )
+    command = ["reproduce", "mine.yaml", "--recipe", "digits", *TINY]
+    assert mheads(*command).code == 0
+    (here / "runs/reproduce/digits/rounds-seed0/round0/result.json").write_text("{}")
+    (here / "runs").rename(here / "moved")
+    assert "1 run to train, 1 finished" in mheads(*command, "-f", "moved/reproduce").out
+    assert "0 runs to train, 2 finished" in mheads(*command, "-f", "moved/reproduce").out
+
+
+@pytest.mark.parametrize("further", [[], ["--dry-run"]])
+def test_a_folder_that_is_no_run_is_seen_before_anything_is_trained(refused, here, further):
+    (here / "runs/reproduce/digits/mcl-seed0").mkdir(parents=True)
+    (here / "runs/reproduce/digits/mcl-seed0/notes.txt").touch()
+    message = refused("mine.yaml", "--recipe", "digits", *TINY, *further)
+    assert "mcl-seed0 is not empty and not a run folder" in message
 
 
 def test_a_signal_stops_after_the_step_and_the_same_command_goes_on(mheads, here):
@@ -226,6 +417,20 @@ def test_a_signal_before_the_first_step_stops_as_well(here):
                    here / "results", stop=(signal.SIGTERM, "os.mkdir", "plain-seed0"))  # fmt: skip
     assert done.code == 143, done.out + done.err
     assert "0 of 2 runs done. To go on: mheads reproduce" in done.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_run_is_built_is_not_taken_for_a_fault_of_the_network(here, number):
+    (here / "stopping.py").write_text(
+        "import os\nfrom torch import nn\n\n"
+        "class Telling(nn.Linear):\n"
+        f"    def extra_repr(self):\n        os.kill(os.getpid(), {int(number)})\n        return ''\n\n"
+        "def net():\n    return nn.Sequential(nn.Flatten(), Telling(64, 10))\n"
+    )
+    done = process("reproduce", here / "mine.yaml", "--recipe", "digits", *TINY, "model=stopping:net", "-f",
+                   here / "runs", "-o", here / "results", before=partial(os.chdir, here))  # fmt: skip
+    assert done.code == 128 + number, done.out + done.err
+    assert "0 of 2 runs done. To go on: mheads reproduce" in done.out and not trained_at(here)
 
 
 def test_scaled_runs_have_names_and_results_of_their_own(mheads, here):

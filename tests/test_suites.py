@@ -1,5 +1,6 @@
 """Suites as data: what rows stand for, what a table says of results, and what is wrong with a file."""
 
+import json
 import math
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import pytest
 
 from mheads import config as configs
 from mheads.errors import UserError
+from mheads.optim import Schedule
 from mheads.suites import findings
 from mheads.suites.jobs import Options, Planner, difference, public, scaling
-from mheads.suites.results import evenness
-from mheads.suites.suite import SUITES, read
+from mheads.suites.results import command, evenness, make
+from mheads.suites.suite import SUITES, Claim, known_metrics, read, read_figure
+from mheads.suites.tables import markdown
 from mheads.suites.words import binary
 
 PAPER = ("cifar10_quick", "nin_cifar100", "caffenet", "nin_ilsvrc")
@@ -122,6 +125,57 @@ def test_claims_are_for_the_recipes_that_they_name():
     assert orders("digits") == []
 
 
+def test_claims_of_rows_that_this_network_lacks_are_left_out():
+    def claims(*overrides):
+        return [claim.say for claim in planned("tree", "digits", *overrides)[1].claims]
+
+    assert "a balanced binary tree gains as well" in claims()
+    assert "a balanced binary tree gains as well" not in claims("members=2")
+
+
+def test_a_row_of_a_layer_that_this_network_lacks_is_told(tmp_path):
+    suite = mine(tmp_path, "{name: at_<layer>, each: {layer: splits}, set: [split=<layer>]}")
+    claim = Claim(order=["at_conv1", "at_cnov2"], by="oracle")
+    planner = Planner(Options("digits"))
+    found = make(planner.table(suite.model_copy(update={"claims": [claim]})), planner, 1)
+    assert findings.verdicts(found)[0].figures == "at_conv1 not run, at_cnov2 is no row here"
+
+
+def test_every_number_of_a_result_may_be_a_metric():
+    kept = json.loads((Path(__file__).parents[1] / "results/residual-cifar10_resnet20-scale0.03125.json").read_text())
+    (run,) = kept["runs"]["mcl_k1"]
+    assert {key for key, value in run["result"].items() if not isinstance(value, str)} <= set(known_metrics())
+
+
+@pytest.mark.parametrize(
+    ("suite", "given", "key"),
+    [
+        ("mcl", "loss.k=2", "loss.k"),
+        ("mcl", "loss={k: 2}", "loss.k"),
+        ("mcl", "loss=independent", "loss.name"),
+        ("standard", "sampling.name=subset", "sampling.name"),
+        ("tree", "split=conv1", "split"),
+    ],
+)
+def test_what_rows_say_is_not_overridden_for_all_of_them(suite, given, key):
+    planner, table = planned(suite, "digits", given)
+    with pytest.raises(UserError) as error:
+        for row in table.names:
+            planner.job(read(suite), row, 0)
+    assert given in str(error.value) and f"sets {key} itself" in str(error.value)
+
+
+def test_what_no_row_says_is_overridden_for_all():
+    planner, table = planned("finetune", "digits", "optim.iterations=7", "loss.ce_weight=0.1", "sampling=bagging")
+    assert {planner.job(read("finetune"), row, 0).config.optim.iterations for row in table.names} == {7}
+
+
+@pytest.mark.parametrize("given", ["data={validation: 300}", "data.validation=300", "seed=3"])
+def test_what_is_in_the_names_of_runs_is_not_overridden(given):
+    with pytest.raises(UserError, match=r"give --\w+ instead"):
+        Options("digits", overrides=(given,))
+
+
 def test_scaling_shortens_everything_that_is_counted_in_iterations():
     def scaled(recipe, *overrides):
         given = [*overrides, "seed=0"]
@@ -134,6 +188,13 @@ def test_scaling_shortens_everything_that_is_counted_in_iterations():
     assert scaled("nin_cifar100").optim.schedule.window == 4000
     alex = scaled("caffenet").optim
     assert (alex.iterations, alex.schedule.every) == (90_000, 20_000)
+    # The rate at a part of the way is the same: 1 / (1 + exp(-slope (i - every))), gamma^i, (1 + gamma i)^-power.
+    for schedule in ("sigmoid, every: 300, slope: -0.02", "exp, gamma: 0.999", "inv, gamma: 0.01, power: 0.75"):
+        full = configs.load("digits", [f"optim.schedule={{name: {schedule}}}"]).optim
+        short = scaled("digits", f"optim.schedule={{name: {schedule}}}").optim
+        for at in (0, 100, 300, 500):
+            rates = [Schedule(o.schedule, 1.0, o.iterations).rate(i) for o, i in ((full, at), (short, at // 5))]
+            assert rates[1] == pytest.approx(rates[0])
     tiny = configs.load("cifar10_quick", scaling(configs.load("cifar10_quick"), 0.0001))
     assert (tiny.optim.iterations, tiny.optim.schedule.at, tiny.log.every) == (1, [1], 1)
 
@@ -154,6 +215,40 @@ def test_runs_are_named_after_row_seed_and_length():
 def test_no_path_of_this_machine_is_shown():
     assert public("data.path=/home/me/pictures") == "data.path=.../pictures"
     assert public("loss.k=2") == "loss.k=2" and public("mine/digits.yaml") == "mine/digits.yaml"
+    assert public("/home/me/a=b.yaml") == ".../a=b.yaml"
+    assert public("data.path=/home/me=you/it") == "data.path=.../it"
+    assert public("sampling={name: file, path: /home/me/it.npz}") == "sampling={name: file, path: .../it.npz}"
+    assert public("data={'path': '~/my pictures', name: folder}") == "data={'path': '.../my pictures', name: folder}"
+    assert public("split={conv1: [2, 2]}") == "split={conv1: [2, 2]}"
+
+
+@pytest.mark.parametrize("folder", [".", "d", "e", "/", "runs/../runs"])
+def test_commands_name_the_usual_folder_wherever_runs_are(folder, tmp_path):
+    planner = Planner(Options("digits"), Path(folder))
+    job = planner.job(read("finetune"), "finetune_k1", 0)
+    assert planner.command(job) == (
+        "mheads train digits init=runs/reproduce/digits/random_init-seed0 loss=mcl loss.k=1 optim.accumulate=5 "
+        "optim.iterations=3000 seed=0 -f runs/reproduce/digits/finetune_k1-seed0"
+    )
+
+
+def mine(tmp_path, *rows):
+    path = tmp_path / "mine.yaml"
+    path.write_text("".join(["rows:\n", *(f"  - {row}\n" for row in rows)]))
+    return read(str(path))
+
+
+def test_a_row_may_start_from_two_runs(tmp_path):
+    both = "'sampling={name: clustered, generalist: <run:a>, path: <run:b>}'"
+    suite = mine(tmp_path, "{name: a}", "{name: b, set: [loss=mcl]}", f"{{name: c, set: [{both}]}}")
+    planner = Planner(Options("digits"))
+    with pytest.raises(UserError, match=r"sampling.path is for"):  # both folders are in, and it has no use for one
+        planner.job(suite, "c", 0)
+    suite = mine(tmp_path, "{name: a}", "{name: b, set: [loss=mcl]}",
+                 "{name: c, set: ['init=<run:a>', 'sampling={name: clustered, generalist: <run:b>}']}")  # fmt: skip
+    job = Planner(Options("digits")).job(suite, "c", 0)
+    assert [need.row for need in job.needs] == ["a", "b"]
+    assert job.config.init.endswith("digits/a-seed0") and job.config.sampling.generalist.name == "b-seed0"
 
 
 # What a table says.
@@ -204,7 +299,8 @@ def test_a_row_shows_another_metric_of_anothers_run():
         ({"a": [3.0], "b": [2.0, 1.0], "c": [1.0]}, "holds", "a 3.00, b 1.50, c 1.00"),
         ({"a": [3.0], "b": [1.0], "c": [2.0]}, "does not hold", "a 3.00, b 1.00, c 2.00"),
         ({"a": [3.0], "b": [3.0], "c": [2.0]}, "does not hold", "a 3.00, b 3.00, c 2.00"),
-        ({"a": [3.0], "b": [], "c": [2.0]}, "holds", "a 3.00, c 2.00, b not run"),
+        ({"a": [3.0], "b": [], "c": [2.0]}, "holds so far", "a 3.00, c 2.00, b not run"),
+        ({"a": [1.0], "b": [], "c": [2.0]}, "does not hold", "a 1.00, c 2.00, b not run"),
         ({"a": [3.0], "b": [], "c": []}, "open", "a 3.00, b not run, c not run"),
     ],
 )
@@ -226,6 +322,29 @@ def test_of_errors_the_lower_is_better():
     ):
         found = findings.verdicts(document({"a": [1.0], "b": [2.0]}, claims, problem))
         assert [verdict.word for verdict in found] == words
+        assert found[0].claim == ("Oracle: a < b" if problem == "regression" else "Oracle: a > b")
+
+
+@pytest.mark.parametrize("problem", ["classification", "regression"])
+@pytest.mark.parametrize(
+    ("metric", "lower"),
+    [
+        ("nll_ensemble_mean", True),
+        ("train_loss", True),
+        ("member_train_loss", True),
+        ("calibration_error_single", True),
+        ("mae_oracle", True),
+        ("r2_oracle", False),
+        ("evenness", False),
+    ],
+)
+def test_which_way_is_better_is_the_metrics_own(problem, metric, lower):
+    claims = [{"order": ["a", "b"], "by": metric}, {"left": f"a.{metric}", "is": "better", "right": f"b.{metric}"}]
+    found = document({"a": [1.0], "b": [2.0]}, claims, problem)
+    for row, value in (("a", 0.25), ("b", 0.5)):
+        found["runs"][row][0]["result"][metric] = value
+    assert [verdict.holds for verdict in findings.verdicts(found)] == [lower, lower]
+    assert (" < " if lower else " > ") in findings.verdicts(found)[0].claim
 
 
 @pytest.mark.parametrize(
@@ -242,6 +361,9 @@ def test_of_errors_the_lower_is_better():
         ("about", "b.oracle", True),  # 3 is within a half of 2
         ("about", "0.9 * b.oracle", False),
         ("about", "2 * b.oracle", True),
+        ("above", "b.oracle - a.oracle + 3.9", True),  # 2 - 3 + 3.9
+        ("above", "2 * b.oracle - a.single", False),  # 4 - 0.3
+        ("above", "b.member_1", True),
     ],
 )
 def test_relations_of_two_terms(relation, right, holds):
@@ -251,12 +373,59 @@ def test_relations_of_two_terms(relation, right, holds):
     assert verdict.figures.startswith(f"a.oracle 3.00, {right} ")
 
 
+def test_one_member_is_a_metric_by_its_number():
+    claims = [{"left": "a.member_0", "is": "below", "right": "a.member_1"},
+              {"left": "a.member_0", "is": "below", "right": "a.member_2"}]  # fmt: skip
+    found = document({"a": [3.0]}, claims)
+    found["runs"]["a"][0]["result"]["members"] = [1.0, 5.0]
+    assert [verdict.holds for verdict in findings.verdicts(found)] == [True, None]
+    assert findings.verdicts(found)[1].figures == "a has no member 2"
+
+
+@pytest.mark.parametrize(
+    ("suite", "recipe", "of_paper"),
+    [
+        (suite, recipe, figures)
+        for suite in SUITES
+        for recipe, figures in read(suite).paper.items()
+        if recipe in configs.recipes()
+    ],
+)
+def test_no_claim_is_against_the_papers_own_figures(suite, recipe, of_paper):
+    _, table = planned(suite, recipe)
+    runs, entries = {}, []
+    for row in table.names:
+        figures = {metric: read_figure(metric, figure) for metric, figure in of_paper.get(row, {}).items()}
+        result = {metric: figure.get("mean", figure.get("members")) for metric, figure in figures.items()}
+        if "members" in result:
+            result["single"] = sum(result["members"]) / len(result["members"])
+        runs[row] = [{"seed": 0, "result": result | {"problem": "classification"}}] if result else []
+        entries.append({"name": row, "run": row})
+    claims = [claim.model_dump(by_alias=True, exclude_defaults=True) for claim in table.claims]
+    found = findings.verdicts({"rows": entries, "runs": runs, "claims": claims, "metrics": []})
+    assert [verdict for verdict in found if verdict.holds is False] == []
+
+
 def test_a_claim_is_open_where_a_row_or_a_metric_is_missing():
     claims = [{"left": "a.oracle", "is": "better", "right": "b.oracle"},
               {"left": "a.train_loss", "is": "about", "right": "a.oracle"}]  # fmt: skip
     first, second = findings.verdicts(document({"a": [3.0], "b": []}, claims))
     assert (first.holds, first.figures) == (None, "b not run")
     assert (second.holds, second.figures) == (None, "a has no training loss")
+
+
+def test_a_bar_or_a_line_break_does_not_break_the_table_of_claims():
+    claims = [{"say": "P(a | b)\nis more", "left": "a.oracle", "is": "better", "right": "b.oracle"}]
+    found = document({"a": [3.0], "b": [2.0]}, claims) | {"suite": "s", "recipe": "r", "members": 2, "scale": 1}
+    text = markdown(found | {"validation": 0, "overrides": [], "command": "c", "runs": {}})
+    assert "| P(a \\| b) is more | open | a not run, b not run |" in text
+
+
+def test_seeds_with_gaps_are_several_commands():
+    assert command("mcl", Options("digits"), [3, 4, 9]) == (
+        "mheads reproduce mcl --recipe digits --trials 2 --seed 3 && mheads reproduce mcl --recipe digits --seed 9"
+    )
+    assert command("mcl", Options("digits"), [0, 1, 2]) == "mheads reproduce mcl --recipe digits --trials 3"
 
 
 def test_evenness_is_one_where_all_own_as_many_and_zero_where_one_owns_all():
@@ -288,6 +457,9 @@ GOOD = "rows:\n  - {name: a}\n"
         (f"{GOOD}claims:\n  - {{left: a, is: better, right: a.oracle}}", ["'a'", "row.metric"]),
         (f"{GOOD}claims:\n  - {{say: so, left: a.b, is: nicer, right: a.c}}", ["claim 'so'", "is = 'nicer'"]),
         (f"{GOOD}paper: {{digits: {{a: {{oracle: high}}}}}}", ["paper.digits.a.oracle", "'high'"]),
+        (f"{GOOD}paper: {{digits: {{a: {{oracle: .nan}}}}}}", ["paper.digits.a.oracle", "nan"]),
+        (f"{GOOD}paper: {{digits: {{a: {{orcale: 1}}}}}}", ["paper.digits.a names 'orcale'", "did you mean oracle?"]),
+        (f"{GOOD}metrics: [single, orcale]", ["metrics names 'orcale'", "did you mean oracle?"]),
     ],
 )
 def test_a_bad_file_is_told_with_row_and_key(text, parts, tmp_path):
@@ -307,9 +479,22 @@ def test_a_bad_file_is_told_with_row_and_key(text, parts, tmp_path):
         ("rows:\n  - {name: a_<n>}", ["row 'a_<n>'", "<n>", "<M>"]),
         ("rows:\n  - {name: a_<n>, each: {n: some}}", ["row 'a_<n>'", "'some'", "1..M-1"]),
         ("rows:\n  - {name: a, from: b}", ["no row 'b'", "it has a"]),
+        ("rows:\n  - {name: a_<n>, each: {n: 1..M-4}}", ["no row is left on digits with 4 members"]),
+        ("rows:\n  - {name: a, metrics: {oracle: singel}}", ["row 'a'", "'singel' (did you mean single?)"]),
+        ("rows:\n  - {name: a}\nclaims:\n  - {say: so, order: [a, b], by: oracle}",
+         ["claim 'so': order names 'b'", "there are a"]),
+        ("rows:\n  - {name: a}\nclaims:\n  - {order: [a, a], by: orcale}", ["a claim: by names 'orcale'", "oracle"]),
+        ("rows:\n  - {name: a}\nclaims:\n  - {left: a.oracle, is: better, right: aa.oracle}",
+         ["right names 'aa' (did you mean a?)"]),
+        ("rows:\n  - {name: a_<n>, each: {n: [1, 2]}}\nclaims:\n  - {order: [a_1, a_3], by: oracle}",
+         ["order names 'a_3'", "there are a_1, a_2"]),
+        ("rows:\n  - {name: k<k>, each: {k: 1..M}}\nclaims:\n  - {order: [k1, kk2], by: oracle}", ["names 'kk2'"]),
+        ("rows:\n  - {name: a, set: [seed=7]}", ["row 'a'", "seed", "--seed"]),
         ("rows:\n  - {name: a, from: standrd/b}", ["row 'a'", "standrd", "did you mean standard?"]),
         ("rows:\n  - {name: a, from: b}\n  - {name: b, from: a}", ["'a' needs itself"]),
         ("rows:\n  - {name: a, set: ['init=<run:a>']}", ["'a' needs itself"]),
+        ("rows:\n  - {name: a}\n  - {name: b, set: ['init=<run:a']}", ["row 'b'", "'init=<run:a'", "close it with >"]),
+        ("rows:\n  - {name: a, rounds: 2}\n  - {name: b, set: ['init=<run:a>']}", ["row 'b'", "<run:a>", "rounds"]),
         ("rows:\n  - {name: random_init, set: [loss=mcl]}\n  - {name: b, from: standard/random_init}",
          ["random_init", "loss.name", "another name"]),
     ],

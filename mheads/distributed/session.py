@@ -81,7 +81,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
             yield Among(world)
         except OSError as error:
             raise of_the_system(error) from error
-        except Exception as error:
+        except BaseException as error:  # Stopped is no Exception
             if getattr(error, "exit_code", None) is None:
                 raise
             stopped = error  # by a signal that all ranks heard of: all is saved, and all leave together

@@ -75,7 +75,7 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
                 title = job.row if job.seed == options.seed else f"{job.row}, seed {job.seed}"
                 records[job.path] = Record.read(job.folder.path, title, lenient=True)
                 if job.finished():
-                    results.add(document, job, planner)
+                    results.add(document, job, planner, suite)
     if not records:
         again = results.command(name, options, [options.seed])
         raise UserError(f"{folder} holds no run of {suite.name} on {options.short}: train them, {again}")

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from mheads import problems
-from mheads.suites.suite import Term, read_figure
+from mheads.suites.suite import MEMBER, Term, read_figure
 
 LABELS = {
     "members": "members",
@@ -25,6 +25,8 @@ LABELS = {
     "member_train_loss": "training loss of a member",
 }
 NOT_RUN = "not run"
+LOWER = ("train_loss", "member_train_loss", "nll", "calibration_error", "mae", "seconds", "peak_memory")
+HIGHER = ("evenness", "r2", "disagreement", "spread_correlation")  # whatever the problem; the others follow it
 
 
 class Trials(NamedTuple):
@@ -71,7 +73,14 @@ def _runs(document: dict[str, Any], row: str) -> list[dict[str, Any]]:
 
 def _values(document: dict[str, Any], row: str, metric: str) -> list[Any]:
     source = _entry(document, row).get("metrics", {}).get(metric, metric)
-    return [run["result"][source] for run in _runs(document, row) if run["result"].get(source) is not None]
+    found = (_value(run["result"], source) for run in _runs(document, row))
+    return [value for value in found if value is not None]
+
+
+def _value(result: dict[str, Any], metric: str) -> Any:
+    if (of_member := MEMBER.match(metric)) is None:
+        return result.get(metric)
+    return dict(enumerate(result.get("members", ()))).get(int(of_member[1]))
 
 
 def paper(document: dict[str, Any], row: str, metric: str) -> dict[str, Any] | None:
@@ -89,15 +98,18 @@ def has_paper(document: dict[str, Any], metric: str) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim holds in our runs; `holds` is None where they are missing."""
+    """Whether a claim holds in our runs; `holds` is None where they are missing, and `whole` tells if all are there."""
 
     claim: str
     holds: bool | None
     figures: str
+    whole: bool = True
 
     @property
     def word(self) -> str:
-        return "open" if self.holds is None else "holds" if self.holds else "does not hold"
+        if self.holds is None:
+            return "open"
+        return "does not hold" if not self.holds else "holds" if self.whole else "holds so far"
 
 
 def verdicts(document: dict[str, Any]) -> list[Verdict]:
@@ -105,38 +117,33 @@ def verdicts(document: dict[str, Any]) -> list[Verdict]:
 
 
 def _verdict(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
-    return _order(document, claim) if claim.get("order") else _relation(document, claim)
+    return _relation(document, claim) if claim.get("order") is None else _order(document, claim)
 
 
 def _order(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     """From best to worst; rows that have not been run are left out of it, and named."""
     rows, metric = claim["order"], claim["by"]
-    said = claim.get("say") or f"{label(metric)}: {' > '.join(rows)}"
+    higher = _higher_is_better(document, metric)
+    said = claim.get("say") or f"{label(metric)}: {(' > ' if higher else ' < ').join(rows)}"
     found = {row: values.mean for row in rows if (values := trials(document, row, metric))}
     missing = [row for row in rows if row not in found]
     means = list(found.values())
-    sign = 1 if _higher_is_better(document) else -1
-    holds = all(sign * a > sign * b for a, b in pairwise(means)) if len(means) > 1 else None
-    figures = ", ".join(f"{row} {number(mean, metric)}" for row, mean in found.items())
-    return Verdict(said, holds, ", ".join([figures] * bool(figures) + [f"{row} {NOT_RUN}" for row in missing]))
+    holds = all(a > b if higher else a < b for a, b in pairwise(means)) if len(means) > 1 else None
+    figures = [f"{row} {number(mean, metric)}" for row, mean in found.items()]
+    figures += [f"{row} {_why_not(document, row, metric)}" for row in missing]
+    return Verdict(said, holds, ", ".join(figures), not missing)
 
 
 def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     relation = claim["is"]
     terms = [Term.of(claim[side]) for side in ("left", "right")]
     said = claim.get("say") or f"{claim['left']} is {relation} {claim['right']}"
-    sides = [trials(document, term.row, term.metric) for term in terms]
-    if sides[0] is None or sides[1] is None:
-        missing = [
-            f"{term.row} has no {label(term.metric)}" if num_trials(document, term.row) else f"{term.row} {NOT_RUN}"
-            for term, side in zip(terms, sides, strict=True)
-            if side is None
-        ]
+    parts = {part: trials(document, *part) for term in terms for part in term.parts}
+    if missing := [f"{part[0]} {_why_not(document, *part)}" for part, found in parts.items() if found is None]:
         return Verdict(said, None, ", ".join(dict.fromkeys(missing)))
-    left, right = (
-        term.factor * side.mean + term.added for term, side in zip(terms, sides, strict=True) if side is not None
-    )
-    sign = 1 if _higher_is_better(document) else -1
+    means = {part: found.mean for part, found in parts.items() if found is not None}
+    left, right = (term.value([means[part] for part in term.parts]) for term in terms)
+    sign = 1 if _higher_is_better(document, terms[0].metric) else -1
     holds = {
         "better": sign * left > sign * right,
         "no worse": sign * left >= sign * right,
@@ -151,8 +158,17 @@ def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     return Verdict(said, holds, ", ".join(beside))
 
 
-def _higher_is_better(document: dict[str, Any]) -> bool:
-    """Whether the measures of these runs are percents of what is right, and not errors."""
+def _why_not(document: dict[str, Any], row: str, metric: str) -> str:
+    if not _entry(document, row):
+        return "is no row here"
+    return f"has no {label(metric)}" if num_trials(document, row) else NOT_RUN
+
+
+def _higher_is_better(document: dict[str, Any], metric: str) -> bool:
+    """Whether more of a metric is better; of accuracies and errors, which have the same names, the runs tell."""
+    for names, higher in ((LOWER, False), (HIGHER, True)):
+        if any(metric == name or metric.startswith(f"{name}_") for name in names):
+            return higher
     kinds = {run["result"].get("problem") for runs in document["runs"].values() for run in runs}
     return all(problems.PROBLEMS[kind].unit == "%" for kind in kinds if kind in problems.PROBLEMS)
 
@@ -167,7 +183,7 @@ def number(value: float, metric: str) -> str:
 def ours(document: dict[str, Any], row: str, metric: str) -> str:
     if metric == "members":
         found = members(document, row)
-        return NOT_RUN if found is None else " ".join(f"{value:.1f}" for value in found)
+        return NOT_RUN if found is None else " ".join("-" if value is None else f"{value:.1f}" for value in found)
     values = trials(document, row, metric)
     if values is None:
         return "" if num_trials(document, row) else NOT_RUN

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mheads import config as configs
+from mheads import files
 from mheads.checkpoint import Checkpoints
 from mheads.classical import is_stable, read_rounds
 from mheads.config import Config
@@ -18,6 +22,10 @@ from mheads.run_folder import RunFolder
 from mheads.suites.suite import Suite, Table, read
 
 FOLDER = Path("runs/reproduce")
+DONORS = ("init", "sampling.generalist")  # keys of runs that another starts from
+RUN = re.compile(r"<run:([^<>]*)>")
+PLACES = ("/", "~")  # what a path of this machine begins with
+INNER = re.compile(r"(?<=[\s\[{,'\"])[/~][^,{}\[\]'\"]*")  # one in a value such as {name: file, path: /here/it.npz}
 
 
 @dataclass(frozen=True)
@@ -37,9 +45,7 @@ class Options:
             raise UserError(f"--seed {self.seed}: give 0 or more")
         if self.validation < 0:
             raise UserError(f"--validation {self.validation}: give how many training examples are held out")
-        for key, option in (("seed", "--seed"), ("data.validation", "--validation")):
-            if any(override.startswith(f"{key}=") for override in self.overrides):
-                raise UserError(f"give {option} instead of {key}=..., since it is part of the names of the runs")
+        _refuse_named(self.overrides)
 
     @property
     def short(self) -> str:
@@ -61,6 +67,7 @@ class Job:
     seed: int
     config: Config
     overrides: tuple[str, ...]
+    shown: tuple[str, ...]  # the overrides with folders as on any machine
     path: Path
     recipe: str
     needs: tuple[Job, ...] = ()  # runs that it starts from
@@ -87,20 +94,50 @@ class Job:
         """Whether the run is there to be reused. Refuses a folder of another config."""
         if self.rounds is not None:
             known = self._rounds()
-            return bool(known) and (len(known) == self.rounds or is_stable(known[-1]))
+            return bool(known) and (len(known) == self.rounds or is_stable(known[-1])) and self.damage() is None
         folder = RunFolder(self.path)
+        folder.refuse_other_content()
         if not folder.exists():
             return False
         try:
-            if key := difference(folder.read_config(), self.config):
-                there, here = (configs.flatten(c)[key] for c in (folder.read_config(), self.config))
+            before = folder.read_config()
+            key = difference(before, self.config)
+            if key in DONORS:  # reading weights takes time
+                key = difference(before, self.config, self._same_donors(folder))
+            if key is not None:
+                there, here = (configs.flatten(c)[key] for c in (before, self.config))
                 raise UserError(
                     f"{self.path} is in the way: a run of another config, {key}: {there!r} there, {here!r} here; "
                     "give another --folder, or move that one"
                 )
-            return folder.finished(self.total)
+            return folder.finished(self.total) and folder.manifest.problem(folder.metrics) is None
         except DamageError:  # training makes it anew, or says why it cannot
             return False
+
+    def damage(self) -> str | None:
+        """What is wrong with a file that a table reads; training makes it anew where there is a checkpoint."""
+        folder = self.folder
+        try:
+            found = {path: folder.manifest.problem(path) for path in (folder.result, folder.model, folder.metrics)}
+        except DamageError as error:
+            return str(error)
+        return next((f"{path} {problem}" for path, problem in found.items() if problem), None)
+
+    def _same_donors(self, folder: RunFolder) -> list[str]:
+        """The keys of runs that the one in the folder started from, and that are those needed here by their weights.
+
+        Its config may name another place: folders are moved.
+        """
+        found = folder.read_identity()
+        began = dict(zip(DONORS, ([found.get("start")], list((found.get("sampling") or {}).values())), strict=True))
+        models = {os.path.realpath(need.path): need.folder.model for need in self.needs}
+        given = configs.flatten(self.config)
+        return [
+            key
+            for key, digests in began.items()
+            if given[key] and (model := models.get(os.path.realpath(given[key]))) is not None
+            if model.is_file() and files.digest(model) in digests
+        ]
 
     def steps_done(self) -> int:
         """How far an unfinished run has come."""
@@ -110,13 +147,36 @@ class Job:
         return before + max(Checkpoints(path / "checkpoints").steps(), default=0)
 
 
-def difference(there: Config, here: Config) -> str | None:
-    """The first key that makes the results of two configs differ."""
+def difference(there: Config, here: Config, alike: Sequence[str] = ()) -> str | None:
+    """The first key that makes the results of two configs differ, but for those that are known to be alike."""
+
     # How long a run is may change when it is resumed, but not here: a table compares runs of equal length.
-    return next(
-        (key for key in configs.differing(there, here) if key == "optim.iterations" or not configs.is_free(key, here)),
-        None,
-    )
+    def decides(key: str) -> bool:
+        return key not in alike and (key == "optim.iterations" or not configs.is_free(key, here))
+
+    return next(filter(decides, configs.differing(there, here)), None)
+
+
+def _refuse_named(overrides: Sequence[str]) -> None:
+    """Refuses keys that an option of the command gives."""
+    for key, option in (("seed", "--seed"), ("data.validation", "--validation")):
+        if any(key in configs.keys_of(override) for override in overrides):
+            raise UserError(f"give {option} instead of {key}=..., since it is part of the names of the runs")
+
+
+def _refuse_overriding(row: Sequence[str], given: Sequence[str]) -> None:
+    """Refuses to change for all rows what a row sets itself: its name would tell of another run.
+
+    How long rows train is the command's to say: names do not promise it.
+    """
+    own = {key for override in row for key in configs.keys_of(override)} - {"optim.iterations"}
+    for override in given:
+        for key in configs.keys_of(override):
+            if set_there := [mine for mine in own if f"{mine}.".startswith(f"{key}.") or key.startswith(f"{mine}.")]:
+                raise UserError(
+                    f"{override} for all rows: this one sets {min(set_there)} itself, and would be another run under "
+                    "its name; leave it out, or write a suite of your own"
+                )
 
 
 class Planner:
@@ -128,6 +188,7 @@ class Planner:
         self._tables: dict[str, Table] = {}
         self._jobs: dict[tuple[str, str, int], Job] = {}
         self._others: dict[str, Planner] = {}
+        self._places: dict[Path, Job] = {}  # of all recipes: two files of one name share a folder
 
     def table(self, suite: Suite) -> Table:
         if suite.source not in self._tables:
@@ -159,56 +220,88 @@ class Planner:
             planner = self._of(recipe) if recipe else self
             return planner.job(read(there) if there else suite, of_row, seed, within)
 
+        def donor(reference: str) -> Job:
+            found = other(reference)
+            if found.rounds is not None:
+                raise UserError(
+                    f"<run:{reference}>: a row with rounds has a run for each, and which is the last shows when they "
+                    "are trained; start from a row without rounds"
+                )
+            return found
+
         try:
             if row.from_ is not None:
                 return other(row.from_)
-            needs: list[Job] = []
-            given: list[str] = []
-            for override in row.set:
-                before, mark, rest = override.partition("<run:")
-                if mark:
-                    reference, _, after = rest.partition(">")
-                    needs.append(other(reference))
-                    override = f"{before}{needs[-1].path}{after}"
-                given.append(override)
-            overrides = [*self._overrides(suite, given), f"seed={seed}"]
+            special = suite.recipes.get(self.options.short)
+            _refuse_named([*(special.set if special else ()), *row.set])
+            _refuse_overriding(row.set, self.options.overrides)
+            needs = {found[1]: donor(found[1]) for override in row.set for found in RUN.finditer(override)}
+
+            def filled(place: Callable[[Job], Path]) -> list[str]:
+                """The row's overrides, with the folders of the runs that it starts from."""
+                return [RUN.sub(lambda found: str(place(needs[found[1]])), override) for override in row.set]
+
+            if open_ := [override for override in filled(self.public) if "<run:" in override]:
+                raise UserError(f"{open_[0]!r} has a <run:ROW> that does not end: close it with >")
+            last = [f"seed={seed}"]
+            overrides = [*self._overrides(suite, filled(lambda need: need.path)), *last]
             config = configs.load(self.options.recipe, overrides)
             if self.options.scale != 1:
-                overrides += scaling(config, self.options.scale)
+                last += scaling(config, self.options.scale)
+                overrides = [*overrides[:-1], *last]
                 config = configs.load(self.options.recipe, overrides)
+            shown = tuple(map(public, [*self._overrides(suite, filled(self.public)), *last]))
         except UserError as error:
             if str(error).startswith(suite.source):
                 raise
             raise UserError(f"{suite.source}: row {name!r}: {error}") from error
-        special = suite.recipes.get(self.options.short)
-        group = (special.folder if special else None) or self.options.short
-        path = self.folder / group / f"{name}-seed{seed}{self.options.suffix}"
-        job = Job(name, seed, config, tuple(overrides), path, self.options.recipe, tuple(needs), row.rounds)
-        for other_job in self._jobs.values():
-            if other_job.path == path and (key := difference(other_job.config, config)):
-                raise UserError(
-                    f"{suite.source}: row {name!r} has the name of a row of another suite and is another run ({key} "
-                    "differs); give it another name"
-                )
+        path = self.folder / self._group(suite) / f"{name}-seed{seed}{self.options.suffix}"
+        recipe, donors = self.options.recipe, tuple(needs.values())
+        job = Job(name, seed, config, tuple(overrides), shown, path, recipe, donors, row.rounds)
+        known = self._places.setdefault(path, job)
+        key = "rounds" if known.rounds != job.rounds else difference(known.config, config)
+        if key is not None:
+            whose = "another suite" if known.recipe == job.recipe else f"{known.recipe}, whose name is the same"
+            raise UserError(
+                f"{suite.source}: row {name!r} has the name of a row of {whose} and is another run ({key} differs); "
+                "give it another name"
+            )
         return job
+
+    def _group(self, suite: Suite) -> str:
+        """The folder of a suite's runs, beside those of other recipes."""
+        special = suite.recipes.get(self.options.short)
+        return (special.folder if special else None) or self.options.short
+
+    def key(self, suite: Suite, job: Job) -> str:
+        """What a run is called in the results of a suite: its row, after the folder if that is not the suite's own."""
+        group = job.path.parent.name
+        return job.row if group == self._group(suite) else f"{group}/{job.row}"
 
     def _of(self, recipe: str) -> Planner:
         """Of another recipe, without what the command changes in this one."""
         if recipe not in self._others:
-            self._others[recipe] = Planner(replace(self.options, recipe=recipe, overrides=()), self.folder)
+            other = Planner(replace(self.options, recipe=recipe, overrides=()), self.folder)
+            other._others, other._places = self._others, self._places
+            self._others[recipe] = other
         return self._others[recipe]
 
     def command(self, job: Job) -> str:
         """The command that trains this run alone, with folders as on any machine."""
         kind = ["train"] if job.rounds is None else ["classical", "--rounds", str(job.rounds)]
-        words = ["mheads", *kind, job.recipe, *job.overrides, "-f", str(job.path)]
-        return shlex.join(public(word.replace(str(self.folder), str(FOLDER))) for word in words)
+        return shlex.join(["mheads", *kind, public(job.recipe), *job.shown, "-f", str(self.public(job))])
+
+    def public(self, job: Job) -> Path:
+        """Where a run lies on any machine."""
+        return FOLDER / job.path.relative_to(self.folder)
 
 
 def public(word: str) -> str:
-    """A word of a command without a path of this machine."""
-    key, equals, value = word.rpartition("=")
-    return f"{key}{equals}.../{Path(value).name}" if value.startswith(("/", "~")) else word
+    """A word of a command, `key=value` or a path, without a path of this machine."""
+    key, equals, value = ("", "", word) if word.startswith(PLACES) else word.partition("=")
+    if value.startswith(PLACES):
+        return f"{key}{equals}.../{Path(value).name}"
+    return INNER.sub(lambda found: f".../{Path(found[0].rstrip()).name}", word) if equals else word
 
 
 def scaling(config: Config, factor: float) -> list[str]:
@@ -218,13 +311,20 @@ def scaling(config: Config, factor: float) -> list[str]:
     def part(count: int) -> int:
         return max(1, round(factor * count))
 
-    found = {"optim.iterations": part(config.optim.iterations)}
+    found: dict[str, Any] = {"optim.iterations": part(config.optim.iterations)}
     if config.pretrain:
         found["pretrain"] = part(config.pretrain)
     if schedule.warmup:
         found["optim.schedule.warmup"] = part(schedule.warmup)
-    if schedule.name == "step":
+    if schedule.name in ("step", "sigmoid"):
         found["optim.schedule.every"] = part(schedule.every)
+    if schedule.name == "sigmoid":
+        found["optim.schedule.slope"] = schedule.slope / factor
+    if schedule.name == "exp":
+        power = math.log(schedule.gamma) / factor
+        found["optim.schedule.gamma"] = math.exp(min(max(power, -700.0), 700.0))  # which stays a number above 0
+    if schedule.name == "inv":
+        found["optim.schedule.gamma"] = schedule.gamma / factor
     if schedule.name == "plateau":
         found["optim.schedule.window"] = part(schedule.window)
     lists = {"optim.schedule.at": [part(at) for at in schedule.at]} if schedule.name == "multistep" else {}

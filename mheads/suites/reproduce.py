@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ class Run:
     ) -> None:
         if trials < 1:
             raise UserError(f"--trials {trials}: give 1 or more")
-        self.options, self.console = options, console
+        self.options, self.console, self.trials = options, console, trials
         self.suite = read(name)
         self.planner = Planner(options, folder)
         self.table = self.planner.table(self.suite)
@@ -68,6 +69,7 @@ class Run:
         for row in only:
             self.table.row(row)
         self.path = output / results.file_name(self.suite.name, options)
+        results.check_writable(self.path)
         self.document = results.make(self.table, self.planner, trials)
         results.merge(self.document, self.path, self.table, self.planner, trials)
         seeds = range(options.seed, options.seed + trials)  # of all rows the first seed first
@@ -79,11 +81,19 @@ class Run:
         others = [self.planner.job(self.suite, row, seed) for seed in seeds for row in self.table.names]
         for job in in_order([*self.jobs, *others]):  # rows that were not asked for are shown if they are there
             if there[job.path] if job.path in there else _there(job):
-                results.add(self.document, job, self.planner)
+                self._add(job)
         again = [results.command(name, options, seeds), *(f"--only {shlex.quote(row)}" for row in only)]
         places = (("-f", folder, FOLDER), ("-o", output, OUTPUT))
         again += [f"{key} {shlex.quote(str(path))}" for key, path, usual in places if path != usual]
         self.again = " ".join(again)
+
+    def _add(self, job: Job) -> None:
+        results.add(self.document, job, self.planner, self.suite)
+
+    def _save(self) -> None:
+        """Writes the document, with what another process may have added to it since."""
+        results.merge(self.document, self.path, self.table, self.planner, self.trials)
+        results.save(self.document, self.path)
 
     def train(self) -> None:
         """Trains what is missing. A run that cannot go on is named at the end; the others are trained all the same."""
@@ -100,14 +110,16 @@ class Run:
                         if broken := [need.name for need in job.needs if need.path in failed]:
                             raise UserError(f"it starts from {broken[0]}, which failed")
                         result = _train(job, watch)
+                        if damage := job.damage():  # and there was no checkpoint to make it anew from
+                            raise UserError(f"{damage}: move {job.path} away, and it is trained anew")
                         done += 1
-                        results.add(self.document, job, self.planner)
-                        results.save(self.document, self.path)
+                        self._add(job)
+                        with results.locked(self.path.parent):
+                            self._save()
                     except UserError as error:
-                        if not done:  # nothing has been trained, and most likely nothing can
-                            raise UserError(f"{job.name}: {error}") from error
+                        again = str(error) in failed.values()  # a set that is missing, say, for every row
                         failed[job.path] = str(error)
-                        watch.warn(f"{job.name} failed: {error}")
+                        watch.warn(f"{job.name} failed{' for the same reason' if again else f': {error}'}")
                     watch.ended(job, result)
         except Stopped:
             self.publish(show=False)
@@ -116,14 +128,20 @@ class Run:
             )
             raise
         if failed:
-            self.publish()
-            lines = "\n".join(f"  {path.name}: {why}" for path, why in failed.items())
-            raise UserError(f"{len(failed)} of {_runs(len(self.missing))} failed; the others are done:\n{lines}")
+            if self.document["runs"]:
+                self.publish()
+            reasons: dict[str, list[str]] = {}
+            for path, why in failed.items():
+                reasons.setdefault(why, []).append(path.name)
+            lines = "\n".join(f"  {', '.join(names)}: {why}" for why, names in reasons.items())
+            others = "; the others are done" if len(failed) < len(self.missing) else ""
+            raise UserError(f"{len(failed)} of {_runs(len(self.missing))} failed{others}:\n{lines}")
 
     def publish(self, show: bool = True) -> None:
         """Writes the document, its table and figure, and the page of all results."""
-        results.save(self.document, self.path)
-        write_tables(self.path.parent, [self.path])
+        with results.locked(self.path.parent):
+            self._save()
+            _write_tables(self.path.parent, self.console, [self.path])
         if show:
             self.console.print(tables.shown(self.document))
             self.console.print(
@@ -143,7 +161,7 @@ class Run:
                 table.add_row(job.name, f"{job.total:,}", "finished, reused")
                 continue
             done = job.steps_done()
-            key = f"{job.row} {done}"  # another seed takes as long
+            key = f"{job.path.parent.name}/{job.row} {done}"  # another seed takes as long
             if key not in times:
                 with self.console.status(f"three steps of {job.name}"):
                     try:
@@ -157,7 +175,7 @@ class Run:
             table.add_row(job.name, count, "not known" if time is None else duration(time))
         self.console.print(table)
         for line in unknown:
-            self.console.print(line, style="yellow", markup=False, soft_wrap=True)
+            _warn(self.console, line)
         about, reused = "more than" if unknown else "about", len(self.jobs) - len(self.missing)
         text = f"{_runs(len(self.missing))} to train, {about} {duration(total)}; {reused} reused"
         self.console.print(text, markup=False, soft_wrap=True)
@@ -170,19 +188,28 @@ def dry_run(
     Run(name, options, console, trials, only, folder, output).foretell()
 
 
-def write_tables(folder: Path, changed: Sequence[Path] | None = None) -> list[Path]:
-    """Makes tables and figures anew from the JSON files in a folder (or those that changed), and README.md of all."""
-    documents = results.all_in(folder)
+def write_tables(folder: Path, console: Console) -> list[Path]:
+    """Makes all tables and figures anew from the JSON files in a folder, and README.md of all."""
+    if not any(folder.glob("*.json")):
+        raise _no_results(folder)
+    with results.locked(folder):
+        return _write_tables(folder, console)
+
+
+def _write_tables(folder: Path, console: Console, changed: Sequence[Path] | None = None) -> list[Path]:
+    documents = results.all_in(folder, partial(_warn, console))
     if not documents:
-        raise UserError(
-            f"{folder} holds no results: give a suite to run, {', '.join(SUITES)}, or another folder with -o"
-        )
+        raise _no_results(folder)
     for path, document in documents.items():
         if changed is None or path in changed:
             save(_figure(document), path.with_suffix(".png"))
             files.write_atomically(path.with_suffix(".md"), tables.markdown(document, f"{path.stem}.png"))
     files.write_atomically(folder / "README.md", tables.readme(documents))
     return list(documents)
+
+
+def _no_results(folder: Path) -> UserError:
+    return UserError(f"{folder} holds no results: give a suite to run, {', '.join(SUITES)}, or another folder with -o")
 
 
 def _figure(document: dict[str, Any]) -> Any:
@@ -203,6 +230,10 @@ def _train(job: Job, watch: Overview) -> dict[str, Any]:
         return train_config(job.config, job.folder, watch)
     train_rounds(job.config, job.path, lambda label: watch, job.rounds)
     return job.folder.read_result()
+
+
+def _warn(console: Console, message: str) -> None:
+    console.print(message, style="yellow", markup=False, soft_wrap=True)
 
 
 def _runs(count: int) -> str:

@@ -4,29 +4,35 @@
  "rows": [{"name", "run", "metrics", "paper"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "command", "result", "versions", "machine"}]}}
 
+A row's "run" is the key of its runs: see `Planner.key`.
+
 Tables and figures are made from these files alone, so that they can be made anew where there are no runs.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import platform
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mheads import config as configs
-from mheads import files
+from mheads import files, plain
 from mheads.config import Config
 from mheads.errors import UserError
 from mheads.plain import from_json
 from mheads.run_folder import RunFolder
 from mheads.suites.jobs import Job, Options, Planner, public
-from mheads.suites.suite import SUITES, Table
+from mheads.suites.suite import SUITES, Relation, Suite, Table, Term, read_figure
 
 Document = dict[str, Any]
 
@@ -41,13 +47,16 @@ def make(table: Table, planner: Planner, trials: int) -> Document:
     first = planner.job(suite, table.names[0], options.seed)
     rows = []
     for row in table.rows:
-        entry: dict[str, Any] = {"name": row.name, "run": planner.job(suite, row.name, options.seed).row}
+        run = planner.key(suite, planner.job(suite, row.name, options.seed))
+        entry: dict[str, Any] = {"name": row.name, "run": run}
         if row.metrics:
             entry["metrics"] = row.metrics
         if figures := table.paper.get(row.name):
             entry["paper"] = figures
         rows.append(entry)
-    claims = [claim.model_dump(by_alias=True, exclude_defaults=True, exclude={"recipes"}) for claim in table.claims]
+    claims = [
+        claim.model_dump(by_alias=True, exclude_defaults=True, exclude={"recipes", "except_"}) for claim in table.claims
+    ]
     return {
         "suite": suite.name,
         "about": suite.about,
@@ -65,18 +74,21 @@ def make(table: Table, planner: Planner, trials: int) -> Document:
 
 
 def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[str], str] = str) -> str:
-    """The command that runs a suite with these seeds."""
+    """The command that runs a suite with these seeds, in rising order; several where there are gaps between them."""
+    if gap := next((i for i in range(1, len(seeds)) if seeds[i] != seeds[i - 1] + 1), None):
+        return " && ".join(command(suite, options, part, show) for part in (seeds[:gap], seeds[gap:]))
     words = ["mheads", "reproduce", suite, "--recipe", show(options.recipe)]
-    words += ["--trials", str(seeds[-1] - seeds[0] + 1)] if len(seeds) > 1 else []
+    words += ["--trials", str(len(seeds))] if len(seeds) > 1 else []
     words += ["--seed", str(seeds[0])] if seeds[0] else []
     words += ["--scale", f"{options.scale:g}"] if options.scale != 1 else []
     words += ["--validation", str(options.validation)] if options.validation else []
     return shlex.join([*words, *map(show, options.overrides)])
 
 
-def add(document: Document, job: Job, planner: Planner) -> None:
+def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
     """Adds a finished run, in the place of one with the same seed; one that no row shows is left out."""
-    if job.row not in {entry["run"] for entry in document["rows"]}:
+    key = planner.key(suite, job)
+    if key not in {entry["run"] for entry in document["rows"]}:
         return
     folder = job.folder
     entry = {
@@ -87,8 +99,8 @@ def add(document: Document, job: Job, planner: Planner) -> None:
         "versions": folder.read_result()["versions"],
         "machine": machine(),
     }
-    others = [run for run in document["runs"].get(job.row, ()) if run["seed"] != job.seed]
-    document["runs"][job.row] = sorted([*others, entry], key=lambda run: run["seed"])
+    others = [run for run in document["runs"].get(key, ()) if run["seed"] != job.seed]
+    document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
 
 
 def digest(config: Config) -> str:
@@ -140,53 +152,159 @@ def evenness(owned: list[float]) -> float:
 # Files.
 
 
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class _Row(_Part):
+    name: str
+    run: str
+    metrics: dict[str, str] = {}
+    paper: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _figures(self) -> _Row:
+        for metric, figure in self.paper.items():
+            read_figure(metric, figure)
+        return self
+
+
+class _Claim(_Part):
+    say: str = ""
+    order: list[str] | None = None
+    by: str = ""
+    left: str = ""
+    is_: Relation | None = Field(None, alias="is")
+    right: str = ""
+    within: float = 0.25
+
+    @model_validator(mode="after")
+    def _whole(self) -> _Claim:
+        if self.order is None:
+            for side in (self.left, self.right):
+                Term.of(side)
+        if not (self.is_ if self.order is None else self.by):
+            raise ValueError("a claim has no `is`, or an order no `by`")
+        return self
+
+
+class _Run(_Part):
+    seed: int
+    config: str
+    command: str
+    result: dict[str, float | str | list[float | None] | None]
+    versions: dict[str, str]
+    machine: str
+
+    @model_validator(mode="after")
+    def _kinds(self) -> _Run:
+        for key, kind in (("members", list), ("problem", str), ("seconds", int | float)):
+            if not isinstance(self.result.get(key), kind):
+                raise ValueError(f"result.{key} is {plain.short(self.result.get(key))}")
+        return self
+
+
+class _Document(_Part):
+    """What the rest of the program takes for granted in a document."""
+
+    suite: str
+    about: str = ""
+    recipe: str
+    members: int
+    scale: float
+    validation: int
+    overrides: list[str]
+    command: str
+    metrics: list[str]
+    rows: list[_Row]
+    claims: list[_Claim]
+    runs: dict[str, list[_Run]]
+
+
 def load(path: Path) -> Document:
     try:
-        document = from_json(path.read_bytes())
-        for key in ("suite", "recipe", "scale", "overrides", "command", "metrics", "rows", "claims", "runs"):
-            document[key]
+        document: Document = from_json(path.read_bytes())
+        _Document.model_validate(document)
         return document
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not a file of results ({type(error).__name__}: {error}): move it out of that folder"
-        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise UserError(f"{path} is not a file of results ({why}): move it out of that folder")
 
 
 def merge(document: Document, path: Path, table: Table, planner: Planner, trials: int) -> None:
-    """Takes over the runs in the file. Refuses those of another experiment: nothing in the file is lost."""
+    """Takes over the runs in the file that the document lacks. Refuses those of another experiment: none is lost."""
     if not path.is_file():
         return
     before = load(path)
-    if before["overrides"] != document["overrides"]:
+    if [*map(public, before["overrides"])] != document["overrides"]:
         said = [" ".join(one["overrides"]) or "none" for one in (before, document)]
         raise UserError(
             f"{path} holds results with other overrides ({said[0]} there, {said[1]} here): give another folder with -o"
         )
-    rows = {entry["run"]: entry["name"] for entry in document["rows"]}
-    for row, runs in before["runs"].items():
+    rows = {entry["name"]: entry["run"] for entry in document["rows"]}
+    # Earlier versions called a run by its row alone, also where that is of another recipe: its config tells it apart.
+    meant = {entry["run"]: entry["name"] for entry in document["rows"]}
+    called = {entry["name"]: entry["run"] for entry in before["rows"]}
+    own = {(key, run["seed"]) for key, runs in document["runs"].items() for run in runs}
+    for key, runs in before["runs"].items():
+        names = [meant[key]] * (key in meant) + [name for name in rows if called.get(name) == key]
         for run in runs:
-            if row in rows:
-                wanted = digest(planner.job(table.suite, rows[row], run["seed"]).config)
-            if row not in rows or run["config"] != wanted:
+            jobs = {name: planner.job(table.suite, name, run["seed"]) for name in names}
+            name = next((name for name, job in jobs.items() if digest(job.config) == run["config"]), None)
+            if name is None:
                 raise UserError(
-                    f"{path} holds a run that is not of this suite: {row} with seed {run['seed']}, {run['command']}; "
+                    f"{path} holds a run that is not of this suite: {key} with seed {run['seed']}, {run['command']}; "
                     "move the file, or give another folder with -o"
                 )
-    document["runs"] = before["runs"]
-    if seeds := sorted({run["seed"] for runs in before["runs"].values() for run in runs}):
-        options = planner.options
-        seeds = [min(seeds[0], options.seed), max(seeds[-1], options.seed + trials - 1)]
-        document["command"] = command(Path(table.suite.source).name, options, sorted(set(seeds)), public)
+            if (rows[name], run["seed"]) not in own:
+                document["runs"].setdefault(rows[name], []).append(run)
+    for runs in document["runs"].values():
+        runs.sort(key=lambda run: run["seed"])
+    options = planner.options
+    seeds = {run["seed"] for runs in document["runs"].values() for run in runs}
+    seeds |= set(range(options.seed, options.seed + trials))
+    document["command"] = command(Path(table.suite.source).name, options, sorted(seeds), public)
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a place that results cannot be written to, before anything is trained for them."""
+    folder = next(place for place in (path.parent.absolute(), *path.parent.absolute().parents) if place.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "cannot be written" if folder.is_dir() else "is not a folder"
+        raise UserError(f"{path.parent}: {folder} {why}; give another folder with -o")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file: move it, or give another folder with -o")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Makes a folder of results; inside, no other process writes to it. The lock ends with the process."""
+    with files.saving(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system that has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def save(document: Document, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
 
 
-def all_in(folder: Path) -> dict[Path, Document]:
-    """All documents in a folder, in the order of the suites."""
-    found = {path: load(path) for path in sorted(folder.glob("*.json"))}
+def all_in(folder: Path, warn: Callable[[str], None]) -> dict[Path, Document]:
+    """All documents in a folder, in the order of the suites. A file that is none is told and left out."""
+    found: dict[Path, Document] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found[path] = load(path)
+        except UserError as error:
+            warn(f"left out: {error}")
     known = {name: i for i, name in enumerate(SUITES)}
 
     def key(item: tuple[Path, Document]) -> tuple[int, str, int, float]:

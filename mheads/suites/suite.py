@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +21,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mheads import plain
 from mheads.config import Config
+from mheads.diagnostics import LEARNING
 from mheads.errors import UserError
+from mheads.metrics import Result
+from mheads.problems.detection import DetectionResult
+from mheads.problems.multilabel import MultiLabelResult
+from mheads.problems.problem import ANSWERS
+from mheads.problems.regression import RegressionResult
+from mheads.problems.segmentation import SegmentationResult
 from mheads.suites.words import Words
 
 # As they are shown: those of the paper in the order in which it asks its questions.
@@ -37,7 +45,14 @@ SUITES = (
     "modern",
     "detection",
 )
-TERM = re.compile(r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)(?: *(?P<added>[+-] *[\d.]+))?$")
+TERM = re.compile(
+    r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)"
+    r"(?: - (?P<less>[^ *]+\.(?:[^\W\d]\w*)))?(?: *(?P<added>[+-] *[\d.]+))?$"
+)
+MEMBER = re.compile(r"^member_(\d+)$")  # the metric of one member by its number
+
+
+Relation = Literal["better", "no worse", "worse", "no better", "above", "below", "about"]
 
 
 class _Part(BaseModel):
@@ -63,14 +78,37 @@ class Row(_Part):
             raise ValueError("`from` takes the run of another row, so nothing can be `set`")
         return self
 
+    def may_be(self, name: str, layers: bool = True) -> bool:
+        """Whether a network with more members has a row of this name, or with `layers` one with any other layers."""
+
+        def pattern(given: list[Any] | str) -> str:
+            if isinstance(given, list):
+                return "|".join(re.escape(str(value)) for value in given)
+            return r"\d+" if ".." in given else ".+" if layers else "(?!)"
+
+        words = {key: pattern(given) for key, given in self.each.items()}
+        parts = re.split(r"<([^<>]+)>", self.name)
+        found = [f"(?:{words.get(part, pattern('..'))})" if i % 2 else re.escape(part) for i, part in enumerate(parts)]
+        return re.fullmatch("".join(found), name) is not None
+
 
 class Term(NamedTuple):
-    """factor * row.metric + added"""
+    """factor * row.metric - less + added"""
 
     factor: float
     row: str
     metric: str
     added: float
+    less: tuple[str, str] | None = None  # the row and the metric of what is taken away
+
+    @property
+    def parts(self) -> list[tuple[str, str]]:
+        """(row, metric) of what it is made of."""
+        return [(self.row, self.metric), *([self.less] if self.less else [])]
+
+    def value(self, found: Sequence[float]) -> float:
+        """With these values of its parts."""
+        return self.factor * found[0] - sum(found[1:]) + self.added
 
     @staticmethod
     def of(text: str) -> Term:
@@ -78,20 +116,23 @@ class Term(NamedTuple):
         if found is None:
             raise ValueError(f"{text!r} is not row.metric, for example 2 * bagging.oracle + 1")
         added = float((found["added"] or "0").replace(" ", ""))
-        return Term(float(found["factor"] or 1), found["row"], found["metric"], added)
+        row, _, metric = (found["less"] or "").rpartition(".")
+        less = (row, metric) if row else None
+        return Term(float(found["factor"] or 1), found["row"], found["metric"], added, less)
 
 
 class Claim(_Part):
     """An order of rows from best to worst by a metric, or a relation of two terms."""
 
     say: str = ""
-    order: list[str] | None = None
+    order: list[str] | None = Field(None, min_length=1)
     by: str | None = None
     left: str | None = None
-    is_: Literal["better", "no worse", "worse", "no better", "above", "below", "about"] | None = Field(None, alias="is")
+    is_: Relation | None = Field(None, alias="is")
     right: str | None = None
     within: float = Field(0.25, gt=0)  # about: this part of the right side
     recipes: list[str] | None = None
+    except_: list[str] = Field([], alias="except")  # recipes that it is not made for
     each: Each = {}
 
     @model_validator(mode="after")
@@ -104,6 +145,14 @@ class Claim(_Part):
             if text is not None:
                 Term.of(text)
         return self
+
+    def places(self) -> Iterator[tuple[str, str, str]]:
+        """(key, row, metric) of everything that it names."""
+        for row in self.order or ():
+            yield "order", row, str(self.by)
+        for key, text in (("left", self.left), ("right", self.right)):
+            for row, metric in Term.of(text).parts if text is not None else ():
+                yield key, row, metric
 
 
 class ForRecipe(_Part):
@@ -129,12 +178,46 @@ class Suite(_Part):
         words = Words(config)
         rows = list(self._filled(self.rows, words))
         names = [row.name for row in rows]
+        if not rows:
+            raise UserError(
+                f"{self.source}: no row is left on {recipe} with {_count(words.members, 'member')}, since `each` gives "
+                "no value: give another recipe, or more members"
+            )
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"{self.source}: there are two rows {twice[0]!r}; give each a name of its own")
-        claims = [
-            claim for claim in self._filled(self.claims, words) if claim.recipes is None or recipe in claim.recipes
-        ]
+        for row in rows:
+            for metric in (*row.metrics, *row.metrics.values()):
+                _check_metric(metric, f"{self.source}: row {row.name!r}: metrics")
+        claims = []
+        for claim in self._filled(self.claims, words):
+            self._check_claim(claim, names)
+            made = recipe not in claim.except_ and (claim.recipes is None or recipe in claim.recipes)
+            if made and (kept := self._for_rows(claim, names)):
+                claims.append(kept)
         return Table(self, rows, claims, self.paper.get(recipe, {}))
+
+    def _check_claim(self, claim: Claim, names: list[str]) -> None:
+        """Refuses a claim of a row that no network has, or of a metric that nothing has."""
+        where = f"{self.source}: claim {plain.short(claim.say)}" if claim.say else f"{self.source}: a claim"
+        for key, row, metric in claim.places():
+            if row not in names and not any(part.may_be(row) for part in self.rows):
+                near = difflib.get_close_matches(row, names, 1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise UserError(
+                    f"{where}: {key} names {row!r}{hint}, and there is no such row; there are {_list(names)}"
+                )
+            _check_metric(metric, f"{where}: {'by' if key == 'order' else key}")
+
+    def _for_rows(self, claim: Claim, names: list[str]) -> Claim | None:
+        """What a claim says without rows that need more members. Those of other layers stay: they may be misspelt."""
+
+        def lacking(row: str) -> bool:
+            return row not in names and any(part.may_be(row, layers=False) for part in self.rows)
+
+        if claim.order is not None:
+            kept = [row for row in claim.order if not lacking(row)]
+            return claim.model_copy(update={"order": kept}) if len(kept) > 1 else None
+        return None if any(lacking(row) for _, row, _ in claim.places()) else claim
 
     def _filled(self, parts: list[Any], words: Words) -> Iterator[Any]:
         """Rows or claims, each as often as `each` says, with words filled in; without those that this network lacks."""
@@ -147,6 +230,8 @@ class Suite(_Part):
                     tree = _map_text(part.model_dump(by_alias=True, exclude={"each"}), fill)
                     if isinstance(part, Claim) and tree["order"] is not None:
                         tree["order"] = [name for item in tree["order"] for name in words.names(item)]
+                        if len(tree["order"]) < 2:  # with so few members there is nothing to put in order
+                            continue
                     if (filled := type(part).model_validate(tree)) and not words.lacking(tree):
                         yield filled
             except ValueError as error:
@@ -213,13 +298,46 @@ def _parse(text: str, name: str, source: str) -> Suite:
         raise UserError(f"{source}: unknown key {taken[0]!r}; there are {', '.join(_keys(()))}")
     try:
         suite = Suite.model_validate(given | tree)
+        for metric in suite.metrics:
+            _check_metric(metric, f"{source}: metrics")
         for recipe, row, metric, figure in _figures(suite.paper):
+            _check_metric(metric, f"{source}: paper.{recipe}.{row}")
             read_figure(metric, figure, f"paper.{recipe}.{row}.{metric}")
     except ValidationError as error:
         raise UserError("\n".join(_explain(source, tree, problem) for problem in error.errors())) from None
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
     return suite
+
+
+@cache
+def known_metrics() -> tuple[str, ...]:
+    """What a column or a claim may name: numbers of results of all kinds, and what `results.measures` adds."""
+    names = ["members", "train_loss", "member_train_loss", "evenness", "iterations", "parameters", "seconds"]
+    names += ["peak_memory", *(f"learning_{key}" for key in LEARNING)]
+    for kind in (Result, RegressionResult, MultiLabelResult, SegmentationResult, DetectionResult):
+        for field in fields(kind):
+            group = "dict" in str(field.type)
+            if group and field.name not in ("further", "classes"):  # whose parts are groups again
+                names += [f"{field.name}_{part}" for part in ("single", *ANSWERS, "oracle")]
+            elif not group and "list" not in str(field.type):
+                names.append(field.name)
+    return tuple(dict.fromkeys(name for name in names if not name.startswith("top_m_")))  # which are lists
+
+
+def _check_metric(metric: str, where: str) -> None:
+    if metric not in known_metrics() and not MEMBER.match(metric):
+        near = difflib.get_close_matches(metric, known_metrics(), 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(f"{where} names {metric!r}{hint}, and no result has it; there are {_list(known_metrics())}")
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _figures(paper: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Iterator[tuple[str, str, str, Any]]:
@@ -233,7 +351,7 @@ def read_figure(metric: str, figure: Any, where: str = "the paper's figure") -> 
     """A figure of the paper as {"mean", "std", "min", "max"}, or {"members": [...]} for one of each member."""
 
     def number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
     if metric == "members" and isinstance(figure, list) and all(map(number, figure)):
         return {"members": figure}

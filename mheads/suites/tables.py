@@ -14,7 +14,7 @@ from rich.text import Text
 from mheads.suites import findings
 
 Document = dict[str, Any]
-STYLES = {"holds": "green", "does not hold": "red", "open": "dim"}
+STYLES = {"holds": "green", "holds so far": "cyan", "does not hold": "red", "open": "dim"}
 
 
 def title(document: Document) -> str:
@@ -82,11 +82,16 @@ def markdown(document: Document, picture: str | None = None) -> str:
         lines.append(f"| {' | '.join([row, str(count) if count else '', *cells(document, row)])} |")
     if found := findings.verdicts(document):
         lines += ["", "| claim | here | figures |", "| --- | --- | --- |"]
-        lines += [f"| {verdict.claim} | {verdict.word} | {verdict.figures} |" for verdict in found]
+        lines += [f"| {_cell(verdict.claim)} | {verdict.word} | {_cell(verdict.figures)} |" for verdict in found]
     lines += ["", f"    {document['command']}", "", *made_with(document)]
     if picture:
         lines += ["", f"![{title(document)}]({picture})"]
     return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """A text as a cell of a table, which a line break or a bar would end."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def made_with(document: Document) -> list[str]:

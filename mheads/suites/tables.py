@@ -60,7 +60,7 @@ def shown(document: Document) -> RenderableType:
     for entry in document["rows"]:
         row = entry["name"]
         count = findings.num_trials(document, row)
-        found = [cells(document, row)[i].replace(" ± ", "±") for i in kept]
+        found = [cells(document, row)[i].replace(" ± ", " ±") for i in kept]
         table.add_row(escape(row), str(count) if count else "", *found)
     parts: list[RenderableType] = [Text(title(document), style="bold"), table]
     for verdict in findings.verdicts(document):

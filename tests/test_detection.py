@@ -362,6 +362,13 @@ def test_a_detector_is_measured_on_other_images_that_are_only_for_testing(scenes
     assert done.code == 0 and "average precision in %" in done.out, done.err
 
 
+def test_a_detector_starts_from_colour(tmp_path, mheads):
+    done = mheads("train", "digits", "optim.iterations=1", "-f", tmp_path / "grey")
+    assert done.code == 0, done.err
+    done = mheads("detect", "train", "--from", tmp_path / "grey", "-f", tmp_path / "run")
+    assert done.code == 2 and "trained on examples of 1 channel, and a detector reads colour" in done.err
+
+
 def test_paths_are_taken_as_they_are(tmp_path):
     from mheads.detect.start import overrides_from
 

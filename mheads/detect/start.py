@@ -24,6 +24,11 @@ def overrides_from(run: Path | None, voc: Path | None, proposals: str | None, gi
         there = folder.read_config()
         if folder.read_data().problem.name == "detection":
             raise UserError(f"{run} detects objects already: go on from it with init={run}")
+        if (channels := folder.read_data().shape[0]) != 3:
+            raise UserError(
+                f"{run} was trained on examples of {channels} channel{'' if channels == 1 else 's'}, and a detector "
+                "reads colour: start from a run on images of 3 channels"
+            )
         base = yaml.safe_dump({"base": there.model, "base_args": there.model_args}, default_flow_style=True).strip()
         split = yaml.safe_dump(there.split, default_flow_style=True).removesuffix("...\n").strip()
         scale = folder.read_data().preprocess.scale

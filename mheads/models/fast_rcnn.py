@@ -54,8 +54,6 @@ def fast_rcnn(
     names = [name for name, _ in layers]
     last = max((i for i, (_, layer) in enumerate(layers) if any(True for _ in layer.parameters())), default=0)
     whole, then = _parting(layers[:last], base, at, names)
-    if (seen := _inputs(nn.Sequential(OrderedDict(layers[:whole])))) != 3:
-        raise UserError(f"{base} takes images of {seen} channels, and a detector reads colour: train it on 3 channels")
     for _, layer in layers[:whole]:
         _centre(layer)
     scale, channels = _map_of(nn.Sequential(OrderedDict(layers[:whole])), base)

@@ -23,6 +23,15 @@ def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
     assert len(names) > 2  # it did something
 
 
+def test_the_tables_of_results_are_those_of_the_files():
+    tables = runpy.run_path(str(ROOT / "docs/tables.py"))
+    pages = tables["tables"]()
+    assert {page.name for page in pages} == {"README.md", "paper.md"}
+    for page, table in pages.items():
+        assert "80.76 (80.72" in table
+        assert page.read_text() == tables["filled"](page.read_text(), table), "run python docs/tables.py"
+
+
 def test_one_answer_prints_its_table(capsys):
     example = runpy.run_path(str(ROOT / "examples/one_answer.py"), run_name="example")
     for name in ("independent", "MCL, k=2"):  # the others take as long

@@ -102,42 +102,56 @@ class Log(NamedTuple):
         return Log(steps, evaluations)
 
 
-MOMENTS = 256  # of the fine history of a run
-MOST_NUMBERS = 4_000_000  # in it
+FINEST = 5  # moments of the fine history for each doubling of the iterations, as a power of two
+MOST_NUMBERS = 4_000_000  # in the fine history of a run of a million iterations
+ENOUGH = 20  # assigned examples of each class, on average, in a moment
 
 
 class History:
     """Who owned which class over the course of training.
 
     At each evaluation, `iterations` [T]: `test` [T, M, C], owned examples of the test set; `train` [T, M, C],
-    assignment since the evaluation before. At each line of the log, `moments` [F]: `steps` [F, M, C], assignment since
-    the line before. Neighbouring lines are joined whenever there are more than 256, so that F stays small.
+    assignment since the evaluation before. In between as well, `moments` [F]: `steps` [F, M, C], assignment since the
+    moment before. What is settled is settled early, so moments are steps at first, if these have examples enough, and
+    lie ever wider apart: 32 for each doubling of the iterations, fewer if there are very many members and classes.
     """
 
     def __init__(self, members: int, classes: int) -> None:
         self.iterations, self.moments = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self.test, self.train = np.zeros((0, members, classes)), np.zeros((0, members, classes))
         self.steps = np.zeros((0, members, classes), np.float32)
-        self._most = 2 * max(4, min(MOMENTS, MOST_NUMBERS // (members * classes)) // 2)
+        self.lately = np.zeros((members, classes))  # assignment since the last moment
+        self._fine = min(FINEST, max(1, MOST_NUMBERS // (20 * members * classes)).bit_length() - 1)
 
     def append(self, iteration: int, test: np.ndarray, train: np.ndarray) -> None:
         """Records an evaluation."""
         self.iterations = np.append(self.iterations, iteration)
         self.test = np.concatenate([self.test, test[None]])
         self.train = np.concatenate([self.train, train[None]])
+        if self.lately.any():
+            self._end_moment(iteration)
 
     def note(self, iteration: int, assigned: np.ndarray) -> None:
-        """Records a line of the log."""
-        if len(self.moments) == self._most:
-            self.moments = self.moments[1::2]
-            self.steps = self.steps[::2] + self.steps[1::2]
+        """Records a step."""
+        self.lately = self.lately + assigned
+        width = 1 << max(0, iteration.bit_length() - 1 - self._fine)
+        if iteration % width == 0 and self.lately.sum() >= ENOUGH * self.lately.shape[1]:
+            self._end_moment(iteration)
+
+    def _end_moment(self, iteration: int) -> None:
         self.moments = np.append(self.moments, iteration)
-        self.steps = np.concatenate([self.steps, assigned[None].astype(np.float32)])
+        self.steps = np.concatenate([self.steps, self.lately[None].astype(np.float32)])
+        self.lately = np.zeros_like(self.lately)
 
     def arrays(self) -> dict[str, np.ndarray]:
+        """What assignments.npz holds."""
         return {name: getattr(self, name) for name in ("iterations", "test", "train", "moments", "steps")}
 
+    def state(self) -> dict[str, np.ndarray]:
+        """What a checkpoint holds."""
+        return {**self.arrays(), "lately": self.lately}
+
     def load(self, arrays: dict[str, np.ndarray]) -> None:
-        for name in self.arrays():
+        for name in self.state():
             if name in arrays:  # a checkpoint of an older version has no moments
                 setattr(self, name, arrays[name])

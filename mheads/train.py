@@ -248,20 +248,17 @@ class _Progress:
         self.log: list[list[Any]] = []  # the parts of metrics.jsonl
         self.history = History(members, groups)
         self.owned = np.zeros((members, groups))  # assignment since the last evaluation
-        self.lately = np.zeros((members, groups))  # and since the last line of the log
         self.diagnostics = Diagnostics(members)
 
     def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
         owned = torch.zeros(self.owned.shape, dtype=torch.float64)
         owned.index_add_(1, self.problem.group(batch.targets).cpu(), report.assignment.double().cpu())
         self.owned += owned.numpy()
-        self.lately += owned.numpy()
+        self.history.note(self.step, owned.numpy())
         self.diagnostics.add(report, batch, seconds)
         self.seconds += seconds
 
     def line(self, rate: float, norms: Sequence[float]) -> dict[str, Any]:
-        self.history.note(self.step, self.lately)
-        self.lately = np.zeros_like(self.lately)
         return self.diagnostics.line(self.step, rate, norms)
 
     def own(self, result: Result, experiment: Experiment, folder: RunFolder, log: MetricsLog, watch: Watcher) -> None:
@@ -281,7 +278,7 @@ class _Progress:
         self, tensors: dict[str, torch.Tensor], optimizer: Optimizer, schedule: Schedule, log: MetricsLog
     ) -> tuple[dict, dict]:
         """All that a checkpoint holds: the tensors of all stages and what the lead remembers."""
-        arrays = {**self.history.arrays(), "owned": self.owned, "lately": self.lately, **self.diagnostics.arrays()}
+        arrays = {**self.history.state(), "owned": self.owned, **self.diagnostics.arrays()}
         state = {
             "rate": optimizer.rate,
             "schedule": schedule.state(),
@@ -310,7 +307,6 @@ class _Progress:
             arrays = {name: tensor.numpy() for name, tensor in part(tensors, "progress/").items()}
             self.history.load(arrays)
             self.owned = arrays["owned"].copy()
-            self.lately = arrays.get("lately", self.lately).copy()
             self.diagnostics.load(arrays, state)
 
 

@@ -121,26 +121,37 @@ def test_members_that_win_nothing_are_named_once_with_what_helps(tmp_path):
     assert result["learning"]["gradient_norm"][0] > 0
 
 
-def test_the_fine_history_stays_small_and_loses_no_example():
+def test_the_fine_history_has_every_step_at_first_stays_small_and_loses_no_example():
     history = History(2, 3)
     rng, total = np.random.default_rng(0), np.zeros((2, 3))
-    for i in range(1, 1001):
-        noted = rng.integers(9, size=(2, 3))
-        history.note(10 * i, noted)
+    for i in range(1, 10_001):
+        noted = rng.integers(50, 99, size=(2, 3))
+        history.note(i, noted)
         total += noted
-    assert 128 < len(history.moments) <= 256
+    np.testing.assert_array_equal(history.steps.sum(0) + history.lately, total)
+    history.append(10_000, total, total)
+    assert history.moments[:65].tolist() == [*range(1, 65), 66]
     assert history.moments[-1] == 10_000
-    assert (np.diff(history.moments) > 0).all()
+    assert 256 < len(history.moments) <= 300
+    assert (np.diff(history.moments, 2) >= 0)[:-1].all()
     np.testing.assert_array_equal(history.steps.sum(0), total)
 
 
+def test_the_fine_history_waits_for_enough_examples_and_is_coarser_for_very_many_classes():
+    small, large = History(2, 10), History(100, 1000)
+    for i in range(1, 101):
+        small.note(i, np.full((2, 10), 2))  # 5 steps give 20 examples of a class
+        large.note(i, np.full((100, 1000), 1))
+    assert small.moments.tolist() == [*range(5, 61, 5), *range(66, 97, 6)]
+    assert large.moments.tolist() == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96]
+
+
 def test_the_fine_history_is_in_the_run_folder(tmp_path):
-    x, y = np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32), np.arange(64) % 3
+    x, y = np.random.default_rng(0).normal(size=(640, 2)).astype(np.float32), np.arange(640) % 3
     net = TreeNet(lambda: nn.Sequential(nn.Linear(2, 3)), members=2)
-    mheads.fit(
-        net, train=(x, y), loss="mcl", test=(x, y), batch_size=16, iterations=8, run=tmp_path / "run", log={"every": 2}
-    )
+    log = {"every": 50, "evaluate_every": 5}
+    mheads.fit(net, train=(x, y), loss="mcl", test=(x, y), batch_size=32, iterations=8, run=tmp_path / "run", log=log)
     with np.load(tmp_path / "run/assignments.npz") as file:
-        assert file["moments"].tolist() == [2, 4, 6, 8]
-        np.testing.assert_array_equal(file["steps"].sum((1, 2)), [32] * 4)
+        assert file["moments"].tolist() == [2, 4, 5, 7, 8]
+        np.testing.assert_array_equal(file["steps"].sum((1, 2)), [64, 64, 32, 64, 32])
         np.testing.assert_array_equal(file["steps"].sum(0), file["train"].sum(0))

@@ -10,7 +10,7 @@ from PIL import Image
 from mheads import config as configs
 from mheads.progress import Silent
 from mheads.report import video
-from mheads.report.video import ownership_frames, shares_of
+from mheads.report.video import BAR, ownership_frames, shares_of
 from mheads.run_folder import RunFolder
 from mheads.train import train_config
 from mheads.videos import class_pictures, plain_colours
@@ -65,6 +65,16 @@ def test_of_very_many_classes_the_contested_ones_are_shown():
     frames = list(ownership_frames(np.array([1, 2]), counts, pictures, [f"class {c}" for c in range(500)], 2))
     assert frames[0].shape[1] < 1300
     assert not np.array_equal(*frames)
+
+
+def test_each_tenfold_of_the_iterations_takes_as_long():
+    counts = np.zeros((3, 2, 1))
+    counts[[0, 2], 0], counts[1, 1] = 1, 1  # the class is member 0's, then member 1's, then member 0's again
+    drawn = [*ownership_frames(np.array([1, 10, 100]), counts, plain_colours(1), ["a"], 5)]
+    top, bottom = (np.stack([frame[rows].sum() for frame in drawn]) for rows in (slice(30, 94), slice(94, 158)))
+    assert top.argmin() == bottom.argmax() == 2
+    bars = [(frame[158:] == BAR).all(2).sum() for frame in drawn]
+    np.testing.assert_allclose(np.diff(bars), bars[-1] / 4, rtol=0.1)
 
 
 def test_an_mp4_plays_and_shows_the_frames(mheads, run, tmp_path):

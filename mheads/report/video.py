@@ -29,7 +29,7 @@ def ownership_frames(
     """Frames [h, w, 3] uint8 of a run.
 
     moments: iterations [T]; counts: assignment [T, M, C] at each; pictures: uint8 [C, H, W, 3] of the classes.
-    Between two moments shares are blended, so that `frames` may be more than there are moments.
+    Each doubling of the iterations takes as long, since most changes hands early; between moments shares are blended.
     """
     shares = shares_of(counts)
     if shares.shape[2] > MOST_CLASSES:
@@ -38,11 +38,13 @@ def ownership_frames(
     cell = int(max(LEAST, min(CELL, 1100 // shares.shape[2], 620 // shares.shape[1])))
     tiles = np.stack([_tile(picture, cell) for picture in pictures]).astype(np.float32)  # [C, cell, cell, 3]
     canvas = _canvas(shares.shape[1], classes, cell)
-    for at in np.linspace(0, len(moments) - 1, frames):
+    times = np.log(np.maximum(moments, 1))
+    for played, time in zip(np.linspace(0, 1, frames), np.linspace(times[0], times[-1], frames), strict=True):
+        at = np.interp(time, times, np.arange(len(times)))
         before, after = int(at), min(int(at) + 1, len(moments) - 1)
         share = shares[before] + (at - before) * (shares[after] - shares[before])
         iteration = moments[before] + (at - before) * (moments[after] - moments[before])
-        yield _frame(canvas, tiles, share, cell, round(iteration), int(moments[-1]))
+        yield _frame(canvas, tiles, share, cell, round(iteration), played)
 
 
 def shares_of(counts: np.ndarray) -> np.ndarray:
@@ -154,7 +156,7 @@ def _canvas(members: int, classes: Sequence[str], cell: int) -> Image.Image:
 
 
 def _frame(
-    canvas: Image.Image, tiles: np.ndarray, share: np.ndarray, cell: int, iteration: int, last: int
+    canvas: Image.Image, tiles: np.ndarray, share: np.ndarray, cell: int, iteration: int, played: float
 ) -> np.ndarray:
     members, num_classes = share.shape
     bright = (DARKEST + (1 - DARKEST) * share.astype(np.float32))[:, :, None, None, None]
@@ -169,5 +171,5 @@ def _frame(
     right = frame.width - MARGIN
     middle = below + FOOT // 2
     draw.rectangle((left, middle - 2, right, middle + 2), (44, 48, 58))
-    draw.rectangle((left, middle - 2, left + int((right - left) * iteration / max(1, last)), middle + 2), BAR)
+    draw.rectangle((left, middle - 2, left + int((right - left) * played), middle + 2), BAR)
     return np.asarray(frame)

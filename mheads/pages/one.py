@@ -13,6 +13,7 @@ from mheads.errors import UserError
 from mheads.pages import curves, words
 from mheads.pages.detections import class_table
 from mheads.pages.evidence import Evidence, examine, looked_at, network, pictures
+from mheads.problems import Classification
 from mheads.progress import Watcher
 from mheads.record import Record
 from mheads.report import svg
@@ -56,16 +57,17 @@ def page_of(record: Record, watch: Watcher, trust: bool = False, look: bool = Tr
         Section("curves", "Over training", [curves.measures(record), curves.losses(record.log)]),
     ]
     if record.config.members > 1:
-        sections.append(Section("ownership", "Who owns which class", _ownership(record, shown), OWNED))
+        what = "class" if len(record.data.problem.groups) > 1 else "examples"
+        sections.append(Section("ownership", f"Who owns which {what}", _ownership(record, shown), OWNED))
         sections.append(Section("wins", "Who wins", [curves.wins(record.log)], WINS))
     sections.append(Section("agreement", "Where answers differ", _agreement(record, evidence, why)))
-    if record.data.problem.name == "classification":
+    if isinstance(record.data.problem, Classification):
         trusted = [curves.reliability(evidence.reliability)] if evidence else [Missing(why)]
         sections.append(Section("reliability", "How far to trust it", trusted))
         sections.append(Section("hardest", "The hardest examples", _hardest(evidence, why), HARD))
-    if evidence is not None and len(record.data.shape) == 3:
-        found, why_not = _try(lambda: looked_at(record, weighed, evidence, watch))
-        sections.append(Section("saliency", "What members look at", [found or Missing(why_not)], LOOKED))
+        if len(record.data.shape) == 3:
+            seen, why = (None, why) if evidence is None else _try(lambda: looked_at(record, weighed, evidence, watch))
+            sections.append(Section("saliency", "What members look at", [seen or Missing(why)], LOOKED))
     sections.append(Section("cost", "What it cost", [_cost(record, net)]))
     sections.append(Section("repeat", "How to repeat it", _repeat(record)))
     problems = [f"{path.name} {problem}" for path, problem in record.folder.problems().items()]
@@ -84,6 +86,12 @@ LOOKED = (
     "What in an image raises the score of its class, for each member; grey is nothing, and all maps of an image have "
     "one scale. Under Multiple Choice Learning the owner of an image responds more than the others."
 )
+GIVEN = {
+    "regression": "numbers",
+    "multilabel": "several classes",
+    "segmentation": "a class for each pixel",
+    "detection": "boxes",
+}
 HARD = "Those that most members get wrong, and most surely so, with everybody's answer and confidence."
 
 
@@ -200,7 +208,7 @@ def _ownership(record: Record, shown: Sequence[str]) -> list[Part]:
     found: list[Part] = []
     split = record.result["split"] if record.result else "test"
     for name, title, training in (
-        ("learned", "Of the training examples: who learned from which class", True),
+        ("learned", "Of the training examples: who learned from which", True),
         ("owned", f"Of the {split} set: who has the lowest loss", False),
     ):
         grid = ownership(record, shown, name, title, training)
@@ -224,9 +232,8 @@ def _agreement(record: Record, evidence: Evidence | None, why: str) -> list[Part
         found.append(
             Grids([Grid("differ", title, members, [f"{m}" for m in range(len(members))], percents(differ)[None], [""])])
         )
-    if record.data.problem.name != "classification":
-        gives = "boxes" if record.data.problem.name == "detection" else "numbers"
-        return found or [Missing(f"Members give {gives}, not classes that could differ.")]
+    if not isinstance(record.data.problem, Classification):
+        return found or [Missing(f"Members give {GIVEN[record.data.problem.name]}, not one class that could differ.")]
     if evidence is None:
         return [*found, Missing(f"Which classes are confused is not known: {why}")]
     names, counts = record.data.problem.groups, evidence.confusion

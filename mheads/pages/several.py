@@ -14,6 +14,7 @@ from mheads.progress import Watcher
 from mheads.record import Record
 from mheads.report.page import Cell, Grids, Missing, Page, Part, Section, Table
 from mheads.suites.findings import label
+from mheads.terminal.words import count
 
 MEASURES = ("ensemble_mean", "ensemble_scored", "oracle", "single", "disagreement")
 
@@ -54,12 +55,17 @@ def page_of_all(
     return Page(
         title or f"{len(records)} runs",
         about or f"Side by side: {', '.join(record.title for record in records)}.",
-        _headline(records),
+        _headline(records) if _alike(records) else [],
         sections,
         f"Not finished: {'; '.join(open_runs)}" if open_runs else "",
         notes,
         "Made by mheads.",
     )
+
+
+def _alike(records: Sequence[Record]) -> bool:
+    """Whether all are on the same data, so that one can be the best."""
+    return len({(record.data.name, record.data.problem.groups) for record in records}) == 1
 
 
 def _headline(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
@@ -76,7 +82,8 @@ def _headline(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
 
 def _table(records: Sequence[Record]) -> Table:
     shown = [key for key in MEASURES if any(key in (record.result or {}) for record in records)]
-    head = ["run", *(label(key) for key in shown), "members", "loss", "parameters", "seconds"]
+    data = not _alike(records)
+    head = ["run", *["data"] * data, *(label(key) for key in shown), "members", "loss", "parameters", "seconds"]
     if open_runs := not all(record.finished for record in records):
         head.append("state")
     rows = []
@@ -86,6 +93,7 @@ def _table(records: Sequence[Record]) -> Table:
         rows.append(
             [
                 Cell(record.title),
+                *[Cell(_data(record))] * data,
                 *(_number(result.get(key), ".2f" if record.data.problem.unit else ".4g") for key in shown),
                 Cell(str(record.config.members), record.config.members),
                 Cell(f"{loss.name}{k}"),
@@ -98,6 +106,11 @@ def _table(records: Sequence[Record]) -> Table:
     splits = sorted({record.result["split"] for record in records if record.result})
     note = f"{unit[0].upper()}{unit[1:]}, on the {' and '.join(splits)} set." if splits else ""
     return Table("All runs", head, rows, sortable=True, note=note)
+
+
+def _data(record: Record) -> str:
+    groups = len(record.data.problem.groups)
+    return f"{record.data.name}, {count(groups, 'class', 'es')}" if groups > 1 else record.data.name
 
 
 def _number(value: Any, form: str) -> Cell:

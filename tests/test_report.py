@@ -16,7 +16,7 @@ from rich.console import Console
 from mheads import config as configs
 from mheads import demo, evaluation
 from mheads.errors import UserError
-from mheads.pages import evidence, report, words
+from mheads.pages import curves, evidence, report, words
 from mheads.pages.one import page_of
 from mheads.progress import Silent, Terminal
 from mheads.record import Record
@@ -161,6 +161,12 @@ def test_soft_labels_are_shown_by_their_most_probable_class(runs):
     assert len(parts["ownership"][0].grids[0].pictures) == 4
 
 
+def test_one_network_is_not_called_an_ensemble():
+    bins = {name: {"confidence": [50.0], "accuracy": [40.0], "examples": [3]} for name in ("members", "Ensemble-Mean")}
+    assert [name for _, name in curves.reliability(bins, 1).legend] == ["as accurate as confident", "network"]
+    assert [name for _, name in curves.reliability(bins, 2).legend[1:]] == ["members", "Ensemble-Mean"]
+
+
 def test_the_energy_of_the_owners_maps_is_measured_on_the_page(runs):
     record = Record.read(runs["tree"])
     net = evidence.network(record, Silent(), False)
@@ -235,7 +241,9 @@ def test_numbers_instead_of_classes(mheads, tmp_path):
     assert mheads("train", "diabetes", "optim.iterations=4", "-f", tmp_path / "run").code == 0
     done = mheads("report", tmp_path / "run")
     assert done.code == 0, done.err
-    assert "Members give numbers, not one class that could differ" in Parsed(tmp_path / "run" / "report.html").text
+    text = Parsed(tmp_path / "run" / "report.html").text
+    assert "Members give numbers, not one class that could differ" in text
+    assert "Who owns which examples" in text
 
 
 def test_several_runs_are_compared(mheads, runs, tmp_path):
@@ -285,6 +293,8 @@ def test_the_command_trains_the_same_again(runs):
         config = Record.read(runs[name]).config
         _, _, recipe, *overrides = words.command(config).split()
         assert configs.load(recipe, overrides) == config
+    arrays = config.model_copy(update={"data": config.data.model_copy(update={"name": "arrays"})})
+    assert words.command(arrays).startswith("mheads.fit(...) in Python")  # which no command can
 
 
 def test_the_papers_figures_are_found_by_the_config():

@@ -11,6 +11,7 @@ from rich.text import Text
 from mheads.engine.cost import costs_on, example_of
 from mheads.errors import UserError
 from mheads.pages import curves, words
+from mheads.pages.agreement import agreement
 from mheads.pages.detections import class_table
 from mheads.pages.evidence import Evidence, examine, looked_at, network, pictures
 from mheads.problems import Classification
@@ -32,15 +33,11 @@ from mheads.report.page import (
     Section,
     Table,
     ownership_grid,
-    percents,
 )
 from mheads.suites.beside import paper_figures
 from mheads.suites.findings import label, number
 from mheads.terminal.tables import learning_rows
 from mheads.treenet import TreeNet
-
-MANY_CLASSES = 40  # from here on a confusion matrix is a list of the most frequent confusions
-MOST_CONFUSIONS = 20
 
 
 def page_of(record: Record, watch: Watcher, trust: bool = False, look: bool = True) -> Page:
@@ -57,12 +54,11 @@ def page_of(record: Record, watch: Watcher, trust: bool = False, look: bool = Tr
         Section("curves", "Over training", [curves.measures(record), curves.losses(record.log)]),
     ]
     if record.config.members > 1:
-        what = "class" if len(record.data.problem.groups) > 1 else "examples"
-        sections.append(Section("ownership", f"Who owns which {what}", _ownership(record, shown), OWNED))
+        sections.append(Section("ownership", owned_title([record]), _ownership(record, shown), OWNED))
         sections.append(Section("wins", "Who wins", [curves.wins(record.log)], WINS))
-    sections.append(Section("agreement", "Where answers differ", _agreement(record, evidence, why)))
+    sections.append(Section("agreement", "Where answers differ", agreement(record, evidence, why)))
     if isinstance(record.data.problem, Classification):
-        trusted = [curves.reliability(evidence.reliability)] if evidence else [Missing(why)]
+        trusted = [curves.reliability(evidence.reliability, record.config.members)] if evidence else [Missing(why)]
         sections.append(Section("reliability", "How far to trust it", trusted))
         sections.append(Section("hardest", "The hardest examples", _hardest(evidence, why), HARD))
         if len(record.data.shape) == 3:
@@ -86,12 +82,6 @@ LOOKED = (
     "What in an image raises the score of its class, for each member; grey is nothing, and all maps of an image have "
     "one scale. Under Multiple Choice Learning the owner of an image responds more than the others."
 )
-GIVEN = {
-    "regression": "numbers",
-    "multilabel": "several classes",
-    "segmentation": "a class for each pixel",
-    "detection": "boxes",
-}
 HARD = "Those that most members get wrong, and most surely so, with everybody's answer and confidence."
 
 
@@ -202,6 +192,11 @@ def ownership(record: Record, shown: Sequence[str], name: str, title: str, train
     return ownership_grid(name, title, at, np.asarray(counts, float), groups, shown, lasting=training)
 
 
+def owned_title(records: Sequence[Record]) -> str:
+    classes = any(len(record.data.problem.groups) > 1 for record in records)
+    return f"Who owns which {'class' if classes else 'examples'}"
+
+
 def _ownership(record: Record, shown: Sequence[str]) -> list[Part]:
     if len(record.data.problem.groups) == 0:
         return [Missing("There are no classes to own.")]
@@ -219,51 +214,6 @@ def _ownership(record: Record, shown: Sequence[str]) -> list[Part]:
             continue  # all learn from everything
         found.append(Grids([grid]))
     return found
-
-
-def _agreement(record: Record, evidence: Evidence | None, why: str) -> list[Part]:
-    found: list[Part] = []
-    result = record.result or {}
-    members = [f"member {m}" for m in range(record.config.members)]
-    if "disagreement_pairs" in result and len(members) > 1:
-        differ = np.asarray(result["disagreement_pairs"], float) / 100
-        np.fill_diagonal(differ, np.nan)
-        title = "How often two members answer differently, %"
-        found.append(
-            Grids([Grid("differ", title, members, [f"{m}" for m in range(len(members))], percents(differ)[None], [""])])
-        )
-    if not isinstance(record.data.problem, Classification):
-        return found or [Missing(f"Members give {GIVEN[record.data.problem.name]}, not one class that could differ.")]
-    if evidence is None:
-        return [*found, Missing(f"Which classes are confused is not known: {why}")]
-    names, counts = record.data.problem.groups, evidence.confusion
-    if len(names) > MANY_CLASSES:
-        return [*found, _confusions(names, counts[0])]
-    totals = counts.sum(2, keepdims=True)
-    parts = np.where(totals > 0, counts / np.maximum(totals, 1), np.nan)
-    who = ["Ensemble-Mean", *members] if len(members) > 1 else ["the network"]
-    grid = Grid(
-        "confusion", "Answers to the examples of each class, %", names, names, percents(parts[: len(who)]), who,
-        "true class", shown=0,
-    )  # fmt: skip
-    return [
-        *found,
-        Grids([grid], "choice", "A row is a true class, a column an answer; right answers are on the diagonal."),
-    ]
-
-
-def _confusions(names: Sequence[str], counts: np.ndarray) -> Table:
-    """The most frequent confusions, where there are too many classes for a matrix."""
-    wrong = counts.copy()
-    np.fill_diagonal(wrong, 0)
-    most = np.argsort(-wrong, axis=None, kind="stable")[:MOST_CONFUSIONS]
-    rows = []
-    for true, said in zip(*np.unravel_index(most, wrong.shape), strict=True):
-        if n := int(wrong[true, said]):
-            part = 100 * n / counts[true].sum()
-            rows.append([Cell(names[true]), Cell(names[said]), Cell(f"{n:,}", n), Cell(f"{part:.1f} %", part)])
-    head = ["true class", "answer", "examples", "of the class"]
-    return Table("The most frequent confusions of the Ensemble-Mean", head, rows, sortable=True)
 
 
 def _hardest(evidence: Evidence | None, why: str) -> list[Part]:

@@ -12,7 +12,7 @@ from mheads.errors import UserError
 from mheads.files import check_output, write_atomically
 from mheads.pages.one import page_of
 from mheads.pages.several import page_of_all
-from mheads.progress import Watcher
+from mheads.progress import Silent, Watcher
 from mheads.record import Record, read_all
 from mheads.report.page import Cell, Page, Section, Table
 from mheads.run_folder import RunFolder
@@ -21,7 +21,8 @@ from mheads.suites.jobs import FOLDER, Job, Options, Planner
 from mheads.suites.suite import Suite, read
 
 REFRESH = 5  # seconds after which an open page of a run that goes on is loaded again
-POLL = 1.0  # seconds between two looks at its folder
+POLL = 1.0  # seconds between two looks at its folder, at least
+PAUSE = 5  # times as long as a page took: the network of a large run is built for each, beside its training
 
 
 def report(paths: Sequence[Path], output: Path | None, watch: Watcher, trust: bool = False) -> Path:
@@ -51,16 +52,16 @@ def follow(
     try:
         _await(paths, watch, wait)
         while True:
-            now = [_stamp(path / name) for path in paths for name in WATCHED]
+            begun, now = time.monotonic(), [_stamp(path / name) for path in paths for name in WATCHED]
             if now != before:
                 records = read_all(paths, lenient=True)
                 if all(record.finished for record in records):
                     return report(paths, file, watch, trust)
                 if page is None:
                     watch.say(f"{file} follows the run until it is finished; Ctrl-C ends this")
-                page, before = _page(records, watch, trust, look=False), now
+                page, before = _page(records, Silent() if page else watch, trust, look=False), now  # warns once
                 write_atomically(file, dataclasses.replace(page, refresh=REFRESH).html())
-            wait(POLL)
+            wait(max(POLL, PAUSE * (time.monotonic() - begun)))
     except (KeyboardInterrupt, UserError) as end:
         if page is not None and file.parent.is_dir():
             write_atomically(file, page.html())  # it stays, and no longer loads itself again

@@ -9,12 +9,11 @@ from mheads import config as configs
 from mheads.errors import UserError
 from mheads.pages import curves, words
 from mheads.pages.evidence import pictures
-from mheads.pages.one import OWNED, ownership
+from mheads.pages.one import OWNED, owned_title, ownership
 from mheads.progress import Watcher
 from mheads.record import Record
 from mheads.report.page import Cell, Grids, Missing, Page, Part, Section, Table
 from mheads.suites.findings import label
-from mheads.terminal.words import count
 
 MEASURES = ("ensemble_mean", "ensemble_scored", "oracle", "single", "disagreement")
 
@@ -43,7 +42,7 @@ def page_of_all(
                 ("ensemble_mean", "Ensemble-Mean"), ("oracle", "Oracle"), ("single", "Mean member"),
             )
         ]),
-        Section("ownership", "Who owns which class", _ownership(records, watch, look), OWNED),
+        Section("ownership", owned_title(records), _ownership(records, watch, look), OWNED),
         Section("repeat", "How to repeat it", [_commands(records)]),
     ]  # fmt: skip
     notes = [
@@ -89,7 +88,7 @@ def _table(records: Sequence[Record]) -> Table:
     rows = []
     for record in records:
         result, loss = record.result or {}, record.config.loss
-        k = f", k={loss.options['k']}" if "k" in loss.options else ""
+        k = f",\N{NO-BREAK SPACE}k={loss.options['k']}" if "k" in loss.options else ""
         rows.append(
             [
                 Cell(record.title),
@@ -110,7 +109,7 @@ def _table(records: Sequence[Record]) -> Table:
 
 def _data(record: Record) -> str:
     groups = len(record.data.problem.groups)
-    return f"{record.data.name}, {count(groups, 'class', 'es')}" if groups > 1 else record.data.name
+    return f"{record.data.name}, {groups:,}\N{NO-BREAK SPACE}classes" if groups > 1 else record.data.name
 
 
 def _number(value: Any, form: str) -> Cell:

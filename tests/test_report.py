@@ -326,7 +326,24 @@ def test_a_suite_is_shown_beside_the_paper(mheads, tmp_path):
     assert [name for name in found.ids if name.startswith("grid-")] == ["grid-owned-0", "grid-owned-1"]
 
 
-def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path):
+class Warned(Silent):
+    """Keeps what it is warned of."""
+
+    def __init__(self):
+        self.said = []
+
+    def warn(self, message):
+        self.said.append(message)
+
+
+def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path, monkeypatch):
+    build, watch = evidence.parts.net_of_run, Warned()
+
+    def warning(folder, config, warn, trust):
+        warn("other code")
+        return build(folder, config, warn, trust=trust)
+
+    monkeypatch.setattr(evidence.parts, "net_of_run", warning)
     folder, file = tmp_path / "run", tmp_path / "page.html"
     shutil.copytree(runs["mcl_k1"], folder)
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -343,7 +360,8 @@ def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path):
             (folder / "metrics.jsonl").write_text("".join(lines))
             (tmp_path / "result.json").rename(folder / "result.json")
 
-    assert report.follow([folder], file, Silent(), wait=wait) == file
+    assert report.follow([folder], file, watch, wait=wait) == file
+    assert watch.said == ["other code"] * 2  # of the first page and of the last
     assert seen == [("3", True), ("4", True)]
     assert "data-refresh" not in file.read_text() and "Not finished" not in file.read_text()
     assert "grid-confusion" in Parsed(file).ids

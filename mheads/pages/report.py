@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def follow(
                     return report(paths, file, watch, trust)
                 if page is None:
                     watch.say(f"{file} follows the run until it is finished; Ctrl-C ends this")
-                page, before = _page(records, Silent() if page else watch, trust, look=False), now  # warns once
+                with warnings.catch_warnings(action="ignore"):  # what is wrong with a run is told once
+                    page, before = _page(records, Silent() if page else watch, trust, look=False), now
                 write_atomically(file, dataclasses.replace(page, refresh=REFRESH).html())
             wait(max(POLL, PAUSE * (time.monotonic() - begun)))
     except (KeyboardInterrupt, UserError) as end:

@@ -15,6 +15,8 @@ from mheads import metrics
 from mheads.progress import Silent
 from mheads.record import Record, read_all
 from mheads.report import charts
+from mheads.report.detections import detections_figure
+from mheads.report.figures import save
 from mheads.run_folder import RunFolder
 from mheads.train import train_config
 
@@ -143,6 +145,14 @@ def test_wins_are_those_of_the_log(runs):
     for m, line in enumerate(panel.lines):
         np.testing.assert_allclose(line.get_ydata(), [100 * step["wins"][m] for step in steps])
         assert list(line.get_xdata()) == [2, 4, 6]
+
+
+def test_a_run_may_be_called_whatever_a_folder_can(tmp_path):
+    bins = {"$\\frac{$ \udc80": {"confidence": [50.0], "accuracy": [40.0], "examples": [3]}}
+    save(charts.reliability_figure(bins), tmp_path / "a.png")
+    found = {"mean": [("$\\frac{$", 0.5, np.array([1, 1, 6, 6])), (90 * "a", 0.4, np.array([0, 0, 5, 5]))]}
+    save(detections_figure(np.zeros((8, 9, 3), np.uint8), found), tmp_path / "b.png")
+    assert imread(tmp_path / "a.png").std() > 0.05 < imread(tmp_path / "b.png").std()
 
 
 def test_trials_are_drawn_as_mean_and_deviation():

@@ -37,9 +37,11 @@ class Figure(PlainFigure):
     """A figure that a notebook shows when it is the value of a cell, whatever the backend is."""
 
     def savefig(self, *args: Any, **options: Any) -> None:
-        """As it is, in fonts that have most letters; one that none has is drawn as a box, without a warning."""
+        """In fonts that have most letters; one that none has is a box, without a warning. No name is a formula."""
         for text in self.findobj(Text):
             text.set_fontfamily(_fonts())
+            text.set_parse_math(False)
+            text.set_text(written(text.get_text()))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"Glyph .* missing from font")
             super().savefig(*args, **options)

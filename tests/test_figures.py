@@ -9,6 +9,7 @@ from commands import Running
 from matplotlib.image import imread
 
 from mheads.errors import UserError
+from mheads.report import figures
 from mheads.report.figures import history_figure, ownership_figure, save
 
 DIGITS = [str(digit) for digit in range(10)]
@@ -55,6 +56,14 @@ def test_names_are_drawn_as_they_are(tmp_path):
     shown = ["$x^2$", "$_", "no ? character", "two lines of 猫", 23 * "a" + "…"]
     assert [label.get_text() for label in first.get_xticklabels()] == shown
     assert not any(label.get_parse_math() for label in first.get_xticklabels())
+
+
+def test_letters_that_a_font_lacks_are_taken_from_others_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "further_fonts", lambda: ["DejaVu Serif"])
+    figure = ownership_figure(counts(2, 2), ["cat", "dog"])
+    for _ in range(2):
+        save(figure, tmp_path / "a.png")
+        assert panels(figure)[0].get_xticklabels()[0].get_fontfamily() == ["sans-serif", "DejaVu Serif"]
 
 
 def test_several_ensembles_stand_side_by_side_with_one_colour_bar():

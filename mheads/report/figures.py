@@ -28,7 +28,7 @@ MOST_LABELS = 150  # with more classes, only every second or third, ... is named
 LONGEST = 24  # letters of a name
 WIDEST, LEAST_HEIGHT = 15.0, 1.4  # inches of panels side by side, and of those that leave room for the bar's text
 MANY_MEMBERS = 12  # from here on lines have no names, and cells of pairs no values
-# With letters that matplotlib's own font lacks, on the systems that have them.
+# For letters that the font of a figure lacks, on the systems that have them.
 FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Microsoft YaHei", "PingFang SC", "Hiragino Sans", "Arial Unicode MS")
 DPI = 150
 
@@ -39,7 +39,7 @@ class Figure(PlainFigure):
     def savefig(self, *args: Any, **options: Any) -> None:
         """In fonts that have most letters; one that none has is a box, without a warning. No name is a formula."""
         for text in self.findobj(Text):
-            text.set_fontfamily(_fonts())
+            text.set_fontfamily(list(dict.fromkeys([*text.get_fontfamily(), *further_fonts()])))
             text.set_parse_math(False)
             text.set_text(written(text.get_text()))
         with warnings.catch_warnings():
@@ -218,10 +218,10 @@ def shorten(name: str, length: int = LONGEST) -> str:
 
 
 @cache
-def _fonts() -> list[str]:
-    """Matplotlib's own font, and those of `FONTS` that are there: it complains of others."""
+def further_fonts() -> list[str]:
+    """Those of `FONTS` that are there: matplotlib complains of others."""
     there = {font.name for font in fontManager.ttflist}
-    return ["DejaVu Sans", *(name for name in FONTS if name in there)]
+    return [name for name in FONTS if name in there]
 
 
 def _shares(counts: np.ndarray) -> np.ma.MaskedArray:

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -41,6 +41,18 @@ def write_atomically(path: Path, content: bytes | str | Callable[[IO[bytes]], No
         write_new(hidden, content)
         os.replace(hidden, path)  # a link of that name is replaced, not followed
         flush(path.parent)
+
+
+def check_output(path: Path, suffixes: Sequence[str]) -> Path:
+    """Refuses a file that cannot be written, before any work is done."""
+    if path.suffix.lower() not in suffixes:
+        *others, last = suffixes
+        raise UserError(f"{path}: give a file that ends in {', '.join(others)}{' or ' if others else ''}{last}")
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder; give a file in it, {path / f'name{path.suffix}'}")
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write {path}: there is no folder {path.parent}; make it, or give another file")
+    return path
 
 
 def hidden_name(path: Path) -> Path:

@@ -11,7 +11,8 @@ import numpy as np
 
 from mheads import api, evaluation
 from mheads.errors import UserError
-from mheads.metrics import Metrics
+from mheads.files import check_output
+from mheads.problems import Classification
 from mheads.progress import Watcher
 from mheads.record import Record, read_all
 from mheads.report import charts, figures
@@ -24,10 +25,10 @@ def plot(what: str, paths: Sequence[Path], output: Path | None, watch: Watcher, 
     """Draws `what` of the runs to a file, by default WHAT.png in the folder of the first; returns where it is."""
     if what not in PLOTS:
         raise UserError(f"there is no plot {what!r}: give {', '.join(PLOTS)}")
-    output = output or paths[0] / f"{what}.png"
-    if output.suffix not in SUFFIXES:
-        raise UserError(f"{output}: give a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
+    if output is not None:
+        check_output(output, SUFFIXES)
     records = read_all(paths)
+    output = output or paths[0] / f"{what}.png"
     for record in records:
         if not record.finished:
             watch.warn(f"{record.folder.path} is not finished: this shows it at iteration {record.iteration:,}")
@@ -65,17 +66,20 @@ def wins(records: Sequence[Record], *_: Any) -> Figure:
 def choices(records: Sequence[Record], *_: Any) -> Figure:
     """Oracle and Ensemble-Mean against k; members that learn from everything are those of k = M."""
     runs: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    _refuse_others(records, _what)
+    _refuse_others([r for r in records if "k" in r.config.loss.options], lambda r: f"of the loss {r.config.loss.name}")
     for record in records:
         loss = record.config.loss
-        if loss.name not in ("mcl", "independent"):
+        if "k" not in loss.options and loss.name != "independent":
             raise UserError(f"{record.folder.path} was trained with {loss.name}, which has no k: leave it out")
-        runs[loss.options["k"] if loss.name == "mcl" else record.config.members].append(record.evaluated())
+        runs[loss.options.get("k", record.config.members)].append(record.evaluated())
     return charts.choices_figure(runs, _measure(records))
 
 
 def splits(records: Sequence[Record], *_: Any) -> Figure:
     """Ensemble-Mean against the layers that members share, from none to all."""
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    _refuse_others(records, _what)
     for record in records:
         if not record.finished:
             raise UserError(f"{record.folder.path} is not finished: plot splits of finished runs")
@@ -91,14 +95,18 @@ def splits(records: Sequence[Record], *_: Any) -> Figure:
 def disagreement(records: Sequence[Record], *_: Any) -> Figure:
     """How often two members answer differently."""
     found = {}
+    if all(record.config.members == 1 for record in records):
+        raise UserError(f"{records[0].folder.path} has one member, which cannot differ: give a run of several")
     for record in records:
+        if record.config.members == 1:
+            continue
         result = record.evaluated()
         if "disagreement_pairs" not in result:
             raise UserError(
                 f"{record.folder.path} is {record.data.problem.name}: its members give no class to differ in"
             )
         found[record.title] = np.asarray(result["disagreement_pairs"], float)
-    return charts.disagreement_figure(found if len(records) > 1 else found[records[0].title])
+    return charts.disagreement_figure(found if len(found) > 1 else next(iter(found.values())))
 
 
 def reliability(records: Sequence[Record], watch: Watcher, trust: bool) -> Figure:
@@ -106,12 +114,15 @@ def reliability(records: Sequence[Record], watch: Watcher, trust: bool) -> Figur
     bins = {}
     for record in records:
         run = api.load(record.folder.path, trust=trust, warn=watch.warn)
-        if record.data.problem.name != "classification":
-            raise UserError(f"{record.folder.path} is {record.data.problem.name}: reliability is about classes")
+        problem = record.data.problem
+        if not isinstance(problem, Classification):
+            raise UserError(f"{record.folder.path} is {problem.name}: reliability is about classes")
         outputs, targets = evaluation.outputs_of(run)
-        metrics = Metrics(outputs.shape[0], outputs.shape[2])
+        metrics = problem.metrics(outputs.shape[0])
         metrics.update(outputs, targets)
         for name, found in metrics.reliability().items():
+            if record.config.members == 1:
+                name = "the network"  # which is its own mean
             bins[f"{record.title}, {name}" if len(records) > 1 else name] = found
     return charts.reliability_figure(bins)
 
@@ -131,6 +142,20 @@ def _one(records: Sequence[Record], what: str) -> Record:
     if len(records) > 1:
         raise UserError(f"{what} shows one run, and there are {len(records)}: plot them one by one")
     return records[0]
+
+
+def _what(record: Record) -> str:
+    return f"{record.config.model} on {record.data.name}, {record.data.problem.name}"
+
+
+def _refuse_others(records: Sequence[Record], what: Callable[[Record], str]) -> None:
+    """Refuses runs of which one axis would say nothing."""
+    for record in records[1:]:
+        if what(record) != what(records[0]):
+            raise UserError(
+                f"{records[0].folder.path} is {what(records[0])}, and {record.folder.path} {what(record)}: plot those "
+                "that are alike"
+            )
 
 
 def _measure(records: Sequence[Record]) -> str:

@@ -73,16 +73,22 @@ def read_all(paths: Sequence[Path], lenient: bool = False) -> list[Record]:
     return [Record.read(path, title, lenient) for path, title in zip(paths, titles, strict=True)]
 
 
+KEYS = ({"iteration", "split", "result"}, {"iteration", "member_losses", "share"})  # of an evaluation, and of a step
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a log that may be growing."""
     try:
         content = files.read(path)
     except FileNotFoundError:
         return []
-    found = []
+    found: list[dict[str, Any]] = []
     for line in content.splitlines(keepends=True):
         try:
-            found.append(from_json(line))
+            read = from_json(line)
         except ValueError:
             break  # it is being written, or damaged: what is before it can still be shown
+        if not isinstance(read, dict) or not any(keys <= read.keys() for keys in KEYS):
+            break
+        found.append(read)
     return found

@@ -274,7 +274,10 @@ class RunFolder:
 
     def require(self) -> None:
         if not self.exists():
-            raise UserError(f"{self.path} is not a run folder: it has no {self.config.name}")
+            inside = [RunFolder(path) for path in sorted(self.path.glob("*/"))]
+            runs = [str(folder.path) for folder in inside if folder.exists()]
+            hint = f"; it holds {len(runs):,} runs, such as {runs[-1]}" if runs else ""
+            raise UserError(f"{self.path} is not a run folder: it has no {self.config.name}{hint}")
         self._refuse_links()
 
     def finished(self, total: int) -> bool:

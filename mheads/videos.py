@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from mheads import parts
 from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
 from mheads.errors import UserError
+from mheads.problems import Classification
 from mheads.progress import Watcher
 from mheads.record import Record
 from mheads.report.figures import PALETTE
@@ -32,7 +34,14 @@ def video(path: Path, output: Path | None, pictures: str, seconds: float, watch:
     fine = len(found.get("moments", ())) > len(found["iterations"])
     moments, counts = (found["moments"], found["steps"]) if fine else (found["iterations"], found["train"])
     count = max(2, round(seconds * RATE))
-    frames = ownership_frames(moments, counts, class_pictures(record, pictures, watch), groups(record), count)
+    if not len(moments):
+        raise UserError(f"{path} has no line in its log yet: a smaller log.every writes more")
+    try:
+        shown = class_pictures(record, pictures, watch)
+    except UserError as error:  # who owned which class is known without the data
+        watch.warn(f"the classes of {path} are shown as colours: {error}")
+        shown = plain_colours(len(groups(record)))
+    frames = ownership_frames(moments, counts, shown, groups(record), count)
     with watch.evaluating(count) as advance:
         write_video(output, frames, count, advance)
     return output
@@ -48,13 +57,14 @@ def class_pictures(record: Record, kind: str, watch: Watcher) -> np.ndarray:
     mean: the mean image; typical: the example nearest to it.
     """
     names = groups(record)
-    whole = record.data.problem.name != "detection"  # where an image shows several
-    data = parts.load_data(record.config) if whole and record.config.data.name in DATASETS else None
-    if data is None or len(data.train.shape) != 3 or data.train.targets.ndim != 1:
+    problem, shape = record.data.problem, record.data.shape
+    if not isinstance(problem, Classification) or len(shape) != 3 or record.config.data.name not in DATASETS:
         watch.warn(f"{record.folder.path}: no images of its classes are at hand, so they are shown as colours")
         return plain_colours(len(names))
-    grey = np.full((*data.train.shape[1:], 3), 90, np.uint8)
-    return np.stack([_picture(data.train, label, kind, grey) for label in range(len(names))])
+    train = parts.load_data(record.config).train
+    labels = problem.group(torch.from_numpy(np.array(train.targets))).numpy()
+    grey = np.full((*train.shape[1:], 3), 90, np.uint8)
+    return np.stack([_picture(train, labels == label, kind, grey) for label in range(len(names))])
 
 
 def plain_colours(count: int) -> np.ndarray:
@@ -62,8 +72,8 @@ def plain_colours(count: int) -> np.ndarray:
     return np.array([np.full((16, 16, 3), colours[c % len(colours)], np.uint8) for c in range(count)])
 
 
-def _picture(split: Split, label: int, kind: str, absent: np.ndarray) -> np.ndarray:
-    rows = np.flatnonzero(split.targets == label)[:EXAMPLES]
+def _picture(split: Split, own: np.ndarray, kind: str, absent: np.ndarray) -> np.ndarray:
+    rows = np.flatnonzero(own)[:EXAMPLES]
     if not len(rows):
         return absent
     raw = split.read(rows, None)

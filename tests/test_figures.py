@@ -8,7 +8,9 @@ import pytest
 from commands import Running
 from matplotlib.image import imread
 
-from mheads.report.figures import ownership_figure, save
+from mheads.errors import UserError
+from mheads.report import figures
+from mheads.report.figures import history_figure, ownership_figure, save
 
 DIGITS = [str(digit) for digit in range(10)]
 
@@ -47,12 +49,21 @@ def test_labels_name_members_and_classes():
 
 
 def test_names_are_drawn_as_they_are(tmp_path):
-    names = ["$x^2$", "$_", "no \udc80 character"]
-    figure = ownership_figure({"a $b$": counts(2, 3), "c\udc81": counts(2, 3)}, names)
-    save(figure, tmp_path / "names.png")
+    names = ["$x^2$", "$_", "no \udc80 character", "two\nlines\tof 猫", 120 * "a"]
+    figure = ownership_figure({"a $b$": counts(2, 5), "c\udc81": counts(2, 5)}, names)
+    save(figure, tmp_path / "names.png")  # and no warning of letters that no font has
     first = panels(figure)[0]
-    assert [label.get_text() for label in first.get_xticklabels()] == ["$x^2$", "$_", "no ? character"]
+    shown = ["$x^2$", "$_", "no ? character", "two lines of 猫", 23 * "a" + "…"]
+    assert [label.get_text() for label in first.get_xticklabels()] == shown
     assert not any(label.get_parse_math() for label in first.get_xticklabels())
+
+
+def test_letters_that_a_font_lacks_are_taken_from_others_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "further_fonts", lambda: ["DejaVu Serif"])
+    figure = ownership_figure(counts(2, 2), ["cat", "dog"])
+    for _ in range(2):
+        save(figure, tmp_path / "a.png")
+        assert panels(figure)[0].get_xticklabels()[0].get_fontfamily() == ["sans-serif", "DejaVu Serif"]
 
 
 def test_several_ensembles_stand_side_by_side_with_one_colour_bar():
@@ -61,6 +72,24 @@ def test_several_ensembles_stand_side_by_side_with_one_colour_bar():
     assert len(figure.axes) == 3
     first, second = (panel.get_subplotspec() for panel in panels(figure))
     assert first.rowspan == second.rowspan
+
+
+def test_more_ensembles_than_a_page_is_wide_stand_in_rows():
+    found = panels(ownership_figure({str(i): counts(4, 10) for i in range(4)}, DIGITS))
+    assert [panel.get_subplotspec().num1 for panel in found] == [0, 1, 2, 3]
+    assert found[0].get_gridspec().get_geometry() == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("members", "names"), [(1, ["all"]), (1, DIGITS), (4, ["all"]), (2, 8 * ["a rather long name"])]
+)
+def test_nothing_is_cut_off_small_figures(members, names):
+    figure = ownership_figure(counts(members, len(names)), names)
+    figure.draw_without_rendering()
+    bar = figure.axes[-1].yaxis.label.get_window_extent()
+    labels = [label.get_window_extent() for label in panels(figure)[0].get_xticklabels()]
+    assert all(figure.bbox.containsx(box.x0) and figure.bbox.containsy(box.y0) for box in [bar, *labels])
+    assert figure.bbox.containsx(bar.x1) and figure.bbox.containsy(bar.y1)
 
 
 def test_a_hundred_classes_stand_one_above_the_other_without_values():
@@ -83,6 +112,27 @@ def test_a_class_without_examples_stays_empty():
     (panel,) = panels(ownership_figure(np.array([[0, 2], [0, 2]]), ["cat", "dog"]))
     assert panel.images[0].get_array().mask.tolist() == [[True, False], [True, False]]
     assert texts(panel) == ["50", "50"]
+
+
+@pytest.mark.parametrize("members", [1, 12, 13])
+def test_lines_of_members_can_be_told_apart(members):
+    line = {
+        "iteration": 1,
+        "member_losses": [1.0] * members,
+        "members": [1.0] * members,
+        "ensemble_mean": 1,
+        "oracle": 2,
+    }
+    figure = history_figure([line], [line])
+    figure.draw_without_rendering()
+    left, right = figure.axes
+    assert len({(line.get_color(), line.get_linestyle()) for line in left.lines}) == members
+    assert [line.get_label() for line in right.lines[members:]] == ["Ensemble-Mean", "Oracle"][: 2 * (members > 1)]
+    named = left.get_legend()
+    assert (named is None) == (members == 13)
+    if members == 12:  # beside the lines, not on them
+        assert named.get_window_extent().x0 >= left.get_window_extent().x1
+    assert len(history_figure([], [line]).axes) == 1  # a panel without lines says nothing
 
 
 def test_another_number_of_classes_is_refused():
@@ -109,7 +159,7 @@ def test_a_failed_save_keeps_the_old_file(tmp_path):
 
     path = tmp_path / "ownership.png"
     path.write_text("old")
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(UserError, match=r"could not save .*ownership.png: disk full"):
         save(Unwritable(), path)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 

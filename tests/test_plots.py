@@ -15,6 +15,8 @@ from mheads import metrics
 from mheads.progress import Silent
 from mheads.record import Record, read_all
 from mheads.report import charts
+from mheads.report.detections import detections_figure
+from mheads.report.figures import save
 from mheads.run_folder import RunFolder
 from mheads.train import train_config
 
@@ -44,8 +46,8 @@ def runs(tmp_path_factory):
         ("wins", ["mcl_k1"]),
         ("k", ["independent", "mcl_k1"]),
         ("splits", ["single", "tree", "independent"]),
-        ("disagreement", ["mcl_k1", "tree"]),
-        ("reliability", ["mcl_k1"]),
+        ("disagreement", ["mcl_k1", "tree", "single"]),
+        ("reliability", ["mcl_k1", "single"]),
     ],
 )
 def test_every_plot_is_drawn_at_a_size_that_can_be_read(mheads, runs, tmp_path, what, names):
@@ -68,10 +70,17 @@ def test_without_a_file_the_picture_is_in_the_folder_of_the_first_run(mheads, ru
         (("nothing", "single"), "there is no plot 'nothing': give ownership, history"),
         (("wins", "single", "tree"), "wins shows one run, and there are 2"),
         (("wins", "single", "-o", "plot.jpg"), "give a file that ends in .png, .svg or .pdf"),
+        (("wins", "single", "-o", "nowhere/plot.png"), "cannot write nowhere/plot.png: there is no folder nowhere"),
+        (("wins", "single", "-o", "folder.png"), "cannot write folder.png: it is a folder; give a file in it"),
+        (("wins", "all"), "is not a run folder: it has no config.yaml; it holds 4 runs, such as"),
+        (("disagreement", "single"), "has one member, which cannot differ"),
     ],
 )
-def test_what_cannot_be_drawn_is_said(mheads, runs, arguments, message):
-    done = mheads("plot", *(runs.get(argument, argument) for argument in arguments))
+def test_what_cannot_be_drawn_is_said(mheads, runs, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.png").mkdir()
+    places = {**runs, "all": runs["single"].parent}
+    done = mheads("plot", *(places.get(argument, argument) for argument in arguments))
     assert done.code == 2
     assert message in done.err
 
@@ -80,6 +89,10 @@ def test_losses_without_k_and_other_classes_are_named(mheads, runs, tmp_path):
     averaged = tmp_path / "averaged"
     assert mheads("train", "digits", *QUICK, "loss.name=score_averaged", "-f", averaged).code == 0
     done = mheads("plot", "k", runs["mcl_k1"], averaged)
+    assert (done.code, mheads("plot", "k", runs["mcl_k1"], runs["independent"], "-o", tmp_path / "K.PNG").code) == (
+        2,
+        0,
+    )
     assert "averaged was trained with score_averaged, which has no k" in done.err
     data = tmp_path / "two.npz"
     x, y = np.random.default_rng(0).integers(17, size=(40, 1, 8, 8)).astype(np.uint8), np.arange(40) % 2
@@ -90,6 +103,12 @@ def test_losses_without_k_and_other_classes_are_named(mheads, runs, tmp_path):
     )
     assert done.code == 0, done.err
     assert "have other classes: plot them one by one" in mheads("plot", "ownership", runs["mcl_k1"], two).err
+    for what in ("k", "splits"):  # one axis would say nothing of these
+        err = mheads("plot", what, runs["mcl_k1"], two).err
+        assert "digits on digits, classification, and" in err and "digits on npz, classification: plot those" in err
+    (two / "result.json").unlink()
+    (two / "metrics.jsonl").write_text('5\n{"iteration": 3}\n')  # damaged, and still JSON
+    assert "has no line in its log yet" in mheads("plot", "wins", two).err
 
 
 def test_an_unfinished_run_is_drawn_as_far_as_it_is(mheads, tmp_path):
@@ -126,6 +145,14 @@ def test_wins_are_those_of_the_log(runs):
     for m, line in enumerate(panel.lines):
         np.testing.assert_allclose(line.get_ydata(), [100 * step["wins"][m] for step in steps])
         assert list(line.get_xdata()) == [2, 4, 6]
+
+
+def test_a_run_may_be_called_whatever_a_folder_can(tmp_path):
+    bins = {"$\\frac{$ \udc80": {"confidence": [50.0], "accuracy": [40.0], "examples": [3]}}
+    save(charts.reliability_figure(bins), tmp_path / "a.png")
+    found = {"mean": [("$\\frac{$", 0.5, np.array([1, 1, 6, 6])), (90 * "a", 0.4, np.array([0, 0, 5, 5]))]}
+    save(detections_figure(np.zeros((8, 9, 3), np.uint8), found), tmp_path / "b.png")
+    assert imread(tmp_path / "a.png").std() > 0.05 < imread(tmp_path / "b.png").std()
 
 
 def test_trials_are_drawn_as_mean_and_deviation():

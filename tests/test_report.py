@@ -15,9 +15,10 @@ from rich.console import Console
 
 from mheads import config as configs
 from mheads import demo, evaluation
-from mheads.pages import evidence, report, words
+from mheads.errors import UserError
+from mheads.pages import curves, evidence, report, words
 from mheads.pages.one import page_of
-from mheads.progress import Silent
+from mheads.progress import Silent, Terminal
 from mheads.record import Record
 from mheads.report import page, svg
 from mheads.run_folder import RunFolder
@@ -77,11 +78,15 @@ def runs(tmp_path_factory):
     rng = np.random.default_rng(0)
     x, y = rng.integers(17, size=(60, 1, 8, 8)).astype(np.uint8), np.arange(60) % len(EVIL)
     np.savez(folder / "evil.npz", x_train=x, y_train=y, x_test=x, y_test=y, classes=np.array(EVIL))
+    soft = np.eye(4, dtype=np.float32)[y] * 0.8 + 0.05
+    np.savez(folder / "soft.npz", x_train=x, y_train=soft, x_test=x, y_test=soft)
+    npz = ["loss.name=mcl", "model_args.classes=4", "data.name=npz"]
     made = {
         "mcl_k1": ["loss.name=mcl", "loss.k=1"],
         "tree": ["split=conv1"],
         "single": ["members=1"],
-        "<b>evil": ["loss.name=mcl", "model_args.classes=4", "data.name=npz", f"data.path={folder / 'evil.npz'}"],
+        "<b>evil": [*npz, f"data.path={folder / 'evil.npz'}"],
+        "soft": [*npz, f"data.path={folder / 'soft.npz'}", "data.problem=soft_labels"],
     }
     for name, overrides in made.items():
         train_config(configs.load("digits", [*QUICK, *overrides]), RunFolder(folder / name), Silent())
@@ -147,6 +152,21 @@ def test_confusion_and_hardest_examples_follow_from_the_outputs(runs):
     assert first.image.startswith("data:image/png;base64,")
 
 
+def test_soft_labels_are_shown_by_their_most_probable_class(runs):
+    record = Record.read(runs["soft"])
+    parts = {section.name: section.parts for section in page_of(record, Silent()).sections}
+    assert list(parts) == SECTIONS
+    assert not [part for part in parts.values() if part[0].kind == "missing"]
+    np.testing.assert_allclose(parts["agreement"][1].grids[0].cells.sum(2), 100, atol=2)  # of each true class
+    assert len(parts["ownership"][0].grids[0].pictures) == 4
+
+
+def test_one_network_is_not_called_an_ensemble():
+    bins = {name: {"confidence": [50.0], "accuracy": [40.0], "examples": [3]} for name in ("members", "Ensemble-Mean")}
+    assert [name for _, name in curves.reliability(bins, 1).legend] == ["as accurate as confident", "network"]
+    assert [name for _, name in curves.reliability(bins, 2).legend[1:]] == ["members", "Ensemble-Mean"]
+
+
 def test_the_energy_of_the_owners_maps_is_measured_on_the_page(runs):
     record = Record.read(runs["tree"])
     net = evidence.network(record, Silent(), False)
@@ -198,7 +218,9 @@ def test_a_run_without_its_data_says_so(mheads, runs, tmp_path):
         assert mheads("report", tmp_path / "run").code == 0
     finally:
         (tmp_path / "away.npz").rename(data)
-    assert "evil.npz does not exist" in Parsed(tmp_path / "run" / "report.html").text
+    found = Parsed(tmp_path / "run" / "report.html")
+    assert found.text.count("evil.npz does not exist") == 4
+    assert [name for name in found.ids if name in SECTIONS] == SECTIONS  # what is missing has its place
 
 
 def test_code_of_the_run_is_called_only_if_it_is_trusted(mheads, tmp_path):
@@ -219,7 +241,9 @@ def test_numbers_instead_of_classes(mheads, tmp_path):
     assert mheads("train", "diabetes", "optim.iterations=4", "-f", tmp_path / "run").code == 0
     done = mheads("report", tmp_path / "run")
     assert done.code == 0, done.err
-    assert "not classes that could differ" in Parsed(tmp_path / "run" / "report.html").text
+    text = Parsed(tmp_path / "run" / "report.html").text
+    assert "Members give numbers, not one class that could differ" in text
+    assert "Who owns which examples" in text
 
 
 def test_several_runs_are_compared(mheads, runs, tmp_path):
@@ -232,6 +256,18 @@ def test_several_runs_are_compared(mheads, runs, tmp_path):
     assert "split null conv1 null" in found.text
     assert "mheads train digits members=1" in found.text
     assert [name for name in found.ids if name.startswith("grid-")] == ["grid-owned-1", "grid-owned-2"]
+    assert "Best Ensemble-Mean" in found.text
+
+    done = mheads("report", runs["tree"], runs["<b>evil"], "-o", file)
+    assert done.code == 0, done.err
+    text = Parsed(file).text
+    assert "Best" not in text and "digits, 10 classes" in text and "npz, 4 classes" in text  # none is the better one
+
+
+def test_a_column_of_numbers_is_one_wherever_they_begin():
+    table = page.Table("", ["run", "score", "loss"], [[page.Cell("a"), page.Cell(""), page.Cell("x")],
+                                                      [page.Cell("b"), page.Cell("1", 1), page.Cell("y")]])  # fmt: skip
+    assert table.numbers == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -239,8 +275,10 @@ def test_several_runs_are_compared(mheads, runs, tmp_path):
     [
         ((), "give run folders, or --suite SUITE"),
         (("single", "--suite", "mcl"), "give run folders, or --suite SUITE"),
-        (("single", "-o", "page.pdf"), "give a file that ends in .html"),
+        (("single", "-o", "page.pdf"), "give a file that ends in .html or .htm"),
         (("single", "-o", "nowhere/page.html"), "there is no folder nowhere"),
+        (("nowhere",), "nowhere is not a run folder: it has no config.yaml"),
+        ((".", "--watch"), ". is not empty and not a run folder"),  # no run can begin there
         (("--suite", "mcl", "-f", "nowhere", "-o", "x.html"), "nowhere holds no run of mcl on cifar10_quick"),
     ],
 )
@@ -255,6 +293,8 @@ def test_the_command_trains_the_same_again(runs):
         config = Record.read(runs[name]).config
         _, _, recipe, *overrides = words.command(config).split()
         assert configs.load(recipe, overrides) == config
+    arrays = config.model_copy(update={"data": config.data.model_copy(update={"name": "arrays"})})
+    assert words.command(arrays).startswith("mheads.fit(...) in Python")  # which no command can
 
 
 def test_the_papers_figures_are_found_by_the_config():
@@ -286,7 +326,24 @@ def test_a_suite_is_shown_beside_the_paper(mheads, tmp_path):
     assert [name for name in found.ids if name.startswith("grid-")] == ["grid-owned-0", "grid-owned-1"]
 
 
-def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path):
+class Warned(Silent):
+    """Keeps what it is warned of."""
+
+    def __init__(self):
+        self.said = []
+
+    def warn(self, message):
+        self.said.append(message)
+
+
+def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path, monkeypatch):
+    build, watch = evidence.parts.net_of_run, Warned()
+
+    def warning(folder, config, warn, trust):
+        warn("other code")
+        return build(folder, config, warn, trust=trust)
+
+    monkeypatch.setattr(evidence.parts, "net_of_run", warning)
     folder, file = tmp_path / "run", tmp_path / "page.html"
     shutil.copytree(runs["mcl_k1"], folder)
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -303,10 +360,31 @@ def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path):
             (folder / "metrics.jsonl").write_text("".join(lines))
             (tmp_path / "result.json").rename(folder / "result.json")
 
-    assert report.follow([folder], file, Silent(), wait=wait) == file
+    assert report.follow([folder], file, watch, wait=wait) == file
+    assert watch.said == ["other code"] * 2  # of the first page and of the last
     assert seen == [("3", True), ("4", True)]
     assert "data-refresh" not in file.read_text() and "Not finished" not in file.read_text()
     assert "grid-confusion" in Parsed(file).ids
+
+
+def test_a_run_is_waited_for_and_its_page_stays_when_it_is_gone(runs, tmp_path, capsys):
+    folder, file = tmp_path / "run", tmp_path / "page.html"
+    waited = []
+
+    def wait(seconds):
+        waited.append(file.exists())
+        if len(waited) == 2:
+            shutil.copytree(runs["mcl_k1"], folder)
+            (folder / "result.json").unlink()
+        elif len(waited) == 3:
+            assert "data-refresh" in file.read_text()
+            shutil.rmtree(folder)
+
+    with pytest.raises(UserError, match="run is not a run folder"):
+        report.follow([folder], file, Terminal(Console(width=300)), wait=wait)
+    assert waited == [False, False, True]
+    assert capsys.readouterr().out.count(f"waiting for {folder} to begin; Ctrl-C ends this") == 1
+    assert "Not finished" in file.read_text() and "data-refresh" not in file.read_text()
 
 
 def test_ctrl_c_leaves_a_page_that_no_longer_loads_itself(runs, tmp_path):
@@ -343,6 +421,7 @@ def test_many_leaves_that_are_alike_are_drawn_once():
     stages |= {f"b/{m}": svg.Stage(f"b/{m}", ("fc",), (m,), (), 7) for m in range(40)}
     drawn = str(svg.tree(stages, ["trunk"], "3"))
     assert drawn.count("<rect") == 3 and "members 0 to 39" in drawn
+    assert [svg._members(m) for m in ((3,), (1, 2), (0, 2))] == ["member 3", "members 1 to 2", "members 0, 2"]
 
 
 # In a browser.
@@ -439,10 +518,17 @@ def _the_page_follows(browser, run):
     file.write_text(made.html())
     browser.open(file)
     browser.js("scrollTo({ top: 700, behavior: 'instant' })")
+    slider = "document.querySelector('#ownership input')"
+    browser.js(
+        f"{slider}.value = 0; {slider}.dispatchEvent(new Event('input')); {slider}.focus({{preventScroll: true}})"
+    )
+    cells = browser.js("document.querySelector('#ownership tbody').textContent")
     file.write_text(made.html().replace("<h1>", "<h1>Again "))
     browser.wait_for("Page.loadEventFired")
     assert browser.js("document.querySelector('h1').textContent").startswith("Again ")
     assert browser.js("scrollY") == 700
+    assert browser.js(f"document.activeElement === {slider}")
+    assert browser.js("document.querySelector('#ownership tbody').textContent") == cells
     assert browser.complaints == []
 
 
@@ -451,3 +537,11 @@ def _themes_change(browser):
     before = browser.js(ground)
     browser.js("document.getElementById('theme').click()")
     assert browser.js(ground) != before
+    ink = "getComputedStyle(document.body).color"
+    shades = {}
+    for theme in ("light", "dark"):  # paper is white, whatever the screen is
+        browser.js(f"document.documentElement.dataset.theme = '{theme}'")
+        browser("Emulation.setEmulatedMedia", media="print")
+        shades[theme] = browser.js(ink)
+        browser("Emulation.setEmulatedMedia", media="")
+    assert shades["dark"] == shades["light"] != browser.js(ink)

@@ -332,11 +332,20 @@ def test_of_many_members_those_that_own_are_shown():
     panels = np.array(figure.axes).reshape(2, -1)
     assert [panel.get_title() for panel in panels[0][-2:]] == ["member 17", "member 29"]
     assert [panel.get_xlabel() for panel in panels[0][-2:]] == ["100 %", "100 %, owner"]
-    assert panels[1][0].get_xlabel() == "a name of twe…"
+    assert panels[1][0].get_xlabel() == "a name of t…"
     assert "9 of 30 networks are shown" in figure.get_supxlabel()
     assert saliency_figure(
         images, ["a", "b"], maps[:1].transpose(0, 1, 3, 4, 2), ["one"], np.ones((1, 2)), np.array([-1, -1])
     )
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 90), (900, 2)])
+def test_images_of_any_shape_give_a_picture_that_can_be_seen(height, width):
+    images = np.random.default_rng(0).random((3, height, width, 1))
+    figure = saliency_figure(images, list("abc"), images[None], ["one"], np.ones((1, 3)), np.full(3, -1))
+    figure.draw_without_rendering()
+    shown = [panel.get_window_extent() for panel in figure.axes]
+    assert all(30 <= box.width <= 200 and 30 <= box.height <= 500 for box in shown)
 
 
 def test_the_command_writes_a_figure_and_says_the_energy(mheads, runs):
@@ -349,6 +358,8 @@ def test_the_command_writes_a_figure_and_says_the_energy(mheads, runs):
     picture = imread(mcl / "saliency.png")
     assert 600 <= picture.shape[1] <= 1000
     assert np.ptp(picture[..., :3]) > 0.5
+    done = mheads("saliency", mcl, "--count", 1, "--sample", 0, "--layer", "conv1")
+    assert "no ReLU comes before conv1: its maps are plain gradients" in done.out
 
 
 def test_images_are_explained_for_the_class_that_the_ensemble_answers(mheads, runs, tmp_path):
@@ -374,6 +385,7 @@ def test_images_are_explained_for_the_class_that_the_ensemble_answers(mheads, ru
         (("-o", "a.jpg"), "give a file that ends in .png, .svg or .pdf"),
         (("-o", "no_such_folder/a.png"), "there is no folder no_such_folder"),
         (("nothing.png",), "there is no image nothing.png"),
+        (("--beside", "nothing"), "nothing is not a run folder"),
     ],
 )
 def test_mistakes_are_said_and_nothing_is_written(mheads, runs, arguments, words):
@@ -401,6 +413,7 @@ def test_runs_without_images_or_classes_or_data_are_refused(mheads, runs, tmp_pa
     found = explain(run, data, count=2)
     assert not found.guided
     assert found.energy is None  # there are no others
+    assert found.owners.tolist() == [-1, -1]
     np.testing.assert_allclose(
         found.maps[0][:, 0].reshape(2, 64), run.net.member(0)[1].weight.detach()[[int(c) for c in found.classes]]
     )

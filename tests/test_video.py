@@ -102,9 +102,17 @@ def test_an_mp4_plays_and_shows_the_frames(mheads, run, tmp_path):
 def test_a_gif_needs_nothing_else(mheads, run, tmp_path):
     file = tmp_path / "run.gif"
     assert mheads("video", run, "-o", file, "--pictures", "mean", "--seconds", 1).code == 0
-    with Image.open(file) as gif:
-        assert gif.n_frames > 1
-        assert gif.info["loop"] == 0
+    frames = list(ownership_frames(np.array([10, 20]), COUNTS, WHITE, ["new\nline", "ünï 🐱", 200 * "long "], 8))
+    assert frames[0].shape[0] < 400  # names are cut
+    video.write_video(tmp_path / "few.GIF", iter(frames), 8, lambda n: None)
+    for place, last in ((file, None), (tmp_path / "few.GIF", frames[-1])):
+        with Image.open(place) as gif:
+            assert gif.n_frames > 1
+            assert gif.info["loop"] == 0
+            gif.seek(gif.n_frames - 1)
+            assert gif.info["duration"] >= video.END
+            if last is not None:  # it ends where training does
+                assert np.abs(np.asarray(gif.convert("RGB")).astype(float) - last).mean() < 3
 
 
 def test_pictures_are_examples_of_their_class_or_their_mean(run):
@@ -127,10 +135,13 @@ def test_pictures_are_examples_of_their_class_or_their_mean(run):
     [
         (("-o", "x.avi"), "give a file that ends in .mp4 or .gif"),
         (("-o", "nowhere/x.gif"), "there is no folder nowhere"),
+        (("-o", "folder.gif"), "cannot write folder.gif: it is a folder"),
         (("--pictures", "best"), "--pictures best: there are typical and mean"),
     ],
 )
-def test_what_cannot_be_made_is_said(mheads, run, arguments, message):
+def test_what_cannot_be_made_is_said(mheads, run, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.gif").mkdir()
     done = mheads("video", run, *arguments)
     assert done.code == 2
     assert message in done.err
@@ -144,14 +155,19 @@ def test_without_ffmpeg_the_message_names_the_extra(mheads, run, monkeypatch):
     assert "ownership.gif" in done.err
 
 
-def test_vectors_are_shown_as_colours(mheads, tmp_path):
+@pytest.mark.parametrize("shape", [(3,), (1, 8, 8)])
+def test_vectors_and_data_that_are_gone_are_shown_as_colours(mheads, tmp_path, shape):
     data = tmp_path / "data.npz"
-    x, y = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), np.arange(60) % 3
+    x, y = np.random.default_rng(0).normal(size=(60, *shape)).astype(np.float32), np.arange(60) % 3
     np.savez(data, x_train=x, y_train=y, x_test=x, y_test=y)
-    options = ["model=mlp", "model_args.features=3", "model_args.outputs=3", "data.name=npz", f"data.path={data}"]
-    folder = tmp_path / "run"
-    done = mheads("train", "digits", *options, "loss=mcl", "optim.iterations=4", "log.every=1", "-f", folder)
+    options = (
+        ["model=mlp", "model_args.features=3", "model_args.outputs=3"] if len(shape) == 1 else ["model_args.classes=3"]
+    )
+    folder, few = tmp_path / "run", ["optim.iterations=4", "optim.batch_size=20", "log.every=1"]
+    done = mheads("train", "digits", *options, "data.name=npz", f"data.path={data}", "loss=mcl", *few, "-f", folder)
     assert done.code == 0, done.err
+    data.unlink()
     made = mheads("video", folder, "-o", tmp_path / "v.gif", "--seconds", 1)
     assert made.code == 0
     assert "shown as colours" in made.out
+    assert ("data.npz does not exist" in made.out) == (len(shape) == 3)

@@ -54,20 +54,30 @@ def wins(log: Log) -> Part:
     return _chart("Examples that each member learns from", lines, "examples won, %", (0, max(10, top)))
 
 
-def reliability(bins: Mapping[str, Mapping[str, Sequence[float]]]) -> Chart:
+def reliability(bins: Mapping[str, Mapping[str, Sequence[float]]], members: int) -> Chart:
     """Accuracy against confidence, over how often each confidence occurs in the ensemble's answers."""
+    who = "Ensemble-Mean" if members > 1 else "network"  # one member is its own mean
+    shown = [("members", "s0"), ("Ensemble-Mean", "ink")] if members > 1 else [("Ensemble-Mean", "ink")]
     lines = [Line("as accurate as confident", [0, 100], [0, 100], "faint dotted")]
-    for (name, found), style in zip(bins.items(), ("s0", "ink"), strict=False):
+    for name, style in shown:
+        found = bins[name]
         there = [i for i, examples in enumerate(found["examples"]) if examples]
-        lines.append(Line(name, [found["confidence"][i] for i in there], [found["accuracy"][i] for i in there], style))
+        lines.append(
+            Line(
+                name if members > 1 else who,
+                [found["confidence"][i] for i in there],
+                [found["accuracy"][i] for i in there],
+                style,
+            )
+        )
     occurs = list(bins["Ensemble-Mean"]["examples"])
     return Chart(
         "Reliability",
         line_chart(lines, "confidence, %", "accuracy, %", (0, 100), (0, 100)),
         [(line.style, line.name) for line in lines],
         f"Above the dotted line an answer is better than it thinks, below it is worse. Answers are taken together in "
-        f"{BINS} bins of confidence; below, how many of the Ensemble-Mean's answers are in each.",
-        bars(occurs, "confidence of the Ensemble-Mean", "examples"),
+        f"{BINS} bins of confidence; below, how many of the {who}'s answers are in each.",
+        bars(occurs, f"confidence of the {who}", "examples"),
     )
 
 

@@ -17,7 +17,8 @@ from mheads.data.split import Split
 from mheads.errors import UserError
 from mheads.evaluation import examples_of
 from mheads.measuring import answers, in_eval_mode
-from mheads.metrics import Metrics, add_counts, mean_members
+from mheads.metrics import add_counts, mean_members
+from mheads.problems import Classification
 from mheads.progress import Watcher, telling
 from mheads.record import Record
 from mheads.report.page import Gallery, picture
@@ -77,29 +78,30 @@ def network(record: Record, watch: Watcher, trust: bool) -> TreeNet:
 def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
     """Runs the newest weights over the examples that training evaluates on."""
     problem = record.data.problem
-    if problem.name != "classification":
+    if not isinstance(problem, Classification):
         raise UserError(f"this is about classes, and the run is {problem.name}")
     weights = record.folder.load_weights(net, lambda message: None)  # the page itself says how far the run is
     with telling(watch):
         facts, examples, split = examples_of(record.folder)
     names, members = problem.groups, net.num_members
-    metrics = Metrics(members, len(names))
+    metrics = problem.metrics(members)
     confusion = torch.zeros(members + 1, len(names), len(names), dtype=torch.long)
     answered, sure, true, kept = [], [], [], []
     few = members * len(examples) * len(names) <= MOST_KEPT
     with closing(parts.threads_engine(record.config, net)) as engine, in_eval_mode([net]):
         for outputs, _, targets in answers(engine, examples, facts.inputs, problem, watch):
             metrics.update(outputs, targets)
+            labels = problem.group(targets)
             if few:
                 kept.append(outputs.cpu())
             each = outputs.cpu().double().softmax(-1)  # [M, b, C]
             probabilities = torch.cat([mean_members(each)[None], each])
             confidence, answer = probabilities.max(-1)
             for counts, found in zip(confusion, answer, strict=True):
-                add_counts(counts, targets, found)
+                add_counts(counts, labels, found)
             answered.append(answer)
             sure.append(confidence)
-            true.append(targets)
+            true.append(labels)
     everything = torch.cat(answered, 1).numpy(), torch.cat(sure, 1).numpy(), torch.cat(true).numpy()
     hardest = _hardest(examples, names, *everything)
     together = torch.cat(kept, 1) if kept else None
@@ -153,7 +155,7 @@ def pictures(record: Record, watch: Watcher) -> list[str]:
     """A small picture of each class as a data URI, or none where no images are at hand."""
     if record.config.data.name not in DATASETS or len(record.data.shape) != 3:
         return []
-    if record.data.problem.name != "classification":
+    if not isinstance(record.data.problem, Classification):
         return []
     try:
         return [picture(found, 40) for found in class_pictures(record, "typical", watch)]

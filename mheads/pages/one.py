@@ -11,8 +11,10 @@ from rich.text import Text
 from mheads.engine.cost import costs_on, example_of
 from mheads.errors import UserError
 from mheads.pages import curves, words
+from mheads.pages.agreement import agreement
 from mheads.pages.detections import class_table
 from mheads.pages.evidence import Evidence, examine, looked_at, network, pictures
+from mheads.problems import Classification
 from mheads.progress import Watcher
 from mheads.record import Record
 from mheads.report import svg
@@ -31,15 +33,11 @@ from mheads.report.page import (
     Section,
     Table,
     ownership_grid,
-    percents,
 )
 from mheads.suites.beside import paper_figures
 from mheads.suites.findings import label, number
 from mheads.terminal.tables import learning_rows
 from mheads.treenet import TreeNet
-
-MANY_CLASSES = 40  # from here on a confusion matrix is a list of the most frequent confusions
-MOST_CONFUSIONS = 20
 
 
 def page_of(record: Record, watch: Watcher, trust: bool = False, look: bool = True) -> Page:
@@ -56,16 +54,16 @@ def page_of(record: Record, watch: Watcher, trust: bool = False, look: bool = Tr
         Section("curves", "Over training", [curves.measures(record), curves.losses(record.log)]),
     ]
     if record.config.members > 1:
-        sections.append(Section("ownership", "Who owns which class", _ownership(record, shown), OWNED))
+        sections.append(Section("ownership", owned_title([record]), _ownership(record, shown), OWNED))
         sections.append(Section("wins", "Who wins", [curves.wins(record.log)], WINS))
-    sections.append(Section("agreement", "Where answers differ", _agreement(record, evidence, why)))
-    if record.data.problem.name == "classification":
-        trusted = [curves.reliability(evidence.reliability)] if evidence else [Missing(why)]
+    sections.append(Section("agreement", "Where answers differ", agreement(record, evidence, why)))
+    if isinstance(record.data.problem, Classification):
+        trusted = [curves.reliability(evidence.reliability, record.config.members)] if evidence else [Missing(why)]
         sections.append(Section("reliability", "How far to trust it", trusted))
         sections.append(Section("hardest", "The hardest examples", _hardest(evidence, why), HARD))
-    if evidence is not None and len(record.data.shape) == 3:
-        found, why_not = _try(lambda: looked_at(record, weighed, evidence, watch))
-        sections.append(Section("saliency", "What members look at", [found or Missing(why_not)], LOOKED))
+        if len(record.data.shape) == 3:
+            seen, why = (None, why) if evidence is None else _try(lambda: looked_at(record, weighed, evidence, watch))
+            sections.append(Section("saliency", "What members look at", [seen or Missing(why)], LOOKED))
     sections.append(Section("cost", "What it cost", [_cost(record, net)]))
     sections.append(Section("repeat", "How to repeat it", _repeat(record)))
     problems = [f"{path.name} {problem}" for path, problem in record.folder.problems().items()]
@@ -194,13 +192,18 @@ def ownership(record: Record, shown: Sequence[str], name: str, title: str, train
     return ownership_grid(name, title, at, np.asarray(counts, float), groups, shown, lasting=training)
 
 
+def owned_title(records: Sequence[Record]) -> str:
+    classes = any(len(record.data.problem.groups) > 1 for record in records)
+    return f"Who owns which {'class' if classes else 'examples'}"
+
+
 def _ownership(record: Record, shown: Sequence[str]) -> list[Part]:
     if len(record.data.problem.groups) == 0:
         return [Missing("There are no classes to own.")]
     found: list[Part] = []
     split = record.result["split"] if record.result else "test"
     for name, title, training in (
-        ("learned", "Of the training examples: who learned from which class", True),
+        ("learned", "Of the training examples: who learned from which", True),
         ("owned", f"Of the {split} set: who has the lowest loss", False),
     ):
         grid = ownership(record, shown, name, title, training)
@@ -211,52 +214,6 @@ def _ownership(record: Record, shown: Sequence[str]) -> list[Part]:
             continue  # all learn from everything
         found.append(Grids([grid]))
     return found
-
-
-def _agreement(record: Record, evidence: Evidence | None, why: str) -> list[Part]:
-    found: list[Part] = []
-    result = record.result or {}
-    members = [f"member {m}" for m in range(record.config.members)]
-    if "disagreement_pairs" in result and len(members) > 1:
-        differ = np.asarray(result["disagreement_pairs"], float) / 100
-        np.fill_diagonal(differ, np.nan)
-        title = "How often two members answer differently, %"
-        found.append(
-            Grids([Grid("differ", title, members, [f"{m}" for m in range(len(members))], percents(differ)[None], [""])])
-        )
-    if record.data.problem.name != "classification":
-        gives = "boxes" if record.data.problem.name == "detection" else "numbers"
-        return found or [Missing(f"Members give {gives}, not classes that could differ.")]
-    if evidence is None:
-        return [*found, Missing(f"Which classes are confused is not known: {why}")]
-    names, counts = record.data.problem.groups, evidence.confusion
-    if len(names) > MANY_CLASSES:
-        return [*found, _confusions(names, counts[0])]
-    totals = counts.sum(2, keepdims=True)
-    parts = np.where(totals > 0, counts / np.maximum(totals, 1), np.nan)
-    who = ["Ensemble-Mean", *members] if len(members) > 1 else ["the network"]
-    grid = Grid(
-        "confusion", "Answers to the examples of each class, %", names, names, percents(parts[: len(who)]), who,
-        "true class", shown=0,
-    )  # fmt: skip
-    return [
-        *found,
-        Grids([grid], "choice", "A row is a true class, a column an answer; right answers are on the diagonal."),
-    ]
-
-
-def _confusions(names: Sequence[str], counts: np.ndarray) -> Table:
-    """The most frequent confusions, where there are too many classes for a matrix."""
-    wrong = counts.copy()
-    np.fill_diagonal(wrong, 0)
-    most = np.argsort(-wrong, axis=None, kind="stable")[:MOST_CONFUSIONS]
-    rows = []
-    for true, said in zip(*np.unravel_index(most, wrong.shape), strict=True):
-        if n := int(wrong[true, said]):
-            part = 100 * n / counts[true].sum()
-            rows.append([Cell(names[true]), Cell(names[said]), Cell(f"{n:,}", n), Cell(f"{part:.1f} %", part)])
-    head = ["true class", "answer", "examples", "of the class"]
-    return Table("The most frequent confusions of the Ensemble-Mean", head, rows, sortable=True)
 
 
 def _hardest(evidence: Evidence | None, why: str) -> list[Part]:

@@ -5,28 +5,34 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mheads.errors import UserError
-from mheads.files import write_atomically
+from mheads.files import check_output, write_atomically
 from mheads.pages.one import page_of
 from mheads.pages.several import page_of_all
-from mheads.progress import Watcher
+from mheads.progress import Silent, Watcher
 from mheads.record import Record, read_all
 from mheads.report.page import Cell, Page, Section, Table
+from mheads.run_folder import RunFolder
 from mheads.suites import findings, results, tables
 from mheads.suites.jobs import FOLDER, Job, Options, Planner
 from mheads.suites.suite import Suite, read
 
 REFRESH = 5  # seconds after which an open page of a run that goes on is loaded again
-POLL = 1.0  # seconds between two looks at its folder
+POLL = 1.0  # seconds between two looks at its folder, at least
+PAUSE = 5  # times as long as a page took: the network of a large run is built for each, beside its training
 
 
 def report(paths: Sequence[Path], output: Path | None, watch: Watcher, trust: bool = False) -> Path:
     """Writes the page of a run to report.html in its folder, or of several beside the first; returns where it is."""
-    output = _file(output or _usual(paths))
-    write_atomically(output, _page(read_all(paths, lenient=True), watch, trust).html())
+    if output is not None:
+        check_output(output, SUFFIXES)
+    records = read_all(paths, lenient=True)
+    output = output or _usual(paths)
+    write_atomically(output, _page(records, watch, trust).html())
     return output
 
 
@@ -37,36 +43,57 @@ def follow(
     trust: bool = False,
     wait: Callable[[float], None] = time.sleep,
 ) -> Path:
-    """Writes the page anew whenever the runs go on, until all are finished or Ctrl-C; an open page follows."""
-    output = _file(output or _usual(paths))
-    told, before = False, None
+    """Writes the page anew whenever the runs go on, until all are finished or Ctrl-C; an open page follows.
+
+    Runs that have not begun are waited for.
+    """
+    if output is not None:
+        check_output(output, SUFFIXES)
+    file, page, before = output or _usual(paths), None, None
     try:
+        _await(paths, watch, wait)
         while True:
-            now = [_stamp(path / name) for path in paths for name in WATCHED]
+            begun, now = time.monotonic(), [_stamp(path / name) for path in paths for name in WATCHED]
             if now != before:
                 records = read_all(paths, lenient=True)
                 if all(record.finished for record in records):
-                    break
-                page = _page(records, watch, trust, look=False)
-                write_atomically(output, dataclasses.replace(page, refresh=REFRESH).html())
-                before = now
-                if not told:
-                    watch.say(f"{output} follows the run until it is finished; Ctrl-C ends this")
-                    told = True
-            wait(POLL)
-    except KeyboardInterrupt:
-        pass  # the page stays, and no longer loads itself again
-    return report(paths, output, watch, trust)
+                    return report(paths, file, watch, trust)
+                if page is None:
+                    watch.say(f"{file} follows the run until it is finished; Ctrl-C ends this")
+                with warnings.catch_warnings(action="ignore"):  # what is wrong with a run is told once
+                    page, before = _page(records, Silent() if page else watch, trust, look=False), now
+                write_atomically(file, dataclasses.replace(page, refresh=REFRESH).html())
+            wait(max(POLL, PAUSE * (time.monotonic() - begun)))
+    except (KeyboardInterrupt, UserError) as end:
+        if page is not None and file.parent.is_dir():
+            write_atomically(file, page.html())  # it stays, and no longer loads itself again
+        if page is None or isinstance(end, UserError):
+            raise
+        return file
+
+
+def _await(paths: Sequence[Path], watch: Watcher, wait: Callable[[float], None]) -> None:
+    """Waits until all runs have begun."""
+    told = False
+    while absent := [path for path in paths if not RunFolder(path).exists()]:
+        for path in absent:
+            RunFolder(path).refuse_other_content()  # in which no run can begin
+        if not told:
+            watch.say(f"waiting for {absent[0]} to begin; Ctrl-C ends this")
+            told = True
+        wait(POLL)
 
 
 WATCHED = ("metrics.jsonl", "assignments.npz", "result.json", "config.yaml")
+SUFFIXES = (".html", ".htm")
 
 
 def report_suite(name: str, options: Options, output: Path | None, watch: Watcher, folder: Path = FOLDER) -> Path:
     """Writes the page of a suite: its table beside the paper's, and the runs of `mheads reproduce` that are there."""
     suite, planner = read(name), Planner(options, folder)
     table = planner.table(suite)
-    output = _file(output or folder / results.file_name(suite.name, options).replace(".json", ".html"))
+    if output is not None:
+        check_output(output, SUFFIXES)
     document = results.make(table, planner, 1)
     records: dict[Path, Record] = {}
     for row in table.names:
@@ -82,6 +109,7 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
     page = page_of_all(
         list(records.values()), watch, title=tables.title(document), about=suite.about, further=_beside(document)
     )
+    output = output or folder / results.file_name(suite.name, options).replace(".json", ".html")
     write_atomically(output, page.html())
     return output
 
@@ -125,12 +153,3 @@ def _stamp(file: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_mtime_ns, found.st_size
-
-
-def _file(path: Path) -> Path:
-    """Refuses a file that cannot be written, before any work is done."""
-    if path.suffix not in (".html", ".htm"):
-        raise UserError(f"{path}: give a file that ends in .html")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
-    return path

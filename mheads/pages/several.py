@@ -9,7 +9,7 @@ from mheads import config as configs
 from mheads.errors import UserError
 from mheads.pages import curves, words
 from mheads.pages.evidence import pictures
-from mheads.pages.one import OWNED, ownership
+from mheads.pages.one import OWNED, owned_title, ownership
 from mheads.progress import Watcher
 from mheads.record import Record
 from mheads.report.page import Cell, Grids, Missing, Page, Part, Section, Table
@@ -42,7 +42,7 @@ def page_of_all(
                 ("ensemble_mean", "Ensemble-Mean"), ("oracle", "Oracle"), ("single", "Mean member"),
             )
         ]),
-        Section("ownership", "Who owns which class", _ownership(records, watch, look), OWNED),
+        Section("ownership", owned_title(records), _ownership(records, watch, look), OWNED),
         Section("repeat", "How to repeat it", [_commands(records)]),
     ]  # fmt: skip
     notes = [
@@ -54,12 +54,17 @@ def page_of_all(
     return Page(
         title or f"{len(records)} runs",
         about or f"Side by side: {', '.join(record.title for record in records)}.",
-        _headline(records),
+        _headline(records) if _alike(records) else [],
         sections,
         f"Not finished: {'; '.join(open_runs)}" if open_runs else "",
         notes,
         "Made by mheads.",
     )
+
+
+def _alike(records: Sequence[Record]) -> bool:
+    """Whether all are on the same data, so that one can be the best."""
+    return len({(record.data.name, record.data.problem.groups) for record in records}) == 1
 
 
 def _headline(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
@@ -76,16 +81,18 @@ def _headline(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
 
 def _table(records: Sequence[Record]) -> Table:
     shown = [key for key in MEASURES if any(key in (record.result or {}) for record in records)]
-    head = ["run", *(label(key) for key in shown), "members", "loss", "parameters", "seconds"]
+    data = not _alike(records)
+    head = ["run", *["data"] * data, *(label(key) for key in shown), "members", "loss", "parameters", "seconds"]
     if open_runs := not all(record.finished for record in records):
         head.append("state")
     rows = []
     for record in records:
         result, loss = record.result or {}, record.config.loss
-        k = f", k={loss.options['k']}" if "k" in loss.options else ""
+        k = f",\N{NO-BREAK SPACE}k={loss.options['k']}" if "k" in loss.options else ""
         rows.append(
             [
                 Cell(record.title),
+                *[Cell(_data(record))] * data,
                 *(_number(result.get(key), ".2f" if record.data.problem.unit else ".4g") for key in shown),
                 Cell(str(record.config.members), record.config.members),
                 Cell(f"{loss.name}{k}"),
@@ -98,6 +105,11 @@ def _table(records: Sequence[Record]) -> Table:
     splits = sorted({record.result["split"] for record in records if record.result})
     note = f"{unit[0].upper()}{unit[1:]}, on the {' and '.join(splits)} set." if splits else ""
     return Table("All runs", head, rows, sortable=True, note=note)
+
+
+def _data(record: Record) -> str:
+    groups = len(record.data.problem.groups)
+    return f"{record.data.name}, {groups:,}\N{NO-BREAK SPACE}classes" if groups > 1 else record.data.name
 
 
 def _number(value: Any, form: str) -> Cell:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mheads import config as configs
 from mheads.config import Config
+from mheads.data.catalog import DATASETS
 from mheads.errors import UserError
 from mheads.losses import LOSSES
 from mheads.record import Record
@@ -87,6 +88,8 @@ def facts(record: Record) -> list[tuple[str, str]]:
 
 def command(config: Config) -> str:
     """The command that trains this again: the nearest recipe and what is different, else the config as a file."""
+    if config.data.name not in DATASETS:
+        return "mheads.fit(...) in Python, on the same arrays: config.yaml holds the settings"
     best: list[str] | None = None
     for recipe in configs.recipes():
         try:

@@ -8,10 +8,21 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from mheads.report.figures import COLOURS, DPI, Figure, colour, written
+from mheads.report.figures import (
+    COLOURS,
+    DPI,
+    MANY_MEMBERS,
+    Figure,
+    add_bar,
+    colour,
+    line_style,
+    name_lines,
+    shorten,
+    whole_ticks,
+    written,
+)
 
 Results = Sequence[Mapping[str, Any]]  # what result.json holds, of one run or of several trials
-MANY_MEMBERS = 12  # from here on cells hold no value, and lines no name
 
 
 def wins_figure(steps: Results) -> Figure:
@@ -24,11 +35,11 @@ def wins_figure(steps: Results) -> Figure:
     at = [line["iteration"] for line in steps]
     won = 100 * np.array([line.get("wins", line["share"]) for line in steps]).reshape(len(at), -1)
     for m, parts in enumerate(won.T):
-        panel.plot(at, parts, color=colour(m), linewidth=1.2, label=f"member {m}")
+        panel.plot(at, parts, **line_style(m), linewidth=1.2, label=f"member {m}")
     panel.set_ylim(bottom=0)
+    panel.xaxis.set_major_locator(whole_ticks())
     _finish(panel, "iteration", "examples won, %")
-    if 1 < won.shape[1] <= MANY_MEMBERS:
-        panel.legend(fontsize=7, frameon=False, ncols=1 + won.shape[1] // 5)
+    name_lines(panel, won.shape[1])
     return figure
 
 
@@ -56,7 +67,7 @@ def splits_figure(runs: Mapping[str, Results], measure: str = "accuracy, %") -> 
 
     runs: the results by the name of the place, in the order from sharing nothing to sharing everything.
     """
-    figure = Figure(figsize=(max(5.0, 0.7 * len(runs) + 1.5), 3.6), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(max(5.0, 0.7 * len(runs) + 1.5), 3.8), dpi=DPI, layout="constrained")
     panel = figure.subplots()
     beside = panel.twinx()
     panel.set_zorder(beside.get_zorder() + 1)
@@ -71,10 +82,11 @@ def splits_figure(runs: Mapping[str, Results], measure: str = "accuracy, %") -> 
     _measures(
         panel, at, list(runs.values()), (("ensemble_mean", "Ensemble-Mean", "-"), ("single", "mean member", "--"))
     )
-    style: dict[str, Any] = {"fontsize": 8}
-    if max(len(name) for name in runs) * len(runs) > 50:
-        style |= {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    panel.set_xticks(at, [written(name) for name in runs], parse_math=False, **style)
+    names = [shorten(name) for name in runs]
+    turned: dict[str, Any] = {}
+    if max(map(len, names)) * len(names) > 50:
+        turned = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    panel.set_xticks(at, names, parse_math=False, fontsize=8, **turned)
     _finish(panel, "members share the layers up to", measure)
     panel.tick_params(axis="x", length=0)
     panel.legend(fontsize=8, frameon=False)
@@ -103,10 +115,7 @@ def disagreement_figure(pairs: np.ndarray | Mapping[str, np.ndarray]) -> Figure:
                 if a != b:
                     shade = "white" if table[a, b] > 55 else "black"
                     panel.text(b, a, f"{table[a, b]:.0f}", ha="center", va="center", fontsize=8, color=shade)
-    bar = figure.colorbar(image, ax=list(panels), pad=0.02, aspect=15)
-    bar.set_label("different answers, %", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
-    bar.outline.set_visible(False)
+    add_bar(figure, image, panels, "different answers, %")
     return figure
 
 

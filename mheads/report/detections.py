@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.patheffects import withStroke
 
-from mheads.report.figures import DPI, PALETTE, Figure
+from mheads.report.figures import DPI, PALETTE, Figure, shorten
 
 Found = Sequence[tuple[str, float, np.ndarray]]  # class, score and box
 
@@ -35,8 +35,8 @@ def detections_figure(image: np.ndarray, found: Mapping[str, Found]) -> Figure:
             panel.plot(*(np.array(side) - 0.5 for side in corners), color=colour, linewidth=1.6)
             above = top > 0.07 * height  # else the name stands inside of the box
             text = panel.text(
-                min(left, 0.8 * width), top - 1 if above else top + 1, f"{name} {score:.2f}", color=colour, fontsize=7,
-                fontweight="bold", clip_on=True, va="bottom" if above else "top",
+                min(left, 0.8 * width), top - 1 if above else top + 1, f"{shorten(name)} {score:.2f}", color=colour,
+                fontsize=7, fontweight="bold", clip_on=True, va="bottom" if above else "top",
             )  # fmt: skip
             text.set_path_effects([withStroke(linewidth=2, foreground="white")])
         panel.set_xlim(-0.5, width - 0.5)

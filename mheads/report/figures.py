@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,38 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as PlainFigure
+from matplotlib.font_manager import fontManager
+from matplotlib.text import Text
+from matplotlib.ticker import MaxNLocator
 
-# Okabe and Ito's colours, which every kind of colour vision can tell apart.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
+from mheads.files import saving
+
+# Okabe and Ito's colours, which every kind of colour vision can tell apart; their yellow, too pale for a line on white,
+# is darker here, and their black is for what all members do together.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#A89900", "#555A63")
 COLOURS = "Blues"  # one hue from light to dark, which every kind of colour vision can order
 MANY_CLASSES = 30  # from here on cells are too narrow for a value, and ensembles stand one above the other
 MOST_LABELS = 150  # with more classes, only every second or third, ... is named
+LONGEST = 24  # letters of a name
+WIDEST, LEAST_HEIGHT = 15.0, 1.4  # inches of panels side by side, and of those that leave room for the bar's text
+MANY_MEMBERS = 12  # from here on lines have no names, and cells of pairs no values
+# For letters that the font of a figure lacks, on the systems that have them.
+FONTS = ("Noto Sans CJK SC", "Noto Sans CJK JP", "Microsoft YaHei", "PingFang SC", "Hiragino Sans", "Arial Unicode MS")
 DPI = 150
 
 
 class Figure(PlainFigure):
     """A figure that a notebook shows when it is the value of a cell, whatever the backend is."""
+
+    def savefig(self, *args: Any, **options: Any) -> None:
+        """In fonts that have most letters; one that none has is a box, without a warning. No name is a formula."""
+        for text in self.findobj(Text):
+            text.set_fontfamily(list(dict.fromkeys([*text.get_fontfamily(), *further_fonts()])))
+            text.set_parse_math(False)
+            text.set_text(written(text.get_text()))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Glyph .* missing from font")
+            super().savefig(*args, **options)
 
     def _repr_png_(self) -> bytes:
         buffer = BytesIO()
@@ -40,33 +63,42 @@ def ownership_figure(ownership: np.ndarray | Mapping[str, np.ndarray], classes: 
     for title, counts in tables.items():
         if counts.ndim != 2 or counts.shape[1] != len(classes):
             raise ValueError(f"ownership {title!r} is {counts.shape}, expected (M, {len(classes)})")
-    many = len(classes) > MANY_CLASSES
+    names = [shorten(name) for name in classes]
+    many = len(names) > MANY_CLASSES
+    turned = max(len(name) for name in names) > 4
     cell_width, cell_height = (0.14, 0.3) if many else (0.36, 0.36)  # inches, as all sizes here
+    label_height = max(len(name) for name in names) * (0.06 if many else 0.055) + 0.6  # with the title
+    # A name that is turned begins to the left of its cell, and may need more room than the members' names do.
+    left = max(0.7, 0.055 * len(names[0]) if turned and not many else 0)
+    panel_width = max(2.0, min(len(names), MOST_LABELS) * cell_width + left)
+    rows = -(-len(tables) // max(1, 1 if many else int(WIDEST / panel_width)))
+    columns = -(-len(tables) // rows)
     num_members = [len(counts) for counts in tables.values()]
+    tallest = [max(num_members[i : i + columns]) for i in range(0, len(tables), columns)]  # of each row
+    height = max(sum(tallest) * cell_height, LEAST_HEIGHT) + rows * label_height
 
-    label_height = max(len(name) for name in classes) * (0.06 if many else 0.05) + 0.6  # with the title
-    panel_width = min(len(classes), MOST_LABELS) * cell_width + 0.7
-    if many:
-        size = (panel_width + 0.8, sum(num_members) * cell_height + len(tables) * label_height)
-        grid: dict[str, Any] = {"nrows": len(tables), "height_ratios": num_members}
-    else:
-        size = (len(tables) * panel_width + 0.8, max(num_members) * cell_height + label_height)
-        grid = {"ncols": len(tables)}
-
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
-    panels = figure.subplots(**grid, squeeze=False).ravel()
-    for panel, (title, counts) in zip(panels, tables.items(), strict=True):
+    figure = Figure(figsize=(columns * panel_width + 0.8, height), dpi=DPI, layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, height_ratios=tallest).ravel()
+    for panel, (title, counts) in zip(panels, tables.items(), strict=False):
         shares = _shares(counts)
         image = panel.imshow(shares, cmap=COLOURS, vmin=0, vmax=100, aspect="auto")
         panel.set_title(written(title), fontsize=10, parse_math=False)
-        _label(panel, len(counts), classes, many)
+        _label(panel, len(counts), names, many, turned)
         if not many:
             _write_values(panel, shares)
-    bar = figure.colorbar(image, ax=list(panels), pad=0.01, aspect=15)
-    bar.set_label("owned by the member, %", fontsize=8)
+    for panel in panels[len(tables) :]:
+        panel.set_axis_off()
+    add_bar(figure, image, panels, "owned by the member, %")
+    return figure
+
+
+def add_bar(figure: Figure, image: Any, panels: Any, label: str) -> None:
+    """A bar of colours beside panels, as wide whatever their height."""
+    height = figure.get_size_inches()[1]
+    bar = figure.colorbar(image, ax=list(panels), pad=0.01, aspect=max(8.0, 6 * height))
+    bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=7)
     bar.outline.set_visible(False)
-    return figure
 
 
 def history_figure(
@@ -77,72 +109,57 @@ def history_figure(
     steps: `iteration` and `member_losses` of each logged step; evaluations: `iteration`, `members`, `ensemble_mean`
     and `oracle` of each evaluation.
     """
-    figure = Figure(figsize=(9, 3.4), dpi=DPI, layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for m, losses in enumerate(np.array([line["member_losses"] for line in steps]).T):
-        left.plot([line["iteration"] for line in steps], losses, color=colour(m), linewidth=1, label=f"member {m}")
-    at = [line["iteration"] for line in evaluations]
+    figure = Figure(figsize=(9 if steps else 5, 3.4), dpi=DPI, layout="constrained")
+    panels = figure.subplots(1, 2 if steps else 1, squeeze=False)[0]
+    if steps:
+        at = [line["iteration"] for line in steps]
+        for m, losses in enumerate(np.array([line["member_losses"] for line in steps], float).T):
+            panels[0].plot(at, losses, **line_style(m), linewidth=1, label=f"member {m}")
+        panels[0].set_ylabel("loss on the training batches", fontsize=8)
+    right, at = panels[-1], [line["iteration"] for line in evaluations]
     marker = "o" if len(at) < 30 else ""
-    for m, accuracies in enumerate(np.array([line["members"] for line in evaluations]).T):
-        right.plot(at, accuracies, color=colour(m), linewidth=1, marker=marker, markersize=2)
+    members = np.array([line["members"] for line in evaluations], float).T
+    for m, accuracies in enumerate(members):
+        label = None if steps and len(members) > 1 else f"member {m}"  # they are named once
+        right.plot(at, accuracies, **line_style(m), linewidth=1, marker=marker, markersize=2, label=label)
     answers = (("ensemble_mean", "Ensemble-Mean", "-"), ("ensemble_scored", "Ensemble-Scored", ":"))
-    for key, name, style in (*answers, ("oracle", "Oracle", "--")):
-        if not all(key in line for line in evaluations):
-            continue
+    for key, name, dashes in (*answers, ("oracle", "Oracle", "--")):
+        if len(members) == 1 or not all(key in line for line in evaluations):
+            continue  # one member is all of these
         values = [line[key] for line in evaluations]
-        right.plot(at, values, style, color="black", linewidth=2, marker=marker, markersize=4, label=name)
-    left.set_ylabel("loss on the training batches", fontsize=8)
+        right.plot(at, values, dashes, color="black", linewidth=2, marker=marker, markersize=4, label=name)
     right.set_ylabel(measure, fontsize=8)
-    for panel in (left, right):
+    for panel in panels:
         panel.set_xlabel("iteration", fontsize=8)
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(fontsize=7, frameon=False, ncols=1 + len(panel.lines) // 8)
+        panel.xaxis.set_major_locator(whole_ticks())
+        name_lines(panel, len(members))
     return figure
+
+
+def whole_ticks() -> MaxNLocator:
+    """Of iterations: there is no half one."""
+    return MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10])
+
+
+def name_lines(panel: Axes, members: int) -> None:
+    """Names the lines of a panel: inside where few leave room, beside it, or of very many members not at all."""
+    lines = [line for line in panel.lines if not str(line.get_label()).startswith("_")]
+    if members > MANY_MEMBERS:
+        lines = [line for line in lines if not str(line.get_label()).startswith("member ")]
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(lines) > 5 else {}
+    if lines:
+        panel.legend(handles=lines, fontsize=7, frameon=False, **beside)
+
+
+def line_style(member: int) -> dict[str, Any]:
+    """Colour and dashes of a member's line: no two of 16 are alike."""
+    return {"color": colour(member), "linestyle": "--" if member // len(PALETTE) % 2 else "-"}
 
 
 def colour(member: int) -> str:
     return PALETTE[member % len(PALETTE)]
-
-
-def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Figure:
-    """The share of the forward-backward pass against the floats of the shared layer.
-
-    networks: by title, then by layer, what `mheads bench comm` found (`floats_forward`, `transfer_fraction`,
-    `exposed_fraction_median` and the quartiles). Above: the time of the bytes alone, while ranks may compute, and
-    the line closest to it. Below: by how much they make the step longer.
-    """
-    figure = Figure(figsize=(4.6 * len(networks), 6.4), dpi=DPI, layout="constrained")
-    panels = figure.subplots(2, len(networks), squeeze=False, sharex="col")
-    for column, (title, layers) in zip(panels.T, networks.items(), strict=True):
-        above, below = column
-        floats = np.array([layer["floats_forward"] for layer in layers.values()]) / 1e6
-        transfer = 100 * np.array([layer["transfer_fraction"] for layer in layers.values()])
-        middle, low, high = (
-            100 * np.array([layer[f"exposed_{key}_ms"] / layer["median_ms"] for layer in layers.values()])
-            for key in ("median", "quarter", "three_quarters")
-        )
-        above.set_title(title, fontsize=10)
-        above.plot(floats, transfer, "o", color="C0")
-        below.errorbar(floats, middle, yerr=(middle - low, high - middle), fmt="o", color="C1", capsize=3)
-        below.axhline(0, color="0.7", linewidth=0.8, zorder=0)
-        slope, start = np.polyfit(floats, transfer, 1)
-        explained = np.corrcoef(floats, transfer)[0, 1] ** 2 if np.ptp(transfer) else 1.0
-        note = f"least squares, R² = {explained:.2f}"
-        above.text(0.97, 0.05, note, transform=above.transAxes, ha="right", fontsize=8, color="0.4")
-        ends = np.array([0.0, 1.12 * floats.max()])
-        above.plot(ends, start + slope * ends, color="C0", linewidth=1, alpha=0.5)
-        for panel in (above, below):
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.tick_params(labelsize=8)
-        above.set_ylim(0, 1.2 * transfer.max())
-        above.set_xlim(-0.1 * floats.max(), 1.2 * floats.max())
-        _name_points(above, list(layers), floats, transfer, (slope, start))
-        below.set_xlabel("million floats per batch to the other rank", fontsize=8)
-    panels[0, 0].set_ylabel("transfer alone,\n% of the forward-backward pass", fontsize=8)
-    panels[1, 0].set_ylabel("exposed (median, quartiles),\n% of the forward-backward pass", fontsize=8)
-    return figure
 
 
 def suite_figure(rows: Sequence[str], panels: Mapping[str, Sequence[Sequence[float | None]]], title: str) -> Figure:
@@ -177,44 +194,14 @@ def suite_figure(rows: Sequence[str], panels: Mapping[str, Sequence[Sequence[flo
     return figure
 
 
-def _name_points(panel: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray, line: Sequence[float]) -> None:
-    """Puts names beside their points, where they cover no point or other name, and the line (slope, start) least."""
-    (left, right), (bottom, top) = panel.get_xlim(), panel.get_ylim()
-    points = np.stack([(x - left) / (right - left), (y - bottom) / (top - bottom)], 1)  # all in parts of the panel
-    slope, start = line
-    taken = [(px - 0.02, py - 0.025, px + 0.02, py + 0.025) for px, py in points]
-    for i in np.argsort(x):
-        px, py = points[i]
-        width, height = 0.02 * len(names[i]), 0.05
-        corners = [
-            (px + 0.025, py - height / 2),
-            (px - 0.025 - width, py - height / 2),
-            (px - width / 2, py + 0.03),
-            (px - width / 2, py - 0.03 - height),
-        ]
-
-        def covered(corner: tuple[float, float], i: int = i, width: float = width, height: float = height) -> int:
-            x0, y0 = corner
-            x1, y1 = x0 + width, y0 + height
-            others = [box for j, box in enumerate(taken) if j != i]
-            hits = sum(x0 < b[2] and b[0] < x1 and y0 < b[3] and b[1] < y1 for b in others)
-            ends = [(start + slope * (left + e * (right - left)) - bottom) / (top - bottom) for e in (x0, x1)]
-            crossed = min(ends) < y1 and max(ends) > y0
-            return 10 * (hits + (x0 < 0 or x1 > 1 or y0 < 0)) + crossed
-
-        x0, y0 = min(corners, key=covered)
-        taken.append((x0, y0, x0 + width, y0 + height))
-        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "transform": panel.transAxes}
-        panel.text(x0 + width / 2, y0 + height / 2, names[i], **style)
-
-
 def save(figure: Figure, path: str | Path) -> None:
     """Writes the figure in the format of the path's suffix; an older file there stays whole until it is done."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        figure.savefig(partial, format=path.suffix[1:])
-        os.replace(partial, path)
+        with saving(path):
+            figure.savefig(partial, format=path.suffix[1:])
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -224,6 +211,19 @@ def written(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
+def shorten(name: str, length: int = LONGEST) -> str:
+    """A name in one line, cut if it is long."""
+    name = " ".join(written(name).split())
+    return name if len(name) <= length else f"{name[: length - 1]}…"
+
+
+@cache
+def further_fonts() -> list[str]:
+    """Those of `FONTS` that are there: matplotlib complains of others."""
+    there = {font.name for font in fontManager.ttflist}
+    return [name for name in FONTS if name in there]
+
+
 def _shares(counts: np.ndarray) -> np.ma.MaskedArray:
     """Counts [M, C] -> percent of each column, masked where a column is empty."""
     totals = counts.sum(0, keepdims=True)
@@ -231,18 +231,16 @@ def _shares(counts: np.ndarray) -> np.ma.MaskedArray:
     return np.ma.masked_where(np.broadcast_to(totals == 0, counts.shape), shares)
 
 
-def _label(panel: Axes, num_members: int, classes: Sequence[str], many: bool) -> None:
+def _label(panel: Axes, num_members: int, classes: Sequence[str], many: bool, turned: bool) -> None:
     """Adds the names of members and classes, and white lines between the cells."""
     if many:
         style: dict[str, Any] = {"fontsize": 6, "rotation": 90}
-    elif max(len(name) for name in classes) <= 4:
-        style = {"fontsize": 8}
-    else:
+    elif turned:
         style = {"fontsize": 8, "rotation": 45, "ha": "right", "rotation_mode": "anchor"}
+    else:
+        style = {"fontsize": 8}
     step = -(-len(classes) // MOST_LABELS)
-    panel.set_xticks(
-        range(0, len(classes), step), [written(name) for name in classes[::step]], parse_math=False, **style
-    )
+    panel.set_xticks(range(0, len(classes), step), classes[::step], parse_math=False, **style)
     panel.set_yticks(range(num_members), [f"member {m}" for m in range(num_members)], fontsize=8)
     panel.set_xticks(np.arange(len(classes) + 1) - 0.5, minor=True)
     panel.set_yticks(np.arange(num_members + 1) - 0.5, minor=True)

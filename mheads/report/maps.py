@@ -7,11 +7,12 @@ from textwrap import wrap
 
 import numpy as np
 
-from mheads.report.figures import DPI, PALETTE, Figure, written
+from mheads.report.figures import DPI, PALETTE, Figure, shorten, written
 
 CELL = 0.86  # inches
 LARGEST = 99.5  # percentile of a row's gradients that is shown as black or white: single pixels would dim all others
 MARK = PALETTE[5]
+SHORT = 12  # letters of a name below an image
 
 
 def saliency_figure(
@@ -30,7 +31,11 @@ def saliency_figure(
     a row are shown on one scale.
     """
     rows, num = len(images), len(columns)
-    height = CELL * (images.shape[1] / images.shape[2]) + 0.2
+    # A signal of one row, or a very long one, is stretched to a picture that can be seen.
+    ratio = images.shape[1] / images.shape[2]
+    shape = min(max(ratio, 0.3), 3.0)
+    aspect = "equal" if shape == ratio else "auto"
+    height = CELL * shape + 0.2
     lines = max(title.count("\n") for title in columns) + 1
     width = CELL * 1.06 * (num + 1) + 0.1
     note = wrap(f"{CAPTION} {caption}", int(19 * width))  # as many letters of this size stand side by side
@@ -44,11 +49,11 @@ def saliency_figure(
     for title, panel in zip(("image", *columns), panels[0], strict=True):
         panel.set_title(written(title), fontsize=8, pad=3, parse_math=False)
     for i in range(rows):
-        panels[i, 0].imshow(_shown(images[i]), cmap="gray", vmin=0, vmax=1)
-        panels[i, 0].set_xlabel(shorten(classes[i]), fontsize=8, labelpad=2, parse_math=False)
+        panels[i, 0].imshow(_shown(images[i]), cmap="gray", vmin=0, vmax=1, aspect=aspect)
+        panels[i, 0].set_xlabel(shorten(classes[i], SHORT), fontsize=8, labelpad=2, parse_math=False)
         for k, shown in enumerate(scaled(maps[:, i])):
             panel, owns = panels[i, k + 1], k == owners[i]
-            panel.imshow(_shown(shown), cmap="gray", vmin=0, vmax=1)
+            panel.imshow(_shown(shown), cmap="gray", vmin=0, vmax=1, aspect=aspect)
             label = f"{100 * probabilities[k, i]:.0f} %" + (", owner" if owns else "")
             panel.set_xlabel(label, fontsize=8, labelpad=2, fontweight="bold" if owns else "normal")
             if owns:
@@ -64,11 +69,6 @@ def scaled(maps: np.ndarray) -> np.ndarray:
     """The maps of a row as brightness: zero at 0.5, black and white at the same gradient in all of them."""
     largest = np.percentile(np.abs(maps), LARGEST) or np.abs(maps).max() or 1.0
     return np.clip(0.5 + 0.5 * maps / largest, 0, 1)
-
-
-def shorten(name: str, length: int = 14) -> str:
-    name = written(name)
-    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def _shown(picture: np.ndarray) -> np.ndarray:

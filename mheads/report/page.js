@@ -121,18 +121,47 @@
   }, { rootMargin: "-20% 0px -70% 0px" });
   document.querySelectorAll("main > section").forEach((section) => seen.observe(section));
 
-  // While the run goes on, the page is loaded again where the reader was, but not while something plays.
+  // While the run goes on, the page is loaded again, but not while something plays. All is then as the reader left it:
+  // the place, what has the focus, sliders but for those that are at the end, and tables in their order.
   const place = "mheads-place " + location.pathname;
+  const used = () => [...document.querySelectorAll("a, button, input, select, summary, [tabindex]")];
+  const state = () => JSON.stringify({
+    top: scrollY,
+    focus: used().indexOf(document.activeElement),
+    all: used().map((one) => ({
+      value: one.type === "range" && one.value === one.max ? null : one.value,
+      left: one.scrollLeft,
+      open: one.parentElement.open,
+      sort: one.closest(".sortable th")?.getAttribute("aria-sort"),
+    })),
+  });
+  const restore = ({ top, focus, all }) => {
+    const now = used();
+    if (now.length === all.length) {
+      all.forEach(({ value, left, open, sort }, i) => {
+        const one = now[i];
+        one.scrollLeft = left;
+        if (open) one.parentElement.open = true;
+        while (sort && one.closest("th").getAttribute("aria-sort") !== sort) one.click();
+        if (typeof value === "string" && one.value !== value) {
+          one.value = value;
+          one.dispatchEvent(new Event(one.type === "range" ? "input" : "change"));
+        }
+      });
+      now[focus]?.focus({ preventScroll: true });
+    }
+    scrollTo({ top, behavior: "instant" });
+  };
   const kept = recall(stores[1], place);
   if (kept !== null) {
-    scrollTo({ top: Number(kept), behavior: "instant" });
+    restore(JSON.parse(kept));
     try { stores[1].removeItem(place); } catch { /* not allowed here */ }
   }
   const seconds = Number(document.body.dataset.refresh || 0);
   if (seconds) {
     setInterval(() => {
       if (playing) return;
-      remember(stores[1], place, scrollY);
+      remember(stores[1], place, state());
       location.reload();
     }, 1000 * seconds);
   }

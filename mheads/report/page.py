@@ -111,6 +111,11 @@ class Table:
     note: str = ""
     kind: str = "table"
 
+    @property
+    def numbers(self) -> list[bool]:
+        """Whether there are numbers in a column."""
+        return [any(row[i].value is not None for row in self.rows) for i in range(len(self.head))]
+
 
 @dataclass(frozen=True)
 class Facts:

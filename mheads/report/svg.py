@@ -115,7 +115,7 @@ class Stage:
 
 
 BOX, GAP, PAD, LINE = 200, 40, 10, 17  # of a stage: width, between levels, inside, of a line of text
-INPUT = 96  # width of what is given
+INPUT = 112  # width of what is given
 MOST_LEAVES = 12  # with more members, leaves that are alike are drawn as one
 LETTERS = 25  # of a line in a box
 
@@ -204,7 +204,9 @@ class _Tree:
 def _members(members: Sequence[int]) -> str:
     if len(members) == 1:
         return f"member {members[0]}"
-    return f"members {members[0]} to {members[-1]}"
+    row = list(members) == list(range(members[0], members[-1] + 1))
+    found = f"members {members[0]} to {members[-1]}" if row else f"members {', '.join(map(str, members))}"
+    return found if len(found) <= LETTERS else f"{found[: LETTERS - 1]}…"
 
 
 def _wrapped(layers: Sequence[str], most: int = 3) -> list[str]:
@@ -276,6 +278,8 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def _number(value: float) -> str:
+    if abs(value) >= 1e8:
+        return f"{value:.3g}"
     if abs(value) >= 10_000:
         return f"{value / 1000:,.10g}k"
     return f"{value:,.10g}"

@@ -10,12 +10,16 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from mheads.errors import UserError
+from mheads.files import check_output, saving
+from mheads.report.figures import shorten
 
 RATE = 25  # frames per second
+END = 1500  # milliseconds that a GIF shows its last frame before it begins anew
 MARGIN, NAMES, FOOT = 8, 112, 34  # pixels: around all, for the members' names, below the grid
 CELL, LEAST = 64, 14  # of a class, and the least one where there are many
 MOST_CLASSES = 60  # with more, the ones that are contested most are shown
@@ -32,12 +36,13 @@ def ownership_frames(
     Each doubling of the iterations takes as long, since most changes hands early; between moments shares are blended.
     """
     shares = shares_of(counts)
+    shares = shares / max(shares.max(), 1e-12)  # with k members for each example none has more than a k-th
     if shares.shape[2] > MOST_CLASSES:
         moved = np.sort(np.argsort(-np.ptp(shares, axis=0).max(0), kind="stable")[:MOST_CLASSES])
         shares, pictures, classes = shares[:, :, moved], pictures[moved], [classes[c] for c in moved]
     cell = int(max(LEAST, min(CELL, 1100 // shares.shape[2], 620 // shares.shape[1])))
     tiles = np.stack([_tile(picture, cell) for picture in pictures]).astype(np.float32)  # [C, cell, cell, 3]
-    canvas = _canvas(shares.shape[1], classes, cell)
+    canvas = _canvas(shares.shape[1], [shorten(name) for name in classes], cell)
     times = np.log(np.maximum(moments, 1))
     for played, time in zip(np.linspace(0, 1, frames), np.linspace(times[0], times[-1], frames), strict=True):
         at = np.interp(time, times, np.arange(len(times)))
@@ -60,21 +65,21 @@ def shares_of(counts: np.ndarray) -> np.ndarray:
 def write_video(path: Path, frames: Iterator[np.ndarray], count: int, advance: Callable[[int], None]) -> None:
     """Writes frames to an .mp4 or a .gif; an older file there stays whole until it is done."""
     partial = path.with_name(f".{os.getpid()}.{path.name}")
-    write = _mp4 if path.suffix == ".mp4" else _gif
     try:
-        write(partial, frames, advance)
-        os.replace(partial, path)
+        with saving(path):
+            if path.suffix.lower() == ".mp4":
+                _mp4(partial, frames, advance)
+            else:
+                _gif(partial, frames, count, advance)
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def check_file(path: Path) -> None:
     """Refuses a kind of file that cannot be written, before any work is done."""
-    if path.suffix not in (".mp4", ".gif"):
-        raise UserError(f"{path}: give a file that ends in .mp4 or .gif")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
-    if path.suffix == ".mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
+    check_output(path, (".mp4", ".gif"))
+    if path.suffix.lower() == ".mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
         raise UserError(
             f"{path}: an .mp4 needs ffmpeg, pip install 'mheads[video]'; a .gif does not: -o {path.stem}.gif"
         )
@@ -103,23 +108,25 @@ def _mp4(path: Path, frames: Iterator[np.ndarray], advance: Callable[[int], None
             raise UserError(f"ffmpeg could not write {path}: {said.read().decode(errors='replace').strip()}")
 
 
-def _gif(path: Path, frames: Iterator[np.ndarray], advance: Callable[[int], None]) -> None:
+def _gif(path: Path, frames: Iterator[np.ndarray], count: int, advance: Callable[[int], None]) -> None:
     def pages() -> Iterator[Image.Image]:
-        for i, frame in enumerate(frames):
+        for left, frame in zip(reversed(range(count)), frames, strict=True):
             advance(1)
-            if i % 2 == 0:  # half the rate: GIFs are large
+            if left % 2 == 0:  # half the rate, for GIFs are large; the last is shown
                 yield Image.fromarray(frame).quantize(128, dither=Image.Dither.NONE)
 
     found = pages()
     first = next(found)
-    first.save(path, format="GIF", save_all=True, append_images=found, duration=2000 // RATE, loop=0)
+    each = [2000 // RATE] * (-(-count // 2) - 1)
+    first.save(path, format="GIF", save_all=True, append_images=found, duration=[*each, END], loop=0)
 
 
 def _tile(picture: np.ndarray, cell: int) -> np.ndarray:
     size = cell - max(1, cell // 16)
     height, width = picture.shape[:2]
     scale = size / max(height, width)
-    shape = (max(1, round(width * scale)), max(1, round(height * scale)))
+    least = size // 4  # a signal of one row is stretched until it can be seen
+    shape = (max(least, round(width * scale)), max(least, round(height * scale)))
     resample = Image.Resampling.NEAREST if scale >= 2 else Image.Resampling.LANCZOS
     small = np.asarray(Image.fromarray(picture).resize(shape, resample))
     tile = np.full((cell, cell, 3), BACKGROUND, np.uint8)
@@ -128,8 +135,9 @@ def _tile(picture: np.ndarray, cell: int) -> np.ndarray:
     return tile
 
 
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """Matplotlib's own font, which has more letters than that of pillow."""
+    return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf"), size)
 
 
 def _canvas(members: int, classes: Sequence[str], cell: int) -> Image.Image:

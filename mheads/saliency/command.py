@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mheads import api
-from mheads.errors import UserError
+from mheads.files import check_output
 from mheads.plots import SUFFIXES
 from mheads.progress import Watcher, telling
 from mheads.report import figures
@@ -29,11 +29,8 @@ def saliency(
     trust: bool = False,
 ) -> Path:
     """Writes the figure, by default saliency.png in the run folder, and says what the owners' energy is."""
-    output = output or path / "saliency.png"
-    if output.suffix.lower() not in SUFFIXES:
-        raise UserError(f"{output}: give a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if not output.parent.is_dir():
-        raise UserError(f"cannot write {output}: there is no folder {output.parent}")
+    if output is not None:
+        check_output(output, SUFFIXES)
     run = api.load(path, trust=trust, warn=watch.warn)
     other = None if beside is None else api.load(beside, trust=trust, warn=watch.warn)
     with telling(watch):
@@ -41,9 +38,11 @@ def saliency(
             found = explain_files(run, images, layer, other, resize)
         else:
             found = explain(run, None, count, by, layer, other, sample, watch)
+    output = output or path / "saliency.png"
     figures.save(found.figure(), output)
     if not found.guided:
-        watch.say("there is a network without ReLU: its maps are plain gradients")
+        where = f"no ReLU comes before {layer}" if layer else "there is a network without ReLU"
+        watch.say(f"{where}: its maps are plain gradients")
     if found.energy is not None:
         count = found.energy.examples
         watch.say(said(found.energy, "the image shown" if count == 1 else f"the {count} images shown"))

@@ -23,9 +23,10 @@ from mheads.measuring import all_answers, in_eval_mode
 from mheads.metrics import owner_of
 from mheads.predictions import read_image
 from mheads.prepared import Prepared
+from mheads.problems import Classification
 from mheads.progress import Silent, Watcher
-from mheads.report.figures import Figure
-from mheads.report.maps import saliency_figure, shorten
+from mheads.report.figures import Figure, shorten
+from mheads.report.maps import SHORT, saliency_figure
 from mheads.run import Run
 from mheads.run_folder import RunFolder
 from mheads.saliency.guided import backprop, find_layer
@@ -123,13 +124,15 @@ def explain(
     watch = watch or Silent()
     split, where = _split(run, examples)
     targets = torch.from_numpy(np.array(split.targets))
+    labels = run.data.problem.group(targets)
     if outputs is None:
         with closing(parts.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
             outputs, _, _ = all_answers(engine, split, run.data.inputs, run.data.problem, watch)
-    outputs, owners = outputs.double(), _owners(run, outputs, targets)
-    own = outputs.log_softmax(-1)[:, torch.arange(len(targets)), targets]  # [M, N]; not rounded to 1, as p would be
+    outputs = outputs.double()
+    owners = _owners(run, outputs, targets)
+    own = outputs.log_softmax(-1)[:, torch.arange(len(labels)), labels]  # [M, N]; not rounded to 1, as p would be
     responses = own.exp().mean(0) if by == "ensemble" else own.amax(0)
-    groups = [targets.numpy()] if by == "ensemble" else [targets.numpy(), own.argmax(0).numpy()]
+    groups = [labels.numpy()] if by == "ensemble" else [labels.numpy(), own.argmax(0).numpy()]
     rows = choose(responses.numpy(), groups, count)
     wide = None
     if sample and run.net.num_members > 1:
@@ -137,7 +140,7 @@ def explain(
         wide = energy_of(run, split, some, owners[some], layer, watch)
     raw, side = split.read(rows, None), split.beside(rows, None).side
     caption = f"Below each map: the probability of the true class.{where}"
-    return _explained(run, raw, targets[rows], outputs[:, rows], layer, beside, wide, caption, side)
+    return _explained(run, raw, labels[rows], outputs[:, rows], owners[rows], layer, beside, wide, caption, side)
 
 
 def explain_files(
@@ -150,7 +153,7 @@ def explain_files(
     targets = run.data.problem.mean(outputs).argmax(-1)
     raw = torch.from_numpy(pixels).permute(0, 2, 3, 1)
     caption = "Below each map: the probability of the class that the ensemble answers."
-    return _explained(run, raw, targets, outputs, layer, beside, None, caption)
+    return _explained(run, raw, targets, outputs, _owners(run, outputs, targets), layer, beside, None, caption)
 
 
 def _split(run: Run, examples: Any) -> tuple[Split, str]:
@@ -232,7 +235,8 @@ def energy_of(
     with (watch or Silent()).evaluating(len(rows)) as advance:
         for start in range(0, len(rows), batch):
             some = rows[start : start + batch]
-            targets, side = torch.from_numpy(examples.targets[some]), examples.beside(some, None).side
+            targets = run.data.problem.group(torch.from_numpy(examples.targets[some]))
+            side = examples.beside(some, None).side
             maps, _ = maps_of(run, examples.read(some, None), targets, layer, side=side)
             found.append(energies(maps))
             advance(len(some))
@@ -249,6 +253,7 @@ def _explained(
     raw: Tensor,
     targets: Tensor,
     outputs: Tensor,
+    owners: np.ndarray,
     layer: str | None,
     beside: Run | None,
     sample: Energy | None,
@@ -256,8 +261,9 @@ def _explained(
     side: dict[str, Value] | None = None,
 ) -> Saliency:
     maps, guided = maps_of(run, raw, targets, layer, side=side)
-    owners = _owners(run, outputs, targets)
     energy = Energy.of(energies(maps), owners) if len(maps) > 1 else None
+    if len(maps) == 1:
+        owners = np.full(len(owners), -1)  # one member has nobody to own an image before
     probabilities = outputs.softmax(-1)
     columns = [f"member {m}" for m in range(len(maps))]
     if beside is not None:
@@ -267,14 +273,14 @@ def _explained(
         answer = beside.data.problem.answer(output).double().cpu()
         maps, guided = np.concatenate([other, maps]), guided and also
         probabilities = torch.cat([answer.softmax(-1)[None], probabilities])
-        columns = [f"{shorten(beside.folder.resolve().name)}\nmember 0", *columns]
+        columns = [f"{shorten(beside.folder.resolve().name, SHORT)}\nmember 0", *columns]
         owners = np.where(owners < 0, -1, owners + 1)
     classes = [run.data.problem.groups[int(target)] for target in targets]
     of_class = probabilities[:, torch.arange(len(targets)), targets].numpy()
     if layer is not None:
         caption = f"The strongest unit of {layer}. {caption}"
     if not guided:
-        caption = f"Plain gradients, since there is no ReLU. {caption}"
+        caption = f"Plain gradients, since there is no ReLU{f' before {layer}' if layer else ''}. {caption}"
     return Saliency(_pictures(run, raw), classes, maps, columns, of_class, owners, energy, sample, guided, caption)
 
 
@@ -301,7 +307,7 @@ def _check(run: Run, beside: Run | None, layer: str | None) -> None:
     for one in (run, beside):
         if one is None:
             continue
-        if one.data.problem.name != "classification":
+        if not isinstance(one.data.problem, Classification):
             raise UserError(f"{one.folder} is {one.data.problem.name}: saliency is about the scores of classes")
         if len(one.data.shape) != 3:
             raise UserError(f"{one.folder} was trained on examples of shape {one.data.shape}, not on images")

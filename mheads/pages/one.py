@@ -203,7 +203,7 @@ def _ownership(record: Record, shown: Sequence[str]) -> list[Part]:
     found: list[Part] = []
     split = record.result["split"] if record.result else "test"
     for name, title, training in (
-        ("learned", "Of the training examples: who learned from which", True),
+        ("learned", "Of the training examples: who learned what", True),
         ("owned", f"Of the {split} set: who has the lowest loss", False),
     ):
         grid = ownership(record, shown, name, title, training)

@@ -143,8 +143,9 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 def _canvas(members: int, classes: Sequence[str], cell: int) -> Image.Image:
     """What stays the same: names of members and, written upwards, of classes."""
     font = _font(max(9, min(13, cell // 4)))
-    upwards = cell < 40 or max(len(name) for name in classes) * 6 > cell
-    height = int(max(font.getlength(name) for name in classes)) + 10 if upwards else 22
+    longest = max(font.getlength(name) for name in classes)
+    upwards = longest > cell - 4
+    height = int(longest) + 10 if upwards else 22
     width = NAMES + len(classes) * cell + 2 * MARGIN
     size = (width + width % 2, height + members * cell + FOOT + 2 * MARGIN)
     canvas = Image.new("RGB", (size[0], size[1] + size[1] % 2), BACKGROUND)

@@ -51,7 +51,7 @@ def heads(document: Document) -> list[str]:
 def shown(document: Document) -> RenderableType:
     """The table and the claims, as the terminal shows them."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    narrow = {"difference": "diff.", "trials": "n"}
+    narrow = {"difference": "diff.", "trials": "n", "Ensemble-Mean": "Ens.-Mean"}
     # The paper's single members, of one trial, are left to the page: there is no room for them.
     kept = [i for i, column in enumerate(columns(document)) if column != ("members", "paper")]
     for head in ("row", "trials", *(heads(document)[i] for i in kept)):

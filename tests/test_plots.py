@@ -155,6 +155,18 @@ def test_a_run_may_be_called_whatever_a_folder_can(tmp_path):
     assert imread(tmp_path / "a.png").std() > 0.05 < imread(tmp_path / "b.png").std()
 
 
+def test_names_of_objects_stay_in_the_image(tmp_path):
+    boxes = [np.array(box) for box in ([0, 0, 20, 20], [280, 100, 319, 150], [200, 3, 310, 90])]
+    figure = detections_figure(np.zeros((200, 320, 3), np.uint8), {"mean": [("tvmonitor", 1.0, box) for box in boxes]})
+    save(figure, tmp_path / "a.png")
+    (panel,) = figure.axes
+    inside = panel.get_window_extent().padded(2)
+    for text in panel.texts:
+        extent = text.get_window_extent()
+        assert inside.x0 <= extent.x0 < extent.x1 <= inside.x1
+        assert inside.y0 <= extent.y0 < extent.y1 <= inside.y1
+
+
 def test_trials_are_drawn_as_mean_and_deviation():
     def result(value):
         return {"members": [value], "single": value, "ensemble_mean": value + 1, "oracle": value + 2, "parameters": 5}

@@ -34,9 +34,11 @@ def detections_figure(image: np.ndarray, found: Mapping[str, Found]) -> Figure:
             panel.plot(*(np.array(side) - 0.5 for side in corners), color="white", linewidth=2.6)
             panel.plot(*(np.array(side) - 0.5 for side in corners), color=colour, linewidth=1.6)
             above = top > 0.07 * height  # else the name stands inside of the box
+            inwards = left > 0.6 * width  # else it would leave the image
             text = panel.text(
-                min(left, 0.8 * width), top - 1 if above else top + 1, f"{shorten(name)} {score:.2f}", color=colour,
-                fontsize=7, fontweight="bold", clip_on=True, va="bottom" if above else "top",
+                right if inwards else left, top - 1 if above else top + 1, f"{shorten(name)} {score:.2f}", color=colour,
+                fontsize=7, fontweight="bold", clip_on=True, ha="right" if inwards else "left",
+                va="bottom" if above else "top",
             )  # fmt: skip
             text.set_path_effects([withStroke(linewidth=2, foreground="white")])
         panel.set_xlim(-0.5, width - 0.5)

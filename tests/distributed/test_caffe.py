@@ -53,7 +53,7 @@ def test_the_toy_example_has_the_same_curve_on_one_process_and_under_torchrun(fi
 def torchrun(args, number):
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    options = {"monitor_interval": 0.1, "start_method": "forkserver"}
+    options = {"monitor_interval": 0.1, "start_method": "fork"}
     where = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(os.getpid())}
     elastic_launch(LaunchConfig(1, 1, nproc_per_node=number, **options, **where), trained)(args)
 

@@ -62,6 +62,17 @@ class Record:
             self.evaluated()
         return self.folder.read_assignments()
 
+    def owned(self) -> tuple[np.ndarray, np.ndarray]:
+        """Who owned which class of the examples evaluated on: iterations [T], owned examples [T, M, C]."""
+        found = self.assignments()
+        return found["iterations"], found["test"]
+
+    def learned(self) -> tuple[np.ndarray, np.ndarray]:
+        """Who learned from which class over training, as finely as it is known: moments [T], assignment [T, M, C]."""
+        found = self.assignments()
+        fine = len(found.get("moments", ())) > len(found["iterations"])
+        return (found["moments"], found["steps"]) if fine else (found["iterations"], found["train"])
+
 
 def read_all(paths: Sequence[Path], lenient: bool = False) -> list[Record]:
     """Runs under titles that tell them apart: the names of their folders, with parents where names are equal."""

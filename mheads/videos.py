@@ -30,12 +30,10 @@ def video(path: Path, output: Path | None, pictures: str, seconds: float, watch:
     check_file(output)
     if not record.finished:
         watch.warn(f"{path} is not finished: this shows it up to iteration {record.iteration:,}")
-    found = record.assignments()
-    fine = len(found.get("moments", ())) > len(found["iterations"])
-    moments, counts = (found["moments"], found["steps"]) if fine else (found["iterations"], found["train"])
+    moments, counts = record.learned()
     count = max(2, round(seconds * RATE))
     if not len(moments):
-        raise UserError(f"{path} has no line in its log yet: a smaller log.every writes more")
+        raise UserError(f"{path} has recorded nothing of its classes yet: let it train on")
     try:
         shown = class_pictures(record, pictures, watch)
     except UserError as error:  # who owned which class is known without the data

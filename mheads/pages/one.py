@@ -177,16 +177,10 @@ def _figure(figure: dict[str, Any], metric: str) -> str:
 def ownership(record: Record, shown: Sequence[str], name: str, title: str, training: bool = False) -> Grid | str:
     """Who owned which class, of the examples evaluated on or of the training batches; or why that is not known."""
     try:
-        found = record.assignments()
+        at, counts = record.learned() if training else record.owned()
     except UserError as error:
         return f"{error}."
     groups = record.data.problem.groups
-    if not training:
-        at, counts = found["iterations"], found["test"]
-    elif len(found.get("moments", ())) > len(found["iterations"]):
-        at, counts = found["moments"], found["steps"]
-    else:
-        at, counts = found["iterations"], found["train"]
     if not len(at):
         return "There was no evaluation yet."
     return ownership_grid(name, title, at, np.asarray(counts, float), groups, shown, lasting=training)

@@ -133,6 +133,27 @@ def test_a_suite_of_the_users_own_runs_once_and_is_written_as_tables(mheads, her
     assert results(here)["runs"] == found["runs"] and not (here / "runs").exists()
 
 
+def test_a_run_is_shown_in_every_suite_that_has_its_row_also_where_it_is_gone(mheads, here):
+    """By its name and its config; it is trained again only if it is asked for."""
+    assert mheads("reproduce", "mine.yaml", "--recipe", "digits", "--trials", 2, "--only", "plain", *TINY).code == 0
+    kept = results(here)["runs"]["plain"]
+    shutil.rmtree(here / "runs")
+    rows = "[{name: plain}, {name: wide, set: [members=5]}, {name: mcl, set: [loss=mcl]}, {name: all, from: plain}]"
+    (here / "other.yaml").write_text(f"metrics: [oracle]\nrows: {rows}\n")
+    (here / "third.yaml").write_text("metrics: [oracle]\nrows: [{name: plain, set: [members=5]}, {name: again}]\n")
+    (here / "results/torn.json").write_text("{")
+    tiny = ["--recipe", "digits", *TINY]
+    assert mheads("reproduce", "other.yaml", "--only", "wide", *tiny).code == 0
+    assert list(trained_at(here)) == ["wide-seed0"]
+    found = results(here, "other-digits")
+    assert found["runs"]["plain"] == kept and set(found["runs"]) == {"plain", "wide"}
+    assert found["command"].startswith("mheads reproduce other.yaml --recipe digits --trials 2")
+    assert "2 runs to train" in mheads("reproduce", "other.yaml", "--dry-run", *tiny).out  # plain and mcl
+    # Of the same name but another config, or of the same config but another name: another run.
+    assert mheads("reproduce", "third.yaml", "--tables", *tiny).code == 0
+    assert results(here, "third-digits")["runs"] == {}
+
+
 def test_one_row_alone_leaves_the_others_as_not_run(mheads, here):
     done = mheads("reproduce", "standard", "--recipe", "digits", "--only", "bagging", *TINY)
     assert done.code == 0, done.err

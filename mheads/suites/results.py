@@ -235,10 +235,20 @@ def load(path: Path) -> Document:
 
 
 def merge(document: Document, path: Path, table: Table, planner: Planner, trials: int) -> None:
-    """Takes over the runs in the file that the document lacks. Refuses those of another experiment: none is lost."""
-    if not path.is_file():
-        return
-    before = load(path)
+    """Takes over runs that the document lacks, from its file and from those of other suites. None in the file is lost:
+    one of another experiment is refused."""
+    if path.is_file():
+        _merge_own(document, load(path), path, table, planner)
+    _merge_others(document, path, table, planner)
+    for runs in document["runs"].values():
+        runs.sort(key=lambda run: run["seed"])
+    options = planner.options
+    seeds = {run["seed"] for runs in document["runs"].values() for run in runs}
+    seeds |= set(range(options.seed, options.seed + trials))
+    document["command"] = command(Path(table.suite.source).name, options, sorted(seeds), public)
+
+
+def _merge_own(document: Document, before: Document, path: Path, table: Table, planner: Planner) -> None:
     if [*map(public, before["overrides"])] != document["overrides"]:
         said = [" ".join(one["overrides"]) or "none" for one in (before, document)]
         raise UserError(
@@ -248,7 +258,7 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
     # Earlier versions called a run by its row alone, also where that is of another recipe: its config tells it apart.
     meant = {entry["run"]: entry["name"] for entry in document["rows"]}
     called = {entry["name"]: entry["run"] for entry in before["rows"]}
-    own = {(key, run["seed"]) for key, runs in document["runs"].items() for run in runs}
+    own = _seeds(document)
     for key, runs in before["runs"].items():
         names = [meant[key]] * (key in meant) + [name for name in rows if called.get(name) == key]
         for run in runs:
@@ -261,12 +271,26 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
                 )
             if (rows[name], run["seed"]) not in own:
                 document["runs"].setdefault(rows[name], []).append(run)
-    for runs in document["runs"].values():
-        runs.sort(key=lambda run: run["seed"])
-    options = planner.options
-    seeds = {run["seed"] for runs in document["runs"].values() for run in runs}
-    seeds |= set(range(options.seed, options.seed + trials))
-    document["command"] = command(Path(table.suite.source).name, options, sorted(seeds), public)
+
+
+def _merge_others(document: Document, path: Path, table: Table, planner: Planner) -> None:
+    """Rows of one name are one run in all suites, also where the run itself is gone or was never here."""
+    own = _seeds(document)
+    for other in all_in(path.parent, lambda _: None).values():
+        runs = [run for found in other["runs"].values() for run in found]
+        for name in table.names:
+            for run in runs:
+                job = planner.job(table.suite, name, run["seed"])
+                known, place = (planner.key(table.suite, job), run["seed"]), shlex.quote(str(planner.public(job)))
+                same = run["command"].endswith(f" -f {place}") and run["config"] == digest(job.config)
+                if same and known not in own:
+                    document["runs"].setdefault(known[0], []).append(run)
+                    own.add(known)
+
+
+def _seeds(document: Document) -> set[tuple[str, int]]:
+    """The runs that a document has, each by its key and seed."""
+    return {(key, run["seed"]) for key, runs in document["runs"].items() for run in runs}
 
 
 def check_writable(path: Path) -> None:

@@ -483,7 +483,7 @@ def _absolute(config: Config) -> Config:
     """The config with absolute paths, so that a run folder means the same from any current folder."""
     data = _absolute_in(config.data, ("root", "path", "test_path"))
     if data.regions.proposals.endswith((".npz", ".mat")):
-        proposals = str(_plain(Path(data.regions.proposals).expanduser()))
+        proposals = str(_plain(Path(data.regions.proposals)))
         data = data.model_copy(update={"regions": data.regions.model_copy(update={"proposals": proposals})})
     sampling = _absolute_in(config.sampling, ("generalist", "path"))
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
@@ -502,8 +502,9 @@ def _absolute_in(section: S, keys: Sequence[str]) -> S:
 
 
 def _plain(path: Path) -> Path:
-    """An absolute path without `..`, unless that would lead elsewhere, as after a link."""
-    path = path.absolute()
+    """An absolute path without `~`, which no shell expands in `data.path=~/x`, and without `..`, unless that would lead
+    elsewhere, as after a link."""
+    path = Path(os.path.expanduser(path)).absolute()
     shorter = os.path.normpath(path)
     return Path(shorter) if os.path.realpath(shorter) == os.path.realpath(path) else path
 

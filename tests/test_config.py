@@ -42,6 +42,17 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
     assert configs.read(tmp_path / "config.yaml") == config
 
 
+@pytest.mark.parametrize("key", configs.PATHS)
+def test_a_path_may_begin_with_the_home_folder(key, tmp_path, monkeypatch):
+    """A shell does not expand `init=~/x`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    needs = {"sampling.path": ["sampling.name=file"], "sampling.generalist": ["sampling.name=clustered"]}.get(key, [])
+    file = "x.npz"  # which data.regions.proposals may be, too
+    assert str(configs.flatten(configs.load("digits", [*needs, f"{key}=~/{file}"]))[key]) == str(tmp_path / file)
+    unknown = configs.flatten(configs.load("digits", [*needs, f"{key}=~nobody-of-this-name/{file}"]))[key]
+    assert str(unknown).endswith(f"/~nobody-of-this-name/{file}")
+
+
 def test_the_digest_ignores_only_what_decides_no_bit_of_the_result():
     digest = configs.load("digits").digest()
     free = ["engine.workers=1", "log.every=3", "timeout=5", "placement=auto"]

@@ -142,6 +142,8 @@ def assemble(
             raise
         hint = f"{data.name} holds {data.seen}; integers are tokens, and numbers are given as float32"
         raise UserError(f"{error} ({hint})") from error
+    if config.optim.batch_size == 1 and net.batch_statistics_layers():
+        _probe_alone(net, data)
     if values.num_rows(outputs) != batch.num_rows:
         raise UserError(
             f"{net.network_name} gives {values.num_rows(outputs)} rows of outputs for {len(batch)} examples with "
@@ -173,6 +175,18 @@ def assemble(
                 raise _identical(net, loss, a, b)
     prior = datasets.weighted(prior, data.weights, net.num_members)
     return Experiment(config, net, loss, data, prior, groups=groups, sampled=sampled)
+
+
+def _probe_alone(net: TreeNet, data: Data) -> None:
+    """Refuses batches of one example where a layer's statistics would be of one value; those of images are of many."""
+    batch = Reader(data.train, data.preprocess, np.arange(1))()
+    try:
+        net.probe(batch.network_inputs(net.dtype), batch.side_inputs())
+    except UserError as error:
+        raise UserError(
+            f"{error}; of a batch of one example it has no statistics: use a larger optim.batch_size, or a "
+            "normalisation without batch statistics (GroupNorm)"
+        ) from error
 
 
 def _sample(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mheads import TreeNet, UserError, values
+from mheads import TreeNet, UserError, fit, values
 from mheads.dropout import Dropout
 from mheads.strides import canonical
 
@@ -607,3 +607,21 @@ def test_a_hook_for_accumulated_gradients_is_refused_since_nobody_accumulates():
 
     with pytest.raises(UserError, match=r"0.weight of network has a hook .* use register_hook"):
         TreeNet(network, members=2).probe(torch.randn(2, 4))
+
+
+def test_batches_of_one_are_refused_where_statistics_would_be_of_one_value():
+    def flat():
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+    def images():
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
+
+    x, y = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 10
+
+    def trained(network, size):
+        net = TreeNet(network, members=2)
+        return fit(net, "mcl", train=(x, y), test=(x, y), iterations=2, batch_size=size).result.oracle
+
+    with pytest.raises(UserError, match=r"layer '2' of .*of one example it has no statistics: use a larger batch"):
+        trained(flat, 1)
+    assert trained(flat, 2) >= 0 and trained(images, 1) >= 0

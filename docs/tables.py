@@ -1,21 +1,22 @@
 """Fills the tables in README.md and docs/paper.md from results/*.json: `python docs/tables.py` after new results.
 
-The README shows what has been run; docs/paper.md shows all rows, with the paper's figures beside ours.
+The README shows what has been run; docs/paper.md shows all rows, with the paper's figures beside ours, and what was run
+for a fifth of the iterations.
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mheads import config
 from mheads.suites import findings, results, suite
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "cifar10_quick"
-METRICS = ("single", "ensemble_mean", "oracle")
-ROWS = [
+FULL = [
     ("standard", "single", "single network"),
     ("standard", "random_init", "random initialisation"),
     ("standard", "bagging", "bagging"),
@@ -30,50 +31,81 @@ ROWS = [
     ("mcl", "mcl_k3", "MCL, k=3"),
     ("pretrain", "pretrain_4000_k1", "MCL, k=1, after 4,000 iterations of pretraining"),
 ]
+# A star stands for the values of an option that have been run.
+FIFTH = [
+    ("modern", "random_init", "random initialisation"),
+    ("modern", "mcl_k1", "MCL, k=1"),
+    ("specialists", "specialists", "labels dealt at random"),
+    ("specialists", "clustered", "labels that are confused together"),
+    ("classical", "classical", "classical MCL"),
+    ("modern", "relaxed_*", "relaxed, epsilon *"),
+    ("modern", "evolving_*", "evolving, until * of the iterations"),
+    ("modern", "annealed_*", "annealed, temperature *"),
+    ("modern", "confident_*", "confident, beta *"),
+    ("modern", "scored", "scored"),
+]
+ACCURACIES = ("single", "ensemble_mean", "oracle")
 
 
-def documents() -> dict[str, dict[str, Any]]:
-    """The results of each suite in full length; without runs where there are none yet."""
-    found = {}
-    for name in dict.fromkeys(name for name, _, _ in ROWS):
-        path = ROOT / "results" / f"{name}-{RECIPE}.json"
-        table = suite.read(name).on(RECIPE, config.load(RECIPE))
-        rows = [{"name": row, "run": row, "paper": table.paper.get(row, {})} for row in table.names]
-        found[name] = results.load(path) if path.is_file() else {"rows": rows, "runs": {}}
-    return found
+class Table(NamedTuple):
+    """A table of a page, after the comment `<!-- name -->`."""
+
+    page: Path
+    name: str
+    rows: list[tuple[str, str, str]]  # suite, row, label
+    metrics: tuple[str, ...] = ACCURACIES
+    scale: float = 1
+    whole: bool = True  # also rows that have not been run
+    column: str = " | ---"
 
 
-def tables() -> dict[Path, str]:
-    """The table of each page."""
-    pages = {ROOT / "README.md": (False, " | ---:"), ROOT / "docs/paper.md": (True, " | ---")}
-    found = documents()
-    made = {}
-    for page, (whole, column) in pages.items():
-        lines = [
-            f"| | {' | '.join(findings.label(metric) for metric in METRICS)} |",
-            f"| ---{column * len(METRICS)} |",
-        ]
-        for name, row, label in ROWS:
-            document = found[name]
-            if whole or findings.num_trials(document, row):
-                lines.append(f"| {label} | {' | '.join(cell(document, row, metric) for metric in METRICS)} |")
-        made[page] = "\n".join(lines)
-    return made
+TABLES = [
+    Table(ROOT / "README.md", "results", FULL, whole=False, column=" | ---:"),
+    Table(ROOT / "docs/paper.md", "results", FULL),
+    Table(ROOT / "docs/paper.md", "results at 0.2", FIFTH, (*ACCURACIES[:2], "ensemble_scored", "oracle"), 0.2),
+]
 
 
-def cell(document: dict[str, Any], row: str, metric: str) -> str:
-    """Our figure, and the paper's in brackets."""
-    paper = findings.theirs(document, row, metric)
-    return findings.ours(document, row, metric) + (f" ({paper})" if paper else "")
+@cache
+def document(name: str, scale: float) -> dict[str, Any]:
+    """The results of a suite; without runs where there are none yet."""
+    path = ROOT / "results" / f"{name}-{RECIPE}{'' if scale == 1 else f'-scale{scale:g}'}.json"
+    table = suite.read(name).on(RECIPE, config.load(RECIPE))
+    rows = [{"name": row, "run": row, "paper": table.paper.get(row, {})} for row in table.names]
+    return results.load(path) if path.is_file() else {"rows": rows, "runs": {}}
 
 
-def filled(page: str, table: str) -> str:
+def made(table: Table) -> str:
+    lines = [
+        f"| | {' | '.join(findings.label(metric) for metric in table.metrics)} |",
+        f"| ---{table.column * len(table.metrics)} |",
+    ]
+    for name, row, label in table.rows:
+        found = document(name, table.scale)
+        first, star, _ = row.partition("*")
+        rows = [entry["name"] for entry in found["rows"] if entry["name"].startswith(first)] if star else [row]
+        run = [each for each in rows if findings.num_trials(found, each)]
+        for each in run or (rows[:1] if table.whole else []):
+            cells = " | ".join(cell(found, each, metric, table.scale) for metric in table.metrics)
+            said = label.replace("*", each.removeprefix(first)) if each in run else label.partition(", ")[0]
+            lines.append(f"| {said if star else label} | {cells} |")
+    return "\n".join(lines)
+
+
+def cell(found: dict[str, Any], row: str, metric: str, scale: float) -> str:
+    """Our figure, and the paper's in brackets, which is of all iterations."""
+    paper = findings.theirs(found, row, metric) if scale == 1 else ""
+    return findings.ours(found, row, metric) + (f" ({paper})" if paper else "")
+
+
+def filled(page: str, table: Table) -> str:
     """The page with the table in its place."""
-    text, count = re.subn(r"(?<=<!-- results -->\n\n)\|.*?(?=\n\n)", lambda _: table, page, flags=re.DOTALL)
-    assert count == 1, "a page has one table after <!-- results -->"
+    place = rf"(?<=<!-- {re.escape(table.name)} -->\n\n)\|.*?(?=\n\n)"
+    text, count = re.subn(place, lambda _: made(table), page, flags=re.DOTALL)
+    assert count == 1, f"a page has one table after <!-- {table.name} -->"
     return text
 
 
 if __name__ == "__main__":
-    for path, made in tables().items():
-        path.write_text(filled(path.read_text(), made))
+    for table in TABLES:
+        table.page.write_text(filled(table.page.read_text(), table))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mheads import losses, saliency
+    from mheads import data, distributed, dropout, losses, saliency
     from mheads.api import Interrupted, evaluate, fit, load
     from mheads.dropout import Dropout
     from mheads.errors import UserError
@@ -28,6 +28,9 @@ __all__ = [
     "TreeNet",
     "UserError",
     "__version__",
+    "data",
+    "distributed",
+    "dropout",
     "evaluate",
     "fit",
     "load",
@@ -37,6 +40,7 @@ __all__ = [
     "with_scores",
 ]
 
+_MODULES = ("data", "distributed", "dropout", "losses", "saliency")
 _HOMES = {
     "Dropout": "mheads.dropout",
     "Interrupted": "mheads.api",
@@ -56,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("losses", "saliency"):
+    if name in _MODULES:
         return importlib.import_module(f"mheads.{name}")
     raise AttributeError(f"module 'mheads' has no attribute {name!r}")
 

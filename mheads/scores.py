@@ -106,7 +106,7 @@ _SCORED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ScoredLinear, nn.C
 def with_scores(network: Callable[[], nn.Module] | nn.Module) -> Any:
     """A factory of networks, or a copy of a network, with a score beside the answer; one that gives it stays as it is.
 
-    All that the network has keeps its name; `score` is the head, a part of the last layer.
+    All that the network has keeps its name; `score` is the layer that gives it, a part of the last layer.
     """
     if isinstance(network, nn.Module):
         return _scored(copy.deepcopy(network))

@@ -1,11 +1,16 @@
 """The code in README and docs runs as it stands; the examples run."""
 
+import inspect
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+import yaml
 from matplotlib.image import imread
+
+import mheads
+from mheads.models import MODELS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [page for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if "```python" in page.read_text()]
@@ -32,6 +37,27 @@ def test_the_tables_of_results_are_those_of_the_files():
     assert "80.76 (80.72" in readme and "80.76 (80.72" in paper
     assert "not run" not in readme and len(paper.splitlines()) > len(readme.splitlines()) - 1
     assert "classical MCL" in fifth and "(" not in fifth  # the paper's figures are of all iterations
+
+
+def test_every_network_by_name_is_listed_with_its_arguments_and_defaults():
+    page = (ROOT / "docs/networks.md").read_text()
+    listed = dict(re.findall(r"^\| `(\w+)` \| (`.*) \|$", page, re.MULTILINE))
+    assert set(listed) == set(MODELS)
+    for name, factory in MODELS.items():
+        arguments = inspect.signature(factory).parameters
+        said = dict(re.findall(r"`(\w+)`(?: (\[.*?\]|[^,`:]*))?(?=,|:|$)", listed[name]))
+        assert list(said) == list(arguments), name
+        for key, default in said.items():
+            if default:
+                expected = arguments[key].default
+                assert yaml.safe_load(default) == (list(expected) if isinstance(expected, tuple) else expected)
+
+
+def test_every_name_of_the_package_is_listed():
+    table = (ROOT / "docs/python.md").read_text().partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    assert listed == {name for name in mheads.__all__ if name != "__version__"}
 
 
 def test_one_answer_prints_its_table(capsys):

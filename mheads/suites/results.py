@@ -65,7 +65,7 @@ def make(table: Table, planner: Planner, trials: int) -> Document:
         "scale": options.scale,
         "validation": options.validation,
         "overrides": [public(override) for override in options.overrides],
-        "command": command(Path(suite.source).name, options, range(options.seed, options.seed + trials), public),
+        "command": command(_shown(suite), options, range(options.seed, options.seed + trials), public),
         "metrics": suite.metrics,
         "rows": rows,
         "claims": claims,
@@ -83,6 +83,11 @@ def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[
     words += ["--scale", f"{options.scale:g}"] if options.scale != 1 else []
     words += ["--validation", str(options.validation)] if options.validation else []
     return shlex.join([*words, *map(show, options.overrides)])
+
+
+def _shown(suite: Suite) -> str:
+    """The suite as a command names it, without a path of this machine."""
+    return Path(suite.source).name if Path(suite.source).is_absolute() else suite.source
 
 
 def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
@@ -245,7 +250,7 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
     options = planner.options
     seeds = {run["seed"] for runs in document["runs"].values() for run in runs}
     seeds |= set(range(options.seed, options.seed + trials))
-    document["command"] = command(Path(table.suite.source).name, options, sorted(seeds), public)
+    document["command"] = command(_shown(table.suite), options, sorted(seeds), public)
 
 
 def _merge_own(document: Document, before: Document, path: Path, table: Table, planner: Planner) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ LEARNING = ("wins", "entropy", "effective_batch", "gradient_norm")  # of a line 
 class Diagnostics:
     """Means since the last line of the log, and for how many iterations each member has won nothing.
 
-    A member wins an example if none learns more from it. Under MCL these are the k best; members that learn from
-    everything alike all win.
+    A member wins an example if none learns more from it, its prior left aside: that says what the example weighs for a
+    member, who may have many, not who is best. Under MCL these are the k best; members that learn from everything that
+    they may all win.
     """
 
     def __init__(self, members: int) -> None:
@@ -30,23 +31,26 @@ class Diagnostics:
 
     def _start_window(self) -> None:
         members = len(self.idle)
-        self.loss, self.count, self.examples, self.seconds = 0.0, 0, 0, 0.0
+        self.loss, self.count, self.examples, self.seconds, self.rows = 0.0, 0, 0, 0.0, 0
         self.member_losses, self.assigned, self.wins, self.effective = (np.zeros(members) for _ in range(4))
 
     def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
         assignment = report.assignment.double().cpu()  # [M, B]
-        most = assignment.amax(0)
-        won = ((assignment == most) & (most > 0)).sum(1).numpy()
+        prior = torch.ones_like(assignment) if batch.prior is None else batch.prior.double().cpu()
+        learned = assignment / prior.where(prior > 0, 1.0)
+        most = learned.amax(0)
+        won = ((learned >= most * (1 - 1e-6)) & (most > 0)).sum(1).numpy()  # equal but for the rounding of the product
         self.idle = np.where(won > 0, 0, self.idle + 1)
         self.wins += won
         self.assigned += assignment.sum(1).numpy()
         self.effective += effective_examples(assignment).numpy()
         # Of the examples that a member may learn from: the others were not computed for it.
-        seen = torch.ones_like(assignment) if batch.prior is None else (batch.prior > 0).double()
+        seen = (prior > 0).double()
         self.member_losses += ((report.losses.double().cpu() * seen).sum(1) / seen.sum(1).clamp_min(1)).numpy()
         self.loss += report.loss
         self.count += 1
         self.examples += len(batch)
+        self.rows += assignment.shape[1]  # of examples with several each, such as regions, more than examples
         self.seconds += seconds
 
     def winners(self) -> list[float]:
@@ -59,15 +63,14 @@ class Diagnostics:
 
     def line(self, step: int, rate: float, norms: Sequence[float]) -> dict[str, Any]:
         """The line of the log; begins new means. `norms`: those of the members' own gradients in this step."""
-        rows = self.assigned.sum()
-        share = self.assigned / max(rows, 1e-12)
+        share = self.assigned / max(self.assigned.sum(), 1e-12)
         line = {
             "iteration": step,
             "loss": self.loss / self.count,
             "rate": rate,
             "member_losses": [round(x, 6) for x in (self.member_losses / self.count).tolist()],
             "share": [round(x, 4) for x in share.tolist()],
-            "wins": [round(x, 4) for x in (self.wins / max(1, self.examples)).tolist()],
+            "wins": [round(x, 4) for x in (self.wins / max(1, self.rows)).tolist()],
             "entropy": round(entropy(self.winners()), 4),
             "effective_batch": [round(x, 1) for x in (self.effective / self.count).tolist()],
             "gradient_norm": [float(f"{x:.4g}") for x in norms],
@@ -84,12 +87,14 @@ class Diagnostics:
         return {name: getattr(self, name) for name in names}
 
     def state(self) -> dict[str, Any]:
-        return {"window": [self.loss, self.count, self.examples, self.seconds], "learning": self.learning}
+        window = [self.loss, self.count, self.examples, self.seconds, self.rows]
+        return {"window": window, "learning": self.learning}
 
     def load(self, arrays: dict[str, np.ndarray], state: dict[str, Any]) -> None:
         if "learning" not in state:
             return  # a checkpoint of an older version
-        self.loss, self.count, self.examples, self.seconds = state["window"]
+        self.loss, self.count, self.examples, self.seconds, *rows = state["window"]
+        self.rows = rows[0] if rows else self.examples  # which an older version took them for
         self.learning = state["learning"]
         for name in self.arrays():
             setattr(self, name, arrays[name].copy())
@@ -130,9 +135,12 @@ def clip_scale(engine: Engine, most: float) -> float:
     return engine.agree(decide)[0]
 
 
-def idle_warning(members: Sequence[int], iterations: int) -> str:
+def idle_warning(members: Sequence[int], iterations: int, options: Collection[str]) -> str:
+    """What to do about members that win nothing, under a loss that has these options."""
     who = f"member {members[0]} has" if len(members) == 1 else f"members {', '.join(map(str, members))} have"
+    remedies = {"ce_weight": "loss.ce_weight=0.1 (losers learn a little)", "k": "a larger loss.k"}
+    helps = ["pretrain=500 (all learn first)", *(remedy for key, remedy in remedies.items() if key in options)]
     return (
         f"{who} won no example in the last {iterations:,} iterations, and so little or nothing to learn from. What "
-        "helps: pretrain=500 (all learn first), loss.ce_weight=0.1 (losers learn a little), a larger loss.k"
+        f"helps: {', '.join(helps)}"
     )

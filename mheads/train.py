@@ -130,7 +130,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                         own = [norms[leaf.name].item() for leaf in net.tree.leaves]
                         log.write(state.line(rate, own))
                     if idle := state.diagnostics.fallen_idle(config.log.idle_after):
-                        watch.warn(idle_warning(idle, config.log.idle_after))
+                        watch.warn(idle_warning(idle, config.log.idle_after, experiment.loss.options))
                 due = config.log.evaluate_every
                 if due and state.step % due == 0 and state.step < total:
                     result = measure(engine, data.test, data.preprocess, data.problem, watch)

@@ -12,7 +12,7 @@ import mheads
 from mheads import TreeNet, losses
 from mheads.data.batch import Batch
 from mheads.data.preprocess import Preprocess
-from mheads.diagnostics import Diagnostics, entropy, gradient_norms
+from mheads.diagnostics import Diagnostics, entropy, gradient_norms, idle_warning
 from mheads.engine.tasks import StepReport
 from mheads.engine.threads import ThreadsEngine
 from mheads.log import History
@@ -58,6 +58,42 @@ def test_losses_are_those_of_the_examples_that_a_member_may_learn_from():
     prior = torch.tensor([[2.0, 0, 0], [1, 1, 1]])
     found.add(report_of(prior.tolist(), [[3.0, 9, 9], [1, 2, 3]]), batch_of(3, prior), 1.0)
     assert found.line(1, 0.1, [0, 0])["member_losses"] == [3.0, 2.0]
+
+
+def test_a_win_is_not_a_matter_of_what_an_example_weighs():
+    """Priors are scaled to mean 1: a member that may learn from much has the lowest weight everywhere."""
+    found = Diagnostics(3)
+    prior = torch.tensor([[1.0, 1, 1, 1], [0, 0, 2, 2], [1.3, 1.7, 0.7, 0]])
+    learned = torch.tensor([[1.1, 0.1, 1.1, 1.1], [0.1, 0.1, 1.1, 0.1], [1.1, 1.1, 0.1, 0.1]])  # k=2 and ce_weight 0.1
+    found.add(report_of((prior * learned).tolist()), batch_of(4, prior), 1.0)
+    assert found.line(1, 0.1, [0, 0, 0])["wins"] == [0.75, 0.25, 0.5]
+    found.add(report_of(prior.tolist()), batch_of(4, prior), 1.0)  # all learn from all that they may
+    assert found.line(2, 0.1, [0, 0, 0])["wins"] == [1.0, 0.5, 0.75]
+    assert found.fallen_idle(1) == []
+
+
+def test_wins_are_of_rows_where_examples_have_several():
+    found = Diagnostics(2)
+    batch = batch_of(5)
+    regions = Batch(torch.zeros(2, 2), batch.targets, Preprocess(), counts=torch.tensor([2, 3]))
+    assert (len(regions), regions.num_rows) == (2, 5)
+    found.add(report_of([[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]]), regions, 0.5)
+    again = Diagnostics(2)
+    again.load(found.arrays(), found.state())  # as from a checkpoint
+    line = found.line(1, 0.1, [0, 0])
+    assert (line["wins"], line["images_per_second"]) == ([0.6, 0.4], 4.0)
+    assert again.line(1, 0.1, [0, 0]) == line
+    old = found.state() | {"window": [3.0, 1, 2, 0.5]}
+    again.load(found.arrays(), old)  # of an older version
+    assert again.line(1, 0.1, [0, 0])["images_per_second"] == 4.0
+
+
+def test_what_helps_is_what_the_loss_has():
+    by_loss = {name: idle_warning([0], 5, losses.LOSSES[name]().options) for name in ("mcl", "confident", "annealed")}
+    assert [("ce_weight" in told, "loss.k" in told) for told in by_loss.values()] == [
+        (True, True), (False, True), (False, False),
+    ]  # fmt: skip
+    assert all("pretrain=500" in told for told in by_loss.values())
 
 
 def test_entropy_is_that_of_the_wins():
@@ -113,7 +149,7 @@ def test_members_that_win_nothing_are_named_once_with_what_helps(tmp_path):
     told = [str(w.message) for w in warned if "won no example" in str(w.message)]
     assert len(told) == 1
     assert "pretrain" in told[0]
-    assert "loss.ce_weight" in told[0]
+    assert "loss." not in told[0]  # this one has no such options
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["learning"]["wins"] == [1, 0, 0]
     assert result["learning"]["effective_batch"] == [16, 0, 0]

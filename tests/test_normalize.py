@@ -49,6 +49,14 @@ def test_the_mixture_and_the_scores_are_of_the_whole_batch():
     assert scored.item() == pytest.approx((won(outputs, y, ties=ties).total + by_batch).item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("tiny", [1e-37, 1e-39, 1e-45])
+def test_a_member_that_wins_next_to_nothing_has_numbers(tiny):
+    """As under annealed, where the weights of a poor member fall through all sizes."""
+    assignment = torch.tensor([[tiny, tiny, 0], [1, 1, 1.0]])
+    weights = losses.loss.normalized(assignment, "wins")
+    torch.testing.assert_close(weights, torch.tensor([[1.5, 1.5, 0], [1, 1, 1.0]]))
+
+
 def test_a_member_that_wins_nothing_learns_nothing():
     outputs, y = made(3)
     outputs[0] += 100

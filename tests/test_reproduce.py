@@ -154,6 +154,52 @@ def test_a_run_is_shown_in_every_suite_that_has_its_row_also_where_it_is_gone(mh
     assert results(here, "third-digits")["runs"] == {}
 
 
+def shown_elsewhere(here, first, second, row, recipes=("digits", "digits")):
+    """Whether the run of a row of the first suite, kept as results alone, is shown in the second."""
+    for name, rows, recipe in zip(("first", "second"), (first, second), recipes, strict=True):
+        (here / f"{name}.yaml").write_text(f"metrics: [oracle]\nrows: {rows}\n")
+        suite, planner = read(f"{name}.yaml"), Planner(Options(recipe))
+        found, table = documents.make(planner.table(suite), planner, 1), planner.table(suite)
+        if name == "first":
+            job = planner.job(suite, row, 0)
+            kept = run_entry(0, documents.digest(job)) | {"command": planner.command(job)}
+            found["runs"][planner.key(suite, job)] = [kept]
+            (here / "results").mkdir(exist_ok=True)
+            documents.save(found, here / "results/first.json")
+        else:
+            documents.merge(found, here / "results/second.json", table, planner, 1)
+    return [kept] in found["runs"].values()
+
+
+def test_a_run_elsewhere_is_the_same_only_if_all_that_decides_it_is(here):
+    tuned = "{name: tuned, set: ['init=<run:base>', loss=mcl]}"
+    base = f"[{{name: base, set: [optim.lr=0.1]}}, {tuned}]"
+    assert shown_elsewhere(here, base, base, "tuned")
+    assert not shown_elsewhere(here, base, base.replace("0.1", "0.2"), "tuned")  # from other weights
+    rounds = "[{name: classical, rounds: 1}]"
+    assert shown_elsewhere(here, rounds, rounds, "classical")
+    assert not shown_elsewhere(here, rounds, rounds.replace("1", "3"), "classical")
+    assert not shown_elsewhere(here, rounds, "[{name: classical}]", "classical")
+    # Data of one's own, of which a file of results knows no more than the name.
+    for folder in ("x", "y"):
+        (here / folder).mkdir()
+        (here / folder / "mine.yaml").write_text(f"data: {{name: npz, path: {folder}/set.npz}}\n")
+    assert not shown_elsewhere(here, "[{name: plain}]", "[{name: plain}]", "plain", ("x/mine.yaml", "y/mine.yaml"))
+
+
+def test_a_row_that_is_taken_out_of_a_suite_is_told_unless_its_run_is_kept_elsewhere(mheads, refused, here):
+    (here / "other.yaml").write_text("metrics: [oracle]\nrows: [{name: plain}, {name: more, set: [members=5]}]\n")
+    tiny = ["--recipe", "digits", *TINY]
+    assert mheads("reproduce", "mine.yaml", "--only", "plain", *tiny).code == 0
+    assert mheads("reproduce", "other.yaml", "--only", "more", *tiny).code == 0
+    assert set(results(here, "other-digits")["runs"]) == {"plain", "more"}
+    (here / "other.yaml").write_text("metrics: [oracle]\nrows: [{name: more, set: [members=5]}]\n")
+    assert mheads("reproduce", "other.yaml", "--tables", *tiny).code == 0
+    assert set(results(here, "other-digits")["runs"]) == {"more"}
+    (here / "other.yaml").write_text("metrics: [oracle]\nrows: [{name: less, set: [members=3]}]\n")
+    assert "holds a run that is not of this suite: more with seed 0" in refused("other.yaml", "--dry-run", *tiny)
+
+
 def test_one_row_alone_leaves_the_others_as_not_run(mheads, here):
     done = mheads("reproduce", "standard", "--recipe", "digits", "--only", "bagging", *TINY)
     assert done.code == 0, done.err
@@ -236,7 +282,7 @@ def test_runs_of_another_recipe_stay_apart_from_rows_of_the_same_name(here):
     suite = read("mine.yaml")
     found = documents.make(planner.table(suite), planner, 1)
     assert [entry["run"] for entry in found["rows"]] == ["random_init", "other/random_init"]
-    digests = [documents.digest(planner.job(suite, row, 0).config) for row in ("random_init", "far")]
+    digests = [documents.digest(planner.job(suite, row, 0)) for row in ("random_init", "far")]
     assert len(set(digests)) == 2
     # As earlier versions wrote it: both under one name, of which the config says whose it is.
     old = json.loads(json.dumps(found))
@@ -319,8 +365,8 @@ def test_two_processes_on_one_suite_keep_each_others_runs(here):
         for _ in range(2)
     )
     for process_of, row in ((one, "plain"), (other, "mcl")):
-        config = process_of.planner.job(process_of.suite, row, 0).config
-        process_of.document["runs"][row] = [run_entry(0, documents.digest(config))]
+        job = process_of.planner.job(process_of.suite, row, 0)
+        process_of.document["runs"][row] = [run_entry(0, documents.digest(job))]
         process_of.publish(show=False)
     one.publish(show=False)
     assert set(documents.load(here / "out/mine-digits.json")["runs"]) == {"plain", "mcl"}

@@ -220,7 +220,7 @@ def normalized(assignment: Tensor, normalize: str) -> Tensor:
     if normalize == "batch":
         return assignment
     wins = assignment.sum(1, keepdim=True)
-    return assignment * (assignment.shape[1] / wins.where(wins > 0, 1.0))
+    return assignment / wins.where(wins > 0, 1.0) * assignment.shape[1]  # in this order: B by next to nothing is inf
 
 
 def ones_or(prior: Tensor | None, losses: Tensor) -> Tensor:

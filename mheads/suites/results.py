@@ -12,6 +12,7 @@ Tables and figures are made from these files alone, so that they can be made ane
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -98,7 +99,7 @@ def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
     folder = job.folder
     entry = {
         "seed": job.seed,
-        "config": digest(job.config),
+        "config": digest(job),
         "command": planner.command(job),
         "result": measures(folder, job.config.optim.iterations),
         "versions": folder.read_result()["versions"],
@@ -108,15 +109,18 @@ def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
     document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
 
 
-def digest(config: Config) -> str:
-    """A name for what decides the results of a config, the same wherever its files lie."""
+def digest(job: Job) -> str:
+    """A name for what decides the results of a run, the same wherever its files lie: its config, of classical MCL how
+    many rounds, and what it starts from."""
 
     def unplaced(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: unplaced(part) for key, part in value.items()}
         return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
-    return configs.validate(unplaced(config.model_dump(mode="json"))).digest()
+    own = configs.validate(unplaced(job.config.model_dump(mode="json"))).digest()
+    further = [f"rounds {job.rounds}"] * (job.rounds is not None) + [digest(need) for need in job.needs]
+    return hashlib.sha256(" ".join([own, *further]).encode()).hexdigest()[:8] if further else own
 
 
 def machine() -> str:
@@ -194,7 +198,7 @@ class _Claim(_Part):
 
 
 class _Run(_Part):
-    seed: int
+    seed: int = Field(ge=0)
     config: str
     command: str
     result: dict[str, float | str | list[float | None] | None]
@@ -240,11 +244,13 @@ def load(path: Path) -> Document:
 
 
 def merge(document: Document, path: Path, table: Table, planner: Planner, trials: int) -> None:
-    """Takes over runs that the document lacks, from its file and from those of other suites. None in the file is lost:
-    one of another experiment is refused."""
+    """Takes over runs that the document lacks, from its file and from those of other suites. None is lost: one in the
+    file that is of another experiment is refused, unless another file has it."""
+    others = [found for at, found in all_in(path.parent, lambda _: None).items() if at != path]
+    elsewhere = [run for other in others for runs in other["runs"].values() for run in runs]
     if path.is_file():
-        _merge_own(document, load(path), path, table, planner)
-    _merge_others(document, path, table, planner)
+        _merge_own(document, load(path), elsewhere, path, table, planner)
+    _merge_others(document, elsewhere, table, planner)
     for runs in document["runs"].values():
         runs.sort(key=lambda run: run["seed"])
     options = planner.options
@@ -253,7 +259,9 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
     document["command"] = command(_shown(table.suite), options, sorted(seeds), public)
 
 
-def _merge_own(document: Document, before: Document, path: Path, table: Table, planner: Planner) -> None:
+def _merge_own(
+    document: Document, before: Document, elsewhere: list[Any], path: Path, table: Table, planner: Planner
+) -> None:
     if [*map(public, before["overrides"])] != document["overrides"]:
         said = [" ".join(one["overrides"]) or "none" for one in (before, document)]
         raise UserError(
@@ -265,32 +273,38 @@ def _merge_own(document: Document, before: Document, path: Path, table: Table, p
     called = {entry["name"]: entry["run"] for entry in before["rows"]}
     own = _seeds(document)
     for key, runs in before["runs"].items():
-        names = [meant[key]] * (key in meant) + [name for name in rows if called.get(name) == key]
+        names = [meant[key]] if key in meant else []
+        names += [name for name in rows if called.get(name) == key]
         for run in runs:
             jobs = {name: planner.job(table.suite, name, run["seed"]) for name in names}
-            name = next((name for name, job in jobs.items() if digest(job.config) == run["config"]), None)
-            if name is None:
+            name = next((name for name, job in jobs.items() if digest(job) == run["config"]), None)
+            if name is None and run not in elsewhere:
                 raise UserError(
                     f"{path} holds a run that is not of this suite: {key} with seed {run['seed']}, {run['command']}; "
                     "move the file, or give another folder with -o"
                 )
-            if (rows[name], run["seed"]) not in own:
+            if name is not None and (rows[name], run["seed"]) not in own:
                 document["runs"].setdefault(rows[name], []).append(run)
 
 
-def _merge_others(document: Document, path: Path, table: Table, planner: Planner) -> None:
+def _merge_others(document: Document, elsewhere: list[Any], table: Table, planner: Planner) -> None:
     """Rows of one name are one run in all suites, also where the run itself is gone or was never here."""
     own = _seeds(document)
-    for other in all_in(path.parent, lambda _: None).values():
-        runs = [run for found in other["runs"].values() for run in found]
-        for name in table.names:
-            for run in runs:
-                job = planner.job(table.suite, name, run["seed"])
-                known, place = (planner.key(table.suite, job), run["seed"]), shlex.quote(str(planner.public(job)))
-                same = run["command"].endswith(f" -f {place}") and run["config"] == digest(job.config)
-                if same and known not in own:
-                    document["runs"].setdefault(known[0], []).append(run)
-                    own.add(known)
+    for name in table.names:
+        for run in elsewhere:
+            job = planner.job(table.suite, name, run["seed"])
+            known, place = (planner.key(table.suite, job), run["seed"]), shlex.quote(str(planner.public(job)))
+            same = run["command"].endswith(f" -f {place}") and run["config"] == digest(job) and not _placed(job)
+            if same and known not in own:
+                document["runs"].setdefault(known[0], []).append(run)
+                own.add(known)
+
+
+def _placed(job: Job) -> bool:
+    """Whether files of this machine decide the results, of which a digest knows no more than the name."""
+    given, needs = configs.flatten(job.config), {os.path.realpath(need.path) for need in job.needs}
+    places = [given[key] or "" for key in configs.PATHS if key != "data.root"]  # what is fetched is checked
+    return any(os.path.isabs(place) and os.path.realpath(place) not in needs for place in places)
 
 
 def _seeds(document: Document) -> set[tuple[str, int]]:

@@ -64,6 +64,8 @@ def train_rounds(
         num_examples = len(data.train)
         if num_examples < config.members:
             raise UserError(f"{data.name} has {num_examples} training examples for {config.members} members: too few")
+        if data.train.beside(np.arange(1), None).counts is not None:
+            raise UserError(f"{data.name} has examples of several rows each: these cannot go to one member or another")
         watching("start").say(f"rounds in {folder}")
         first = folder / "round0.npz"
         if not first.exists():
@@ -187,8 +189,6 @@ def train_losses(experiment: Experiment, watch: Watcher) -> Tensor:
                 found.append(experiment.loss(outputs, targets).losses.cpu())
             advance(found[-1].shape[1])
     losses = torch.cat(found, 1)
-    if losses.shape[1] != len(data.train):
-        raise UserError(f"{data.name} has examples of several rows each: these cannot go to one member or another")
     if not losses.isfinite().all():
         raise UserError("losses on the training examples became infinite or NaN: try a lower optim.lr")
     return losses

@@ -27,7 +27,7 @@ from mheads.parts import build_loss, build_net, load_data, micro_batches, net_of
 from mheads.problems import Classification, widened
 from mheads.progress import Silent
 from mheads.run_folder import RunFolder
-from mheads.scores import OWN
+from mheads.scores import OWN, check_order
 from mheads.treenet import TreeNet
 from mheads.values import Value
 
@@ -142,6 +142,7 @@ def assemble(
             raise
         hint = f"{data.name} holds {data.seen}; integers are tokens, and numbers are given as float32"
         raise UserError(f"{error} ({hint})") from error
+    check_order(outputs, net.network_name)
     if config.optim.batch_size == 1 and net.batch_statistics_layers():
         _probe_alone(net, data)
     if values.num_rows(outputs) != batch.num_rows:

@@ -28,6 +28,12 @@ def answer_of(outputs: Value) -> Value:
     return outputs["answer"] if _is_scored(outputs) else outputs
 
 
+def check_order(outputs: Value, network: str) -> None:
+    """Refuses a score before the answer: the first value of an output is what everybody takes for the answer."""
+    if _is_scored(outputs) and next(iter(outputs)) == "score":
+        raise UserError(f'{network} gives {{"score": ..., "answer": ...}}: put the answer first')
+
+
 def score_of(outputs: Value) -> Tensor | None:
     """The scores [M, B] of outputs, if there are some."""
     if not _is_scored(outputs):

@@ -132,6 +132,10 @@ def test_evolving_falls_from_all_members_to_one_by_ones(members, until):
     assert losses.evolving(until=until).at(40, 40, members).winners == 1
 
 
+def test_evolving_falls_on_time_where_until_has_no_exact_float():
+    assert [losses.evolving(until=0.07).at(t, 100, 4).winners for t in (0, 2, 3, 4, 5, 6, 7)] == [4, 4, 3, 3, 2, 2, 1]
+
+
 @pytest.mark.parametrize(("fall", "middle"), [("exponential", 0.2), ("linear", 1.01)])
 def test_annealed_cools_to_its_floor_and_is_hard_from_there(fall, middle):
     loss = losses.annealed(temperature=2, floor=0.02, fall=fall, until=0.5)

@@ -195,6 +195,12 @@ def test_losses_and_samplings_that_mean_nothing_here_are_refused(scenes, key, wo
         build(configs.load("fast_rcnn", [*keys(scenes), key]))
 
 
+def test_rounds_that_share_out_images_are_refused_before_any(scenes, mheads, tmp_path):
+    done = mheads("classical", "fast_rcnn", *keys(scenes), "--rounds", 2, "-f", tmp_path / "rounds")
+    assert done.code == 2 and "examples of several rows each: these cannot go to one member or another" in done.err
+    assert not (tmp_path / "rounds").exists()
+
+
 # What is measured.
 
 

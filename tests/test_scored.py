@@ -173,6 +173,18 @@ def test_a_network_without_a_last_layer_is_told_how_to_give_a_score():
         fit(TreeNet(with_scores(Squeezed), members=2), losses.scored(), train=NUMBERS, iterations=2)
 
 
+class Reversed(Own):
+    def forward(self, x):
+        h = self.out(x)
+        return {"score": h[:, 4:], "answer": h[:, :4]}
+
+
+@pytest.mark.parametrize("loss", [losses.scored(), losses.confident(), losses.prob_averaged()])
+def test_a_score_before_the_answer_is_refused(loss):
+    with pytest.raises(UserError, match=r'Reversed gives {"score": ..., "answer": ...}: put the answer first'):
+        fit(TreeNet(Reversed, members=2), loss, train=NUMBERS, iterations=2)
+
+
 # The one answer.
 
 

@@ -279,6 +279,18 @@ def test_means_deviations_and_differences():
     assert findings.ours(found, "b", "train_loss") == ""  # it was run, and has none
 
 
+def test_errors_are_shown_in_four_digits():
+    """Of numbers in units of their own, two decimals may be all zeros."""
+    found = document({"a": [0.0083, 0.0042]}, a={"paper": {"oracle": [0.00512, 0.0001]}})
+    for run in found["runs"]["a"]:
+        run["result"] |= {"problem": "regression", "members": [0.0123456, 2.5], "parameters": 123456}
+    assert findings.ours(found, "a", "oracle") == "0.00625 ± 0.002899"
+    assert findings.theirs(found, "a", "oracle") == "0.00512 ± 0.0001"
+    assert findings.apart(found, "a", "oracle") == "+0.00113"
+    assert findings.ours(found, "a", "members") == "0.01235 2.5"
+    assert findings.ours(found, "a", "parameters").startswith("123456.00")
+
+
 def test_a_range_of_the_paper_stands_beside_ours():
     found = document({"a": [90.0, 94.0]}, a={"paper": {"oracle": {"mean": 93, "min": 88, "max": 95}}})
     assert findings.ours(found, "a", "oracle") == "92.00 ± 2.83 (90.00 to 94.00)"
@@ -459,6 +471,9 @@ GOOD = "rows:\n  - {name: a}\n"
         (f"{GOOD}paper: {{digits: {{a: {{oracle: high}}}}}}", ["paper.digits.a.oracle", "'high'"]),
         (f"{GOOD}paper: {{digits: {{a: {{oracle: .nan}}}}}}", ["paper.digits.a.oracle", "nan"]),
         (f"{GOOD}paper: {{digits: {{a: {{orcale: 1}}}}}}", ["paper.digits.a names 'orcale'", "did you mean oracle?"]),
+        ("rows:\n  - {name: a, metrics: {members: oracle}}", ["row 'a': metrics: members: oracle", "several numbers"]),
+        ("rows:\n  - {name: a, metrics: {oracle: members}}", ["row 'a': metrics: oracle: members", "several numbers"]),
+        (f"{GOOD}metrics: [learning_wins]", ["metrics names 'learning_wins'", "learning_entropy"]),
         (f"{GOOD}metrics: [single, orcale]", ["metrics names 'orcale'", "did you mean oracle?"]),
     ],
 )

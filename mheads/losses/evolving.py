@@ -44,7 +44,8 @@ def check_until(until: float) -> None:
 
 
 def _fallen(until: float, normalize: str, iteration: int, iterations: int, members: int) -> Loss:
-    k = max(1, members - int((members - 1) * iteration / (until * iterations)))
+    # A little more, since 0.07 * 100 is above 7.
+    k = max(1, members - int((members - 1) * iteration / (until * iterations) + 1e-9))
     return Loss("evolving", partial(_evolving, k=k, normalize=normalize), winners=k)
 
 

@@ -129,7 +129,8 @@ def _order(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     missing = [row for row in rows if row not in found]
     means = list(found.values())
     holds = all(a > b if higher else a < b for a, b in pairwise(means)) if len(means) > 1 else None
-    figures = [f"{row} {number(mean, metric)}" for row, mean in found.items()]
+    percent = _in_percent(document)
+    figures = [f"{row} {number(mean, metric, percent)}" for row, mean in found.items()]
     figures += [f"{row} {_why_not(document, row, metric)}" for row in missing]
     return Verdict(said, holds, ", ".join(figures), not missing)
 
@@ -153,7 +154,8 @@ def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
         "below": left < right,
         "about": abs(left - right) <= claim.get("within", 0.25) * abs(right),
     }[relation]
-    beside = [f"{claim[side]} {number(value, term.metric)}"
+    percent = _in_percent(document)
+    beside = [f"{claim[side]} {number(value, term.metric, percent)}"
               for side, value, term in zip(("left", "right"), (left, right), terms, strict=True)]  # fmt: skip
     return Verdict(said, holds, ", ".join(beside))
 
@@ -169,6 +171,11 @@ def _higher_is_better(document: dict[str, Any], metric: str) -> bool:
     for names, higher in ((LOWER, False), (HIGHER, True)):
         if any(metric == name or metric.startswith(f"{name}_") for name in names):
             return higher
+    return _in_percent(document)
+
+
+def _in_percent(document: dict[str, Any]) -> bool:
+    """Whether what is learned is measured in percent; otherwise in units of the targets, by errors."""
     kinds = {run["result"].get("problem") for runs in document["runs"].values() for run in runs}
     return all(problems.PROBLEMS[kind].unit == "%" for kind in kinds if kind in problems.PROBLEMS)
 
@@ -176,20 +183,27 @@ def _higher_is_better(document: dict[str, Any], metric: str) -> bool:
 # Figures as text.
 
 
-def number(value: float, metric: str) -> str:
-    return f"{value:.3f}" if "loss" in metric or "nll" in metric or metric == "evenness" else f"{value:.2f}"
+def number(value: float, metric: str, percent: bool = True) -> str:
+    if "loss" in metric or "nll" in metric or metric == "evenness":
+        return f"{value:.3f}"
+    return f"{value:.2f}" if percent or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def ours(document: dict[str, Any], row: str, metric: str) -> str:
+    percent = _in_percent(document)
     if metric == "members":
         found = members(document, row)
-        return NOT_RUN if found is None else " ".join("-" if value is None else f"{value:.1f}" for value in found)
+        form = ".1f" if percent else ".4g"
+        return NOT_RUN if found is None else " ".join("-" if value is None else f"{value:{form}}" for value in found)
     values = trials(document, row, metric)
     if values is None:
         return "" if num_trials(document, row) else NOT_RUN
-    text = number(values.mean, metric) + ("" if values.std is None else f" ± {number(values.std, metric)}")
+    text = number(values.mean, metric, percent)
+    if values.std is not None:
+        text += f" ± {number(values.std, metric, percent)}"
     if len(values.values) > 1 and "min" in (paper(document, row, metric) or {}):
-        text += f" ({number(min(values.values), metric)} to {number(max(values.values), metric)})"
+        lowest, highest = (number(end(values.values), metric, percent) for end in (min, max))
+        text += f" ({lowest} to {highest})"
     return text
 
 
@@ -199,12 +213,10 @@ def theirs(document: dict[str, Any], row: str, metric: str) -> str:
         return ""
     if "members" in figure:
         return " ".join(f"{value:.1f}" for value in figure["members"])
-    text = number(figure["mean"], metric)
-    if figure.get("std") is not None:
-        text += f" ± {number(figure['std'], metric)}"
-    if "min" in figure:
-        text += f" ({number(figure['min'], metric)} to {number(figure['max'], metric)})"
-    return text
+    percent = _in_percent(document)
+    said = {key: number(value, metric, percent) for key, value in figure.items() if value is not None}
+    text = said["mean"] + (f" ± {said['std']}" if "std" in said else "")
+    return text + (f" ({said['min']} to {said['max']})" if "min" in said else "")
 
 
 def apart(document: dict[str, Any], row: str, metric: str) -> str:
@@ -213,4 +225,4 @@ def apart(document: dict[str, Any], row: str, metric: str) -> str:
     if values is None or figure is None or "mean" not in figure:
         return ""
     above = values.mean - figure["mean"]
-    return f"{'-' if above < 0 else '+'}{number(abs(above), metric)}"
+    return f"{'-' if above < 0 else '+'}{number(abs(above), metric, _in_percent(document))}"

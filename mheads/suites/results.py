@@ -28,12 +28,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mheads import config as configs
 from mheads import files, plain
-from mheads.config import Config
 from mheads.errors import UserError
 from mheads.plain import from_json
 from mheads.run_folder import RunFolder
 from mheads.suites.jobs import Job, Options, Planner, public
-from mheads.suites.suite import SUITES, Relation, Suite, Table, Term, read_figure
+from mheads.suites.suite import SUITES, Relation, Suite, Table, Term, check_shown, read_figure
 
 Document = dict[str, Any]
 
@@ -173,6 +172,7 @@ class _Row(_Part):
 
     @model_validator(mode="after")
     def _figures(self) -> _Row:
+        check_shown(self.metrics, f"rows.{self.name}.metrics")
         for metric, figure in self.paper.items():
             read_figure(metric, figure)
         return self

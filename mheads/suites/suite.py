@@ -21,7 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from mheads import plain
 from mheads.config import Config
-from mheads.diagnostics import LEARNING
 from mheads.errors import UserError
 from mheads.metrics import Result
 from mheads.problems.detection import DetectionResult
@@ -300,6 +299,8 @@ def _parse(text: str, name: str, source: str) -> Suite:
         suite = Suite.model_validate(given | tree)
         for metric in suite.metrics:
             _check_metric(metric, f"{source}: metrics")
+        for entry in suite.rows:
+            check_shown(entry.metrics, f"row {entry.name!r}: metrics")
         for recipe, row, metric, figure in _figures(suite.paper):
             _check_metric(metric, f"{source}: paper.{recipe}.{row}")
             read_figure(metric, figure, f"paper.{recipe}.{row}.{metric}")
@@ -314,7 +315,7 @@ def _parse(text: str, name: str, source: str) -> Suite:
 def known_metrics() -> tuple[str, ...]:
     """What a column or a claim may name: numbers of results of all kinds, and what `results.measures` adds."""
     names = ["members", "train_loss", "member_train_loss", "evenness", "iterations", "parameters", "seconds"]
-    names += ["peak_memory", *(f"learning_{key}" for key in LEARNING)]
+    names += ["peak_memory", "learning_entropy"]  # the rest of `learning` is lists
     for kind in (Result, RegressionResult, MultiLabelResult, SegmentationResult, DetectionResult):
         for field in fields(kind):
             group = "dict" in str(field.type)
@@ -323,6 +324,13 @@ def known_metrics() -> tuple[str, ...]:
             elif not group and "list" not in str(field.type):
                 names.append(field.name)
     return tuple(dict.fromkeys(name for name in names if not name.startswith("top_m_")))  # which are lists
+
+
+def check_shown(metrics: Mapping[str, str], where: str) -> None:
+    """Refuses members in the place of a number, or a number in theirs."""
+    if mixed := [pair for pair in metrics.items() if "members" in pair and len(set(pair)) > 1]:
+        column, shown = mixed[0]
+        raise ValueError(f"{where}: {column}: {shown}: members are several numbers, and stand for themselves")
 
 
 def _check_metric(metric: str, where: str) -> None:

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from mheads import config as configs
 from mheads import data as datasets
-from mheads import donors, identity, parts, values
+from mheads import donors, identity, parts
 from mheads import experiment as experiments
 from mheads import weights as weights_of
 from mheads.checkpoint import Checkpoints
 from mheads.data import Preprocess
 from mheads.data.batch import Batch
 from mheads.distributed.launch import detect
+from mheads.elsewhere import outputs_of_all, outputs_of_one
 from mheads.errors import UserError
 from mheads.keywords import refuse_unknown, speaking_python
 from mheads.losses import LOSSES, Loss, independent, of
 from mheads.measuring import Models, answers, in_eval_mode, measure
-from mheads.prepared import Prepared
-from mheads.problems import Classification, Segmentation
+from mheads.problems import PROBABILITIES, Classification, Segmentation, are_probabilities
 from mheads.progress import Silent, Watcher, watcher
 from mheads.run import Run, Temporary, labelled, opened
 from mheads.run_folder import RunFolder
@@ -354,17 +354,9 @@ def evaluate(
                 stacklevel=2,
             )
     modules = [model for model in members if isinstance(model, nn.Module)]
-    parameter = next((p for module in modules for p in module.parameters()), torch.empty(0))
 
     def forward(batch: Batch) -> Value:
-        raw = batch.inputs.to(parameter.device)
-        x = batch.preprocess(raw, parameter.dtype)
-        # A model that brings its preprocessing takes raw images, channels first.
-        first = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
-        if isinstance(models, TreeNet):
-            return models(x, batch.side_inputs())
-        found = [model(first if isinstance(model, Prepared) else x) for model in members]
-        return values.map_leaves(lambda *parts: torch.stack(parts), *found)
+        return outputs_of_one(models, batch) if isinstance(models, TreeNet) else outputs_of_all(members, batch)
 
     split, solved = labelled(test, "the test examples", classes=classes, name=problem)
     engine, plain = Models(forward), Preprocess()
@@ -380,6 +372,8 @@ def evaluate(
                 raise UserError(f"label {largest}, but the models give {found.shape[2]} scores")
             solved = replace(solved, classes=tuple(map(str, range(found.shape[2]))))
         solved.check_output(found[0], "a model", "the test set")
+        if isinstance(solved, Classification) and are_probabilities(found):
+            warnings.warn(f"the models give {PROBABILITIES}", stacklevel=2)
         return measure(engine, split, plain, solved, rows=batch_size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from mheads.errors import UserError
 from mheads.losses import Loss, independent
 from mheads.measuring import all_answers
 from mheads.parts import build_loss, build_net, load_data, micro_batches, net_of_run, threads_engine
-from mheads.problems import Classification, widened
+from mheads.problems import PROBABILITIES, Classification, are_probabilities, widened
 from mheads.progress import Silent
 from mheads.run_folder import RunFolder
 from mheads.scores import OWN, check_order
@@ -138,6 +139,9 @@ def assemble(
     except UserError as error:
         if loss.name == "scored" and "dict" in str(error):  # what the last layer gives with a score
             raise UserError(f"{error}; it goes on with what its last layer gives. For loss scored, {OWN}") from error
+        if inputs.dim() == 4 and inputs.shape[1] == 1 and str(tuple(inputs.shape)) in str(error):
+            hint = "examples [N, H, W] are taken as grey images [N, 1, H, W]; if they are sequences [N, C, T], begin"
+            raise UserError(f"{error} ({hint} with a layer that gives x.squeeze(1))") from error
         if inputs.is_floating_point():
             raise
         hint = f"{data.name} holds {data.seen}; integers are tokens, and numbers are given as float32"
@@ -152,6 +156,8 @@ def assemble(
         )
     data = replace(data, problem=widened(data.problem, outputs, net.network_name))
     data.problem.check_output(outputs, net.network_name, data.name)
+    if isinstance(data.problem, Classification) and are_probabilities(data.problem.answer(outputs)):
+        warnings.warn(f"{net.network_name} gives {PROBABILITIES}", stacklevel=2)
     loss.check(net.num_members, config.sampling.name)
     each = loss.each_batch or not loss.whole_batch
     parts = micro_batches(config, net) * (1 if each else config.optim.accumulate)
@@ -291,9 +297,14 @@ def _teach(loss: Loss, outputs: Value, targets: Value, members: int) -> list[Ten
     leaves = [t.requires_grad_() for t in values.leaves(same) if t.is_floating_point()]
     ties = torch.rand(members, len(rows), generator=seeds.generator("ties"))
     parts = [slice(m, m + 1) for m in range(members)] if loss.separable else [slice(None)]
+
+    def told() -> list[Tensor]:
+        return [loss(values.map_leaves(lambda t, p=p: t[p], same), targets, None, ties[p]).total for p in parts]
+
     try:
-        totals = [loss(values.map_leaves(lambda t, p=p: t[p], same), targets, None, ties[p]).total for p in parts]
+        totals = told()
         found = torch.autograd.grad(sum(totals), leaves, allow_unused=True)  # type: ignore[arg-type]
+        again = told()
     except UserError:
         raise
     except Exception as error:  # the user's function may raise anything
@@ -302,6 +313,12 @@ def _teach(loss: Loss, outputs: Value, targets: Value, members: int) -> list[Ten
             f"loss {loss.name!r} fails on outputs {shapes[0] if len(shapes) == 1 else shapes} with "
             f"{type(error).__name__}: {error}"
         ) from error
+    if not all(torch.allclose(one, other, rtol=1e-5, equal_nan=True) for one, other in zip(totals, again, strict=True)):
+        raise UserError(
+            f"loss {loss.name!r} gives {sum(totals):.6g} for some outputs and {sum(again):.6g} for the same again: it "
+            "draws random numbers, or keeps something from call to call, which a resumed run would not have. What "
+            "changes over training is a function of the iteration: Loss(..., schedule=...)"
+        )
     return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
 
 

@@ -117,11 +117,13 @@ def _optimizer(stage: nn.Module, options: OptimOptions) -> torch.optim.Optimizer
         {"params": params, "lr_mult": lr, decay_of: options.weight_decay * decay}
         for (lr, decay), params in groups.items()
     ]
+    # On the CPU torch's fused SGD leaves most weights of 16 bits as they are.
+    fused = all(p.dtype in (torch.float32, torch.float64) for params in groups.values() for p in params)
     if options.name == "adamw":
-        return torch.optim.AdamW(parameters, lr=options.lr, fused=True)
+        return torch.optim.AdamW(parameters, lr=options.lr, fused=fused)
     if options.name != "sgd":
         return AdaptiveRule(parameters, options)
-    return torch.optim.SGD(parameters, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
+    return torch.optim.SGD(parameters, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=fused)
 
 
 class Schedule:

@@ -83,7 +83,8 @@ def net_of_run(
         if config.model.startswith("__main__:"):
             raise UserError(
                 f"{folder.path} was trained on {config.model}, which only that script knows: "
-                "give its factory, mheads.load(run, factory)"
+                "give its factory, mheads.load(run, factory). For the command line, put the network into a file of its "
+                "own, such as my_nets.py, import it from there, and train again"
             )
         if config.model not in models.OURS:
             where = folder.read_identity().get("place")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mheads import data as datasets
+from mheads import identity
 from mheads.config import Config
 from mheads.data import ArraySplit
 from mheads.data.arrays import Unlabelled, as_side
@@ -62,6 +64,8 @@ class Run:
     summary: dict[str, Any]
     history: Log = field(default_factory=Log)
     _temporary: Temporary | None = field(default=None, compare=False)
+    _versions: list[int] = field(init=False, compare=False)
+    _weights: str = field(init=False, compare=False)
 
     def __repr__(self) -> str:
         config, result = self.config, self.result
@@ -80,6 +84,22 @@ class Run:
     def __post_init__(self) -> None:
         # `evaluate` warns of it, since the net alone does not preprocess.
         self.net.__dict__["preprocessing"] = str(self.data.preprocess)
+        object.__setattr__(self, "_versions", self._versions_now())
+        object.__setattr__(self, "_weights", identity.weights(self.net.state_dict()))
+
+    def _versions_now(self) -> list[int]:
+        return [parameter._version for parameter in self.net.parameters()]
+
+    def _trained(self) -> TreeNet:
+        """The net; warns if its weights are no longer those of this run."""
+        # How often weights were written is known at once; whether others are there now takes reading them all.
+        if self._versions_now() != self._versions and identity.weights(self.net.state_dict()) != self._weights:
+            warnings.warn(
+                "the weights of this net have changed since the run, perhaps by another fit, and what it answers now "
+                "is not what run.result measured: mheads.load(run.folder, factory) brings back those of the run",
+                stacklevel=3,
+            )
+        return self.net
 
     def predict(self, x: Any, side: Mapping[str, Any] | None = None) -> Tensor:
         """Outputs (logits) [M, N, C] of raw examples, preprocessed as in training: images [N, C, H, W] or vectors.
@@ -101,8 +121,8 @@ class Run:
         """Outputs [M, N, C] of raw examples, and weights [M, N] if members have scores."""
         raw = raw_examples(x, self.data)
         check(raw, self.data)
-        examples = Unlabelled(raw, as_side(side, len(raw), "the examples"))
-        with closing(threads_engine(self.config, self.net)) as engine, in_eval_mode([self.net]):
+        examples, net = Unlabelled(raw, as_side(side, len(raw), "the examples")), self._trained()
+        with closing(threads_engine(self.config, net)) as engine, in_eval_mode([net]):
             return all_answers(engine, examples, self.data.inputs, self.data.problem)[:2]
 
     def evaluate(self, x: Any, y: Any = None) -> Any:
@@ -111,8 +131,8 @@ class Run:
         x and y are arrays as `fit` takes them; without y, x is a pair of them, a list of pairs, a Dataset or a
         DataLoader.
         """
-        split = self.split_of(x, y)
-        with closing(threads_engine(self.config, self.net)) as engine, in_eval_mode([self.net]):
+        split, net = self.split_of(x, y), self._trained()
+        with closing(threads_engine(self.config, net)) as engine, in_eval_mode([net]):
             return measure(engine, split, self.data.inputs, self.data.problem)
 
     def split_of(self, x: Any, y: Any = None) -> ArraySplit | DatasetSplit:
@@ -125,7 +145,7 @@ class Run:
 
     def member(self, m: int) -> Prepared:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
-        return Prepared(self.net.member(m), self.data).eval()
+        return Prepared(self._trained().member(m), self.data).eval()
 
     def export(self, path: str | Path, what: str = "mean", examples: Any = None) -> Path:
         """Writes the ensemble and its preprocessing to one .pt2 or .onnx file that needs no mheads: see `export.py`.

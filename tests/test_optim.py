@@ -186,3 +186,16 @@ def test_a_multiplier_of_no_parameter_is_refused():
 
     with pytest.raises(UserError, match="'wieght'; its parameters are weight, bias"):
         Optimizer(TreeNet(network, members=1), OptimOptions())
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_every_weight_moves_in_any_precision(name, dtype):
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(16, 32)).to(dtype), members=1)
+    options = OptimOptions(name=name, lr=0.1, weight_decay=0.0)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    optimizer = Optimizer(net, options)
+    optimizer.set_rate(0.1)
+    (stage,) = net.stages
+    optimizer.update(stage, [torch.ones_like(p) for p in net.parameters()])
+    assert all((value != before[key]).all() for key, value in net.state_dict().items())

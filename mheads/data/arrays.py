@@ -198,7 +198,8 @@ def as_examples(examples: Any, where: str) -> np.ndarray:
             f"{where} examples have shape {list(x.shape)}; give images [N, C, H, W] or [N, H, W], vectors [N, F], or "
             "tokens, int64 [N, T]"
         )
-    if x.ndim == 4 and x.shape[1] == x.shape[2] > 4 and x.shape[3] in (1, 3, 4):
+    sides_alike = x.ndim == 4 and (x.shape[1] == x.shape[2] or x.dtype == np.uint8)
+    if sides_alike and min(x.shape[1:3]) > 4 and x.shape[3] in (1, 3, 4):
         raise UserError(
             f"{where} examples have shape {list(x.shape)}, which looks like [N, H, W, C]; give [N, C, H, W],"
             " as x.transpose(0, 3, 1, 2) does"

@@ -51,9 +51,9 @@ def assemble(
     count, held_out = len(train), None
     rows = np.arange(count)
     if hold_out is not None:
-        out = stratified(_groups(train, problem), max(1, count // 10), hold_out)
-        if len(out) == count:
+        if count == 1:
             raise UserError(f"{name}: {count} example is too few to hold some out; give a test set")
+        out = stratified(_groups(train, problem), max(1, count // 10), hold_out)
         rows = np.setdiff1d(rows, out)
         train, test = Chosen(train, rows), Chosen(train, out)
         how = "stratified" if len(problem.groups) > 1 else "at random"
@@ -116,7 +116,7 @@ def _groups(split: Split, problem: Problem) -> np.ndarray:
 def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Rows of `count` examples, sorted: drawn by the seed, in proportion to the classes, rounded.
 
-    A class of a single example keeps it for training.
+    A class of a single example keeps it for training; if there are only such classes, nothing can be held out.
     """
     classes, sizes = np.unique(labels, return_counts=True)
     shares = count * sizes / len(labels)
@@ -124,6 +124,10 @@ def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
     for c in np.argsort(taken - shares, kind="stable"):  # the largest remainders first
         if taken.sum() < count and taken[c] < sizes[c] - 1:
             taken[c] += 1
+    if not taken.any() and sizes.max() == 1:
+        raise UserError(
+            f"each of the {len(classes)} classes has one example, so none can be held out: give test=(x, y)"
+        )
     if not taken.any():
         taken[np.argmax(sizes)] = 1
     mixed = seeds.numpy_generator(seed, "hold out").permutation(len(labels))

@@ -158,7 +158,7 @@ def _numbered(targets: Arrays, classes: Classes) -> tuple[Arrays, tuple[str, ...
         unknown = [row for row, name in enumerate(names) if name not in number]
         if unknown:
             raise UserError(
-                f"{key} example {unknown[0]} has the label {names[unknown[0]]!r}, which is none of the classes"
+                f"{key}: example {unknown[0]} has the label {names[unknown[0]]!r}, which is none of the classes"
                 f" {', '.join(known[:10])}{', ...' if len(known) > 10 else ''} ({len(unknown)} such labels)"
             )
         found[key] = np.array([number[name] for name in names], np.int64)

@@ -119,6 +119,13 @@ class Loss:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "of", member_loss(self.of))
+        if inspect.isclass(self.function):
+            raise UserError(f"loss {self.name!r} is a class: call it, {self.name}()")
+        if isinstance(self.function, nn.Module) and any(p.requires_grad for p in self.function.parameters()):
+            raise UserError(
+                f"loss {self.name!r} has parameters of its own, which nothing would train: put them into the network, "
+                "or set requires_grad to False"
+            )
         if not 2 <= self._num_arguments <= 4:
             raise UserError(
                 f"the function of loss {self.name!r} asks for {self._num_arguments} arguments: "

@@ -10,7 +10,7 @@ example, the metrics, and the groups that ownership counts.
 
 from typing import Any
 
-from mheads.problems.classification import Classification
+from mheads.problems.classification import PROBABILITIES, Classification, are_probabilities
 from mheads.problems.detection import Detection
 from mheads.problems.member_losses import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 from mheads.problems.multilabel import MultiLabel
@@ -30,6 +30,7 @@ PROBLEMS: dict[str, Any] = {
 
 __all__ = [
     "MEMBER_LOSSES",
+    "PROBABILITIES",
     "PROBLEMS",
     "Classification",
     "Detection",
@@ -41,6 +42,7 @@ __all__ = [
     "Result",
     "Segmentation",
     "SoftLabels",
+    "are_probabilities",
     "cross_entropies",
     "from_dict",
     "squared_errors",

@@ -46,9 +46,11 @@ class Classification:
         scores = values.leaves(output)[0]
         count = len(self.classes)
         if scores.dim() != 2 or scores.shape[1] != count:
+            fewer = scores.dim() == 2 and scores.shape[1] < count and self.classes == tuple(map(str, range(count)))
             raise UserError(
                 f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {count} classes; "
                 f"a network gives one score per class ({more_classes(network, count)})"
+                + (f", and classes are numbered from 0: is {count - 1} the last one, or do labels start at 1?" * fewer)
             )
 
     def check_targets(self, targets: np.ndarray, where: str) -> None:
@@ -89,3 +91,15 @@ class Classification:
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Classification:
         return cls(tuple(map(str, facts["classes"])))
+
+
+PROBABILITIES = (
+    "probabilities, and they are taken for logits, of which the softmax is applied once more: give the scores before "
+    "the softmax, or the logarithm of the probabilities"
+)
+
+
+def are_probabilities(outputs: Tensor) -> bool:
+    """Whether outputs [..., C] look like probabilities: none below 0, and each row adds to 1."""
+    sums = outputs.detach().double().sum(-1)
+    return outputs.shape[-1] > 1 and bool((outputs >= 0).all() and ((sums - 1).abs() < 1e-3).all())

@@ -198,7 +198,7 @@ def test_names_are_numbered_in_sorted_order_and_kept_as_class_names(kind):
 
 
 def test_names_that_training_does_not_know_are_refused():
-    with pytest.raises(UserError, match=r"test example 1 has the label 'cow'.*cat, dog"):
+    with pytest.raises(UserError, match=r"test: example 1 has the label 'cow'.*cat, dog"):
         data.from_arrays((X[:2], ["cat", "dog"]), (X[:2], ["cat", "cow"]))
     with pytest.raises(UserError, match="train labels are names, test labels are numbers"):
         data.from_arrays((X[:2], ["cat", "dog"]), (X[:2], [0, 1]))
@@ -227,7 +227,8 @@ def test_a_sorted_set_is_held_out_by_class_and_by_the_seed():
 def test_a_class_of_one_example_stays_in_training():
     labels = np.array([0] * 9 + [1])
     assert all(9 not in stratified(labels, 1, seed) for seed in range(30))
-    assert len(stratified(np.arange(10), 1, 0)) == 1
+    with pytest.raises(UserError, match="none can be held out"):
+        stratified(np.arange(10), 1, 0)
 
 
 def test_without_a_test_set_a_tenth_of_each_class_is_held_out():

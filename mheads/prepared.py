@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mheads.data.arrays import stacked
+from mheads.data.arrays import as_side, stacked
 from mheads.data.seen import survey
 from mheads.errors import UserError
 from mheads.run_folder import DataFacts
@@ -26,6 +26,9 @@ class Prepared(nn.Module):
     def forward(self, x: Any, side: dict[str, Any] | None = None) -> Tensor:
         raw = raw_examples(x, self.data)
         check(raw, self.data)
+        if side is not None:
+            arrays = as_side(side, len(raw), "the examples")
+            side = {name: torch.from_numpy(array).to(raw.device) for name, array in arrays.items()}
         return self.run(raw, side)
 
     def run(self, raw: Tensor, side: dict[str, Any] | None = None) -> Tensor:

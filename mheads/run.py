@@ -125,19 +125,22 @@ class Run:
         with closing(threads_engine(self.config, net)) as engine, in_eval_mode([net]):
             return all_answers(engine, examples, self.data.inputs, self.data.problem)[:2]
 
-    def evaluate(self, x: Any, y: Any = None) -> Any:
+    def evaluate(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> Any:
         """All metrics on raw examples and labels, preprocessed as in training.
 
-        x and y are arrays as `fit` takes them; without y, x is a pair of them, a list of pairs, a Dataset or a
-        DataLoader.
+        x and y are arrays as `fit` takes them, with side inputs by name; without y, x is a pair of them, a list of
+        pairs, a Dataset or a DataLoader.
         """
-        split, net = self.split_of(x, y), self._trained()
+        split, net = self.split_of(x, y, side), self._trained()
         with closing(threads_engine(self.config, net)) as engine, in_eval_mode([net]):
             return measure(engine, split, self.data.inputs, self.data.problem)
 
-    def split_of(self, x: Any, y: Any = None) -> ArraySplit | DatasetSplit:
+    def split_of(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> ArraySplit | DatasetSplit:
         """Raw examples and targets as `evaluate` takes them, refused if they are not like those of training."""
-        split, _ = labelled(x if y is None else (x, y), "the examples", self.data.problem)
+        if y is None and side is not None:
+            raise UserError("side goes with arrays: give evaluate(x, y, side), or (x, y, side) as one")
+        given = x if y is None else (x, y) if side is None else (x, y, side)
+        split, _ = labelled(given, "the examples", self.data.problem)
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")

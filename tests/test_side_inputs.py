@@ -40,6 +40,12 @@ def test_a_run_learns_from_side_inputs_and_is_asked_with_them():
     assert run.evaluate((X[100:], Y[100:], {"shift": SHIFT[100:]})).members == run.result.members
     side = {"shift": torch.from_numpy(SHIFT[100:]).float()}
     torch.testing.assert_close(run.member(1)(X[100:], side), outputs[1])
+    torch.testing.assert_close(run.member(1)(X[100:], {"shift": SHIFT[100:]}), outputs[1])
+    assert run.evaluate(X[100:], Y[100:], {"shift": SHIFT[100:]}).members == run.result.members
+    both = mheads.evaluate([run.member(0), run.member(1)], (X[100:], Y[100:], {"shift": SHIFT[100:]}))
+    assert both.members == run.result.members
+    with pytest.raises(UserError, match=r"give evaluate\(x, y, side\)"):
+        run.evaluate((X[100:], Y[100:]), side={"shift": SHIFT[100:]})
     assert mheads.evaluate(run.net, (X[100:], Y[100:], {"shift": SHIFT[100:]})).members == run.result.members
 
 

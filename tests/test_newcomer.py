@@ -125,3 +125,19 @@ def test_sequences_labels_from_one_and_single_examples_are_told_what_to_do():
     wide = np.zeros((10, 8, 10, 3), np.uint8)
     with pytest.raises(UserError, match=r"looks like \[N, H, W, C\]"):
         fit(TreeNet(lambda: nn.Sequential(nn.Flatten(), nn.Linear(240, 4)), members=2), train=(wide, y[:10]))
+
+
+def test_tables_of_objects_are_taken_as_numbers_or_the_entry_is_named():
+    x, y = TABLE[0].numpy(), TABLE[1].numpy()
+    plain = fit(TreeNet(small, members=2), train=(x, y), test=(x, y), iterations=3)
+    boxed = fit(TreeNet(small, members=2), train=(x.astype(object), y.astype(object)), test=(x, y), iterations=3)
+    assert boxed.result.to_dict() == plain.result.to_dict()
+    holes = x.astype(object)
+    holes[7, 2] = None
+    with pytest.raises(UserError, match=r"train examples are objects.*at \[7, 2\] there is None; encode"):
+        fit(TreeNet(small, members=2), train=(holes, y), test=(x, y), iterations=3)
+
+
+def test_a_number_of_classes_is_not_their_names():
+    with pytest.raises(UserError, match=r"classes=3: give their names in order, such as \['cat', 'dog'\]"):
+        fit(TreeNet(small, members=2), train=TABLE, test=TABLE, classes=3, iterations=3)

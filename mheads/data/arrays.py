@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -17,6 +18,7 @@ from mheads.data.seen import Seen, survey
 from mheads.data.split import Beside
 from mheads.data.targets import WAYS
 from mheads.errors import UserError
+from mheads.plain import short
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
@@ -248,5 +250,21 @@ def stacked(values: Any, what: str) -> np.ndarray:
     if array.dtype == object:
         if array.size and all(isinstance(value, str) for value in array.flat):
             return array.astype(str)
-        raise UserError(f"{what} are an array of objects; stack equally sized arrays into one with numpy.stack")
+        return _unboxed(array, what)
     return array
+
+
+def _unboxed(array: np.ndarray, what: str) -> np.ndarray:
+    """The numbers of an array of objects, as tables of mixed columns are read."""
+    kinds = {type(value) for value in array.flat}
+    for number, dtype in ((numbers.Integral, np.int64), (numbers.Real, np.float32)):
+        if kinds and all(issubclass(kind, number) and kind is not bool for kind in kinds):
+            return array.astype(dtype)
+    if any(issubclass(kind, np.ndarray | torch.Tensor | list | tuple) for kind in kinds):
+        raise UserError(f"{what} are an array of objects; stack equally sized arrays into one with numpy.stack")
+    others = ((i, value) for i, value in np.ndenumerate(array) if not isinstance(value, numbers.Real) or value is True)
+    place, found = next(others, ((), None))
+    raise UserError(
+        f"{what} are objects, not numbers: at {list(place)} there is {short(found)}; encode names as numbers, one-hot "
+        "for example, and fill what is missing"
+    )

@@ -28,6 +28,8 @@ def posed(splits: Splits, classes: Sequence[str] | None, problem: str = "auto") 
     """
     if problem not in ("auto", *POSED):
         raise UserError(f"data.problem is {problem!r}; give auto, {', '.join(POSED)}")
+    if isinstance(classes, int):
+        raise UserError(f"classes={classes}: give their names in order, such as ['cat', 'dog']")
     names = None if classes is None else tuple(map(str, classes))
     if names is not None and len(set(names)) < len(names):
         raise UserError(f"classes {', '.join(names)}: a name is there twice; give each class its own")

@@ -30,8 +30,7 @@ def outputs_of_all(models: Sequence[Callable[..., Any]], batch: Batch) -> Value:
 
 def outputs_of_one(model: Any, batch: Batch) -> Any:
     """What a model gives for a batch, on its device, in its precision, and with side inputs where it takes some."""
-    parameters = list(model.parameters())[:1] if isinstance(model, nn.Module) else []
-    parameter = parameters[0] if parameters else torch.empty(0)
+    parameter = next(model.parameters() if isinstance(model, nn.Module) else iter(()), torch.empty(0))
     raw, side = batch.inputs.to(parameter.device), batch.side_inputs()
     if isinstance(model, TreeNet):
         return model(batch.preprocess(raw, parameter.dtype), side)

@@ -158,6 +158,7 @@ class Run:
         """
         from mheads.export import export
 
+        self._trained()
         export(self, Path(path), what, examples)
         return Path(path)
 

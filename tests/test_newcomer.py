@@ -86,7 +86,8 @@ def test_probabilities_in_the_place_of_logits_are_told():
     with pytest.warns(UserWarning, match="softmaxed gives probabilities, and they are taken for logits"):
         fit(TreeNet(softmaxed, members=2), train=TABLE, test=TABLE, iterations=2)
     with pytest.warns(UserWarning, match="the models give probabilities.*the logarithm of the probabilities"):
-        mheads.evaluate([softmaxed(), softmaxed()], TABLE)
+        told = mheads.evaluate([softmaxed(), softmaxed()], TABLE)
+    assert len(told.members) == 2  # measured all the same
 
 
 def test_models_trained_elsewhere_may_differ_in_precision_and_give_arrays():

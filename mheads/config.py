@@ -231,7 +231,7 @@ class OptimOptions(_Section):
 
 
 class LogOptions(_Section):
-    every: int = _option(50, "iterations between lines of metrics.jsonl", ge=1)
+    every: int = _option(50, "iterations between lines of metrics.jsonl; the last one always has a line", ge=1)
     evaluate_every: int = _option(500, "iterations between evaluations on the test set; 0: only at the end", ge=0)
     checkpoint_every: int = _option(500, "iterations between checkpoints; 0: only at the end", ge=0)
     keep: int = _option(2, "how many of the newest checkpoints are kept", ge=1)

@@ -121,7 +121,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                     schedule.observe(report.loss)
 
                 state.step += 1
-                logged = state.step % config.log.every == 0
+                logged = state.step % config.log.every == 0 or state.step == total
                 norms = gradient_norms(engine) if logged else {}
                 if log is not None:
                     state.add(report, batch, time.perf_counter() - began)

@@ -191,3 +191,12 @@ def test_the_fine_history_is_in_the_run_folder(tmp_path):
         assert file["moments"].tolist() == [2, 4, 5, 7, 8]
         np.testing.assert_array_equal(file["steps"].sum((1, 2)), [64, 64, 32, 64, 32])
         np.testing.assert_array_equal(file["steps"].sum(0), file["train"].sum(0))
+
+
+@pytest.mark.parametrize(("every", "lines"), [(50, [7]), (3, [3, 6, 7])])
+def test_the_last_iteration_has_a_line_so_that_no_step_is_left_out_of_the_log(every, lines):
+    x, y = np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32), np.arange(64) % 3
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(2, 3)), members=2)
+    run = mheads.fit(net, train=(x, y), loss="mcl", batch_size=16, iterations=7, log={"every": every})
+    assert [line["iteration"] for line in run.history.steps] == lines
+    assert sum(run.history.steps[-1]["wins"]) == pytest.approx(1)

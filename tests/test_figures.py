@@ -130,8 +130,9 @@ def test_lines_of_members_can_be_told_apart(members):
     assert [line.get_label() for line in right.lines[members:]] == ["Ensemble-Mean", "Oracle"][: 2 * (members > 1)]
     named = left.get_legend()
     assert (named is None) == (members == 13)
-    if members == 12:  # beside the lines, not on them
-        assert named.get_window_extent().x0 >= left.get_window_extent().x1
+    full, beside = (left, named) if members == 12 else (right, right.get_legend())
+    if members > 1:  # beside the lines, not on them
+        assert beside.get_window_extent().x0 >= full.get_window_extent().x1
     assert len(history_figure([], [line]).axes) == 1  # a panel without lines says nothing
 
 

@@ -146,9 +146,11 @@ def whole_ticks() -> MaxNLocator:
 def name_lines(panel: Axes, members: int) -> None:
     """Names the lines of a panel: inside where few leave room, beside it, or of very many members not at all."""
     lines = [line for line in panel.lines if not str(line.get_label()).startswith("_")]
+    full = len(lines) > 5  # whether it has lines everywhere
     if members > MANY_MEMBERS:
         lines = [line for line in lines if not str(line.get_label()).startswith("member ")]
-    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(lines) > 5 else {}
+        full = True
+    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if full else {}
     if lines:
         panel.legend(handles=lines, fontsize=7, frameon=False, **beside)
 

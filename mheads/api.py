@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,10 +24,12 @@ from mheads.data.batch import Batch
 from mheads.distributed.launch import detect
 from mheads.elsewhere import outputs_of_all, outputs_of_one
 from mheads.errors import UserError
+from mheads.errors import warn as told
 from mheads.keywords import refuse_unknown, speaking_python
 from mheads.losses import LOSSES, Loss, independent, of
 from mheads.measuring import Models, answers, in_eval_mode, measure
-from mheads.problems import PROBABILITIES, Classification, Segmentation, are_probabilities
+from mheads.plain import as_plain
+from mheads.problems import PROBABILITIES, Classification, Regression, Segmentation, are_probabilities
 from mheads.progress import Silent, Watcher, watcher
 from mheads.run import Run, Temporary, labelled, opened
 from mheads.run_folder import RunFolder
@@ -124,6 +125,7 @@ def fit(
             f"fit trains in one process, but {launch.launcher} started {launch.size}: write a recipe with your network "
             "(model: package.module:factory) and start mheads train with it"
         )
+    iterations, epochs, batch_size, accumulate = map(as_plain, (iterations, epochs, batch_size, accumulate))
     if iterations is not None and epochs is not None:
         raise UserError(f"iterations={iterations} and epochs={epochs} say the same thing twice: give one of them")
     if epochs is not None and not (isinstance(epochs, int | float) and 0 < epochs < math.inf):
@@ -134,9 +136,11 @@ def fit(
         raise UserError(
             f"schedule={schedule!r}: give a name such as 'cosine', or a dict such as {{'name': 'step', ...}}"
         )
+    if init_map is not None and not isinstance(init_map, Mapping):
+        raise UserError(f"init_map={init_map!r}: give a dict such as {{'backbone.': ''}}")
     if log is not None and not isinstance(log, Mapping):
         raise UserError(f"log={log!r}: give a dict such as {{'evaluate_every': 100}}")
-    _refuse_modes()
+    _refuse_modes(net)
     watch = watcher(show)
     with speaking_python(), _frozen(net, freeze):
         loss = _as_loss(loss)
@@ -149,11 +153,11 @@ def fit(
         data = datasets.from_arrays(
             train, test, classes=classes, validation=validation, hold_out=seed, weights=weights, **arrays
         )
-        sizes = all(isinstance(size, int) and size > 0 for size in (batch_size, accumulate))  # else refused below
+        sizes = all(isinstance(size, int | float) and size > 0 for size in (batch_size, accumulate))  # or refused below
         if epochs is not None and sizes:
             iterations = max(1, math.ceil(epochs * len(data.train) / (batch_size * accumulate)))
         iterations = 1000 if iterations is None else iterations
-        evaluate_every = max(1, iterations // 10) if isinstance(iterations, int) else 100
+        evaluate_every = max(1, int(iterations // 10)) if isinstance(iterations, int | float) else 100
         config = configs.validate(
             {
                 "model": net.network_path,
@@ -237,10 +241,12 @@ def _frozen(net: TreeNet, names: Sequence[str] | None) -> Iterator[None]:
         net.freeze(before)
 
 
-def _refuse_modes() -> None:
+def _refuse_modes(net: TreeNet) -> None:
     """Refuses to run in contexts that the caller may have forgotten, and that fit could not honour."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise UserError("fit is called under torch.no_grad() or inference_mode(), but has to learn: call it outside")
+    if any(tensor.is_inference() for tensor in net.state_dict().values()):
+        raise UserError("the net was built or copied under torch.inference_mode(), and cannot learn: build it outside")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise UserError("fit is called under torch.autocast, which does not reach its threads: call it outside")
 
@@ -339,6 +345,9 @@ def evaluate(
     """
     if isinstance(models, Run):
         return models.evaluate(test)
+    batch_size = as_plain(batch_size)
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UserError(f"batch_size={batch_size!r}: give how many examples are answered at a time, at least 1")
     # A Sequential is one model, not its layers; a ModuleList cannot be called.
     several = isinstance(models, nn.ModuleList) or (isinstance(models, Iterable) and not callable(models))
     members: list[Callable[[Tensor], Tensor]] = list(models) if several else [models]  # type: ignore[list-item,arg-type]
@@ -348,10 +357,9 @@ def evaluate(
         raise UserError(f"evaluate takes a TreeNet, a model or a list of models that give logits, not {wrong[0]!r}")
     for model in members:
         if done := getattr(model, "preprocessing", ""):
-            warnings.warn(
+            told(
                 f"the network was trained on examples {done}, and gets these as they are: "
-                "run.evaluate(x, y) and run.member(m) bring the preprocessing of the run",
-                stacklevel=2,
+                "run.evaluate(x, y) and run.member(m) bring the preprocessing of the run"
             )
     modules = [model for model in members if isinstance(model, nn.Module)]
 
@@ -365,7 +373,10 @@ def evaluate(
         pixels = isinstance(solved, Segmentation)
         if found.dim() != (5 if pixels else 3):
             wanted = "[B, C, H, W]" if pixels else "[B, C]"
-            raise UserError(f"each model must give logits {wanted}, not {tuple(found.shape[1:])}")
+            if isinstance(solved, Regression):
+                wanted = f"[B, {solved.num_values}], as y.reshape(len(y), -1) gives them"
+            what = "numbers" if isinstance(solved, Regression) else "logits"
+            raise UserError(f"each model must give {what} {wanted}, not {tuple(found.shape[1:])}")
         if classes is None and isinstance(solved, Classification | Segmentation):  # as many classes as there are scores
             largest = len(solved.classes) - 1
             if largest >= found.shape[2]:
@@ -373,12 +384,12 @@ def evaluate(
             solved = replace(solved, classes=tuple(map(str, range(found.shape[2]))))
         solved.check_output(found[0], "a model", "the test set")
         if isinstance(solved, Classification) and are_probabilities(found):
-            warnings.warn(f"the models give {PROBABILITIES}", stacklevel=2)
+            told(f"the models give {PROBABILITIES}")
         return measure(engine, split, plain, solved, rows=batch_size)
 
 
 def load(
-    run: str | Path,
+    run: str | Path | Run,
     network_factory: Callable[[], nn.Module] | None = None,
     *,
     trust: bool = False,
@@ -390,9 +401,10 @@ def load(
     that runs its code. The result of an unfinished run is its newest evaluation. `warn` is called with messages about
     this; without it, Python warns.
     """
-    folder = RunFolder(Path(run))
+    folder = RunFolder(run.folder if isinstance(run, Run) else Path(run))
     config = folder.read_config()
-    net = parts.net_of_run(folder, config, warn or Silent().warn, network_factory, trust)
-    loaded = opened(folder, config, net, warn or Silent().warn)
+    with torch.inference_mode(False):  # a service may be in it, and what is loaded may learn later
+        net = parts.net_of_run(folder, config, warn or Silent().warn, network_factory, trust)
+        loaded = opened(folder, config, net, warn or Silent().warn)
     _leave(net, folder, folder.read_identity().get("start"), config.init)  # fit may go on with it in this folder
     return loaded

@@ -557,7 +557,7 @@ def _number(text: str) -> Any:
 
 def validate(tree: dict[str, Any], source: str = "the config") -> Config:
     try:
-        return Config.model_validate(_floats(tree))
+        return Config.model_validate(_floats(plain.as_plain(tree)))
     except ValidationError as error:
         # Pydantic reports a refused union once per branch: one message lists everything that it would take.
         messages: dict[str, list[str]] = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import sys
+import warnings
 
 _OF_THE_SYSTEM = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
@@ -15,6 +17,14 @@ class UserError(Exception):
 
     The command line shows the message alone, without a traceback, and exits with code 2.
     """
+
+
+def warn(message: str) -> None:
+    """A Python warning that points at the line of the user's code from which we were called."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mheads", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def named(error: BaseException) -> str:

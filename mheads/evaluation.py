@@ -119,7 +119,7 @@ def examples_of(
     if split is None:
         split = "validation" if config.data.validation else "test"
     if split not in SPLITS:
-        raise UserError(f"--split {split}: there are {', '.join(SPLITS)}")
+        raise UserError(f"split {split!r}: there are {', '.join(SPLITS)}")
     if split == "validation" and not config.data.validation:
         raise UserError(
             f"--split validation: {folder.path} held no examples out (data.validation is 0); "

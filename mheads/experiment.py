@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from mheads.data.batch import Batches, BatchStream, Reader
 from mheads.device import refuse_beyond_memory, resolve
 from mheads.donors import donor_digest
 from mheads.engine.engine import Engine
-from mheads.errors import UserError
+from mheads.errors import UserError, warn
 from mheads.losses import Loss, independent
 from mheads.measuring import all_answers
 from mheads.parts import build_loss, build_net, load_data, micro_batches, net_of_run, threads_engine
@@ -157,7 +156,7 @@ def assemble(
     data = replace(data, problem=widened(data.problem, outputs, net.network_name))
     data.problem.check_output(outputs, net.network_name, data.name)
     if isinstance(data.problem, Classification) and are_probabilities(data.problem.answer(outputs)):
-        warnings.warn(f"{net.network_name} gives {PROBABILITIES}", stacklevel=2)
+        warn(f"{net.network_name} gives {PROBABILITIES}")
     loss.check(net.num_members, config.sampling.name)
     each = loss.each_batch or not loss.whole_batch
     parts = micro_batches(config, net) * (1 if each else config.optim.accumulate)
@@ -220,6 +219,7 @@ def _sample(
         given = datasets.read_priors(sampling.path)
     elif sampling.name == "array" and given is None:
         raise UserError("sampling = array is for fit, which is given one: give sampling.name=file and sampling.path")
+    given = datasets.of_rows(given, data.rows, data.given)
     prior = datasets.priors(
         sampling.name,
         seed=config.seed,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -41,7 +42,7 @@ Answers = Callable[[Tensor], Tensor]
 
 WHAT = ("mean", "scored", "members", "member:N")
 SUFFIXES = (".pt2", ".onnx")
-TOLERANCE = 1e-5  # of the largest output
+TOLERANCE = 1e-5  # of the largest output, and in half precision a few of its steps
 EXAMPLES = 64  # that a file is compared on
 BATCHES = (1, 2, 7)  # and in these numbers of rows, then the rest
 
@@ -84,9 +85,10 @@ class Exported(nn.Module):
 
     def answer(self, outputs: Value) -> Tensor:
         answers = self.problem.answer(outputs)
-        if self.what == "scored":
-            return self.problem.mean(answers, scores.weights(outputs))
-        return self.problem.mean(answers) if self.what == "mean" else answers
+        if self.what not in ("mean", "scored"):
+            return answers
+        answers = answers.to(self.exact)  # of half precision the mean would be rounded once more
+        return self.problem.mean(answers, scores.weights(outputs) if self.what == "scored" else None)
 
 
 def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> float:
@@ -96,6 +98,9 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
     are not to be had, some drawn from the range of training. Returns the largest difference, relative to the largest
     output.
     """
+    what = str(what)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder: give the name of a file in it, such as {path / 'ensemble.pt2'}")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: the suffix says what is written, .pt2 (torch.export) or .onnx; give one of these")
     if not path.parent.is_dir():
@@ -120,7 +125,8 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
             program = _traced(Exported(net, data, what), raw[:2] if len(raw) > 1 else raw.repeat_interleave(2, 0))
             load = _write_onnx if path.suffix == ".onnx" else _write_pt2
             found = _in_batches(load(program, hidden, _facts(run, raw, what)), raw, what)
-            difference = _difference(found, expected, path)
+            steps = 0.0 if net.dtype.itemsize >= 4 else 4 * torch.finfo(net.dtype).eps
+            difference = _difference(found, expected, path, max(TOLERANCE, steps))
             os.replace(hidden, path)  # a link of that name is replaced, not followed
             files.flush(path.parent)
         finally:
@@ -155,7 +161,8 @@ def _as_given(run: Run, examples: Any) -> Tensor:
     if not pixels and not raw.is_floating_point():
         raw = raw / 255  # as Seen.convert does
     mean = run.data.preprocess.mean
-    floats = torch.float64 if mean is not None and mean.dtype == torch.float64 else torch.float32
+    exact = run.net.dtype == torch.float64 or (mean is not None and mean.dtype == torch.float64)
+    floats = torch.float64 if exact else torch.float32
     return raw.to(torch.uint8 if pixels else floats).contiguous()
 
 
@@ -196,11 +203,12 @@ def _facts(run: Run, raw: Tensor, what: str) -> str:
 
 def _traced(module: nn.Module, examples: Tensor) -> Any:
     try:
-        return torch.export.export(module, (examples,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        with contextlib.redirect_stderr(io.StringIO()):  # where it shows how far it came before it failed
+            return torch.export.export(module, (examples,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:  # of the user's network: it may do anything
         raise UserError(
             f"torch.export cannot follow the network for any number of examples: {_first_line(error)}; control flow on "
-            "values and sizes that are written down as numbers are what it cannot"
+            "values, sizes that are written down as numbers, and len(x) where x.shape[0] is meant are what it cannot"
         ) from error
 
 
@@ -241,11 +249,11 @@ def _in_batches(answers: Answers, raw: Tensor, what: str) -> Tensor:
     return torch.cat(found, 1 if what == "members" else 0)
 
 
-def _difference(found: Tensor, expected: Tensor, path: Path) -> float:
+def _difference(found: Tensor, expected: Tensor, path: Path, tolerance: float) -> float:
     scale = expected.abs().max().item()
     largest = (found.double() - expected.double()).abs().max().item()
     relative = largest / max(scale, 1e-30)
-    if not relative <= TOLERANCE:  # NaN as well
+    if not relative <= tolerance:  # NaN as well
         raise UserError(
             f"what was written to {path} gives other answers than the run: they differ by {largest:.2g} where the "
             f"largest is {scale:.2g}; nothing was kept. Does the network draw numbers, or keep something between calls?"
@@ -260,7 +268,7 @@ def _first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Exporters talk of their inner life."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

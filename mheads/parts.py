@@ -25,6 +25,7 @@ from mheads.errors import UserError, named
 from mheads.losses import LOSSES, Loss
 from mheads.run_folder import RunFolder
 from mheads.scores import with_scores
+from mheads.tree import LAYER
 from mheads.treenet import TreeNet
 
 
@@ -60,6 +61,8 @@ def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
     # The next seed, as in surgery.py: a new member must not start where one of the same number there did.
     seed = config.seed + (None in (config.init_members or ()))
     net = TreeNet(factory(config), config.members, config.split, seed=seed, init=init, only=only)
+    if isinstance(config.split, int) and str(config.split) in (layer.name for layer in net.layers):
+        raise UserError(f"split = {config.split} may be meant otherwise: {LAYER.format(config.split)}; leave it out")
     if config.init not in ("random", "same"):
         net.origin = start_from(net, config.init, config.init_map, config.init_members)
     elif config.init_map or config.init_members is not None:

@@ -1,4 +1,4 @@
-"""Plain data from text that others wrote: YAML and JSON within limits, so that no file can exhaust the machine.
+"""Plain data of what others wrote: YAML and JSON within limits, so that no file can exhaust the machine.
 
 Mistakes raise ValueError with a message that goes after the name of the file.
 """
@@ -9,6 +9,7 @@ import json
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
 import yaml
 
 MAX_TEXT = 1_000_000  # characters
@@ -122,6 +123,15 @@ def _count(node: yaml.Node, sizes: dict[int, int | None]) -> int:
         raise _Refused(f"it holds more than {MAX_VALUES:,} values, with aliases written out")
     sizes[id(node)] = size
     return size
+
+
+def as_plain(value: Any) -> Any:
+    """The value with Python's own numbers in place of numpy's, also inside dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return {key: as_plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(part) for part in value]
+    return value.item() if isinstance(value, np.number | np.bool_) else value
 
 
 def short(value: Any) -> str:

@@ -16,7 +16,7 @@ from rich.console import Group
 from torch import Tensor
 
 from mheads import api
-from mheads.data.arrays import Unlabelled, as_side
+from mheads.data.arrays import Unlabelled
 from mheads.data.catalog import DATASETS
 from mheads.data.folder import in_threads
 from mheads.data.images import SUFFIXES
@@ -26,7 +26,7 @@ from mheads.errors import UserError
 from mheads.files import hidden_name, remove, write_atomically
 from mheads.measuring import answers, in_eval_mode
 from mheads.parts import threads_engine
-from mheads.prepared import check, raw_examples
+from mheads.prepared import beside, check, raw_examples
 from mheads.problems import Classification
 from mheads.progress import Watcher, telling
 from mheads.run import Run
@@ -138,7 +138,7 @@ def _asked(run: Run, files: Sequence[Path], resize: bool) -> list[Asked]:
             flush()
             raw = raw_examples(read_examples(file, run), run.data)
             check(raw, run.data)
-            asked.append(Asked(file, Unlabelled(raw, as_side(read_side(file), len(raw), str(file)))))
+            asked.append(Asked(file, Unlabelled(raw, beside(read_side(file), len(raw), run.data, str(file)))))
             continue
         found = _images_in(file) if file.is_dir() else [file]
         for image in found:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,7 @@ class Prepared(nn.Module):
         raw = raw_examples(x, self.data)
         check(raw, self.data)
         if side is not None:
-            arrays = as_side(side, len(raw), "the examples")
+            arrays = beside(side, len(raw), self.data)
             side = {name: torch.from_numpy(array).to(raw.device) for name, array in arrays.items()}
         return self.run(raw, side)
 
@@ -45,6 +47,7 @@ def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about read-only arrays: nobody writes to them
             raw = x if isinstance(x, Tensor) else torch.as_tensor(stacked(x, what))
+            raw = raw.to_dense() if raw.layout != torch.strided else raw
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{what} are not an array ({error}); give arrays of shape {('N', *data.shape)}") from error
     if not raw.numel() and raw.shape[:1] in ((), (0,)):
@@ -60,6 +63,23 @@ def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
         kind = str(raw.dtype).removeprefix("torch.")
         raise UserError(f"{what} have dtype {kind}; convert them to uint8 or float32, as training saw them")
     return raw.permute(0, 2, 3, 1) if raw.dim() == 4 and not raw.is_floating_point() else raw
+
+
+def beside(side: Any, count: int, data: DataFacts, what: str = "the examples") -> dict[str, np.ndarray]:
+    """Side inputs of so many examples, refused if their shapes are not those of training."""
+    arrays = as_side(side, count, what)
+    check_side({name: array.shape[1:] for name, array in arrays.items()}, data, what)
+    return arrays
+
+
+def check_side(shapes: Mapping[str, tuple[int, ...]], data: DataFacts, what: str = "the examples") -> None:
+    """Refuses side inputs whose shapes for one example are not those of training."""
+    for name, shape in (data.side or {}).items():
+        if shape and shapes.get(name, shape) != shape:
+            raise UserError(
+                f"{what}: side input {name!r} has shape {list(shapes[name])} for one example, but training had "
+                f"{list(shape)}"
+            )
 
 
 def check(raw: Tensor, data: DataFacts, what: str = "the examples") -> None:

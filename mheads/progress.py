@@ -10,6 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from mheads.errors import warn
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -58,7 +60,7 @@ class Silent:
         pass
 
     def warn(self, message: str) -> None:
-        warnings.warn(message, stacklevel=2)
+        warn(message)
 
 
 @contextmanager

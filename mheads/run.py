@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -20,13 +19,14 @@ from mheads import data as datasets
 from mheads import identity
 from mheads.config import Config
 from mheads.data import ArraySplit
-from mheads.data.arrays import Unlabelled, as_side
+from mheads.data.arrays import Unlabelled
+from mheads.data.assemble import side_shapes
 from mheads.data.dataset import DatasetSplit
-from mheads.errors import UserError
+from mheads.errors import UserError, warn
 from mheads.log import Log
 from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.parts import threads_engine
-from mheads.prepared import Prepared, check, raw_examples
+from mheads.prepared import Prepared, beside, check, check_side, raw_examples
 from mheads.problems import Classification, Problem
 from mheads.run_folder import DataFacts, RunFolder
 from mheads.treenet import TreeNet
@@ -49,7 +49,7 @@ class Temporary:
         return type(None), ()  # a pickled run is read elsewhere: what it needs is in memory
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Run:
     """A trained ensemble with its result, history and folder.
 
@@ -88,16 +88,16 @@ class Run:
         object.__setattr__(self, "_weights", identity.weights(self.net.state_dict()))
 
     def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter in self.net.parameters()]
+        tensors = (*self.net.parameters(), *self.net.buffers())  # which statistics of batches change as well
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
     def _trained(self) -> TreeNet:
         """The net; warns if its weights are no longer those of this run."""
         # How often weights were written is known at once; whether others are there now takes reading them all.
         if self._versions_now() != self._versions and identity.weights(self.net.state_dict()) != self._weights:
-            warnings.warn(
+            warn(
                 "the weights of this net have changed since the run, perhaps by another fit, and what it answers now "
-                "is not what run.result measured: mheads.load(run.folder, factory) brings back those of the run",
-                stacklevel=3,
+                "is not what run.result measured: mheads.load(run.folder, factory) brings back those of the run"
             )
         return self.net
 
@@ -116,12 +116,12 @@ class Run:
         outputs, weights = self.outputs(x, side)
         return self.data.problem.mean(outputs.double(), weights)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # what comes out of inference_mode could not be learned from
     def outputs(self, x: Any, side: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor | None]:
         """Outputs [M, N, C] of raw examples, and weights [M, N] if members have scores."""
         raw = raw_examples(x, self.data)
         check(raw, self.data)
-        examples, net = Unlabelled(raw, as_side(side, len(raw), "the examples")), self._trained()
+        examples, net = Unlabelled(raw, beside(side, len(raw), self.data)), self._trained()
         with closing(threads_engine(self.config, net)) as engine, in_eval_mode([net]):
             return all_answers(engine, examples, self.data.inputs, self.data.problem)[:2]
 
@@ -144,6 +144,7 @@ class Run:
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")
+        check_side(side_shapes(split), self.data)
         return split
 
     def member(self, m: int) -> Prepared:
@@ -198,7 +199,8 @@ def opened(
         else:
             warn("run.result is NaN throughout: there was no evaluation yet; evaluate the run to have one")
             summary |= data.problem.unknown(net.num_members).to_dict()
-    return Run(folder.path, config, net, data, data.problem.read_result(summary), summary, log, temporary)
+    # A relative path would be another folder's after a change of the current one.
+    return Run(folder.path.absolute(), config, net, data, data.problem.read_result(summary), summary, log, temporary)
 
 
 def labelled(

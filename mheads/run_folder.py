@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,13 @@ class DataFacts:
     fingerprint: str
     seen: Seen | None = None
     held_out: str | None = None
+    held_out_rows: np.ndarray | None = field(default=None, compare=False)  # of the training examples as they were given
+    side: dict[str, tuple[int, ...]] | None = field(default=None, compare=False)  # shapes; None in older runs
 
     @staticmethod
     def of(data: Data) -> DataFacts:
-        shape = tuple(data.train.shape)
-        return DataFacts(data.name, shape, data.problem, data.preprocess, data.fingerprint, data.seen, data.held_out)
+        shape, problem, held_out = tuple(data.train.shape), data.problem, (data.held_out, data.held_out_rows)
+        return DataFacts(data.name, shape, problem, data.preprocess, data.fingerprint, data.seen, *held_out, data.side)
 
     def check(self, given: Seen | None, what: str) -> None:
         """Refuses other examples that cannot be brought to the range that training saw."""
@@ -329,6 +331,9 @@ class RunFolder:
     def load_weights(self, net: TreeNet, warn: Warn, final: bool = False) -> Weights:
         """The newest weights, or the `final` ones of a finished run, put into a net of the run's tree."""
         found = self.final_weights() if final else self.newest_weights(warn)
+        kinds = {(p.dtype, found.tensors[name].dtype) for name, p in net.named_parameters() if name in found.tensors}
+        if len(kinds) == 1 and len(set(*kinds)) > 1:
+            net.to(dtype=next(iter(kinds))[1])  # there it was converted after it was built
         try:
             net.load_state_dict(found.tensors)  # copied in place: the strides of the net's own tensors decide bits
         except RuntimeError as error:
@@ -369,8 +374,10 @@ class RunFolder:
             "fingerprint": data.fingerprint,
             "seen": None if data.seen is None else [data.seen.kind, data.seen.low, data.seen.high],
             "held_out": data.held_out,
+            "side": data.side,
         }
-        self._write(self.data, to_bytes(data.preprocess.tensors(), {"facts": json.dumps(facts)}))
+        rows = {} if data.held_out_rows is None else {"held_out": torch.from_numpy(data.held_out_rows)}
+        self._write(self.data, to_bytes(data.preprocess.tensors() | rows, {"facts": json.dumps(facts)}))
 
     def read_data(self) -> DataFacts:
         self.manifest.check(self.data)
@@ -381,7 +388,10 @@ class RunFolder:
             preprocess = Preprocess.from_tensors(tensors, facts["scale"], facts.get("bgr", False))
             shape, problem = tuple(facts["shape"]), problems.from_dict(facts["problem"])
             seen = None if facts["seen"] is None else Seen(*facts["seen"])
-            return DataFacts(facts["name"], shape, problem, preprocess, facts["fingerprint"], seen, facts["held_out"])
+            held_out = (facts["held_out"], tensors["held_out"].numpy() if "held_out" in tensors else None)
+            side = facts.get("side")
+            side = None if side is None else {name: tuple(size) for name, size in side.items()}
+            return DataFacts(facts["name"], shape, problem, preprocess, facts["fingerprint"], seen, *held_out, side)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise DamageError(f"{self.data} cannot be read ({error}): the run folder is damaged; {AGAIN}") from error
 

@@ -5,9 +5,11 @@ Each gives a new tree with weights of its own; the one that it was made of stays
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from mheads.errors import UserError
+from mheads.plain import as_plain
 from mheads.tree import Node, Spec
 from mheads.treenet import TreeNet, unsaved_buffers
 
@@ -15,16 +17,21 @@ Sources = list[int | None]  # the member that each member of the new tree comes 
 
 
 def keep(net: TreeNet, members: Collection[int]) -> TreeNet:
-    """The members alone, in the order that they have. Stages that only one goes through become one stage."""
-    members = [_checked(net, m) for m in members]
+    """These members alone, in this order. Stages that only one goes through become one stage."""
+    members = _checked_all(net, members)
     if not members:
         raise UserError(f"a tree needs at least one member: keep some of the {net.num_members}")
-    return _rebuilt(net, *_grown(net, set(members)), net.seed, net.init)
+    if twice := [m for i, m in enumerate(members) if m in members[:i]]:
+        raise UserError(f"keep: member {twice[0]} is there twice; net.with_members(1, like={twice[0]}) copies one")
+    spec, sources = _grown(net, members)
+    if sources != members:
+        raise UserError(f"keep({members}): members that share layers stand side by side, as in {sources}")
+    return _rebuilt(net, spec, sources, net.seed, net.init)
 
 
 def without(net: TreeNet, members: Collection[int]) -> TreeNet:
     """All members but these."""
-    gone = {_checked(net, m) for m in members}
+    gone = _checked_all(net, members)
     return keep(net, [m for m in range(net.num_members) if m not in gone])
 
 
@@ -37,9 +44,10 @@ def with_members(
     single network may be split anywhere. New members come after those that are there below the same split, and later
     ones move up. Their weights are drawn, by a seed of their own, or those of the member `like`.
     """
+    n = as_plain(n)
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise UserError(f"with_members({n!r}): give how many, at least 1")
-    everyone = set(range(net.num_members))
+    everyone = range(net.num_members)
     if at is None:
         spec, sources = _grown(net, everyone, {None: n})
     elif net.num_members == 1:
@@ -68,7 +76,14 @@ def split_names(net: TreeNet, node: Node) -> list[str]:
     return [found.name, *getattr(found, "also", ())]
 
 
+def _checked_all(net: TreeNet, members: Any) -> list[int]:
+    if not isinstance(members, Iterable):
+        raise UserError(f"members {members!r}: give a list of their numbers, such as [{members!r}]")
+    return [_checked(net, m) for m in members]
+
+
 def _checked(net: TreeNet, member: int) -> int:
+    member = as_plain(member)
     if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < net.num_members:
         raise UserError(f"member {member!r} of {net.num_members}: they are counted from 0 to {net.num_members - 1}")
     return member
@@ -85,12 +100,19 @@ def _split_at(net: TreeNet, at: str) -> str:
     return found[0]
 
 
-def _grown(net: TreeNet, members: Collection[int], more: dict[str | None, int] | None = None) -> tuple[Spec, Sources]:
-    """The specification of a tree with these of its members and `more` below some stages, and where each comes from."""
+def _grown(net: TreeNet, members: Sequence[int], more: dict[str | None, int] | None = None) -> tuple[Spec, Sources]:
+    """The specification of a tree with these of its members and `more` below some stages, and where each comes from.
+
+    Members come in the given order, as far as those that share a stage stand side by side.
+    """
     sources: Sources = []
+    places = {member: place for place, member in enumerate(members)}
+
+    def first(node: Node) -> int:
+        return min((places[m] for m in node.members if m in places), default=-1)
 
     def of(nodes: Sequence[Node], parent: str | None) -> Spec:
-        parts = [below(node) for node in nodes if not set(node.members).isdisjoint(members)]
+        parts = [below(node) for node in sorted(nodes, key=first) if first(node) >= 0]
         new = (more or {}).get(parent, 0)
         sources.extend([None] * new)
         parts += [1] * new

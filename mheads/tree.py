@@ -17,8 +17,10 @@ from typing import Any
 
 from mheads.chain import Layer
 from mheads.errors import UserError
+from mheads.plain import as_plain
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
+LAYER = "the layer {0} is split='\"{0}\"', in quotes, since a number says how many members share nothing"
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,16 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
     for i, root in enumerate(roots):
         grow(root, "trunk" if len(roots) == 1 else str(i), 0, None)
     if members is not None and num_leaves != members:
-        raise UserError(f"the tree {spec!r} has {num_leaves} leaves, but members is {members}: they must be equal")
+        hint = f"; {LAYER.format(spec)}" if isinstance(spec, int) and str(spec) in names else ""
+        raise UserError(
+            f"the tree {spec!r} has {num_leaves} leaves, but members is {members}: they must be equal{hint}"
+        )
     return Tree(nodes)
 
 
 def whole_spec(members: int | None, split: Spec | str | None) -> Spec:
     """The full specification of a tree that is given as a number of members and a split, or none."""
+    members, split = as_plain(members), as_plain(split)
     if members is not None and members < 1:
         raise UserError(f"members must be at least 1, not {members}")
     if split is None:

@@ -124,6 +124,7 @@ class TreeNet(nn.Module):
     def _draw(self, member: int) -> nn.Module:
         """The network that a member's own stages come from; only the seed and the member decide its weights."""
         with seeds.seeded(self.seed, "weights", 0 if self.init == "same" else member):
+            self._refuse_arguments()
             network = self._factory()
         if not isinstance(network, nn.Module):
             raise UserError(f"the factory gives a {type(network).__name__}, not an nn.Module: return the network")
@@ -133,6 +134,21 @@ class TreeNet(nn.Module):
         if lazy:
             raise UserError(f"{lazy[0]} has no size yet: give the layer its number of inputs instead of a lazy one")
         return avoid_overruns(network)
+
+    def _refuse_arguments(self) -> None:
+        """Refuses a factory that cannot be called without arguments, such as a class with some."""
+        function = self._factory.function
+        if isinstance(function, nn.Module) or not callable(function):
+            return
+        try:
+            inspect.signature(function, follow_wrapped=False).bind()
+        except ValueError:
+            pass  # written in C: it has no signature to look at
+        except TypeError as error:
+            name = getattr(function, "__name__", repr(function))
+            raise UserError(
+                f"the factory {name} cannot be called without arguments ({error}): give lambda: {name}(...)"
+            ) from error
 
     def _refuse_another_graph(self, network: nn.Module) -> None:
         """A graph holds the numbers of the network that it was made of, so all must be built alike."""
@@ -174,7 +190,10 @@ class TreeNet(nn.Module):
         return self.chain.stage([layer.name for layer in self.layers], *stages)
 
     def keep(self, members: Collection[int]) -> TreeNet:
-        """A tree of these members alone, with copies of their weights."""
+        """A tree of these members alone, in this order, with copies of their weights.
+
+        Members that share layers stand side by side.
+        """
         from mheads import surgery
 
         return surgery.keep(self, members)

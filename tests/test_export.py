@@ -60,7 +60,7 @@ def numbers():
 
 def answers(path, x):
     if path.suffix == ".pt2":
-        return torch.export.load(path).module()(torch.from_numpy(x)).detach().numpy()
+        return torch.export.load(path).module()(torch.from_numpy(x)).detach().double().numpy()
     import onnxruntime
 
     return onnxruntime.InferenceSession(path).run(None, {"examples": x})[0]
@@ -99,6 +99,34 @@ def test_numbers_are_averaged_and_taken_in_the_precision_of_training(numbers, tm
     run, x = numbers
     assert off(answers(run.export(tmp_path / f"mean{suffix}"), x), run.predict(x).double().mean(0)) <= 1e-5
     assert off(answers(run.export(tmp_path / f"all{suffix}", "members"), x), run.predict(x)) <= 1e-5
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - 1e6
+
+
+@pytest.mark.parametrize(
+    ("dtype", "what", "suffix"),
+    [
+        (torch.float64, "members", ".pt2"),
+        pytest.param(torch.float64, "mean", ".onnx", marks=ONNX),
+        (torch.bfloat16, "mean", ".pt2"),
+        (torch.float16, "mean", ".pt2"),
+        pytest.param(torch.float16, "members", ".onnx", marks=ONNX),
+    ],
+)
+def test_networks_of_other_precision_are_exported_in_it(tmp_path, dtype, what, suffix):
+    """In double precision examples are not rounded before the network sees them; in half precision little is."""
+    x = np.random.default_rng(0).normal(size=(60, 5)) + 1e6 * (dtype == torch.float64)
+    layers = [Centred()] if dtype == torch.float64 else []
+    net = mheads.TreeNet(lambda: nn.Sequential(*layers, nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype), 2)
+    run = mheads.fit(net, train=(x, Y[:60]), test=(x, Y[:60]), **QUICK)
+    path = run.export(tmp_path / f"a{suffix}", what, examples=x)
+    outputs = run.predict(x).double()
+    given = x if dtype == torch.float64 else x.astype(np.float32)
+    most = 1e-9 if dtype == torch.float64 else 4 * torch.finfo(dtype).eps
+    assert off(answers(path, given), outputs.softmax(-1).mean(0) if what == "mean" else outputs) <= most
 
 
 def test_a_process_without_mheads_gives_our_outputs(tree, exported, tmp_path):
@@ -180,6 +208,7 @@ def fitted(network):
     ("path", "what", "words"),
     [
         ("a.pth", "mean", r"a\.pth: the suffix says what is written, \.pt2 \(torch\.export\) or \.onnx"),
+        (".", "mean", r"is a folder: give the name of a file in it, such as .*ensemble\.pt2"),
         ("gone/a.pt2", "mean", r"cannot write .*a\.pt2: there is no folder"),
         ("a.pt2", "median", "what='median': an exported file gives one of mean, scored, members, member:N"),
         ("a.pt2", "member:3", "there are 3 members, counted from 0 to 2"),
@@ -226,11 +255,12 @@ def test_what_onnxruntime_does_not_know_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_networks_that_no_exporter_can_follow_are_refused(tmp_path):
+def test_networks_that_no_exporter_can_follow_are_refused(tmp_path, capfd):
     run = fitted(with_layer(Branching))
     with pytest.raises(UserError, match=r"torch\.export cannot follow the network"):
         run.export(tmp_path / "a.pt2")
     assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")  # torch shows the graph so far
 
 
 def test_side_inputs_are_refused(tmp_path):

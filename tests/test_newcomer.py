@@ -142,3 +142,201 @@ def test_tables_of_objects_are_taken_as_numbers_or_the_entry_is_named():
 def test_a_number_of_classes_is_not_their_names():
     with pytest.raises(UserError, match=r"classes=3: give their names in order, such as \['cat', 'dog'\]"):
         fit(TreeNet(small, members=2), train=TABLE, test=TABLE, classes=3, iterations=3)
+
+
+# Numbers of numpy's, which come out of every computation.
+
+
+@pytest.mark.parametrize(
+    ("given", "iterations", "evaluations"),
+    [
+        ({"epochs": 1, "batch_size": np.int64(10)}, 6, 6),
+        ({"epochs": np.int64(2), "batch_size": 10.0}, 12, 12),
+        ({"epochs": np.float32(0.5), "batch_size": 10, "accumulate": np.int32(3)}, 1, 1),
+        ({"iterations": np.int64(20), "batch_size": 10, "lr": np.float32(0.1), "seed": np.uint8(3)}, 20, 10),
+    ],
+)
+def test_numbers_of_numpys_count_as_pythons_own(given, iterations, evaluations):
+    run = fit(TreeNet(small, members=2), train=TABLE, test=TABLE, **given)
+    assert run.summary["iterations"] == iterations
+    assert len(run.history.evaluations) == evaluations
+    assert type(run.config.optim.batch_size) is int and type(run.config.optim.lr) is float
+
+
+def test_a_tree_may_be_given_in_numpys_numbers(tmp_path):
+    net = TreeNet(small, members=np.int64(3), split="0")
+    assert net.num_members == 3 and net.with_members(np.int64(1)).num_members == 4
+    nested = TreeNet(small, tree={"0": [np.int64(2), 1]})
+    run = fit(nested, train=TABLE, iterations=1, run=tmp_path / "run")
+    assert mheads.load(tmp_path / "run", small).net.num_members == 3
+    assert run.member(np.int64(1))(TABLE[0]).shape == (60, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda run: run.export("a.pt2", what=None), "what='None': an exported file gives one of mean, scored"),
+        (lambda run: mheads.evaluate(run.net, TABLE, batch_size=0), "batch_size=0: give how many examples"),
+        (lambda run: fit(run.net, train=TABLE, init=run.folder, init_map=["a"]), r"init_map=\['a'\]: give a dict"),
+        (lambda run: TreeNet(nn.Linear, members=2), r"factory Linear cannot be called without arguments .*lambda: Lin"),
+        (lambda run: run.predict(object()), r"the examples are <object object .*>: give an array, a tensor, or a list"),
+        (lambda run: fit(run.net, train=TABLE, problem="what"), "give auto, classification, .* or examples"),
+        (
+            lambda run: TreeNet(small, members=3, split=2),
+            "has 2 leaves, but members is 3.*the layer 2 is split='\"2\"', in quotes",
+        ),
+    ],
+)
+def test_small_mistakes_are_told_without_a_traceback(call, words):
+    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1)
+    with pytest.raises(UserError, match=words):
+        call(run)
+
+
+def test_models_elsewhere_that_give_one_number_are_told_how_regression_has_it():
+    x, y = TABLE[0].numpy(), TABLE[0][:, 0].numpy()
+    with pytest.raises(UserError, match=r"must give numbers \[B, 1\], as y.reshape\(len\(y\), -1\) .*, not \(60,\)"):
+        mheads.evaluate(lambda x: x[:, 0], (x, y))
+    assert mheads.evaluate(lambda x: x[:, :1], (x, y)).ensemble_mean == 0
+
+
+def test_a_run_can_be_a_key_and_be_loaded_again(tmp_path):
+    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1, run=tmp_path / "run")
+    again = mheads.load(run, small)
+    assert {run: 1, again: 2}[run] == 1 and run != again
+    assert torch.equal(again.predict(TABLE[0]), run.predict(TABLE[0]))
+
+
+def test_a_run_knows_its_folder_after_a_change_of_the_current_one(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir(), (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1, run="mine")
+    monkeypatch.chdir(tmp_path / "there")
+    assert str(tmp_path / "here" / "mine") in repr(run)
+    assert mheads.load(run.folder, small).result == run.result
+
+
+# Arrays as they come.
+
+
+def test_arrays_that_run_backwards_or_in_the_other_byte_order_are_taken():
+    x, y = TABLE[0].numpy(), TABLE[1].numpy()
+    run = fit(TreeNet(small, members=2), train=(x[::-1], y[::-1]), test=(x, y[::-1]), iterations=2)
+    plain = fit(TreeNet(small, members=2), train=(x[::-1].copy(), y[::-1].copy()), test=(x, y), iterations=2)
+    expected = plain.predict(x)
+    assert torch.equal(run.predict(x), expected)
+    assert torch.equal(run.predict(x[::-1]), expected.flip(1))
+    for dtype in (">f4", ">f8"):
+        assert torch.equal(run.predict(x.astype(dtype)), expected)
+    swapped = fit(TreeNet(small, members=2), train=(x[::-1], y[::-1].astype(">i8")), test=(x, y), iterations=2)
+    assert torch.equal(swapped.predict(x), expected)
+
+
+def test_numbers_that_float32_cannot_tell_apart_are_refused_as_targets():
+    x = TABLE[0].numpy()
+    times = 1.7e9 + 10.0 * np.arange(60)
+    words = (
+        r"numbers like 1700000000, learned in float32, which rounds them by up to 6\d where .* is 1\.7e\+02: subtract"
+    )
+    for y in (times, times[:, None], np.stack([np.arange(60.0), times], 1)):
+        with pytest.raises(UserError, match=words):
+            fit(TreeNet(lambda: small(1), members=2), train=(x, y))
+    with pytest.raises(UserError, match=words):
+        mheads.evaluate(lambda x: x[:, :1], (x, times))
+    with pytest.raises(UserError, match=words):
+        fit(TreeNet(lambda: small(1), members=2), train=(x, times.astype(np.int64)), problem="regression")
+    run = fit(TreeNet(lambda: small(1), members=2), train=(x, (times - times.mean()) / times.std()), iterations=1)
+    assert np.isfinite(run.result.ensemble_mean)
+
+
+def test_what_is_held_out_can_be_measured_again_and_priors_may_be_of_all(tmp_path):
+    x, y = TABLE[0].numpy(), TABLE[1].numpy()
+    priors = np.random.default_rng(0).integers(0, 3, (2, 60)) + 0.5
+    run = fit(TreeNet(small, members=2), train=(x, y), sampling=priors, iterations=3, run=tmp_path / "run")
+    rows = mheads.load(tmp_path / "run", small).data.held_out_rows
+    assert len(rows) == 6
+    found = run.evaluate(x[rows], y[rows])
+    assert found.ownership == run.result.ownership and found.nll == pytest.approx(run.result.nll, abs=1e-5)
+    kept = np.setdiff1d(np.arange(60), rows)
+    same = fit(TreeNet(small, members=2), train=(x, y), sampling=priors[:, kept], iterations=3)
+    assert torch.equal(same.predict(x), run.predict(x))
+    last = fit(TreeNet(small, members=2), train=(x, y), validation=5, sampling=priors, iterations=1)
+    assert last.data.held_out_rows.tolist() == [55, 56, 57, 58, 59]
+
+
+def test_a_network_may_learn_to_give_its_input_back():
+    def back():
+        return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+
+    run = fit(TreeNet(back, members=2), train=TABLE, test=TABLE, problem="examples", iterations=2)
+    outputs = run.predict(TABLE[0])
+    expected = ((outputs - TABLE[0]) ** 2).mean((1, 2)).sqrt()
+    np.testing.assert_allclose(run.result.members, expected, rtol=1e-5)
+
+
+# Modes, precision and what is kept between calls.
+
+
+def test_a_service_under_inference_mode_loads_answers_and_copies(tmp_path):
+    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1, run=tmp_path / "run")
+    expected = run.predict(TABLE[0])
+    with torch.inference_mode():
+        loaded = mheads.load(tmp_path / "run", small)
+        assert torch.equal(loaded.predict(TABLE[0]), expected)
+        for made in (copy.deepcopy(run), pickle.loads(pickle.dumps(run))):
+            assert torch.equal(made.predict(TABLE[0]), expected)
+        built = TreeNet(small, members=2)
+    fit(loaded.net, train=TABLE, iterations=1)
+    with pytest.raises(UserError, match=r"built or copied under torch.inference_mode.*build it outside"):
+        fit(built, train=TABLE, iterations=1)
+
+
+def test_what_a_run_answers_can_be_learned_from_and_written_to():
+    run = fit(TreeNet(small, members=2), train=TABLE, iterations=1)
+    outputs = run.predict(TABLE[0])
+    assert not outputs.requires_grad
+    outputs += 1
+    stacked = nn.Linear(3, 1)
+    stacked(outputs).sum().backward()
+    torch.testing.assert_close(stacked.weight.grad[0], outputs.sum((0, 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_net_that_was_converted_is_loaded_in_its_precision(tmp_path, dtype):
+    net = TreeNet(small, members=2).to(dtype)
+    run = fit(net, train=TABLE, iterations=5, run=tmp_path / "run")
+    loaded = mheads.load(tmp_path / "run", small)
+    assert loaded.net.dtype == dtype
+    assert torch.equal(loaded.predict(TABLE[0]), run.predict(TABLE[0]))
+
+
+def test_statistics_that_change_after_the_run_are_noticed():
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), members=2)
+    run = fit(net, train=TABLE, iterations=2)
+    net.train()
+    net(5 * TABLE[0] + 3)
+    net.eval()
+    with pytest.warns(UserWarning, match="weights of this net have changed since the run") as said:
+        run.predict(TABLE[0])
+    assert {warning.filename for warning in said} == {__file__}  # the user's line
+
+
+class Shifted(nn.Linear):
+    takes = "shift"
+
+    def forward(self, x, shift):
+        return super().forward(x) + shift
+
+
+def test_side_inputs_of_another_shape_than_in_training_are_refused():
+    shift = np.ones((60, 1), np.float32)
+    net = TreeNet(lambda: nn.Sequential(Shifted(4, 8), nn.Linear(8, 3)), members=2)
+    run = fit(net, train=(*TABLE, {"shift": shift}), test=(*TABLE, {"shift": shift}), iterations=1)
+    assert run.predict(TABLE[0], {"shift": shift}).shape == (2, 60, 3)
+    words = r"side input 'shift' has shape \[8\] for one example, but training had \[1\]"
+    wide = {"shift": np.ones((60, 8))}
+    for ask in (run.predict, lambda x, side: run.evaluate(x, TABLE[1], side), run.member(0)):
+        with pytest.raises(UserError, match=words):
+            ask(TABLE[0], wide)
+    with pytest.raises(UserError, match=r"side inputs of training are shift \[1\], of the test set shift \[8\]"):
+        fit(net, train=(*TABLE, {"shift": shift}), test=(*TABLE, wide), iterations=1)

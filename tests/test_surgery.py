@@ -33,18 +33,19 @@ def net():
         ([0, 2], ["trunk", "conv/0", "conv/1"]),
         ([2], ["trunk"]),
         ([1, 3, 4], ["trunk", "conv/0", "conv/1", "conv/1/hidden/0", "conv/1/hidden/1"]),
-        ([4, 1, 1], ["trunk", "conv/0", "conv/1"]),
+        ([4, 1], ["trunk", "conv/0", "conv/1"]),  # in this order, the best first, say
+        (np.array([4, 3, 0]), ["trunk", "conv/0", "conv/0/hidden/0", "conv/0/hidden/1", "conv/1"]),
     ],
 )
 def test_members_that_are_kept_give_what_they_gave(net, members, stages):
     kept = net.keep(members)
     assert list(kept.tree.nodes) == stages
-    assert torch.equal(outputs(kept), outputs(net)[sorted(set(members))])
+    assert torch.equal(outputs(kept), outputs(net)[members])
     rest = [m for m in range(5) if m not in members]
-    assert torch.equal(outputs(net.without(rest)), outputs(kept))
+    assert torch.equal(outputs(net.without(rest)), outputs(net)[sorted(members)])
     with torch.no_grad():
         next(kept.parameters()).add_(1)
-    assert not torch.equal(outputs(kept), outputs(net)[sorted(set(members))])  # weights of its own
+    assert not torch.equal(outputs(kept), outputs(net)[members])  # weights of its own
     assert torch.equal(outputs(net), outputs(TreeNet(networks.with_dropout, tree=SPEC, seed=3)))
 
 
@@ -136,6 +137,9 @@ def test_what_was_cut_and_grown_trains_on_and_is_loaded_again(tmp_path):
     ("call", "words"),
     [
         (lambda net: net.keep([]), "a tree needs at least one member: keep some of the 5"),
+        (lambda net: net.keep(0), r"members 0: give a list of their numbers, such as \[0\]"),
+        (lambda net: net.keep([4, 0, 4]), r"member 4 is there twice; net.with_members\(1, like=4\) copies one"),
+        (lambda net: net.keep([3, 0, 4]), r"\[3, 0, 4\]\): members that share layers stand .* as in \[3, 4, 0\]"),
         (lambda net: net.without(range(5)), "a tree needs at least one member"),
         (lambda net: net.keep([5]), "member 5 of 5: they are counted from 0 to 4"),
         (lambda net: net.without([-1]), "member -1 of 5"),

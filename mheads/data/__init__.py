@@ -5,7 +5,7 @@ from mheads.data.cache import cache_dir
 from mheads.data.catalog import DATASETS, load
 from mheads.data.clusters import confusable
 from mheads.data.fetch import get
-from mheads.data.given import read_priors
+from mheads.data.given import of_rows, read_priors
 from mheads.data.preprocess import Preprocess
 from mheads.data.sampling import deal, order, priors, stream, weighted
 from mheads.data.seen import Seen
@@ -28,6 +28,7 @@ __all__ = [
     "from_arrays",
     "get",
     "load",
+    "of_rows",
     "order",
     "posed",
     "priors",

@@ -16,7 +16,7 @@ from mheads.data.augment import crop_and_mirror, places
 from mheads.data.images import pixels_of
 from mheads.data.seen import Seen, survey
 from mheads.data.split import Beside
-from mheads.data.targets import WAYS
+from mheads.data.targets import WAYS, as_float32
 from mheads.errors import UserError
 from mheads.plain import short
 
@@ -228,7 +228,7 @@ def as_targets(labels: Any, where: str) -> np.ndarray:
     if y.dtype.kind in "biu" and y.ndim in (2, 3) and 0 not in y.shape[1:]:
         return y.astype(np.uint8 if y.dtype.itemsize == 1 and y.dtype.kind != "i" else np.int64, copy=False)
     if y.dtype.kind == "f" and y.ndim in (1, 2) and 0 not in y.shape[1:]:
-        return np.ascontiguousarray(y[:, None] if y.ndim == 1 else y, np.float32)
+        return as_float32(y[:, None] if y.ndim == 1 else y, where)
     raise UserError(f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; give {WAYS}")
 
 
@@ -251,13 +251,17 @@ def stacked(values: Any, what: str) -> np.ndarray:
         if array.size and all(isinstance(value, str) for value in array.flat):
             return array.astype(str)
         return _unboxed(array, what)
+    if not array.dtype.isnative or any(step < 0 for step in array.strides):  # which torch does not take
+        array = array.astype(array.dtype.newbyteorder("="), order="C")
     return array
 
 
 def _unboxed(array: np.ndarray, what: str) -> np.ndarray:
     """The numbers of an array of objects, as tables of mixed columns are read."""
+    if array.ndim == 0:
+        raise UserError(f"{what} are {short(array.item())}: give an array, a tensor, or a list of such")
     kinds = {type(value) for value in array.flat}
-    for number, dtype in ((numbers.Integral, np.int64), (numbers.Real, np.float32)):
+    for number, dtype in ((numbers.Integral, np.int64), (numbers.Real, np.float64)):
         if kinds and all(issubclass(kind, number) and kind is not bool for kind in kinds):
             return array.astype(dtype)
     if any(issubclass(kind, np.ndarray | torch.Tensor | list | tuple) for kind in kinds):

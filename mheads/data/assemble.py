@@ -50,6 +50,7 @@ def assemble(
     importance = None if weights is None else _checked(weights, len(train), name)
     count, held_out = len(train), None
     rows = np.arange(count)
+    out: np.ndarray | None = None
     if hold_out is not None:
         if count == 1:
             raise UserError(f"{name}: {count} example is too few to hold some out; give a test set")
@@ -65,13 +66,13 @@ def assemble(
                 f" examples, so give 0 to {count - 1}"
             )
         _refuse_sorted(_groups(train, problem), validation, name)
-        rows = rows[: count - validation]
+        rows, out = np.split(rows, [count - validation])
         train, test = train.part(slice(count - validation)), train.part(slice(count - validation, None))
         held_out = f"{validation} of {count} examples, the last"
     if limit is not None:
         if limit < 1:
             raise UserError(f"{name}: data.limit is {limit}; give the number of examples to keep, 1 or more")
-        rows = rows[:limit]
+        rows, out = rows[:limit], None if out is None else out[:limit]
         train, test = train.part(slice(limit)), test.part(slice(limit))
     test = test.fixed()
     if len(test) and test.shape != train.shape:
@@ -79,10 +80,10 @@ def assemble(
             f"{name}: training examples have shape {train.shape} but test examples {test.shape};"
             " make them the same size"
         )
-    first = np.arange(1)
-    sides = [split.beside(first, None).side.keys() for split in (train, test) if len(split)]
-    if any(side != sides[0] for side in sides):
-        given, lacking = (", ".join(sorted(side)) or "none" for side in sides)
+    side, *others = [side_shapes(split) for split in (train, test) if len(split)]
+    if any(other != side for other in others):
+        given, lacking = (", ".join(f"{key} {list(shape)}" for key, shape in sorted(each.items())) or "none"
+                          for each in (side, *others))  # fmt: skip
         raise UserError(f"{name}: the side inputs of training are {given}, of the test set {lacking}; give all to both")
     problem.check_targets(train.targets, f"{name}: train")
     problem.check_targets(test.targets, f"{name}: test")
@@ -106,7 +107,16 @@ def assemble(
             )
         preprocess = replace(preprocess, bgr=True)
     fingerprint = _fingerprint(train, test, importance)
-    return Data(name, train, test, problem, preprocess, fingerprint, seen, importance, held_out)
+    return Data(name, train, test, problem, preprocess, fingerprint, seen, importance, held_out, out, rows, count, side)
+
+
+def side_shapes(split: Split) -> dict[str, tuple[int, ...]]:
+    """The shape of each side input of one example; () where it has several rows."""
+    beside = split.beside(np.arange(1), None)
+    return {
+        key: tuple(value.shape[1:]) if beside.counts is None and isinstance(value, torch.Tensor) else ()
+        for key, value in beside.side.items()
+    }
 
 
 def _groups(split: Split, problem: Problem) -> np.ndarray:

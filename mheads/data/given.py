@@ -31,6 +31,12 @@ def read_priors(path: Path) -> np.ndarray:
         raise UserError(f"{path} cannot be read as an .npz or .npy file of plain arrays ({error}); {SAVED}") from error
 
 
+def of_rows(given: Any, rows: np.ndarray | None, count: int) -> Any:
+    """Priors [M, N] of all `count` examples as those of the rows that training has; others as they are."""
+    shape: tuple[int, ...] = getattr(given, "shape", ())
+    return given[:, rows] if rows is not None and len(shape) == 2 and len(rows) < count == shape[1] else given
+
+
 def check_priors(given: Any, members: int, n: int, where: str) -> np.ndarray:
     """Priors [M, N] as float32 with rows of mean 1."""
     try:
@@ -42,7 +48,7 @@ def check_priors(given: Any, members: int, n: int, where: str) -> np.ndarray:
     if found.shape != (members, n):
         raise UserError(
             f"{where}: priors of shape {list(found.shape)}, but there are {members} members and {n} training examples; "
-            f"give an array [{members}, {n}], without examples that are held out"
+            f"give an array [{members}, {n}], without examples that are held out, or one of all with them"
         )
     found = found.astype(np.float64)
     bad = np.argwhere(~(np.isfinite(found) & (found >= 0)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from mheads.errors import UserError
+from mheads.errors import UserError, warn
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Seen:
         far = low < self.low - width or high > self.high + width
         no_pixels = self.kind == "float" and self.low >= 0 and self.high >= 100 and 0 < high <= 1
         if far or no_pixels:
-            warnings.warn(f"{said}: answers so far from it mean little; scale them as in training", stacklevel=4)
+            warn(f"{said}: answers so far from it mean little; scale them as in training")
 
     def convert(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw examples as `Split.read` gives them; uint8 divided by 255 where training saw floats from 0 to 1."""

@@ -69,8 +69,8 @@ def from_arrays(
     given = {"train": as_source(train, f"{name}: train")}
     if test is not None:
         given["test"] = as_source(test, f"{name}: test")
-    sources, solved = posed(given, classes, problem)
-    return assemble(
+    sources, solved = posed(given, classes, "auto" if problem == "examples" else problem)
+    data = assemble(
         name,
         with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
         sources.get("test", sources["train"].part(slice(0))),
@@ -82,6 +82,7 @@ def from_arrays(
         hold_out=hold_out if test is None and not validation else None,
         weights=weights,
     )
+    return data.of_itself() if problem == "examples" else data
 
 
 def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:

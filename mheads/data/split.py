@@ -170,7 +170,8 @@ class Data:
     """A dataset as a run uses it; `fingerprint` tells whether two runs saw the same examples.
 
     `weights` [N] of mean 1 say how much each training example counts, None meaning all alike; `held_out` says which
-    training examples the test split was made of, where it was.
+    training examples the test split was made of, where it was, and `held_out_rows` their numbers; `rows` are those of
+    the training split, of `given` examples. `side` has the shapes of the side inputs of one example.
     """
 
     name: str
@@ -182,6 +183,10 @@ class Data:
     seen: Seen | None = None
     weights: np.ndarray | None = None
     held_out: str | None = None
+    held_out_rows: np.ndarray | None = None
+    rows: np.ndarray | None = None
+    given: int = 0
+    side: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def of_itself(self) -> Data:
         """The same examples, to be learned themselves, whatever targets they have."""

@@ -12,6 +12,7 @@ from mheads.errors import UserError
 from mheads.problems import Classification, MultiLabel, Problem, Regression, Segmentation, SoftLabels
 from mheads.problems.member_losses import IGNORED
 
+ROUNDED = 1e-3  # of their standard deviation is the most that numbers to be learned are rounded by
 Splits = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 Classes = tuple[str, ...] | None
@@ -27,7 +28,7 @@ def posed(splits: Splits, classes: Sequence[str] | None, problem: str = "auto") 
     Names of classes are numbered by `classes`, or in sorted order of those in training.
     """
     if problem not in ("auto", *POSED):
-        raise UserError(f"data.problem is {problem!r}; give auto, {', '.join(POSED)}")
+        raise UserError(f"data.problem is {problem!r}; give auto, {', '.join(POSED)} or examples")
     if isinstance(classes, int):
         raise UserError(f"classes={classes}: give their names in order, such as ['cat', 'dog']")
     names = None if classes is None else tuple(map(str, classes))
@@ -83,7 +84,7 @@ def _regression(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
     sizes = {key: array.reshape(len(array), -1).shape[1] for key, array in targets.items()}
     if len(set(sizes.values())) > 1:
         raise UserError(f"targets have {' and '.join(f'{n} numbers in {key}' for key, n in sizes.items())}")
-    found = {key: _floats(array).reshape(len(array), -1) for key, array in targets.items()}
+    found = {key: as_float32(array, key).reshape(len(array), -1) for key, array in targets.items()}
     return found, Regression(next(iter(sizes.values()), 1))
 
 
@@ -106,7 +107,7 @@ def _rows_of_classes(name: str, make: Callable[[tuple[str, ...]], Problem]) -> A
             raise UserError(f"labels have {' and '.join(f'{n} classes in {key}' for key, n in sizes.items())}")
         if classes is not None and len(classes) != count:
             raise UserError(f"{len(classes)} classes are named, but labels have {count}: name each")
-        return {key: _floats(a) for key, a in targets.items()}, make(classes or tuple(map(str, range(count))))
+        return {key: as_float32(a, key) for key, a in targets.items()}, make(classes or tuple(map(str, range(count))))
 
     return pose
 
@@ -135,8 +136,23 @@ POSED: dict[str, Callable[[Arrays, Classes], tuple[Arrays, Problem]]] = {
 }
 
 
-def _floats(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array, np.float32)
+def as_float32(array: np.ndarray, where: str) -> np.ndarray:
+    """Numbers to be learned, in the precision in which they are; refuses to round away what tells them apart."""
+    rounded = np.ascontiguousarray(array, np.float32)
+    if array.dtype.itemsize > 4 and array.size:
+        with np.errstate(all="ignore"):  # what is not finite is refused later, by its place
+            error = np.abs(rounded - array.astype(np.float64)).max(0, initial=0.0)
+            spread = array.astype(np.float64).std(0)
+        lost = np.atleast_1d((error > ROUNDED * spread) & (spread > 0))
+        if lost.any():
+            column = int(lost.argmax())
+            off, wide = np.atleast_1d(error)[column], np.atleast_1d(spread)[column]
+            raise UserError(
+                f"{where} labels are numbers like {array.reshape(len(array), -1)[0, column]:.17g}, learned in float32, "
+                f"which rounds them by up to {off:.2g} where their standard deviation is {wide:.2g}: subtract their "
+                "mean, and divide by the deviation, before"
+            )
+    return rounded
 
 
 def _other(targets: Arrays, ways: str) -> UserError:

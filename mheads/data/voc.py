@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from mheads.data.cache import cache_dir
 from mheads.data.contents import Shown
 from mheads.data.folder import in_threads
 from mheads.data.images import SUFFIXES, UNREADABLE, eight_bits
-from mheads.errors import UserError
+from mheads.errors import UserError, warn
 from mheads.problems.average_precision import Truth
 
 CLASSES = (
@@ -75,7 +74,7 @@ class Complaints:
             lines = [*said[:SHOWN], *([f"and {more} more{_kept(said)}"] if more > 0 else [])]
             hint = "(data.regions.strict=true stops at the first)"
             things = f"{len(said)} thing{'' if len(said) == 1 else 's'} in the annotations"
-            warnings.warn("\n  ".join([f"{things} {hint}:", *lines]), stacklevel=2)
+            warn("\n  ".join([f"{things} {hint}:", *lines]))
             self.said, self.unknown = [], {}
 
 

@@ -119,7 +119,7 @@ def test_fit_takes_an_array_of_priors():
     assert all(a.equal(b) for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True))
     assert other.config.sampling.name == "array"
     assert fit(drawn.tolist()).result == other.result
-    with pytest.raises(UserError, match=r"\[2, 57\], but there are 2 members and 54 training .* held out, or one of all"):
+    with pytest.raises(UserError, match=r"\[2, 57\], but there are 2 members and 54 .* held out, or one of all"):
         fit(drawn[:, :57], test=None)
     with pytest.raises(UserError, match="member 1 has no example"):
         fit([[1] * 60, [0] * 60])

@@ -396,6 +396,45 @@ def test_a_run_that_another_starts_from_is_not_taken_for_it(mheads, here):
     assert results(here)["runs"] == {}  # the donor's figures are not this row's
 
 
+def test_runs_of_data_that_changed_are_not_averaged_with_those_before(mheads, here):
+    def data(seed):
+        x, y = np.random.default_rng(seed).integers(0, 17, (60, 1, 8, 8)).astype(np.uint8), np.arange(60) % 10
+        np.savez(here / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+
+    args = ["mine.yaml", "--recipe", "digits", *TINY, "data.name=npz", "data.path=data.npz", "--only", "plain"]
+    data(0)
+    assert mheads("reproduce", *args).code == 0
+    data(1)
+    done = mheads("reproduce", *args, "--trials", "2")
+    assert done.code == 2 and "plain-seed1 and plain-seed0 are of different data" in done.err
+    assert "Move that folder away" in done.err
+    assert list((here / "runs/reproduce/digits").iterdir()) == [here / "runs/reproduce/digits/plain-seed0"]
+    shutil.rmtree(here / "runs/reproduce/digits/plain-seed0")
+    assert mheads("reproduce", *args, "--trials", "2").code == 0
+    data(0)
+    assert mheads("reproduce", *args, "--trials", "2").code == 0  # the table of what is there
+    shutil.rmtree(here / "runs/reproduce/digits/plain-seed0")
+    assert mheads("train", "digits", *TINY, *args[-4:-2], "-f", here / "runs/reproduce/digits/plain-seed0").code == 0
+    done = mheads("reproduce", *args, "--trials", "2")
+    assert done.code == 2 and "are of different data" in done.err
+
+
+def test_runs_of_a_network_whose_code_changed_are_not_averaged_with_those_before(here):
+    def network(units):
+        layers = f"nn.Flatten(), nn.Linear(64, {units}), nn.ReLU(), nn.Linear({units}, 10)"
+        (here / "my_net.py").write_text(f"from torch import nn\n\n\ndef net():\n    return nn.Sequential({layers})\n")
+
+    args = ["reproduce", "mine.yaml", "--recipe", "digits", *TINY, "model=my_net:net", "--only", "plain"]
+    network(12)
+    done = process(*args)
+    assert done.code == 0, done.err
+    network(2)
+    done = process(*args, "--trials", "2")
+    assert done.code == 2
+    assert "plain-seed1 and plain-seed0 are of different networks" in done.err
+    assert not (here / "runs/reproduce/digits/plain-seed1").exists()
+
+
 def test_two_recipes_of_one_name_do_not_share_a_folder(refused, here):
     (here / "deep").mkdir()
     other_recipe(here, "{name: random_init}", "{name: far, from: 'deep/digits.yaml:standard/random_init'}")

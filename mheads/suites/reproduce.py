@@ -14,10 +14,13 @@ from rich.table import Table as RichTable
 
 from mheads import files
 from mheads.classical import train_rounds
+from mheads.config import Config
 from mheads.errors import UserError
+from mheads.experiment import Experiment, build
 from mheads.report.figures import save, suite_figure
 from mheads.signals import handling
 from mheads.suites import findings, results, tables, timing
+from mheads.suites.alike import Alike
 from mheads.suites.jobs import FOLDER, Job, Options, Planner, in_order
 from mheads.suites.suite import SUITES, read
 from mheads.suites.watch import Overview, duration
@@ -77,6 +80,10 @@ class Run:
         jobs = [self.planner.job(self.suite, row, seed) for seed in seeds for row in wanted]
         self.jobs = list(in_order(jobs))
         there = {job.path: job.finished() for job in self.jobs}
+        self.alike = Alike()
+        for job in self.jobs:
+            if there[job.path]:
+                self.alike.note(job)
         self.missing = [job for job in self.jobs if not there[job.path]]
         others = [self.planner.job(self.suite, row, seed) for seed in seeds for row in self.table.names]
         for job in in_order([*self.jobs, *others]):  # rows that were not asked for are shown if they are there
@@ -109,9 +116,10 @@ class Run:
                     try:
                         if broken := [need.name for need in job.needs if need.path in failed]:
                             raise UserError(f"it starts from {broken[0]}, which failed")
-                        result = _train(job, watch)
+                        result = self._train(job, watch)
                         if damage := job.damage():  # and there was no checkpoint to make it anew from
                             raise UserError(f"{damage}: move {job.path} away, and it is trained anew")
+                        self.alike.note(job)
                         done += 1
                         self._add(job)
                         with results.locked(self.path.parent):
@@ -136,6 +144,17 @@ class Run:
             lines = "\n".join(f"  {', '.join(names)}: {why}" for why, names in reasons.items())
             others = "; the others are done" if len(failed) < len(self.missing) else ""
             raise UserError(f"{len(failed)} of {_runs(len(self.missing))} failed{others}:\n{lines}")
+
+    def _train(self, job: Job, watch: Overview) -> dict[str, Any]:
+        def checked(config: Config) -> Experiment:
+            experiment = build(config)
+            self.alike.check(job, experiment.identity())
+            return experiment
+
+        if job.rounds is None:
+            return train_config(job.config, job.folder, watch, checked)
+        train_rounds(job.config, job.path, lambda label: watch, job.rounds)
+        return job.folder.read_result()
 
     def publish(self, show: bool = True) -> None:
         """Writes the document, its table and figure, and the page of all results."""
@@ -223,13 +242,6 @@ def _figure(document: dict[str, Any]) -> Any:
             points.append((mean, std, paper.get("mean"), paper.get("std")))
         panels[findings.label(metric)] = points
     return suite_figure(rows, panels, tables.title(document))
-
-
-def _train(job: Job, watch: Overview) -> dict[str, Any]:
-    if job.rounds is None:
-        return train_config(job.config, job.folder, watch)
-    train_rounds(job.config, job.path, lambda label: watch, job.rounds)
-    return job.folder.read_result()
 
 
 def _warn(console: Console, message: str) -> None:

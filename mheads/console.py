@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ from rich.segment import Segment
 # Control characters but for newlines and tabs, marks that turn the direction of text, and halves of surrogate pairs,
 # which is how Python shows the bytes of a path that is not UTF-8.
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+UNLIMITED = 10_000
 _HALVES = re.compile("[\ud800-\udfff]")
 
 
@@ -24,6 +26,8 @@ class Console(rich.console.Console):
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False)
+        if not self.is_terminal and not self.is_jupyter and "COLUMNS" not in os.environ:
+            self.width = UNLIMITED  # a file has no right edge, and a table loses nothing there
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None

@@ -255,8 +255,12 @@ def cluster_classes(config: Config) -> dict[str, Any]:
         )
     same = (there.model, there.model_args) == (config.model, config.model_args)  # which the user has named
     if there.model not in models.OURS and not same:
+        theirs, ours = (
+            f"{one.model} with model_args = {one.model_args!r}" if there.model == config.model else one.model
+            for one in (there, config)
+        )
         raise UserError(
-            f"{said} names code of its own, {there.model}: only the model of this run, {config.model}, "
+            f"{said} names code of its own, {theirs}: only the model of this run, {ours}, "
             "is trusted. Give a run of it, or of a built-in network"
         )
     data = load_data(there)

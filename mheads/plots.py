@@ -113,10 +113,10 @@ def reliability(records: Sequence[Record], watch: Watcher, trust: bool) -> Figur
     """Accuracy against confidence on the examples that a run was evaluated on."""
     bins = {}
     for record in records:
-        run = api.load(record.folder.path, trust=trust, warn=watch.warn)
         problem = record.data.problem
         if not isinstance(problem, Classification):
             raise UserError(f"{record.folder.path} is {problem.name}: reliability is about classes")
+        run = api.load(record.folder.path, trust=trust, warn=watch.warn)
         outputs, targets = evaluation.outputs_of(run)
         metrics = problem.metrics(outputs.shape[0])
         metrics.update(outputs, targets)

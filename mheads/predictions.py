@@ -27,7 +27,7 @@ from mheads.files import hidden_name, remove, write_atomically
 from mheads.measuring import answers, in_eval_mode
 from mheads.parts import threads_engine
 from mheads.prepared import beside, check, raw_examples
-from mheads.problems import Classification
+from mheads.problems import Classification, MultiLabel
 from mheads.progress import Watcher, telling
 from mheads.run import Run
 from mheads.terminal.answers import answers as shown
@@ -207,9 +207,11 @@ def _write_csv(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
                 for i in range(len(names))
             ]
         else:
-            several, who = found.shape[2] > 1, ["mean", "scored"][: len(together)] + members
-            columns = [f"{one}_{d}" if several else one for one in who for d in range(found.shape[2])]
-            numbers = torch.cat([torch.stack(together), found]).permute(1, 0, 2).flatten(1)  # [b, answers x D]
+            labels = problem.classes if isinstance(problem, MultiLabel) else range(found.shape[2])
+            several, who = len(labels) > 1, ["mean", "scored"][: len(together)] + members
+            columns = [f"{one}_{label}" if several else one for one in who for label in labels]
+            said = found.sigmoid() if isinstance(problem, MultiLabel) else found  # probabilities, as their mean is
+            numbers = torch.cat([torch.stack(together), said]).permute(1, 0, 2).flatten(1)  # [b, answers x D]
             lines = [[f"{x:.9g}" for x in row] for row in numbers]
         if number == 0:
             writer.writerow(["file", "row", *columns])
@@ -218,9 +220,9 @@ def _write_csv(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
 
 
 def _write_npz(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
-    """outputs [M, N, ...], names [N]; of classes also probabilities [N, C] of the ensemble, and their names.
+    """outputs [M, N, ...], names [N]; of classes and labels also probabilities [N, C] of the ensemble, and their names.
 
-    Members with scores add weights [M, N], and of classes scored_probabilities [N, C].
+    Members with scores add weights [M, N], and of classes and labels scored_probabilities [N, C].
     """
     names: list[str] = []
     parts: list[Tensor] = []
@@ -234,7 +236,7 @@ def _write_npz(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
     problem = run.data.problem
     if counted:
         arrays["weights"] = torch.cat(counted, 1).numpy()
-    if isinstance(problem, Classification):
+    if isinstance(problem, Classification | MultiLabel):
         means = torch.cat([problem.mean(part.double()) for part in parts])
         arrays |= {"probabilities": means.numpy(), "classes": np.array(problem.classes)}
         if counted:

@@ -90,7 +90,7 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
         if place not in splittable:
             raise UserError(
                 f"split {name!r} has no parameters, so sharing up to it means nothing of its own; "
-                f"{network} can be split at {', '.join(splittable)}"
+                f"{network} can be split at {', '.join(splittable[:-1]) or 'no layer'}"
             )
         stop = names.index(place) + 1
         if stop <= start:

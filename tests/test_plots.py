@@ -140,6 +140,7 @@ def test_titles_tell_runs_apart(runs, tmp_path):
 
 def test_wins_are_those_of_the_log(runs):
     steps = Record.read(runs["mcl_k1"]).log.steps
+    assert {line.get_marker() for line in charts.wins_figure(steps[:1]).axes[0].lines} == {"o"}  # one point is seen
     (panel,) = charts.wins_figure(steps).axes
     assert [line.get_label() for line in panel.lines] == [f"member {m}" for m in range(4)]
     for m, line in enumerate(panel.lines):

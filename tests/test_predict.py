@@ -209,6 +209,27 @@ def test_numbers_go_to_a_csv_file_too(mheads, tmp_path):
         assert found["names"][3] == f"{tmp_path}/x.npz:3"
 
 
+def test_several_labels_go_to_files_as_probabilities_by_their_names(mheads, tmp_path):
+    x = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
+    y = np.stack([x[:, 0] > 0, x[:, 1] > 0], 1)
+    net = package.TreeNet(networks.numbers, members=2)
+    labels = {"classes": ["cat", "dog"], "problem": "multilabel"}
+    run = package.fit(net, train=(x, y), test=(x, y), iterations=2, run=tmp_path / "run", **labels)
+    np.savez(tmp_path / "x.npz", x=x)
+    for name in ("out.csv", "out.npz"):
+        done = mheads("predict", "--trust", run.folder, tmp_path / "x.npz", "-o", tmp_path / name)
+        assert done.code == 0, done.err
+    lines = read(tmp_path / "out.csv")
+    columns = [f"{who}_{label}" for who in ("mean", "member_0", "member_1") for label in ("cat", "dog")]
+    assert list(lines[0]) == ["file", "row", *columns]
+    p = run.predict(x).double().sigmoid()
+    expected = torch.cat([p.mean(0), p[0], p[1]], 1).numpy()
+    np.testing.assert_allclose([[float(line[c]) for c in columns] for line in lines], expected, rtol=1e-6)
+    with np.load(tmp_path / "out.npz") as found:
+        np.testing.assert_allclose(found["probabilities"], p.mean(0), rtol=1e-6)
+        assert found["classes"].tolist() == ["cat", "dog"]
+
+
 def test_many_images_are_a_line_each_in_the_terminal_and_very_many_are_cut(mheads, pictures):
     run, folder, _, _ = pictures
     few = mheads("predict", "--trust", run.folder, *sorted((folder / "images" / "0").iterdir())[:12]).out

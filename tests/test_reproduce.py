@@ -132,6 +132,12 @@ def test_a_suite_of_the_users_own_runs_once_and_is_written_as_tables(mheads, her
     assert mheads("reproduce", "mine.yaml", "--recipe", "digits", "--tables", *TINY).code == 0
     assert results(here)["runs"] == found["runs"] and not (here / "runs").exists()
 
+    # With the runs, and without the files, all seeds are found again.
+    args = ["mine.yaml", "--recipe", "digits", *TINY, "-f", "moved/reproduce", "-o", "new"]
+    assert mheads("reproduce", *args, "--tables").code == 0
+    again = json.loads((here / "new/mine-digits.json").read_text())["runs"]
+    assert {row: len(runs) for row, runs in again.items()} == {"plain": 2, "mcl": 2}
+
 
 def test_a_run_is_shown_in_every_suite_that_has_its_row_also_where_it_is_gone(mheads, here):
     """By its name and its config; it is trained again only if it is asked for."""

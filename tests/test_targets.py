@@ -308,7 +308,11 @@ MANY = np.arange(60 * 6 * 5).reshape(60, 6, 5)
     [
         ((X, ONE_HOT), {}, r"one-hot rows of shape \[120, 3\].*argmax.*data.problem=soft_labels or multilabel"),
         ((X, ONE_HOT.astype(bool)), {}, "one-hot"),
-        ((X, LABELS.astype(np.int64)), {}, r"labels have dtype int64 and shape \[120, 4\]; give class numbers"),
+        (
+            (X, LABELS.astype(np.int64)),
+            {},
+            r"labels have dtype int64 and shape \[120, 4\]; if these are .* say data.problem=multilabel",
+        ),
         ((X, LABELS.astype(np.uint8) * 2), {}, r"dtype uint8 and shape \[120, 4\]"),
         ((X, LABELS[:, :1]), {}, r"dtype uint8 and shape \[120, 1\]"),
         ((X, LABELS[:, :1]), {"problem": "soft_labels"}, "for soft_labels give a number for each class.*two classes"),

@@ -154,7 +154,7 @@ def _refuse_sorted(labels: np.ndarray, validation: int, name: str) -> None:
         raise UserError(
             f"{name}: the training examples are sorted by class, so the last {validation} (data.validation) hold none"
             f" of class {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}; shuffle the examples"
-            " before, or leave out test and validation, so that fit holds out a part of each class"
+            " before; in Python, fit without test and validation holds out a part of each class"
         )
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,16 +20,26 @@ _writing = threading.Lock()
 PATIENCE = 3.0  # seconds before a terminal is told what is going on
 
 
-def digests(root: Path, names: Sequence[str], threads: int) -> list[str]:
-    """SHA-256 of the contents of root/name, for each name; only files that are new or changed are read."""
+def digests(root: Path, names: Sequence[str], threads: int, check: Callable[[Path], None] | None = None) -> list[str]:
+    """SHA-256 of the contents of root/name, for each name; only files that are new or changed are read.
+
+    These are given to `check`, which may refuse them; how many it refuses is told with the first.
+    """
     store = _store(root)
     known = _remembered(store)
     shown = Shown(len(names), "reading images for their checksum")
     found: dict[str, list] = {}
+    refused: dict[str, UserError] = {}
 
     def share(first: int) -> None:
         for name in names[first::threads]:  # a task per file would spend as long on handing it over
-            found[name] = _entry(root / name, known.get(name))
+            entry = _entry(root / name, known.get(name))
+            try:
+                if check is not None and entry != known.get(name):
+                    check(root / name)
+                found[name] = entry
+            except UserError as error:
+                refused[name] = error
             shown.advance()
 
     # Reading and hashing release the interpreter. Taking the results raises the first error.
@@ -38,6 +48,9 @@ def digests(root: Path, names: Sequence[str], threads: int) -> list[str]:
     shown.close()
     if any(known.get(name) != entry for name, entry in found.items()):
         _remember(store, found)
+    if refused:
+        more = f" ({len(refused)} such files)" if len(refused) > 1 else ""
+        raise UserError(f"{refused[min(refused)]}{more}")
     return [found[name][0] for name in names]
 
 

@@ -20,7 +20,7 @@ import torch
 from mheads import seeds
 from mheads.data.augment import uniforms
 from mheads.data.contents import digests
-from mheads.data.images import SUFFIXES, read_crop
+from mheads.data.images import SUFFIXES, read_crop, refuse_torn
 from mheads.data.seen import Seen
 from mheads.data.split import Beside
 from mheads.errors import UserError
@@ -98,7 +98,8 @@ class FolderSplit:
 
     def checksum(self) -> bytes:
         """A digest of names, labels and contents."""
-        found = digests(self.root, self.files.tolist(), cores())
+        # An image that cannot be decoded would end the training later, and one in its place would be other data.
+        found = digests(self.root, self.files.tolist(), cores(), refuse_torn)
         listing = zip(self.files.tolist(), self.targets.tolist(), found, strict=True)
         return hashlib.sha256("\n".join(map(repr, listing)).encode()).digest()
 
@@ -187,7 +188,7 @@ def _list_split(root: Path, classes: tuple[str, ...], resize: int, crop: int, mi
         for label, name in enumerate(classes)
         if (root / name).is_dir()
         for entry in sorted(os.scandir(root / name), key=lambda entry: entry.name)
-        if entry.name.lower().endswith(SUFFIXES)
+        if entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".")  # what systems leave there
     ]
     # Always the same mixed order, so that the last n, or the first n, are a fair sample of the classes.
     mixed = seeds.numpy_generator("folder", "order").permutation(len(found))

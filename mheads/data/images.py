@@ -10,19 +10,43 @@ from PIL import Image
 from mheads.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what the last bytes of a whole file hold
+TAIL = 65536
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 def eight_bits(image: Image.Image, grey: bool) -> Image.Image:
     """The image in L or RGB; 16-bit levels are scaled to 0..255, not clipped at 255."""
-    if image.mode == "F":
-        raise ValueError("its pixels are floats of no known range: save it with 8 or 16 bits")
+    _refuse_ranges(image)
     if image.mode == "I" or image.mode.startswith("I;"):
         levels = np.asarray(image).astype(np.int64)
         if levels.min() < 0 or levels.max() > 65535:
             raise ValueError(f"its levels go from {levels.min()} to {levels.max()}: save it with 8 or 16 bits")
         image = Image.fromarray(((levels + 128) // 257).astype(np.uint8))
     return image.convert("L" if grey else "RGB")
+
+
+def _refuse_ranges(image: Image.Image) -> None:
+    """Refuses pixels whose levels nobody knows the range of."""
+    # Some versions of Pillow give PNGs of 16 bits as integers of 32.
+    if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", None)):
+        kind = "floats" if image.mode == "F" else "integers of 32 bits"
+        raise ValueError(f"its pixels are {kind} of no known range: save it with 8 or 16 bits")
+
+
+def refuse_torn(path: Path) -> None:
+    """Refuses a file that is no image, or ends too early. Those that end as they should are not decoded for it."""
+    try:
+        with Image.open(path) as image:
+            _refuse_ranges(image)
+            if (end := ENDS.get(image.format or "")) is not None:
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - TAIL))
+                    if end in file.read():
+                        return
+            image.load()
+    except UNREADABLE as error:
+        raise UserError(f"{path} cannot be read as an image ({error}); replace it or take it out") from error
 
 
 def pixels_of(image: Image.Image) -> np.ndarray:

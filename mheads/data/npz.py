@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from zipfile import BadZipFile, ZipFile
+from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import numpy as np
 
@@ -16,31 +16,42 @@ from mheads.problems import Problem
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
 
 
-def read_npz(path: Path, problem: str = "auto") -> tuple[ArraySplit, ArraySplit, Problem]:
+def read_npz(
+    path: Path, problem: str = "auto", need_test: bool = True, only: str | None = None
+) -> tuple[ArraySplit, ArraySplit, Problem]:
     """Train and test splits and the problem of a file with x_train, y_train, x_test, y_test.
 
     Arrays as `from_arrays` takes them. Optional: `classes`, an array of names; `side_NAME_train` and `side_NAME_test`,
-    side inputs for layers that take NAME.
+    side inputs for layers that take NAME. Without `need_test` a test set that is not there is an empty split; with
+    `only` test, examples to learn from that are not there are those to test on.
     """
+    needed = NEEDED[2:] if only == "test" else NEEDED if need_test else NEEDED[:2]
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            missing = [key for key in NEEDED if key not in file]
+            missing = [key for key in needed if key not in file]
             if missing:
                 raise UserError(
                     f"{path} has no array {', '.join(missing)} (it has {', '.join(file) or 'none'});"
-                    f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)})"
+                    f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)}), or give"
+                    " data.validation=N, which holds out training examples to test on"
                 )
             arrays = {key: file[key] for key in file if key in (*NEEDED, "classes") or key.startswith("side_")}
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give data.path the .npz file") from error
     except (ValueError, OSError, EOFError, BadZipFile, TypeError, zlib.error) as error:
+        # Of a file that is none numpy says that it may be pickled.
+        why = f" ({error})" if is_zipfile(path) else ""
         raise UserError(
-            f"{path} cannot be read as an .npz file of plain arrays ({error}); save it with numpy.savez,"
+            f"{path} cannot be read as an .npz file of plain arrays{why}; save it with numpy.savez,"
             " without arrays of objects"
         ) from error
     names = arrays["classes"].ravel().tolist() if "classes" in arrays else None
-    train, test = ((arrays[f"x_{part}"], arrays[f"y_{part}"], _side(arrays, part)) for part in ("train", "test"))
-    return read_arrays(train, test, str(path), names, problem)
+    there = [part for part in ("train", "test") if f"x_{part}" in arrays and f"y_{part}" in arrays]
+    given = {part: (arrays[f"x_{part}"], arrays[f"y_{part}"], _side(arrays, part)) for part in there}
+    if "test" not in given:
+        x, y, side = given["train"]
+        given["test"] = (x[:0], y[:0], {name: array[:0] for name, array in side.items()})
+    return read_arrays(given.get("train", given["test"]), given["test"], str(path), names, problem)
 
 
 def _side(arrays: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:

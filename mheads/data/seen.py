@@ -73,7 +73,10 @@ def of_rows(lows: np.ndarray, highs: np.ndarray, where: str) -> Seen:
     if lows.dtype.kind in "iu":
         if (lows < 0).any():
             row = int(np.flatnonzero(lows < 0)[0])
-            raise UserError(f"{where}: row {row} holds the token {lows[row]}; give tokens from 0 on, 0 for padding")
+            raise UserError(
+                f"{where}: row {row} holds the token {lows[row]}; give tokens from 0 on, 0 for "
+                "padding, or, if these are numbers, floats (x.astype('float32'))"
+            )
         kind = "uint8" if lows.dtype == np.uint8 else "tokens"
         return Seen(kind, float(lows.min(initial=255)), float(highs.max(initial=0)))
     bad = np.flatnonzero(~(np.isfinite(lows) & np.isfinite(highs)))

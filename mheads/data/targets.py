@@ -65,6 +65,8 @@ def _look(targets: Arrays) -> str:
             )
     if floats:
         return "regression"
+    if all(array.ndim == 2 and bool(np.isin(array, (0, 1)).all()) for array in targets.values()):
+        raise _other(targets, "if these are several labels, 0 and 1, say data.problem=multilabel")
     raise _other(targets, f"give {WAYS}")
 
 

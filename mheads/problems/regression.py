@@ -148,6 +148,11 @@ class Regression:
             pair = (
                 " (for gaussian_nll a pair of them: x.chunk(2, -1))" if found.shape[-1] == 2 * self.num_values else ""
             )
+            if found[0].numel() == self.num_values:
+                raise UserError(
+                    f"{network} gives outputs of shape {tuple(found.shape[1:])}, and the targets of {data} are rows of "
+                    f"{self.num_values} numbers: end it with nn.Flatten()"
+                )
             raise UserError(
                 f"{network} gives outputs of shape {tuple(found.shape[1:])}, but the targets of {data} are "
                 f"{self.num_values} number{'s' if self.num_values > 1 else ''} per example: let it give as many{pair}. "

@@ -15,6 +15,7 @@ from mheads.report.figures import (
     Figure,
     add_bar,
     colour,
+    dots,
     line_style,
     name_lines,
     shorten,
@@ -35,7 +36,7 @@ def wins_figure(steps: Results) -> Figure:
     at = [line["iteration"] for line in steps]
     won = 100 * np.array([line.get("wins", line["share"]) for line in steps]).reshape(len(at), -1)
     for m, parts in enumerate(won.T):
-        panel.plot(at, parts, **line_style(m), linewidth=1.2, label=f"member {m}")
+        panel.plot(at, parts, **line_style(m), **dots(at), linewidth=1.2, label=f"member {m}")
     panel.set_ylim(bottom=0)
     panel.xaxis.set_major_locator(whole_ticks())
     _finish(panel, "iteration", "examples won, %")

@@ -114,7 +114,7 @@ def history_figure(
     if steps:
         at = [line["iteration"] for line in steps]
         for m, losses in enumerate(np.array([line["member_losses"] for line in steps], float).T):
-            panels[0].plot(at, losses, **line_style(m), linewidth=1, label=f"member {m}")
+            panels[0].plot(at, losses, **line_style(m), **dots(at), linewidth=1, label=f"member {m}")
         panels[0].set_ylabel("loss on the training batches", fontsize=8)
     right, at = panels[-1], [line["iteration"] for line in evaluations]
     marker = "o" if len(at) < 30 else ""
@@ -153,6 +153,11 @@ def name_lines(panel: Axes, members: int) -> None:
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if full else {}
     if lines:
         panel.legend(handles=lines, fontsize=7, frameon=False, **beside)
+
+
+def dots(at: Sequence[int]) -> dict[str, Any]:
+    """For a line of one point, which would not be seen."""
+    return {"marker": "o", "markersize": 4} if len(at) == 1 else {}
 
 
 def line_style(member: int) -> dict[str, Any]:

@@ -210,6 +210,13 @@ class Planner:
             self._jobs[suite.source, name, seed] = self._make(suite, name, seed, (*within, key))
         return self._jobs[suite.source, name, seed]
 
+    def jobs_there(self, suite: Suite, name: str) -> list[Job]:
+        """The runs of a row that have a folder, whatever their seeds."""
+        first = self.job(suite, name, self.options.seed)
+        form = re.compile(rf"{re.escape(first.row)}-seed(\d+){re.escape(self.options.suffix)}")
+        places = sorted(first.path.parent.iterdir()) if first.path.parent.is_dir() else ()
+        return [self.job(suite, name, int(found[1])) for place in places if (found := form.fullmatch(place.name))]
+
     def _make(self, suite: Suite, name: str, seed: int, within: tuple[str, ...]) -> Job:
         row = self.table(suite).row(name)
 

@@ -41,7 +41,7 @@ def reproduce(
     train: bool = True,
 ) -> None:
     """Trains the rows of a suite that are missing (or with `train` off none), then writes and shows its table."""
-    suite = Run(name, options, console, trials, only, folder, output)
+    suite = Run(name, options, console, trials, only, folder, output, every_seed=not train)
     if train:
         suite.train()
     suite.publish()
@@ -59,6 +59,7 @@ class Run:
         only: Sequence[str],
         folder: Path,
         output: Path,
+        every_seed: bool = False,
     ) -> None:
         if trials < 1:
             raise UserError(f"--trials {trials}: give 1 or more")
@@ -86,6 +87,8 @@ class Run:
                 self.alike.note(job)
         self.missing = [job for job in self.jobs if not there[job.path]]
         others = [self.planner.job(self.suite, row, seed) for seed in seeds for row in self.table.names]
+        if every_seed:
+            others += [job for row in self.table.names for job in self.planner.jobs_there(self.suite, row)]
         for job in in_order([*self.jobs, *others]):  # rows that were not asked for are shown if they are there
             if there[job.path] if job.path in there else _there(job):
                 self._add(job)

@@ -130,10 +130,32 @@ def test_the_fingerprint_follows_names(path):
 
 def test_an_unreadable_image_is_named(path):
     bad = path / "val" / "dog" / "1.JPEG"
-    bad.write_bytes(bad.read_bytes()[:200])
+    whole = bad.read_bytes()
+    for content in (whole[:200], whole[:-20], b"", b"no image"):
+        bad.write_bytes(content)
+        with pytest.raises(UserError, match=r"val/dog/1\.JPEG cannot be read as an image .*take it out$"):
+            load(path)
+    also = path / "val" / "cat" / "0.png"
+    also.write_bytes(also.read_bytes()[:-60])
+    with pytest.raises(UserError, match=r"val/cat/0\.png cannot be read .*\(2 such files\)"):
+        load(path)
+
+
+def test_an_image_that_is_damaged_after_it_was_looked_at_is_named_when_it_is_read(path):
     loaded = load(path)
+    bad = path / "val" / "dog" / "1.JPEG"
+    bad.write_bytes(bad.read_bytes()[:200])
     with pytest.raises(UserError, match=r"val/dog/1\.JPEG cannot be read"):
         loaded.test.read(np.arange(8), None)
+
+
+def test_what_comes_after_the_end_of_an_image_and_hidden_files_do_no_harm(path):
+    before = load(path)
+    (path / "train" / "cat" / "._0.png").write_bytes(b"what a system leaves there")
+    assert load(path).fingerprint == before.fingerprint
+    first = path / "train" / "cat" / "1.JPEG"
+    first.write_bytes(first.read_bytes() + bytes(1000))
+    assert torch.equal(load(path).train.read(np.arange(12), None), before.train.read(np.arange(12), None))
 
 
 def test_wrong_folders_are_refused_with_the_place(path, tmp_path):
@@ -227,7 +249,8 @@ def test_sixteen_bits_keep_their_range(tmp_path, suffix):
 def test_levels_of_no_known_range_are_refused(tmp_path):
     Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(tmp_path / "f.tif")
     Image.fromarray(np.full((8, 8), 10**6, np.int32)).save(tmp_path / "i.tif")
-    for name in ("f.tif", "i.tif"):
+    Image.fromarray(np.full((8, 8), 200, np.int32)).save(tmp_path / "dark.tif")  # or bright, if these are bytes
+    for name in ("f.tif", "i.tif", "dark.tif"):
         with pytest.raises(UserError, match=f"{name} cannot be read as an image.*8 or 16 bits"):
             read_crop(tmp_path / name, 8, 8)
 

@@ -212,6 +212,31 @@ def test_an_npz_file_may_hold_names(tmp_path):
     assert loaded.test.targets.tolist() == [1, 0, 2]
 
 
+def test_an_npz_file_needs_no_test_set_if_examples_are_held_out(tmp_path):
+    np.savez(tmp_path / "x.npz", x_train=X, y_train=Y, side_shift_train=np.ones((len(X), 2)))
+    loaded = data.load("npz", path=tmp_path / "x.npz", validation=3)
+    assert (len(loaded.train), len(loaded.test)) == (len(X) - 3, 3)
+    with pytest.raises(UserError, match=r"no array x_test, y_test .* or give data.validation=N, which holds out"):
+        data.load("npz", path=tmp_path / "x.npz")
+    (tmp_path / "none.npz").write_bytes(b"not a file of arrays")
+    with pytest.raises(UserError, match=r"none\.npz cannot be read as an \.npz file of plain arrays; save it with"):
+        data.load("npz", path=tmp_path / "none.npz")
+
+
+def test_a_file_to_test_on_needs_nothing_to_learn_from(mheads, tmp_path):
+    x, y = np.random.default_rng(0).integers(0, 17, (40, 1, 8, 8)).astype(np.uint8), np.arange(40) % 10
+    np.savez(tmp_path / "both.npz", x_train=x, y_train=y, x_test=x[:20], y_test=y[:20])
+    np.savez(tmp_path / "test.npz", x_test=x[:20], y_test=y[:20])
+    path = f"data.path={tmp_path / 'both.npz'}"
+    done = mheads("train", "digits", "optim.iterations=1", "data.name=npz", path, "-f", tmp_path / "run")
+    assert done.code == 0, done.err
+    one = mheads("eval", tmp_path / "run", "--outputs", tmp_path / "one.npz")
+    other = mheads("eval", tmp_path / "run", f"data.path={tmp_path / 'test.npz'}", "--outputs", tmp_path / "other.npz")
+    assert one.code == other.code == 0, other.err
+    with np.load(tmp_path / "one.npz") as a, np.load(tmp_path / "other.npz") as b:
+        np.testing.assert_array_equal(a["outputs"], b["outputs"])
+
+
 # Held out.
 
 

@@ -55,14 +55,20 @@ def factory(config: Config) -> Callable[[], nn.Module]:
     return with_scores(make) if config.loss.name == "scored" else make
 
 
+def tree_of(config: Config, **options: Any) -> TreeNet:
+    """The tree that a config asks for, as somebody who writes one means it."""
+    net = TreeNet(factory(config), config.members, config.split, **options)
+    if isinstance(config.split, int) and str(config.split) in (layer.name for layer in net.layers):
+        raise UserError(f"split = {config.split} may be meant otherwise: {LAYER.format(config.split)}; leave it out")
+    return net
+
+
 def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
     """The tree of a config with its first weights, or `only` some stages."""
     init = config.init if config.init == "same" else "random"
     # The next seed, as in surgery.py: a new member must not start where one of the same number there did.
     seed = config.seed + (None in (config.init_members or ()))
-    net = TreeNet(factory(config), config.members, config.split, seed=seed, init=init, only=only)
-    if isinstance(config.split, int) and str(config.split) in (layer.name for layer in net.layers):
-        raise UserError(f"split = {config.split} may be meant otherwise: {LAYER.format(config.split)}; leave it out")
+    net = tree_of(config, seed=seed, init=init, only=only)
     if config.init not in ("random", "same"):
         net.origin = start_from(net, config.init, config.init_map, config.init_members)
     elif config.init_map or config.init_members is not None:

@@ -32,6 +32,11 @@ def with_dropout() -> nn.Sequential:
     )
 
 
+def unnamed() -> nn.Sequential:
+    """Its layers are called 0 to 3."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+
+
 def twice_as_many() -> nn.Sequential:
     """Two rows of outputs for each digit."""
 

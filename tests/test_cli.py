@@ -95,7 +95,7 @@ def test_longer_training_has_a_folder_of_its_own_unless_one_is_named(mheads, tmp
     [
         (["loss.kk=1"], ["'loss.kk'", "'loss.k'"]),
         (["split=conv9"], ["'conv9'", "digits", "conv1, conv2, ip1, ip2"]),
-        (["split=pool1"], ["'pool1'", "no parameters", "conv1, conv2, ip1, ip2"]),
+        (["split=pool1"], ["'pool1'", "no parameters", "split at conv1, conv2, ip1"]),
         (["split=ip2"], ["'ip2'", "conv1, conv2, ip1"]),
         (["split={conv1: [2, 3]}"], ["5 leaves", "members is 4"]),
         (["split={conv2: {conv1: 4}}"], ["'conv1'", "downwards"]),
@@ -388,7 +388,21 @@ def test_the_tree_is_drawn_with_what_sharing_saves(mheads):
 
 
 def test_the_tree_of_a_wrong_split_lists_the_layers(refused):
-    assert "conv1, conv2, ip1, ip2" in refused("tree", "digits", "split=relu1")
+    assert "digits can be split at conv1, conv2, ip1\n" in refused("tree", "digits", "split=relu1")
+
+
+def test_a_number_is_not_taken_for_the_layer_of_that_name_or_the_other_way_round(refused, mheads):
+    """Layers of a plain nn.Sequential are called 0, 1, ...; a number says how many members share nothing."""
+    recipe = ["tree", "digits", "model=networks:unnamed"]
+    assert """members is 3: they must be equal; the layer 1 is split='"1"', in quotes""" in refused(
+        *recipe, "members=3", "split=1"
+    )
+    err = refused(*recipe, "members=3", "split=3")
+    assert (
+        """split = 3 may be meant otherwise: the layer 3 is split='"3"', in quotes""" in err and "leave it out" in err
+    )
+    done = mheads(*recipe, "members=3", 'split="1"')
+    assert done.code == 0 and "sharing saves" in done.out
 
 
 def test_the_datasets_are_listed(mheads):

@@ -39,8 +39,8 @@ def read_npz(
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give data.path the .npz file") from error
     except (ValueError, OSError, EOFError, BadZipFile, TypeError, zlib.error) as error:
-        # Of a file that is none numpy says that it may be pickled.
-        why = f" ({error})" if is_zipfile(path) else ""
+        guessed = "pickle" in str(error) and not is_zipfile(path)  # numpy's guess of a file that is no .npz
+        why = "" if guessed else f" ({error})"
         raise UserError(
             f"{path} cannot be read as an .npz file of plain arrays{why}; save it with numpy.savez,"
             " without arrays of objects"

@@ -16,7 +16,7 @@ from mheads.distributed.placement import Placement, default, explicit
 from mheads.engine.cost import example_of
 from mheads.errors import UserError
 from mheads.models import INPUT_SHAPES
-from mheads.parts import build_loss, factory, micro_batches
+from mheads.parts import build_loss, micro_batches, tree_of
 from mheads.planning.job import Cluster, Job
 from mheads.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.planning.search import auto
@@ -53,7 +53,7 @@ class RecipeJob(Job):
 
 def job_of(config: Config) -> RecipeJob:
     """What a step of this config is; of its networks one is drawn, and no stage is built."""
-    net = TreeNet(factory(config), config.members, config.split, only=())
+    net = tree_of(config, only=())
     tree = net.tree
     loss = build_loss(config)
     rows = config.optim.batch_size * config.optim.accumulate

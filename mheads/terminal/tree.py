@@ -12,10 +12,9 @@ from rich.text import Text
 from rich.tree import Tree as Drawing
 
 from mheads.config import Config
-from mheads.parts import factory
+from mheads.parts import tree_of
 from mheads.terminal.words import mesh_text, names, numbers, ranks_of
 from mheads.tree import Node, Tree
-from mheads.treenet import TreeNet
 
 if TYPE_CHECKING:
     from mheads.distributed.placement import Placement
@@ -29,7 +28,7 @@ def draw(config: Config, ranks: int | None = None) -> Group:
     """
     placed = None if ranks is None else _placed(config, ranks)
     # No stage is built: one network is enough to know all layers.
-    net = TreeNet(factory(config), config.members, config.split, only=()) if placed is None else placed[0].net
+    net = tree_of(config, only=()) if placed is None else placed[0].net
     sizes, tree = net.layer_sizes(), net.tree
     members = f"{tree.num_members} member{'s' if tree.num_members != 1 else ''}"
     drawing = Drawing(Text(f"{config.model}, {members}", style="bold"), guide_style="dim")

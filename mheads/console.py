@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 import rich.console
+from rich.console import ConsoleDimensions
 from rich.segment import Segment
 
 # Control characters but for newlines and tabs, marks that turn the direction of text, and halves of surrogate pairs,
@@ -26,8 +27,14 @@ class Console(rich.console.Console):
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False)
-        if not self.is_terminal and not self.is_jupyter and "COLUMNS" not in os.environ:
-            self.width = UNLIMITED  # a file has no right edge, and a table loses nothing there
+
+    @property  # type: ignore[misc]  # its width may be set, the whole is not
+    def size(self) -> ConsoleDimensions:
+        """Of the terminal; a file has no right edge, and a table loses nothing there."""
+        there = super().size
+        if self.is_terminal or self.is_jupyter or self._width is not None or "COLUMNS" in os.environ:
+            return there
+        return ConsoleDimensions(UNLIMITED, there.height)
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None

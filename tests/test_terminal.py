@@ -93,6 +93,16 @@ def test_no_plan_breaks_a_word_or_leaves_one_out_at_80_columns(recipe, overrides
     assert printed(plan, 80) == printed(plan, 400)
 
 
+def test_a_file_has_no_right_edge(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = comparison_table({"m" * 300: {**dict.fromkeys(("single", "ensemble_mean", "oracle", "seconds"), 1.0),
+                                          "members": [99.5] * 50, "parameters": 7}})  # fmt: skip
+    console = Console()
+    console.file = io.StringIO()
+    console.print(table)
+    assert "m" * 300 in console.file.getvalue() and " ".join(["99.5"] * 50) in console.file.getvalue()
+
+
 def test_predictions_and_comparisons_fit_80_columns():
     members = [98.06, 97.5, 98.61, 98.33]
     one = {

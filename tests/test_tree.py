@@ -84,7 +84,7 @@ def test_stage_with_one_child_is_one_longer_stage():
     ("spec", "members", "words"),
     [
         ({"conv9": 2}, None, ["conv9", "conv1, conv2, fc"]),
-        ({"relu1": 2}, None, ["relu1", "no parameters", "conv1, conv2, fc"]),
+        ({"relu1": 2}, None, ["relu1", "no parameters", "can be split at conv1, conv2"]),
         ({"fc": 2}, None, ["fc", "conv1, conv2"]),
         ({"conv1": 3}, 4, ["3 leaves", "members is 4"]),
         ({"conv2": {"conv1": 2}}, None, ["conv1", "before its parent's split 'conv2'"]),

@@ -87,7 +87,8 @@ class Exported(nn.Module):
         answers = self.problem.answer(outputs)
         if self.what not in ("mean", "scored"):
             return answers
-        answers = answers.to(self.exact)  # of half precision the mean would be rounded once more
+        if self.dtype.itemsize < 4:
+            answers = answers.float()  # in half precision the mean would be rounded once more
         return self.problem.mean(answers, scores.weights(outputs) if self.what == "scored" else None)
 
 

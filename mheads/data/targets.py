@@ -140,20 +140,21 @@ POSED: dict[str, Callable[[Arrays, Classes], tuple[Arrays, Problem]]] = {
 
 def as_float32(array: np.ndarray, where: str) -> np.ndarray:
     """Numbers to be learned, in the precision in which they are; refuses to round away what tells them apart."""
-    rounded = np.ascontiguousarray(array, np.float32)
-    if array.dtype.itemsize > 4 and array.size:
-        with np.errstate(all="ignore"):  # what is not finite is refused later, by its place
-            error = np.abs(rounded - array.astype(np.float64)).max(0, initial=0.0)
-            spread = array.astype(np.float64).std(0)
-        lost = np.atleast_1d((error > ROUNDED * spread) & (spread > 0))
-        if lost.any():
-            column = int(lost.argmax())
-            off, wide = np.atleast_1d(error)[column], np.atleast_1d(spread)[column]
-            raise UserError(
-                f"{where} labels are numbers like {array.reshape(len(array), -1)[0, column]:.17g}, learned in float32, "
-                f"which rounds them by up to {off:.2g} where their standard deviation is {wide:.2g}: subtract their "
-                "mean, and divide by the deviation, before"
-            )
+    with np.errstate(all="ignore"):  # what is not finite is refused later, by its place
+        rounded = np.ascontiguousarray(array, np.float32)
+        if array.dtype.itemsize <= 4 or not array.size:
+            return rounded
+        error = np.abs(rounded - array.astype(np.float64)).max(0, initial=0.0)
+        spread = array.astype(np.float64).std(0)
+    lost = np.atleast_1d((error > ROUNDED * spread) & (spread > 0))
+    if lost.any():
+        column = int(lost.argmax())
+        off, wide = np.atleast_1d(error)[column], np.atleast_1d(spread)[column]
+        raise UserError(
+            f"{where} labels are numbers like {array.reshape(len(array), -1)[0, column]:.17g}, learned in float32, "
+            f"which rounds them by up to {off:.2g} where their standard deviation is {wide:.2g}: subtract their "
+            "mean, and divide by the deviation, before"
+        )
     return rounded
 
 

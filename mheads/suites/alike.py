@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mheads import identity
 from mheads.errors import UserError
 from mheads.manifest import DamageError
 from mheads.suites.jobs import Job
+
+Found = dict[str, Any]  # what identity.json holds
+NOTHING: Found = {"code": {}}
 
 
 class Alike:
@@ -23,30 +27,40 @@ class Alike:
         except DamageError:  # which is told when it is resumed
             return
         self.check(job, found)
-        for key, (_, value) in _parts(job, found).items():
-            self._known.setdefault(key, (job, value))
+        for what, key in _named(job).items():
+            self._known.setdefault(key, (job, _part(found, what)))
 
-    def check(self, job: Job, identity: dict[str, Any]) -> None:
+    def check(self, job: Job, found: Found) -> None:
         """Refuses a run that means something else than a finished one by what its config says as well."""
-        for key, (what, value) in _parts(job, identity).items():
-            other, known = self._known.get(key, (job, value))
-            if value != known:
+        for what, key in _named(job).items():
+            now = _part(found, what)
+            other, there = self._known.get(key, (job, now))
+            if lines := _differences(what, there, now):
+                other_one = "other data" if what == "data" else f"another {what}"
                 raise UserError(
-                    f"{job.name} and {other.name} are of different {what}, which have changed since {other.path} was "
-                    "trained: a table compares like with like. Move that folder away, and it is trained anew, or give "
-                    "another --folder and another -o"
+                    f"{job.name} has {other_one} than {other.name} had ({lines[0]}), and a table compares like with "
+                    f"like: move {other.path} away, and it is trained anew, or give another --folder and another -o"
                 )
 
 
-def _parts(job: Job, identity: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    """What a config names, as a key, with what it stands for and what that was found to be."""
+def _named(job: Job) -> dict[str, str]:
+    """How a config names its data, network and loss."""
     config = job.config
-    network = {part: identity["network"].get(part) for part in ("layers", "code")}
-    return {
-        json.dumps([what, *names], sort_keys=True): (what, value)
-        for what, names, value in (
-            ("data", [config.data.model_dump(mode="json")], identity["data"]),
-            ("networks", [config.model, config.model_args, config.loss.name == "scored"], network),
-            ("losses", [config.loss.model_dump(mode="json")], identity["loss"]["code"]),
-        )
+    named = {
+        "data": config.data.model_dump(mode="json"),
+        "network": [config.model, config.model_args, config.loss.name == "scored"],
+        "loss": config.loss.model_dump(mode="json"),
     }
+    return {what: json.dumps([what, names], sort_keys=True) for what, names in named.items()}
+
+
+def _part(found: Found, what: str) -> Any:
+    """What is found behind a name. The seed of a network, and how long a loss falls, are the config's to say."""
+    return found[what] if what == "data" else {key: found[what].get(key, {}) for key in ("layers", "code")}
+
+
+def _differences(what: str, there: Any, now: Any) -> list[str]:
+    if what == "data":
+        return [] if there == now else [f"checksum {there} there, {now} now"]
+    old, new = ({"network": NOTHING, "loss": NOTHING, what: value} for value in (there, now))
+    return identity.differences(old, new)

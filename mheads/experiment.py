@@ -154,6 +154,8 @@ def assemble(
             f"{batch.num_rows} targets: give one row per target"
         )
     data = replace(data, problem=widened(data.problem, outputs, net.network_name))
+    if loss.of_scores and hasattr(data.problem, "of_scores"):
+        data = replace(data, problem=replace(data.problem, of_scores=True))  # type: ignore[type-var]
     data.problem.check_output(outputs, net.network_name, data.name)
     if isinstance(data.problem, Classification) and are_probabilities(data.problem.answer(outputs)):
         warn(f"{net.network_name} gives {PROBABILITIES}")

@@ -72,9 +72,9 @@ class PercentResult(PlainResult):
 class Result(PercentResult):
     """The metrics of one ensemble on one set of examples; accuracies and errors are in percent.
 
-    `single` is always the mean over the members, `ensemble_mean` the mean of their probabilities taken as one
-    predictor, `ensemble_scored` that mean weighted by their scores, if they have some. What is not finite (the loss of
-    a member that gives NaN) is NaN here and null in JSON.
+    `single` is always the mean over the members, `ensemble_mean` the mean of their probabilities (of members trained on
+    the mean of their scores, that mean) taken as one predictor, `ensemble_scored` that mean weighted by their scores,
+    if they have some. What is not finite (the loss of a member that gives NaN) is NaN here and null in JSON.
     """
 
     problem: ClassVar[str] = "classification"
@@ -109,14 +109,15 @@ class Result(PercentResult):
 class Metrics:
     """Counts and sums over a stream of outputs.
 
-    The members and, as row M, the mean of their probabilities are the M + 1 predictors of the arrays below; if members
-    are `scored`, their mean weighted by the scores is another.
+    The members and, as row M, the mean of their probabilities are the M + 1 predictors of the arrays below; with
+    `of_scores` that mean is the softmax of the mean of logits. If members are `scored`, their mean weighted by the
+    scores is another.
     """
 
     result_type: ClassVar[type[Result]] = Result
 
-    def __init__(self, members: int, classes: int, scored: bool = False) -> None:
-        self.members, self.classes = members, classes
+    def __init__(self, members: int, classes: int, scored: bool = False, of_scores: bool = False) -> None:
+        self.members, self.classes, self.of_scores = members, classes, of_scores
         self.examples = 0
         predictors = members + 1 + scored
         self._ranks = torch.zeros(predictors, classes + 1, dtype=torch.long)  # how often which rank
@@ -142,8 +143,12 @@ class Metrics:
         totals = exps.sum(-1, keepdim=True)
         probabilities = exps / totals  # [M, b, C]
         losses = totals[..., 0].log() - _of_class(shifted, y)  # [M, b]
-        together = [mean_members(probabilities)]  # [b, C]
-        their_losses = [math.log(self.members) - torch.logsumexp(-losses, 0)]  # no underflow to log 0
+        score = mean_members(logits)  # [b, C]
+        if self.of_scores:
+            together, their_losses = [score.softmax(-1)], [-_of_class(score.log_softmax(-1), y)]
+        else:
+            together = [mean_members(probabilities)]
+            their_losses = [math.log(self.members) - torch.logsumexp(-losses, 0)]  # no underflow to log 0
         if weights is not None:
             weights = weights.detach().cpu()
             together.append(weighted_mean(probabilities, weights))
@@ -162,7 +167,7 @@ class Metrics:
         self._bin(confidence, ranks == 0)
         self._differ += (answers[:, None] != answers).sum(-1)
         add_counts(self._ownership, owner[owned], y[owned])
-        self._scores_right += int((_rank(mean_members(logits), y) == 0).sum())
+        self._scores_right += int((_rank(score, y) == 0).sum())
         self._oracle_right += int(right.any(0).sum())
         self._owner_right += int((right.gather(0, owner[None])[0] & owned).sum())
 

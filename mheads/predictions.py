@@ -253,8 +253,9 @@ def _tables(run: Run, part: Asked, found: Tensor, weights: Tensor | None, watch:
         for i, image in enumerate(images):
             outputs, count_of = found[:, i : i + 1], None if weights is None else weights[:, i : i + 1]
             if isinstance(problem, Classification):
-                scored = None if count_of is None else problem.mean(outputs, count_of)[0]
-                yield answers_to_image(image, outputs[:, 0].softmax(-1), problem.classes, scored)
+                together = [problem.mean(outputs)[0]]
+                together += [] if count_of is None else [problem.mean(outputs, count_of)[0]]
+                yield answers_to_image(image, outputs[:, 0].softmax(-1), problem.classes, together)
             else:
                 yield shown(str(image), outputs, problem, weights=count_of)
         return

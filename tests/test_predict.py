@@ -1,6 +1,7 @@
 """`mheads predict` on files of examples, and the README's folder command from training to an answer."""
 
 import csv
+import io
 from pathlib import Path
 
 import networks
@@ -8,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 from sklearn.datasets import load_digits
+from torch import nn
 
 import mheads as package
 from mheads import predictions
+from mheads.terminal.answers import answers
 
 X, Y = load_digits(return_X_y=True)
 
@@ -207,6 +211,33 @@ def test_numbers_go_to_a_csv_file_too(mheads, tmp_path):
     with np.load(tmp_path / "out.npz") as found:
         assert sorted(found) == ["names", "outputs"]
         assert found["names"][3] == f"{tmp_path}/x.npz:3"
+
+
+def test_members_trained_on_the_mean_of_their_scores_answer_with_it_wherever_they_are_asked(tmp_path):
+    """Two members that are sure of opposite things cancel out in scores, and drown the third in probabilities."""
+
+    def network():
+        return nn.Sequential(nn.Linear(4, 3))
+
+    x, small, large = (torch.randn(n, 4, generator=torch.Generator().manual_seed(n)) for n in (60, 3, 3))
+    net = package.TreeNet(network, members=3)
+    with torch.no_grad():
+        for m, weight in enumerate((small, 9 * large.flip(1), -9 * large.flip(1))):
+            net.member(m)[0].weight.copy_(weight), net.member(m)[0].bias.zero_()
+        scores = net(x).mean(0)
+    y = scores.argmax(1)
+    run = package.fit(net, "score_averaged", train=(x, y), test=(x, y), iterations=1, lr=1e-12, run=tmp_path / "run")
+    assert run.result.ensemble_mean == run.result.ensemble_mean_scores == 100
+    assert run.result.nll["ensemble_mean"] == pytest.approx(nn.functional.cross_entropy(scores, y).item(), abs=1e-4)
+    assert package.evaluate(net, (x, y)).ensemble_mean < 90  # of probabilities
+    expected = scores.double().softmax(-1)
+    for found in (run, package.load(tmp_path / "run", network)):
+        torch.testing.assert_close(found.answer(x), expected, atol=1e-5, rtol=0)
+    exported = torch.export.load(run.export(tmp_path / "mean.pt2", examples=x)).module()
+    torch.testing.assert_close(exported(x).double(), expected, atol=1e-5, rtol=0)
+    text = io.StringIO()
+    Console(file=text, width=200).print(answers("x", run.predict(x).double(), run.data.problem))
+    assert rows_of(text.getvalue()) == [str(c) for c in y.tolist()]
 
 
 def test_several_labels_go_to_files_as_probabilities_by_their_names(mheads, tmp_path):

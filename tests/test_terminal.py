@@ -119,7 +119,9 @@ def test_predictions_and_comparisons_fit_80_columns():
     things = [
         comparison_table({"independent": one, "TreeNet, conv1": one}),
         result_table(one),
-        answers_to_image(Path("cat.png"), probabilities, ("aquarium_fish", "pickup_truck", "maple_tree")),
+        answers_to_image(
+            Path("cat.png"), probabilities, ("aquarium_fish", "pickup_truck", "maple_tree"), [probabilities.mean(0)]
+        ),
     ]
     for thing in things:
         assert printed(thing, 80) == printed(thing, 300)

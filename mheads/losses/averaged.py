@@ -22,7 +22,7 @@ CAFFE_LOG_THRESHOLD = 1e-20
 
 def score_averaged(of: Of = None) -> Loss:
     """The loss of the mean output; for classes the cross-entropy of its softmax: -log softmax(mean_m outputs_m)_y."""
-    return Loss("score_averaged", _score_averaged, averaged=True, of=of)
+    return Loss("score_averaged", _score_averaged, averaged=True, of_scores=True, of=of)
 
 
 def prob_averaged(

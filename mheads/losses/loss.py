@@ -48,11 +48,12 @@ class Loss:
     `separable`: the loss of a member does not depend on the outputs of the others, so each member's forward and
     backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
-    divides their gradients by M and makes priors on examples meaningless. `check_members`: refuses a number of members
-    that it cannot teach. `whole_batch`: the loss of an example depends on the others in its batch, which is therefore
-    not cut; `each_batch`: of the batches that a step accumulates each is one by itself. `options`: the options that it
-    was made with. `schedule`: for a loss that changes over training, its form at an iteration, given (iteration,
-    iterations, members); see `at`.
+    divides their gradients by M and makes priors on examples meaningless. `of_scores`: the mean that it trains is that
+    of scores, so that the ensemble answers with it, and not with the mean of probabilities. `check_members`: refuses a
+    number of members that it cannot teach. `whole_batch`: the loss of an example depends on the others in its batch,
+    which is therefore not cut; `each_batch`: of the batches that a step accumulates each is one by itself. `options`:
+    the options that it was made with. `schedule`: for a loss that changes over training, its form at an iteration,
+    given (iteration, iterations, members); see `at`.
 
     `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
     [M, B], as `of.py` says; that of the problem where none is given, which looks at the answer alone where a network
@@ -64,6 +65,7 @@ class Loss:
     separable: bool = False
     winners: int | None = None
     averaged: bool = False
+    of_scores: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     of: Of = None
     check_members: Callable[[int], None] | None = None

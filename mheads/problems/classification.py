@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import Metrics, Result
 from mheads.problems.member_losses import cross_entropies
-from mheads.problems.problem import ANSWERS, mean_or_weighted, more_classes, number, percent_rows
+from mheads.problems.problem import ANSWERS, more_classes, number, percent_rows, together
 from mheads.values import Value
 
 
@@ -21,6 +23,7 @@ class Classification:
     """Targets are class numbers [B], answers are scores [M, B, C]."""
 
     classes: tuple[str, ...]
+    of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "classification"
     unit: ClassVar[str] = "%"
     measure: ClassVar[str] = "accuracy, %"
@@ -37,7 +40,7 @@ class Classification:
         return values.leaves(outputs)[0]  # scores come first
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
-        return mean_or_weighted(answers.softmax(-1), weights)  # of probabilities
+        return together(answers, partial(torch.softmax, dim=-1), weights, self.of_scores)
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return cross_entropies(outputs, targets)
@@ -63,7 +66,7 @@ class Classification:
             )
 
     def metrics(self, members: int, scored: bool = False) -> Metrics:
-        return Metrics(members, len(self.classes), scored)
+        return Metrics(members, len(self.classes), scored, self.of_scores)
 
     def read_result(self, values: dict[str, Any]) -> Result:
         return Result.from_dict(values)
@@ -86,11 +89,11 @@ class Classification:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "classes": list(self.classes)}
+        return {"name": self.name, "classes": list(self.classes)} | ({"of_scores": True} if self.of_scores else {})
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Classification:
-        return cls(tuple(map(str, facts["classes"])))
+        return cls(tuple(map(str, facts["classes"])), facts.get("of_scores", False))
 
 
 PROBABILITIES = (

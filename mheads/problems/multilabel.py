@@ -14,7 +14,7 @@ from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import PercentResult, by_predictor, mean_members, owner_of, weighted_mean
 from mheads.problems.member_losses import binary_cross_entropies
-from mheads.problems.problem import further_row, mean_or_weighted, more_classes, percent_rows, refuse_other_width
+from mheads.problems.problem import further_row, more_classes, percent_rows, refuse_other_width, together
 from mheads.values import Value
 
 
@@ -43,8 +43,8 @@ class MultiLabelResult(PercentResult):
 class MultiLabelMetrics:
     """Keeps the scores [M, b, C] and labels [b, C] of a stream: a precision depends on how all examples are ranked."""
 
-    def __init__(self, members: int, classes: int, scored: bool = False) -> None:
-        self.members, self.classes, self.scored = members, classes, scored
+    def __init__(self, members: int, classes: int, scored: bool = False, of_scores: bool = False) -> None:
+        self.members, self.classes, self.scored, self.of_scores = members, classes, scored, of_scores
         self._scores: list[Tensor] = []
         self._weights: list[Tensor] = []
         self._labels: list[Tensor] = []
@@ -64,10 +64,10 @@ class MultiLabelMetrics:
         scores, labels = torch.cat(self._scores, 1).double(), torch.cat(self._labels)
         owner, owned = owner_of(binary_cross_entropies(scores, labels.double()))
         oracle = scores[owner, torch.arange(len(labels))].masked_fill(~owned[:, None], math.nan)
-        together = [mean_members(scores.sigmoid())]
-        together += [weighted_mean(scores.sigmoid(), torch.cat(self._weights, 1))] if self.scored else []
-        precisions = [mean_average_precision(one, labels) for one in (*scores, *together, oracle)]
-        answers = [*(scores > 0), *(p > 0.5 for p in together), oracle > 0]
+        answered = [mean_members(scores).sigmoid() if self.of_scores else mean_members(scores.sigmoid())]
+        answered += [weighted_mean(scores.sigmoid(), torch.cat(self._weights, 1))] if self.scored else []
+        precisions = [mean_average_precision(one, labels) for one in (*scores, *answered, oracle)]
+        answers = [*(scores > 0), *(p > 0.5 for p in answered), oracle > 0]
         micro, macro = zip(*(f1(one, labels) for one in answers), strict=True)
         counts = torch.bincount(owner[owned], minlength=self.members).tolist()
         return MultiLabelResult(
@@ -111,6 +111,7 @@ class MultiLabel:
     """Targets are 0 and 1 [B, C], answers are scores [M, B, C], whose sigmoids are probabilities."""
 
     classes: tuple[str, ...]
+    of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "multilabel"
     unit: ClassVar[str] = "%"
     measure: ClassVar[str] = "mean average precision, %"
@@ -127,7 +128,7 @@ class MultiLabel:
         return values.leaves(outputs)[0]
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
-        return mean_or_weighted(answers.sigmoid(), weights)  # of probabilities
+        return together(answers, torch.sigmoid, weights, self.of_scores)
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return binary_cross_entropies(outputs, targets)
@@ -153,7 +154,7 @@ class MultiLabel:
             )
 
     def metrics(self, members: int, scored: bool = False) -> MultiLabelMetrics:
-        return MultiLabelMetrics(members, len(self.classes), scored)
+        return MultiLabelMetrics(members, len(self.classes), scored, self.of_scores)
 
     def read_result(self, values: dict[str, Any]) -> MultiLabelResult:
         return MultiLabelResult.from_dict(values)
@@ -170,8 +171,8 @@ class MultiLabel:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "classes": list(self.classes)}
+        return {"name": self.name, "classes": list(self.classes)} | ({"of_scores": True} if self.of_scores else {})
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> MultiLabel:
-        return cls(tuple(map(str, facts["classes"])))
+        return cls(tuple(map(str, facts["classes"])), facts.get("of_scores", False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -81,6 +82,18 @@ class Problem(Protocol):
 
 
 ANSWERS = {"ensemble_mean": "Ensemble-Mean", "ensemble_scored": "Ensemble-Scored"}  # what tables call them
+
+
+def together(
+    scores: Tensor, probabilities: Callable[[Tensor], Tensor], weights: Tensor | None, of_scores: bool
+) -> Tensor:
+    """The probabilities that members give together: the mean of theirs, or those of their mean score.
+
+    [M, B, ...] -> [B, ...]. Members with weights [M, B] are averaged by these.
+    """
+    if of_scores and weights is None:
+        return probabilities(scores.mean(0))
+    return mean_or_weighted(probabilities(scores), weights)
 
 
 def mean_or_weighted(values: Tensor, weights: Tensor | None) -> Tensor:

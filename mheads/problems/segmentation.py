@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from mheads import values
 from mheads.errors import UserError
 from mheads.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of, weighted_mean
 from mheads.problems.member_losses import IGNORED, cross_entropies
-from mheads.problems.problem import further_row, mean_or_weighted, percent_rows
+from mheads.problems.problem import further_row, percent_rows, together
 from mheads.values import Value
 
 CHUNK = 2**22  # numbers that are looked at together, to bound the memory
@@ -50,8 +51,8 @@ class SegmentationMetrics:
     NaN is answered with no class, which is column C.
     """
 
-    def __init__(self, members: int, classes: int, scored: bool = False) -> None:
-        self.members, self.classes, self.scored = members, classes, scored
+    def __init__(self, members: int, classes: int, scored: bool = False, of_scores: bool = False) -> None:
+        self.members, self.classes, self.scored, self.of_scores = members, classes, scored, of_scores
         self.examples = 0
         predictors = members + 2 + scored
         self._confusion = torch.zeros(predictors, classes, classes + 1, dtype=torch.long)  # [predictor, true, answer]
@@ -70,9 +71,9 @@ class SegmentationMetrics:
 
     def _add(self, scores: Tensor, y: Tensor, weights: Tensor | None) -> None:
         probabilities, m = F.softmax(scores, 2), self.members
-        together = [mean_members(probabilities)]
-        together += [] if weights is None else [weighted_mean(probabilities, weights)]
-        predictors = torch.cat([scores, torch.stack(together)])
+        answered = [F.softmax(mean_members(scores), 1) if self.of_scores else mean_members(probabilities)]
+        answered += [] if weights is None else [weighted_mean(probabilities, weights)]
+        predictors = torch.cat([scores, torch.stack(answered)])
         answers = predictors.argmax(2).masked_fill(predictors.isnan().any(2), self.classes)  # [predictors, b, H, W]
         tables = self._tables(answers, y)  # [predictors, b, C, C + 1]
         right = _diagonal(tables).sum(-1)  # [predictors, b]
@@ -129,6 +130,7 @@ class Segmentation:
 
     classes: tuple[str, ...]
     size: tuple[int, int]
+    of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "segmentation"
     unit: ClassVar[str] = "%"
     measure: ClassVar[str] = "mean IoU, %"
@@ -145,7 +147,7 @@ class Segmentation:
         return values.leaves(outputs)[0]
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
-        return mean_or_weighted(answers.softmax(2), weights)  # of probabilities
+        return together(answers, partial(torch.softmax, dim=-3), weights, self.of_scores)
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return cross_entropies(outputs, targets)
@@ -179,7 +181,7 @@ class Segmentation:
             )
 
     def metrics(self, members: int, scored: bool = False) -> SegmentationMetrics:
-        return SegmentationMetrics(members, len(self.classes), scored)
+        return SegmentationMetrics(members, len(self.classes), scored, self.of_scores)
 
     def read_result(self, values: dict[str, Any]) -> SegmentationResult:
         return SegmentationResult.from_dict(values)
@@ -195,9 +197,10 @@ class Segmentation:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "classes": list(self.classes), "size": list(self.size)}
+        found = {"name": self.name, "classes": list(self.classes), "size": list(self.size)}
+        return found | ({"of_scores": True} if self.of_scores else {})
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Segmentation:
         height, width = facts["size"]
-        return cls(tuple(map(str, facts["classes"])), (int(height), int(width)))
+        return cls(tuple(map(str, facts["classes"])), (int(height), int(width)), facts.get("of_scores", False))

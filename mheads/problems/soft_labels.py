@@ -53,7 +53,7 @@ class SoftLabels(Classification):
             )
 
     def metrics(self, members: int, scored: bool = False) -> SoftLabelsMetrics:
-        return SoftLabelsMetrics(members, len(self.classes), scored)
+        return SoftLabelsMetrics(members, len(self.classes), scored, self.of_scores)
 
     def read_result(self, values: dict[str, Any]) -> SoftLabelsResult:
         return SoftLabelsResult.from_dict(values)

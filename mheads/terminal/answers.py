@@ -25,18 +25,19 @@ def answers(
 
     Weights [M, N] are those of the scored answer, where members have scores.
     """
-    agree, scored = ["agree"], None if weights is None else problem.mean(outputs, weights)
+    agree = ["agree"]
+    said = [problem.mean(outputs), *([] if weights is None else [problem.mean(outputs, weights)])]
     if isinstance(problem, Segmentation):
-        lines = classes_of_pixels(outputs.softmax(2), problem.classes, scored)
+        lines = classes_of_pixels(outputs.softmax(2), problem.classes, said)
     elif isinstance(problem, MultiLabel):
-        lines = labels_of_rows(outputs.sigmoid(), problem.classes, scored)
+        lines = labels_of_rows(outputs.sigmoid(), problem.classes, said)
     elif isinstance(problem, Classification):
-        lines = answers_to_rows(outputs.softmax(-1), problem.classes, scored)
+        lines = answers_to_rows(outputs.softmax(-1), problem.classes, said)
     else:
-        lines, agree = numbers_of_rows(outputs, scored), []
+        lines, agree = numbers_of_rows(outputs, said), []
     table = Table(box=box.SIMPLE_HEAD)
     members = [f"member {m}" for m in range(len(outputs))]
-    together = ["Ensemble-Mean", *([] if scored is None else ["Ensemble-Scored"])]
+    together = ["Ensemble-Mean", "Ensemble-Scored"][: len(said)]
     for column in ("row" if names is None else "image", *together, *agree, *members):
         table.add_column(column, no_wrap=not isinstance(problem, Segmentation | MultiLabel))
     for row, line in enumerate(lines):
@@ -44,36 +45,34 @@ def answers(
     return Group(escape(title), table)
 
 
-# The cells of each line: what the ensemble says (by its mean [N, ...] and, where there is one, its scored answer), how
-# far members agree with the mean, and what each of them says.
+# The cells of each line: what the ensemble says `together` (its mean [N, ...] and, where there is one, its scored
+# answer), how far members agree with the mean, and what each of them says.
+
+Together = Sequence[torch.Tensor]
 
 
-def numbers_of_rows(outputs: torch.Tensor, scored: torch.Tensor | None) -> Iterator[list[str]]:
+def numbers_of_rows(outputs: torch.Tensor, together: Together) -> Iterator[list[str]]:
     """Numbers [M, N, D]; whether members agree is for the reader to see."""
     for row in range(outputs.shape[1]):
-        yield [" ".join(f"{x:.4g}" for x in given[row]) for given in (*_together(outputs, scored), *outputs)]
+        yield [" ".join(f"{x:.4g}" for x in given[row]) for given in (*together, *outputs)]
 
 
-def answers_to_rows(
-    probabilities: torch.Tensor, classes: Sequence[str], scored: torch.Tensor | None
-) -> Iterator[list[str]]:
+def answers_to_rows(probabilities: torch.Tensor, classes: Sequence[str], together: Together) -> Iterator[list[str]]:
     """Probabilities [M, N, C] of one class for each example."""
-    votes, together = probabilities.argmax(-1), _together(probabilities, scored)
+    votes = probabilities.argmax(-1)
     for row, best in enumerate(together[0].argmax(-1)):
         said = [f"{escape(classes[int(p[row].argmax())])} {100 * p[row].max():.1f}%" for p in together]
         agree = f"{int((votes[:, row] == best).sum())} of {len(votes)}"
         yield [*said, agree, *(escape(classes[c]) for c in votes[:, row])]
 
 
-def labels_of_rows(
-    probabilities: torch.Tensor, classes: Sequence[str], scored: torch.Tensor | None
-) -> Iterator[list[str]]:
+def labels_of_rows(probabilities: torch.Tensor, classes: Sequence[str], together: Together) -> Iterator[list[str]]:
     """Probabilities [M, N, C] of several labels: those above 0.5."""
 
     def labels(p: torch.Tensor) -> str:
         return ", ".join(f"{escape(classes[c])} {100 * p[c]:.1f}%" for c in (p > 0.5).nonzero()[:, 0]) or "none"
 
-    given, together = probabilities > 0.5, _together(probabilities, scored)
+    given = probabilities > 0.5
     for row, p in enumerate(together[0]):
         said = [labels(answer[row]) for answer in together]
         agree = f"{int((given[:, row] == (p > 0.5)).all(-1).sum())} of {len(given)}"
@@ -81,11 +80,9 @@ def labels_of_rows(
         yield [*said, agree, *members]
 
 
-def classes_of_pixels(
-    probabilities: torch.Tensor, classes: Sequence[str], scored: torch.Tensor | None
-) -> Iterator[list[str]]:
+def classes_of_pixels(probabilities: torch.Tensor, classes: Sequence[str], together: Together) -> Iterator[list[str]]:
     """Probabilities [M, N, C, H, W]: which part of the pixels has which class."""
-    votes, together = probabilities.argmax(2), [p.argmax(1) for p in _together(probabilities, scored)]
+    votes, answered = probabilities.argmax(2), [p.argmax(1) for p in together]
 
     def parts(pixels: torch.Tensor) -> str:
         shares = pixels.flatten().bincount(minlength=len(classes)) / pixels.numel()
@@ -93,23 +90,16 @@ def classes_of_pixels(
         pairs = zip(best.values, best.indices, strict=True)
         return ", ".join(f"{escape(classes[c])} {100 * share:.1f}%" for share, c in pairs if share)
 
-    for row, pixels in enumerate(together[0]):
+    for row, pixels in enumerate(answered[0]):
         same = 100 * (votes[:, row] == pixels).all(0).double().mean()
-        said = [parts(answer[row]) for answer in together]
+        said = [parts(answer[row]) for answer in answered]
         yield [*said, f"on {same:.1f}%", *(parts(one) for one in votes[:, row])]
 
 
-def _together(values: torch.Tensor, scored: torch.Tensor | None) -> list[torch.Tensor]:
-    """What the members say together, of [M, N, ...]: their mean and, where there is one, the scored answer."""
-    return [values.mean(0)] if scored is None else [values.mean(0), scored]
-
-
-def answers_to_image(
-    image: Path, probabilities: torch.Tensor, classes: Sequence[str], scored: torch.Tensor | None = None
-) -> Group:
-    """A table of the probabilities [M, C] of one image, and [C] of the scored answer, where there is one."""
+def answers_to_image(image: Path, probabilities: torch.Tensor, classes: Sequence[str], together: Together) -> Group:
+    """A table of the probabilities [M, C] of one image, and [C] of what members say together."""
     votes = probabilities.argmax(-1)
-    mean = probabilities.mean(0)
+    mean = together[0]
     answer = int(mean.argmax())
     agree = int((votes == answer).sum())
     said = f"[bold]{escape(classes[answer])}[/] ({100 * mean[answer]:.1f}%)"
@@ -119,7 +109,7 @@ def answers_to_image(
     for name in ("", *(["answer", "second", "third"][:best])):
         table.add_column(name, no_wrap=not name)
     rows = [(f"member {m}", p) for m, p in enumerate(probabilities)]
-    rows += [("[bold]Ensemble-Mean[/]", mean), *([] if scored is None else [("[bold]Ensemble-Scored[/]", scored)])]
+    rows += zip(("[bold]Ensemble-Mean[/]", "[bold]Ensemble-Scored[/]"), together, strict=False)
     for name, p in rows:
         top = p.topk(best)
         pairs = zip(top.values, top.indices, strict=True)

@@ -99,7 +99,7 @@ def build(config: Config, world: World) -> Experiment:
     if sampled and config.data.reader != "lead":
         world.compare("sampling", {"digest of the priors": list(sampled.values())})
     return RanksExperiment(
-        config, net, checked.loss, data, checked.prior, world, placement, groups=groups, sampled=sampled
+        config, net, checked.loss, checked.data, checked.prior, world, placement, groups=groups, sampled=sampled
     )
 
 
@@ -114,7 +114,7 @@ def _as_written(config: Config, world: World, written: Written) -> WrittenExperi
     data = parts.load_data(config)
     world.compare("data", {"data checksum": data.fingerprint})
     found = experiments.assemble(config, parts.build_net(config), parts.build_loss(config), data)
-    return WrittenExperiment(config, found.net, found.loss, data, found.prior, world, written)
+    return WrittenExperiment(config, found.net, found.loss, found.data, found.prior, world, written)
 
 
 def _shared(key: str) -> bool:

@@ -133,6 +133,7 @@ def test_lines_of_members_can_be_told_apart(members):
     full, beside = (left, named) if members == 12 else (right, right.get_legend())
     if members > 1:  # beside the lines, not on them
         assert beside.get_window_extent().x0 >= full.get_window_extent().x1
+    assert all(tick == round(tick) for tick in left.get_xticks())  # there is no half iteration, also of one point
     assert len(history_figure([], [line]).axes) == 1  # a panel without lines says nothing
 
 

@@ -140,7 +140,7 @@ def history_figure(
 
 def whole_ticks() -> MaxNLocator:
     """Of iterations: there is no half one."""
-    return MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10])
+    return MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
 
 
 def name_lines(panel: Axes, members: int) -> None:

@@ -2,7 +2,8 @@
 
 What is in the file takes raw examples, as many as one likes: uint8 or float images [B, C, H, W], vectors [B, F], or
 tokens int64 [B, T]. It gives one of
-    mean          the ensemble's answer [B, ...]: class probabilities averaged over members, or the mean of numbers
+    mean          the ensemble's answer [B, ...], as `run.answer` gives it without scores: class probabilities averaged
+                  over members (of members trained on the mean of their outputs, those of it), or the mean of numbers
     scored        the same weighted by the members' scores, for a run that has them
     members       the outputs of all members [M, B, ...]
     member:N      the outputs of member N [B, ...]

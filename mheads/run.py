@@ -111,7 +111,7 @@ class Run:
     def answer(self, x: Any, side: Mapping[str, Any] | None = None) -> Tensor:
         """What the members answer together to raw examples: the mean of their probabilities [N, C] or numbers [N, D].
 
-        If they have scores, they are weighted by these.
+        If they have scores, they are weighted by these; members trained on the mean of their outputs answer with it.
         """
         outputs, weights = self.outputs(x, side)
         return self.data.problem.mean(outputs.double(), weights)

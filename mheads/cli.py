@@ -385,6 +385,9 @@ def reproduce(
     validation: Annotated[
         int, typer.Option(help="Hold out the last n training examples and evaluate on them: to choose, not to report.")
     ] = 0,
+    test: Annotated[
+        bool, typer.Option("--test", help="With --validation: show the same runs on the test set, to report a choice.")
+    ] = False,
     only: Annotated[list[str] | None, typer.Option(help="Train this row alone; may be given several times.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the runs and the time that they will take; train nothing.")
@@ -410,7 +413,7 @@ def reproduce(
         for path in suites.write_tables(output, console):
             console.print(f"{path} read", markup=False, soft_wrap=True)
         return
-    options = Options(recipe or suites.read(suite).recipe, seed, scale, validation, tuple(overrides or ()))
+    options = Options(recipe or suites.read(suite).recipe, seed, scale, validation, tuple(overrides or ()), test)
     given: dict[str, Any] = {"trials": trials, "only": only or (), "folder": folder, "output": output}
     if dry_run:
         suites.dry_run(suite, options, console, **given)

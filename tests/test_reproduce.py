@@ -17,6 +17,8 @@ from matplotlib.image import imread
 
 from mheads.checkpoint import Checkpoints
 from mheads.config import load
+from mheads.evaluation import evaluate_run
+from mheads.progress import Silent
 from mheads.run_folder import RunFolder
 from mheads.suites import results as documents
 from mheads.suites.jobs import Options, Planner
@@ -252,6 +254,7 @@ def test_a_folder_of_another_config_in_the_way_is_refused(mheads, refused, here,
         (["standard", "--seed", "-1"], ["--seed -1"]),
         (["standard", "seed=3"], ["--seed"]),
         (["standard", "data.validation=10"], ["--validation"]),
+        (["standard", "--test"], ["--test", "--validation N"]),
         (["standard", "loss.kk=3"], ["'loss.kk'"]),
         (["--tables"], ["results holds no results"]),
         (["mine.yaml", "--recipe", "digits", "--only", "two"], ["mine has no row 'two'", "plain, mcl, one"]),
@@ -559,6 +562,42 @@ def test_scaled_runs_have_names_and_results_of_their_own(mheads, here):
     kept = found["runs"]["pretrain_1000_k2"][0]["result"]
     assert kept["split"] == "validation" and kept["iterations"] == 15
     assert "0.01 of the iterations, on 30 validation examples" in (here / "results/README.md").read_text()
+
+
+def test_what_was_chosen_on_validation_examples_is_measured_on_the_test_set_without_training_again(mheads, here):
+    given = ["mine.yaml", "--recipe", "digits", "--validation", 40, *TINY]
+    assert mheads("reproduce", *given).code == 0
+    model = here / "runs/reproduce/digits/mcl-seed0-validation40/model.safetensors"
+    before = model.stat().st_mtime_ns
+
+    def on_test():
+        done = mheads("reproduce", *given, "--test", "--only", "mcl")
+        assert done.code == 0, done.err
+        assert "0 runs to train" in done.out and "without 40 validation examples, on the test set" in done.out
+        return results(here, "mine-digits-validation40-test")
+
+    found = on_test()
+    assert model.stat().st_mtime_ns == before
+    assert found["command"].endswith("--validation 40 --test " + " ".join(TINY))
+    for row in ("plain", "mcl"):  # rows that were not asked for are shown as far as they are there
+        (kept,) = found["runs"][row]
+        run = here / f"runs/reproduce/digits/{row}-seed0-validation40"
+        wanted = evaluate_run(run, None, Silent(), split="test")
+        assert kept["result"]["split"] == wanted["split"] == "test"
+        for key in ("members", "ensemble_mean", "oracle"):
+            assert kept["result"][key] == wanted[key]
+        (chosen,) = results(here, "mine-digits-validation40")["runs"][row]
+        assert chosen["result"]["split"] == "validation"  # neither file takes the other's figures
+        assert chosen["config"] == kept["config"] and chosen["command"] == kept["command"]
+        assert chosen["result"]["train_loss"] == kept["result"]["train_loss"]
+
+    path = here / "results/mine-digits-validation40-test.json"
+    found["runs"]["mcl"][0]["result"]["oracle"] = 12.5
+    path.write_text(json.dumps(found))
+    assert on_test()["runs"]["mcl"][0]["result"]["oracle"] == 12.5  # it is not measured twice
+    found["runs"]["mcl"][0]["weights"] = "those of another training"
+    path.write_text(json.dumps(found))
+    assert on_test()["runs"]["mcl"][0]["result"]["oracle"] == wanted["oracle"]
 
 
 def test_a_dry_run_lists_times_and_what_is_reused_and_writes_nothing(mheads, here):

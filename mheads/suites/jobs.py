@@ -37,6 +37,7 @@ class Options:
     scale: float = 1.0
     validation: int = 0
     overrides: tuple[str, ...] = ()
+    test: bool = False  # what was trained without the validation examples is measured on the test set
 
     def __post_init__(self) -> None:
         if not 0 < self.scale <= 1:
@@ -45,6 +46,8 @@ class Options:
             raise UserError(f"--seed {self.seed}: give 0 or more")
         if self.validation < 0:
             raise UserError(f"--validation {self.validation}: give how many training examples are held out")
+        if self.test and not self.validation:
+            raise UserError("--test goes with --validation N: other runs are measured on the test set anyway")
         _refuse_named(self.overrides)
 
     @property
@@ -54,9 +57,14 @@ class Options:
 
     @property
     def suffix(self) -> str:
-        """What the names of runs and results end in, unless they are of full length on the test set."""
+        """What the names of runs end in, unless they are of full length on all training examples."""
         scaled = "" if self.scale == 1 else f"-scale{self.scale:g}"
         return scaled + (f"-validation{self.validation}" if self.validation else "")
+
+    @property
+    def split(self) -> str:
+        """What the runs are measured on."""
+        return "validation" if self.validation and not self.test else "test"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def reproduce(
 ) -> None:
     """Trains the rows of a suite that are missing (or with `train` off none), then writes and shows its table."""
     suite = Run(name, options, console, trials, only, folder, output, every_seed=not train)
+    suite.gather()
     if train:
         suite.train()
     suite.publish()
@@ -89,16 +91,23 @@ class Run:
         others = [self.planner.job(self.suite, row, seed) for seed in seeds for row in self.table.names]
         if every_seed:
             others += [job for row in self.table.names for job in self.planner.jobs_there(self.suite, row)]
-        for job in in_order([*self.jobs, *others]):  # rows that were not asked for are shown if they are there
-            if there[job.path] if job.path in there else _there(job):
-                self._add(job)
+        self.there = [  # rows that were not asked for are shown if they are there
+            job for job in in_order([*self.jobs, *others]) if (there[job.path] if job.path in there else _there(job))
+        ]
         again = [results.command(name, options, seeds), *(f"--only {shlex.quote(row)}" for row in only)]
         places = (("-f", folder, FOLDER), ("-o", output, OUTPUT))
         again += [f"{key} {shlex.quote(str(path))}" for key, path, usual in places if path != usual]
         self.again = " ".join(again)
 
+    def gather(self) -> None:
+        """Adds the runs that are there to the document."""
+        for job in self.there:
+            self._add(job)
+
     def _add(self, job: Job) -> None:
-        results.add(self.document, job, self.planner, self.suite)
+        measuring = self.console.status(f"{job.name} on the test set") if self.options.test else nullcontext()
+        with measuring:
+            results.add(self.document, job, self.planner, self.suite)
 
     def _save(self) -> None:
         """Writes the document, with what another process may have added to it since."""

@@ -1,10 +1,11 @@
 """The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
 
-{"suite", "about", "recipe", "members", "scale", "validation", "overrides", "command", "metrics",
+{"suite", "about", "recipe", "members", "scale", "validation", "test", "overrides", "command", "metrics",
  "rows": [{"name", "run", "metrics", "paper"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "command", "result", "versions", "machine"}]}}
 
-A row's "run" is the key of its runs: see `Planner.key`.
+A row's "run" is the key of its runs: see `Planner.key`. With "test", runs that were trained without the validation
+examples are measured on the test set; their "weights" say which.
 
 Tables and figures are made from these files alone, so that they can be made anew where there are no runs.
 """
@@ -29,7 +30,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from mheads import config as configs
 from mheads import files, plain
 from mheads.errors import UserError
+from mheads.evaluation import evaluate_run
 from mheads.plain import from_json
+from mheads.progress import Silent
 from mheads.run_folder import RunFolder
 from mheads.suites.jobs import Job, Options, Planner, public
 from mheads.suites.suite import SUITES, Relation, Suite, Table, Term, check_shown, read_figure
@@ -38,7 +41,7 @@ Document = dict[str, Any]
 
 
 def file_name(suite: str, options: Options) -> str:
-    return f"{suite}-{options.short}{options.suffix}.json"
+    return f"{suite}-{options.short}{options.suffix}{'-test' if options.test else ''}.json"
 
 
 def make(table: Table, planner: Planner, trials: int) -> Document:
@@ -64,6 +67,7 @@ def make(table: Table, planner: Planner, trials: int) -> Document:
         "members": first.config.members,
         "scale": options.scale,
         "validation": options.validation,
+        **({"test": True} if options.test else {}),
         "overrides": [public(override) for override in options.overrides],
         "command": command(_shown(suite), options, range(options.seed, options.seed + trials), public),
         "metrics": suite.metrics,
@@ -82,6 +86,7 @@ def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[
     words += ["--seed", str(seeds[0])] if seeds[0] else []
     words += ["--scale", f"{options.scale:g}"] if options.scale != 1 else []
     words += ["--validation", str(options.validation)] if options.validation else []
+    words += ["--test"] if options.test else []
     return shlex.join([*words, *map(show, options.overrides)])
 
 
@@ -95,16 +100,24 @@ def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
     key = planner.key(suite, job)
     if key not in {entry["run"] for entry in document["rows"]}:
         return
-    folder = job.folder
+    folder, runs = job.folder, document["runs"].get(key, ())
+    result, own = folder.read_result(), digest(job)
+    further: dict[str, Any] = {}
+    if planner.options.test:
+        further["weights"] = files.digest(folder.model)
+        if any(run["config"] == own and run.get("weights") == further["weights"] for run in runs):
+            return  # measuring takes time
+        result = evaluate_run(folder.path, None, Silent(), split="test", trust=True)
     entry = {
         "seed": job.seed,
-        "config": digest(job),
+        "config": own,
+        **further,
         "command": planner.command(job),
-        "result": measures(folder, job.config.optim.iterations),
+        "result": measures(folder, result, job.config.optim.iterations),
         "versions": folder.read_result()["versions"],
         "machine": machine(),
     }
-    others = [run for run in document["runs"].get(key, ()) if run["seed"] != job.seed]
+    others = [run for run in runs if run["seed"] != job.seed]
     document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
 
 
@@ -127,9 +140,8 @@ def machine() -> str:
     return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def measures(folder: RunFolder, iterations: int) -> dict[str, Any]:
-    """What a run gives for a table: the numbers of result.json, the training loss, and how evenly members own."""
-    result = folder.read_result()
+def measures(folder: RunFolder, result: dict[str, Any], iterations: int) -> dict[str, Any]:
+    """What a run gives for a table: the numbers of its result, the training loss, and how evenly members own."""
     found: dict[str, Any] = {}
     for key, value in result.items():
         if isinstance(value, dict) and key != "versions":
@@ -222,6 +234,7 @@ class _Document(_Part):
     members: int
     scale: float
     validation: int
+    test: bool = False
     overrides: list[str]
     command: str
     metrics: list[str]
@@ -248,6 +261,7 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
     file that is of another experiment is refused, unless another file has it."""
     others = [found for at, found in all_in(path.parent, lambda _: None).items() if at != path]
     elsewhere = [run for other in others for runs in other["runs"].values() for run in runs]
+    elsewhere = [run for run in elsewhere if run["result"].get("split") == planner.options.split]
     if path.is_file():
         _merge_own(document, load(path), elsewhere, path, table, planner)
     _merge_others(document, elsewhere, table, planner)

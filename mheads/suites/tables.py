@@ -22,7 +22,9 @@ def title(document: Document) -> str:
     parts = [f"{document['suite']}: {document['recipe']} x{document['members']}"]
     if document["scale"] != 1:
         parts.append(f"{document['scale']:g} of the iterations")
-    if document["validation"]:
+    if document["validation"] and document.get("test"):
+        parts.append(f"without {document['validation']:,} validation examples, on the test set")
+    elif document["validation"]:
         parts.append(f"on {document['validation']:,} validation examples")
     return ", ".join([*parts, *document["overrides"]])
 

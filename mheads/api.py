@@ -78,6 +78,7 @@ def fit(
     scale_rate: bool = True,
     pretrain: int = 0,
     sampling: str | dict[str, Any] | Any = "full",
+    teacher: dict[str, Any] | Any = None,
     classes: Sequence[str] | None = None,
     problem: str = "auto",
     normalize: str = "none",
@@ -104,6 +105,8 @@ def fit(
     `loss` is a loss, its name, a function of outputs and labels, or None for independent cross-entropy.
     `sampling` says who learns from which examples: as in a config, or an array [M, N] of weights on the training
     examples.
+    `teacher` is what an ensemble or another network answers to the training examples, probabilities [N, C] to be
+    learned beside the labels, or `{"answers": probabilities, "weight": 0.5, "temperature": 2}`.
     `iterations` counts steps (1,000 by default); `epochs` is another way to say it: passes over the training set.
     `run` is a folder, and the same call on the same folder resumes; without it nothing is kept longer than the run
     that is returned. `init` is where the weights come from, if not from the net as it is: a file of weights, a
@@ -145,6 +148,10 @@ def fit(
     with speaking_python(), _frozen(net, freeze):
         loss = _as_loss(loss)
         given = None if isinstance(sampling, str | Mapping) else sampling
+        taught = dict(teacher) if isinstance(teacher, Mapping) else {} if teacher is None else {"answers": teacher}
+        answers = taught.get("answers")
+        if taught and answers is None:
+            raise UserError(f"teacher={taught!r} has no answers: give probabilities [N, C] under this name")
         known = loss.name in LOSSES  # a loss of the user's own is kept as it is, not imported again
         own = {"name": f"__main__:{loss.name}", "args": loss.options}
         arrays: dict[str, Any] = {
@@ -171,6 +178,7 @@ def fit(
                     "of": of.named(loss.member_loss),
                     "scale_rate": scale_rate,
                 },
+                "teacher": taught | {"answers": "array"} if taught else {},
                 "pretrain": pretrain,
                 "data": {"name": "arrays", "validation": validation, **arrays},
                 "engine": {"workers": workers, "micro_batches": micro_batches},
@@ -199,7 +207,7 @@ def fit(
         )
         # Only now: a call that is refused for what it asks has changed nothing.
         config = config.model_copy(update={"init": _initialise(net, init, run, watch, init_map)})
-        experiment = experiments.assemble(config, net, loss, data, given=given)
+        experiment = experiments.assemble(config, net, loss, data, given=given, answers=answers)
         return _train(experiment, run, watch)
 
 

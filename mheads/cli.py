@@ -151,6 +151,30 @@ def classical(
     console.print(rounds_table(found))
 
 
+@app.command(rich_help_panel="Train and look")
+def distil(
+    run: RunPath,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="What is other than in the run: model=..., teacher.weight=0.5."),
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default RUN-distilled.")] = None,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    trust: Trust = False,
+) -> None:
+    """One network from many: it learns what the run's ensemble answers to the training examples.
+
+    Example: mheads distil runs/mcl --folder runs/small
+    """
+    from mheads.distil import distil as learn
+    from mheads.progress import Terminal
+    from mheads.terminal.tables import comparison_table
+
+    run = run.expanduser()
+    path = folder.expanduser() if folder else run.with_name(f"{run.absolute().name}-distilled")
+    console.print(comparison_table(learn(run, overrides or [], path, Terminal(console, bar=not quiet), trust)))
+
+
 @app.command(rich_help_panel="Start here")
 def recipes() -> None:
     """List the recipes that come with mheads: what each trains, on what, and for how long.

@@ -239,6 +239,14 @@ class LogOptions(_Section):
     idle_after: int = _option(100, "warn of a member that has won no example for n iterations", ge=1)
 
 
+class TeacherOptions(_Section):
+    answers: Path | None = _option(
+        None, "an .npz or .npy file of probabilities [N, C] for the training examples, to be learned beside the labels"
+    )
+    weight: float = _option(0.9, "how much these answers count; the labels count for the rest", gt=0, le=1)
+    temperature: float = _option(2.0, "softens the answers, and those of the members", gt=0, le=1000)
+
+
 MAX_ROWS = 10_000_000  # of a step
 
 
@@ -263,6 +271,7 @@ class Config(_Section):
     )
     sampling: Annotated[Sampling, BeforeValidator(_named)] = _option(Sampling(), "who learns from which examples")
     loss: Annotated[LossOptions, BeforeValidator(_named)] = _option(LossOptions(), "the loss")
+    teacher: TeacherOptions = _option(TeacherOptions(), "whose answers are learned beside the labels")
     pretrain: int = _option(0, "iterations of independent cross-entropy before the loss takes over", ge=0)
     data: Annotated[DataOptions, BeforeValidator(_named)] = _option(DataOptions(), "the data")
     engine: EngineOptions = _option(EngineOptions(), "how the work is cut and spread")
@@ -341,6 +350,7 @@ PATHS = (
     "init",
     "sampling.generalist",
     "sampling.path",
+    "teacher.answers",
     "data.root",
     "data.path",
     "data.test_path",
@@ -371,7 +381,7 @@ def flatten(config: Config) -> dict[str, Any]:
     return walk("", config.model_dump(mode="json"), config)
 
 
-SECTIONS = ("sampling", "loss", "data", "data.regions", "engine", "optim", "optim.schedule", "log")
+SECTIONS = ("sampling", "loss", "teacher", "data", "data.regions", "engine", "optim", "optim.schedule", "log")
 
 
 @cache
@@ -486,14 +496,16 @@ def _absolute(config: Config) -> Config:
         proposals = str(_plain(Path(data.regions.proposals)))
         data = data.model_copy(update={"regions": data.regions.model_copy(update={"proposals": proposals})})
     sampling = _absolute_in(config.sampling, ("generalist", "path"))
+    teacher = _absolute_in(config.teacher, ("answers",))
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
     init = config.init if in_memory else str(_plain(Path(config.init)))
     paths = {"data.root": data.root, "data.path": data.path, "data.test_path": data.test_path, "init": init}
     paths |= {"sampling.generalist": sampling.generalist, "sampling.path": sampling.path}
+    paths["teacher.answers"] = teacher.answers
     for key, path in paths.items():
         if path is not None and str(path).encode("utf-8", "replace") != os.fsencode(path):
             raise UserError(f"{key} = {path}: its name is not UTF-8, and no config can hold it; rename the folder")
-    return config.model_copy(update={"data": data, "sampling": sampling, "init": init})
+    return config.model_copy(update={"data": data, "sampling": sampling, "teacher": teacher, "init": init})
 
 
 def _absolute_in(section: S, keys: Sequence[str]) -> S:

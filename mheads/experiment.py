@@ -17,13 +17,14 @@ from mheads import files, identity, models, seeds, tensorboard, values
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream, Reader
+from mheads.data.split import Taught
 from mheads.device import refuse_beyond_memory, resolve
 from mheads.donors import donor_digest
 from mheads.engine.engine import Engine
 from mheads.errors import UserError, warn
 from mheads.losses import Loss, independent
 from mheads.measuring import all_answers
-from mheads.parts import build_loss, build_net, load_data, micro_batches, net_of_run, threads_engine
+from mheads.parts import build_loss, build_net, final_loss, load_data, micro_batches, net_of_run, threads_engine
 from mheads.problems import PROBABILITIES, Classification, are_probabilities, widened
 from mheads.progress import Silent
 from mheads.run_folder import RunFolder
@@ -118,15 +119,18 @@ def assemble(
     *,
     given: Any = None,
     clustered: dict[str, Any] | None = None,
+    answers: Any = None,
 ) -> Experiment:
     """The experiment made of these parts, if they fit each other.
 
-    `given` are the priors [M, N] of `sampling: array`; `clustered` is what `cluster_classes` found, if it was asked.
+    `given` are the priors [M, N] of `sampling: array`; `clustered` is what `cluster_classes` found, if it was asked;
+    `answers` [N, C] are the teacher's, where they are not in the file of `teacher.answers`.
     """
     if config.log.tensorboard:
         tensorboard.require()
     if not len(data.test):
         raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
+    data, sampled = _taught(config, data, answers)
     few = np.arange(min(2, len(data.train)))
     batch = Reader(data.train, data.preprocess, few)()
     inputs = batch.network_inputs(net.dtype)
@@ -169,8 +173,9 @@ def assemble(
             f"{loss.name} looks at whole batches{why}, but a {'batch' if each else 'step'} is cut into "
             f"{parts} micro-batches: use engine.micro_batches=1{remedy}"
         )
-    loss = loss.on(data.problem)
-    prior, groups, sampled = _sample(config, net.num_members, data, given, clustered)
+    loss = final_loss(loss, data, config)
+    prior, groups, priors = _sample(config, net.num_members, data, given, clustered)
+    sampled |= priors
     if loss.averaged and data.weights is not None:
         raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
     iterations = config.optim.iterations
@@ -195,6 +200,17 @@ def _probe_alone(net: TreeNet, data: Data) -> None:
             f"{error}; of a batch of one example it has no statistics: use a larger optim.batch_size, or a "
             "normalisation without batch statistics (GroupNorm)"
         ) from error
+
+
+def _taught(config: Config, data: Data, given: Any) -> tuple[Data, dict[str, Any]]:
+    """The data with what a teacher answers to the training examples, if there is one, and a digest of that."""
+    path = config.teacher.answers
+    if path is None:
+        return data, {}
+    where = str(path) if given is None else "teacher"
+    found = datasets.check_answers(datasets.read_answers(path) if given is None else given, data, where)
+    digest = identity.weights({"": torch.from_numpy(found)})
+    return replace(data, train=Taught(data.train, found)), {f"the answers of {where}": digest}
 
 
 def _sample(

@@ -30,7 +30,7 @@ MEANT = {
     "pretrained": "init",
     "checkpoint": "init",
 }
-_SECTIONS = re.compile(r"(?<![\w./])(optim|data|engine|log|sampling)\.(schedule\.)?(\w+)(?![\w/]|\.\w)")
+_SECTIONS = re.compile(r"(?<![\w./])(optim|data|engine|log|sampling|teacher)\.(schedule\.)?(\w+)(?![\w/]|\.\w)")
 
 
 def refuse_unknown(unknown: Mapping[str, Any], function: Callable[..., Any]) -> None:
@@ -50,7 +50,7 @@ def in_python(message: str) -> str:
         section, inner, name = found.groups()
         if f"{section}.{inner or ''}{name}" not in configs.known_keys():
             return found[0]
-        if inner or section in ("log", "sampling"):
+        if inner or section in ("log", "sampling", "teacher"):
             return f"{'schedule' if inner else section}={{{name!r}: ...}}"
         return "optimizer" if (section, name) == ("optim", "name") else name
 

@@ -23,6 +23,7 @@ from mheads.donors import start_from
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.errors import UserError, named
 from mheads.losses import LOSSES, Loss
+from mheads.losses.taught import taught
 from mheads.run_folder import RunFolder
 from mheads.scores import with_scores
 from mheads.tree import LAYER
@@ -141,6 +142,20 @@ def build_loss(config: Config) -> Loss:
     loss = loss if of is None else replace(loss, of=of)
     loss.check(config.members, config.sampling.name)
     return loss
+
+
+def final_loss(loss: Loss, data: Data, config: Config) -> Loss:
+    """The loss as it is on these data, with what the teacher answers if there is one."""
+    loss, teacher = loss.on(data.problem), config.teacher
+    if teacher.answers is None:
+        return loss
+    if not loss.takes_of:
+        raise UserError(
+            f"teacher: {loss.name} has a loss of its own for each example, which takes no answers of a teacher; use "
+            "independent, score_averaged, mcl, relaxed, evolving, annealed or scored"
+        )
+    assert loss.member_loss is not None  # that of the problem, if no other
+    return replace(loss, of=taught(loss.member_loss, teacher.weight, teacher.temperature))
 
 
 def _make_loss(config: Config) -> Loss:

@@ -226,7 +226,7 @@ class RunFolder:
         # What a path leads to is known by its digest: it may lie elsewhere now.
         alike = ["init"] * (what["start"] is not None and there.get("start") == what["start"])
         if what["sampling"] and identity.same_sampling(there, what):
-            alike += ["sampling.generalist", "sampling.path"]
+            alike += ["sampling.generalist", "sampling.path", "teacher.answers"]
         lines = [
             _difference(k, old[k], new[k])
             for k in configs.differing(before, config)

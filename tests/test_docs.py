@@ -10,6 +10,7 @@ import yaml
 from matplotlib.image import imread
 
 import mheads
+from mheads import config as configs
 from mheads.models import MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +52,16 @@ def test_every_network_by_name_is_listed_with_its_arguments_and_defaults():
             if default:
                 expected = arguments[key].default
                 assert yaml.safe_load(default) == (list(expected) if isinstance(expected, tuple) else expected)
+
+
+def test_every_key_of_a_config_is_listed_with_its_default():
+    page = (ROOT / "docs/configuration.md").read_text()
+    listed = dict(re.findall(r"^\| `([\w.]+)` \| [^|]+ \| `([^|]*)` \|", page, re.MULTILINE))
+    defaults = configs.flatten(configs.Config())
+    assert set(listed) == set(defaults)
+    for key, said in listed.items():
+        default = float(said) if isinstance(defaults[key], float) else yaml.safe_load(said)  # YAML has no 1e-08
+        assert default == defaults[key], key
 
 
 def test_every_name_of_the_package_is_listed():

@@ -5,7 +5,7 @@ from mheads.data.cache import cache_dir
 from mheads.data.catalog import DATASETS, load
 from mheads.data.clusters import confusable
 from mheads.data.fetch import get
-from mheads.data.given import of_rows, read_priors
+from mheads.data.given import check_answers, of_rows, read_answers, read_priors
 from mheads.data.preprocess import Preprocess
 from mheads.data.sampling import deal, order, priors, stream, weighted
 from mheads.data.seen import Seen
@@ -23,6 +23,7 @@ __all__ = [
     "Split",
     "as_source",
     "cache_dir",
+    "check_answers",
     "confusable",
     "deal",
     "from_arrays",
@@ -32,6 +33,7 @@ __all__ = [
     "order",
     "posed",
     "priors",
+    "read_answers",
     "read_priors",
     "stream",
     "weighted",

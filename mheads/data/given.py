@@ -1,4 +1,5 @@
-"""Priors of a user's own, an array or a file of one: which member learns from which example, with what weight."""
+"""Arrays that a user gives beside the examples, or files of them: priors [M, N], which say which member learns from
+which example with what weight, and what a teacher answers, [N, C]."""
 
 from __future__ import annotations
 
@@ -9,32 +10,66 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from mheads.data.split import Data
 from mheads.errors import UserError
-
-KEY = "priors"
-SAVED = f"save it with numpy.savez(path, {KEY}=...)"
+from mheads.problems import Classification, SoftLabels
 
 
 def read_priors(path: Path) -> np.ndarray:
-    """The array in an .npy file, or the one called `priors` in an .npz file."""
+    return read_array(path, "priors", "sampling.path", "priors [M, N]")
+
+
+def read_answers(path: Path) -> np.ndarray:
+    return read_array(path, "answers", "teacher.answers", "probabilities [N, C]")
+
+
+def read_array(path: Path, key: str, option: str, what: str) -> np.ndarray:
+    """The array in an .npy file, or the one of this name in an .npz file."""
+    saved = f"save it with numpy.savez(path, {key}=...)"
     try:
         with path.open("rb") as stream:
             found = np.load(stream, allow_pickle=False)
             if isinstance(found, np.ndarray):
                 return found
-            if KEY not in found:
-                raise UserError(f"{path} has no array {KEY} (it has {', '.join(found) or 'none'}); {SAVED}")
-            return found[KEY]
+            if key not in found:
+                raise UserError(f"{path} has no array {key} (it has {', '.join(found) or 'none'}); {saved}")
+            return found[key]
     except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; give sampling.path an .npz or .npy file of priors [M, N]") from error
+        raise UserError(f"{path} does not exist; give {option} an .npz or .npy file of {what}") from error
     except (ValueError, OSError, EOFError, BadZipFile, TypeError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read as an .npz or .npy file of plain arrays ({error}); {SAVED}") from error
+        raise UserError(f"{path} cannot be read as an .npz or .npy file of plain arrays ({error}); {saved}") from error
 
 
 def of_rows(given: Any, rows: np.ndarray | None, count: int) -> Any:
     """Priors [M, N] of all `count` examples as those of the rows that training has; others as they are."""
     shape: tuple[int, ...] = getattr(given, "shape", ())
     return given[:, rows] if rows is not None and len(shape) == 2 and len(rows) < count == shape[1] else given
+
+
+def check_answers(given: Any, data: Data, where: str) -> np.ndarray:
+    """What a teacher answers to the training examples, as float32 [N, C]."""
+    problem = data.problem
+    if not isinstance(problem, Classification):
+        raise UserError(
+            f"{where}: a teacher's answers are probabilities of classes, and {data.name} is {problem.name}; to learn "
+            "what another network gives, give that as the targets"
+        )
+    try:
+        found = np.asarray(given)
+        if found.dtype.kind != "f":
+            raise TypeError(f"type {found.dtype}")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{where}: the answers are not probabilities ({error}); give an array [N, C]") from error
+    if data.rows is not None and len(data.rows) < data.given == len(found):
+        found = found[data.rows]  # all were given, and some are held out
+    shape = (len(data.train), len(problem.classes))
+    if found.shape != shape:
+        raise UserError(
+            f"{where}: answers of shape {list(found.shape)}, but there are {shape[0]} training examples and {shape[1]} "
+            f"classes; give an array {list(shape)}, without examples that are held out, or one of all with them"
+        )
+    SoftLabels(problem.classes).check_targets(found, where)
+    return np.ascontiguousarray(found, np.float32)
 
 
 def check_priors(given: Any, members: int, n: int, where: str) -> np.ndarray:

@@ -165,6 +165,38 @@ class Itself:
         return replace(self, source=self.source.fixed())  # type: ignore[attr-defined]  # it is a source
 
 
+@dataclass(frozen=True, eq=False)
+class Taught:
+    """Examples with what a teacher answers, probabilities [N, C]: their targets are pairs of label and answer."""
+
+    source: Split
+    answers: np.ndarray
+
+    @property
+    def targets(self) -> np.ndarray:
+        return self.source.targets
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        return self.source.read(rows, seeds)
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        found = self.source.beside(rows, seeds)
+        return replace(found, targets=(found.targets, torch.from_numpy(self.answers[rows])))
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return self.source.places(seeds)
+
+    def fixed(self) -> Self:
+        return replace(self, source=self.source.fixed())  # type: ignore[attr-defined]  # it is a source
+
+
 @dataclass(frozen=True)
 class Data:
     """A dataset as a run uses it; `fingerprint` tells whether two runs saw the same examples.

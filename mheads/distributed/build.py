@@ -88,7 +88,7 @@ def build(config: Config, world: World) -> Experiment:
         clustered = world.share("groups", lambda: experiments.cluster_classes(config))
     if config.data.reader == "lead" and not world.lead:
         absent = absent_data(world)
-        return RanksExperiment(config, net, loss.on(absent.problem), absent, None, world, placement)
+        return RanksExperiment(config, net, parts.final_loss(loss, absent, config), absent, None, world, placement)
     data = parts.load_data(config)
     if config.data.reader == "lead":
         world.share("data", lambda: facts_of(data))
@@ -127,6 +127,7 @@ def _shared(key: str) -> bool:
         "data.test_path",
         "sampling.generalist",
         "sampling.path",
+        "teacher.answers",
         "init",
     )
 

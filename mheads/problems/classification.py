@@ -33,8 +33,8 @@ class Classification:
     def groups(self) -> tuple[str, ...]:
         return self.classes
 
-    def group(self, targets: Tensor) -> Tensor:
-        return targets
+    def group(self, targets: Value) -> Tensor:
+        return values.leaves(targets)[0]  # labels come first, a teacher's answers serve the loss
 
     def answer(self, outputs: Value) -> Tensor:
         return values.leaves(outputs)[0]  # scores come first

@@ -12,6 +12,7 @@ from mheads.errors import UserError
 from mheads.metrics import Metrics, Result
 from mheads.problems.classification import Classification
 from mheads.problems.problem import refuse_other_width
+from mheads.values import Value
 
 TOLERANCE = 1e-3  # of a row's sum: float16 is not more exact
 
@@ -36,8 +37,8 @@ class SoftLabels(Classification):
 
     name: ClassVar[str] = "soft_labels"
 
-    def group(self, targets: Tensor) -> Tensor:
-        return targets.argmax(-1)
+    def group(self, targets: Value) -> Tensor:
+        return super().group(targets).argmax(-1)
 
     def check_targets(self, targets: np.ndarray, where: str) -> None:
         if not len(targets):

@@ -4,6 +4,7 @@ import os
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from commands import assert_same_run, process, ranks
@@ -170,3 +171,17 @@ def test_fit_says_that_it_is_one_process(monkeypatch):
     net = mheads.TreeNet(lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)), members=2)
     with pytest.raises(UserError, match="fit trains in one process, but env started 2"):
         mheads.fit(net, train=(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("spread", ["3 ranks, explicit", "2 replicas of 2 ranks, the lead reads"])
+def test_a_teacher_is_heard_alike_on_ranks(spread, tmp_path):
+    answers = torch.softmax(torch.randn(150, 10, generator=torch.Generator().manual_seed(0)), -1)
+    np.save(tmp_path / "answers.npy", answers.numpy())
+    recipe = [*COMMON, "split=conv", "loss=mcl", "loss.k=2", f"teacher.answers={tmp_path / 'answers.npy'}"]
+    done = process("train", *recipe, "-f", tmp_path / "one")
+    assert done.code == 0, done.err
+    size, placement, options = SPREAD[spread]
+    options = [f"placement={PLACEMENTS[placement]['tree']}", *options]
+    there = ranks(size, "train", *recipe, *options, "-f", tmp_path / "several")
+    assert [d.code for d in there] == [0] * size, "\n".join(d.err for d in there)
+    assert_same_run(tmp_path / "several", tmp_path / "one")

@@ -1,0 +1,35 @@
+"""Learning from a teacher: beside the label of an example, what an ensemble or another network answers to it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mheads import values
+from mheads.problems import MemberLoss
+from mheads.values import Value
+
+
+def taught(of: MemberLoss, weight: float, temperature: float) -> MemberLoss:
+    """The loss of one member on one example, (1 - weight) l + weight T^2 KL(q || p): see `losses`.
+
+    l is `of`, the loss on the label.
+    """
+    return partial(losses, of=of, weight=weight, temperature=temperature)
+
+
+def losses(outputs: Value, y: tuple[Value, Tensor], of: MemberLoss, weight: float, temperature: float) -> Tensor:
+    """Outputs [M, B, C]; labels, and the teacher's probabilities [B, C] -> [M, B].
+
+    q = softmax(log answers / T) and p = softmax(scores / T) are softened by the temperature T, so that small
+    probabilities count as well (Hinton, Vinyals and Dean 2015). T^2 makes up for the gradients, which T divides twice.
+    """
+    labels, answers = y
+    scores = values.leaves(outputs)[0]
+    tiny = torch.finfo(torch.float32).tiny
+    log_q = (answers.to(scores.dtype).clamp_min(tiny).log() / temperature).log_softmax(-1)
+    log_p = (scores / temperature).log_softmax(-1)
+    apart = (log_q.exp() * (log_q - log_p)).sum(-1)
+    return (1 - weight) * of(outputs, labels) + weight * temperature**2 * apart

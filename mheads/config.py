@@ -240,7 +240,7 @@ class LogOptions(_Section):
 
 
 class TeacherOptions(_Section):
-    answers: Path | None = _option(
+    answers: Literal["array"] | Path | None = _option(
         None, "an .npz or .npy file of probabilities [N, C] for the training examples, to be learned beside the labels"
     )
     weight: float = _option(0.9, "how much these answers count; the labels count for the rest", gt=0, le=1)
@@ -509,7 +509,7 @@ def _absolute(config: Config) -> Config:
 
 
 def _absolute_in(section: S, keys: Sequence[str]) -> S:
-    found = {key: _plain(path) for key in keys if (path := getattr(section, key)) is not None}
+    found = {key: _plain(path) for key in keys if isinstance(path := getattr(section, key), Path)}
     return section.model_copy(update=found)
 
 

@@ -60,7 +60,7 @@ def distil(
     _check(facts, data, path)
     there = teacher.read_config().model_copy(update={"device": config.device, "engine": config.engine})
     file = config.teacher.answers
-    assert file is not None
+    assert isinstance(file, Path)
     marks = {"weights": files.digest(teacher.model), "data": data.fingerprint}
     if not _is_there(file, marks, path):
         found = []

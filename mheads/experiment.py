@@ -207,8 +207,13 @@ def _taught(config: Config, data: Data, given: Any) -> tuple[Data, dict[str, Any
     path = config.teacher.answers
     if path is None:
         return data, {}
-    where = str(path) if given is None else "teacher"
-    found = datasets.check_answers(datasets.read_answers(path) if given is None else given, data, where)
+    if isinstance(path, Path):
+        given, where = datasets.read_answers(path), str(path)
+    elif given is None:
+        raise UserError("teacher.answers = array is for fit, which is given one: give teacher.answers=FILE")
+    else:
+        where = "teacher"
+    found = datasets.check_answers(given, data, where)
     digest = identity.weights({"": torch.from_numpy(found)})
     return replace(data, train=Taught(data.train, found)), {f"the answers of {where}": digest}
 

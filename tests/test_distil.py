@@ -271,6 +271,7 @@ def test_what_cannot_be_distilled_is_refused_and_nothing_is_written(ensemble, sm
     refused(mheads("distil", path, "-f", path), "answers of another run", "--folder")
     refused(mheads("distil", ensemble, "teacher.weight=0.5", "-f", path), "teacher.weight", "0.9", "0.5")
     refused(mheads("train", "digits", "teacher.answers=x.npz", *TINY, "-f", there), "x.npz does not exist")
+    refused(mheads("train", "digits", "teacher.answers=array", *TINY, "-f", there), "is for fit")
     refused(mheads("train", "digits", "teacher.weight=2", *TINY, "-f", there), "teacher.weight = 2")
     assert not there.exists()
 

@@ -32,7 +32,7 @@ class Diagnostics:
     def _start_window(self) -> None:
         members = len(self.idle)
         self.loss, self.count, self.examples, self.seconds, self.rows = 0.0, 0, 0, 0.0, 0
-        self.member_losses, self.assigned, self.wins, self.effective = (np.zeros(members) for _ in range(4))
+        self.member_losses, self.seen, self.assigned, self.wins, self.effective = (np.zeros(members) for _ in range(5))
 
     def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
         assignment = report.assignment.double().cpu()  # [M, B]
@@ -46,7 +46,8 @@ class Diagnostics:
         self.effective += effective_examples(assignment).numpy()
         # Of the examples that a member may learn from: the others were not computed for it.
         seen = (prior > 0).double()
-        self.member_losses += ((report.losses.double().cpu() * seen).sum(1) / seen.sum(1).clamp_min(1)).numpy()
+        self.member_losses += (report.losses.double().cpu() * seen).sum(1).numpy()
+        self.seen += seen.sum(1).numpy()
         self.loss += report.loss
         self.count += 1
         self.examples += len(batch)
@@ -68,7 +69,7 @@ class Diagnostics:
             "iteration": step,
             "loss": self.loss / self.count,
             "rate": rate,
-            "member_losses": [round(x, 6) for x in (self.member_losses / self.count).tolist()],
+            "member_losses": [round(x, 6) for x in (self.member_losses / np.maximum(1, self.seen)).tolist()],
             "share": [round(x, 4) for x in share.tolist()],
             "wins": [round(x, 4) for x in (self.wins / max(1, self.rows)).tolist()],
             "entropy": round(entropy(self.winners()), 4),
@@ -83,7 +84,7 @@ class Diagnostics:
     # In a checkpoint.
 
     def arrays(self) -> dict[str, np.ndarray]:
-        names = ("idle", "member_losses", "assigned", "wins", "effective")
+        names = ("idle", "member_losses", "seen", "assigned", "wins", "effective")
         return {name: getattr(self, name) for name in names}
 
     def state(self) -> dict[str, Any]:
@@ -97,7 +98,9 @@ class Diagnostics:
         self.rows = rows[0] if rows else self.examples  # which an older version took them for
         self.learning = state["learning"]
         for name in self.arrays():
-            setattr(self, name, arrays[name].copy())
+            # An older version added means of batches: each counts as one example of what follows.
+            before = arrays[name] if name in arrays else np.full(len(self.idle), float(self.count))
+            setattr(self, name, before.copy())
 
 
 def effective_examples(assignment: Tensor) -> Tensor:

@@ -62,10 +62,13 @@ class Experiment:
 
     def _loss_identity(self) -> dict[str, Any]:
         loss = self.loss
-        if loss.schedule is None:
-            return {"name": loss.name, "code": identity.code(loss.function, loss.of)}
-        code = identity.code(loss.function, loss.of, loss.schedule)
-        return {"name": loss.name, "code": code, "iterations": self.config.optim.iterations}
+        roots = [part for part in (loss.function, loss.of, loss.schedule) if part is not None]
+        found: dict[str, Any] = {"name": loss.name, "code": identity.code(*roots)}
+        if modules := identity.modules(*roots):
+            found["layers"] = modules
+        if loss.schedule is not None:
+            found["iterations"] = self.config.optim.iterations
+        return found
 
     def specialties(self) -> list[str]:
         """A line for each specialist: which classes it learns, by name."""
@@ -242,7 +245,7 @@ def _sample(
         given = datasets.read_priors(sampling.path)
     elif sampling.name == "array" and given is None:
         raise UserError("sampling = array is for fit, which is given one: give sampling.name=file and sampling.path")
-    given = datasets.of_rows(given, data.rows, data.given)
+    given = datasets.of_rows(given, data.rows, members, data.given)
     prior = datasets.priors(
         sampling.name,
         seed=config.seed,
@@ -346,7 +349,36 @@ def _teach(loss: Loss, outputs: Value, targets: Value, members: int) -> list[Ten
             "draws random numbers, or keeps something from call to call, which a resumed run would not have. What "
             "changes over training is a function of the iteration: Loss(..., schedule=...)"
         )
+    if not (loss.whole_batch or loss.of_whole_batch):
+        _refuse_mixing(loss, same, targets, ties, parts, found)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
+
+
+def _refuse_mixing(
+    loss: Loss, outputs: Value, targets: Value, ties: Tensor, parts: list[slice], whole: Sequence[Tensor | None]
+) -> None:
+    """Refuses a loss whose gradients are others when the batch is cut, after its first example."""
+    leaves = [t for t in values.leaves(outputs) if t.is_floating_point()]
+    cut: list[Tensor] = [torch.zeros_like(t) for t in leaves]
+    for rows in (slice(0, 1), slice(1, None)):
+        y = values.map_leaves(lambda t, rows=rows: t[rows], targets)
+        for p in parts:
+            some = values.map_leaves(lambda t, p=p, rows=rows: t[p, rows], outputs)
+            try:
+                gradients = torch.autograd.grad(loss(some, y, None, ties[p, rows]).total, leaves, allow_unused=True)
+            except Exception:  # the user's function may need more than one example
+                return
+            for sums, gradient in zip(cut, gradients, strict=True):
+                sums += 0 if gradient is None else gradient
+    for one, other in zip(whole, cut, strict=True):
+        one = torch.zeros_like(other) if one is None else one
+        scale = one[one.isfinite()].abs().max().item() if one.isfinite().any() else 0.0
+        if not torch.allclose(one, other, rtol=1e-3, atol=1e-4 * scale, equal_nan=True):
+            raise UserError(
+                f"loss {loss.name!r} gives an example another gradient when others in its batch are left out: it looks "
+                "at the whole batch (a mean over it?), and batches are cut. Let it treat each example by itself, or "
+                "say so: mheads.losses.Loss(name, function, whole_batch=True)"
+            )
 
 
 def _identical(net: TreeNet, loss: Loss, a: int, b: int) -> UserError:

@@ -118,6 +118,33 @@ def code(*roots: Any) -> Code:
     return found
 
 
+def modules(*roots: Any) -> dict[str, str]:
+    """What modules hold that are functions, or are held by partials: a line for each inside, and their tensors.
+
+    Of a network the seed decides that; of a loss nothing else does.
+    """
+    found: dict[str, str] = {}
+    usual = set(vars(nn.Module()))
+
+    def walk(thing: Any) -> None:
+        if isinstance(thing, functools.partial):
+            for inner in (thing.func, *thing.args, *thing.keywords.values()):
+                walk(inner)
+        elif isinstance(thing, nn.Module):
+            kind = type(thing).__name__
+            for name, module in thing.named_modules():
+                held = _values({k: v for k, v in vars(module).items() if k not in usual}, mutable=True)
+                said = ", ".join(f"{key}={value}" for key, value in held.items())
+                found[f"{kind}.{name}" if name else kind] = f"{type(module).__name__}({said})"
+            tensors = {**dict(thing.named_parameters()), **dict(thing.named_buffers())}
+            if tensors:
+                found[f"tensors of {kind}"] = weights(tensors)
+
+    for root in roots:
+        walk(root)
+    return found
+
+
 def weights(tensors: Mapping[str, Tensor]) -> str:
     """A digest of tensors by name."""
     digest = hashlib.sha256()

@@ -88,7 +88,7 @@ class Optimizer:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     for what, tensor in found[self.names[id(parameter)]].items():
-                        fits = tensor.shape == parameter.shape
+                        fits = what != "step" and tensor.shape == parameter.shape  # a count needs all its digits
                         # Copied into the parameter's own strides: strides decide bits.
                         optimizer.state[parameter][what] = (
                             torch.empty_like(parameter).copy_(tensor)

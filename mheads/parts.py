@@ -26,7 +26,6 @@ from mheads.losses import LOSSES, Loss
 from mheads.losses.taught import taught
 from mheads.run_folder import RunFolder
 from mheads.scores import with_scores
-from mheads.tree import LAYER
 from mheads.treenet import TreeNet
 
 
@@ -58,10 +57,7 @@ def factory(config: Config) -> Callable[[], nn.Module]:
 
 def tree_of(config: Config, **options: Any) -> TreeNet:
     """The tree that a config asks for, as somebody who writes one means it."""
-    net = TreeNet(factory(config), config.members, config.split, **options)
-    if isinstance(config.split, int) and str(config.split) in (layer.name for layer in net.layers):
-        raise UserError(f"split = {config.split} may be meant otherwise: {LAYER.format(config.split)}; leave it out")
-    return net
+    return TreeNet(factory(config), config.members, config.split, **options)
 
 
 def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
@@ -110,7 +106,7 @@ def net_of_run(
         network_factory = with_scores(network_factory)
     there = folder.read_identity()
     drawn = there["network"]
-    net = TreeNet(network_factory, config.members, config.split, seed=int(drawn["seed"]), init=drawn["init"])
+    net = TreeNet(network_factory, config.members, tree=config.split, seed=int(drawn["seed"]), init=drawn["init"])
     if lines := identity.differences(there, {**there, "network": net.identity}):
         warn("\n  ".join([f"the network is not the one that {folder.path} was trained with:", *lines]))
     return net

@@ -56,6 +56,12 @@ def check_layers(network: str, layers: Layers, x: Value, side: Side = None, spli
                 f"layer {name!r} of {network} is rewritten before each call (the old weight_norm, "
                 "spectral_norm or prune), which threads must not do at once; use torch.nn.utils.parametrizations"
             )
+    for name, module in (pair for _, layer in layers for pair in layer.named_modules()):
+        if getattr(module, "scale_grad_by_freq", False):
+            raise UserError(
+                f"layer {name!r} of {network} divides gradients by how often a token is in the batch "
+                "(scale_grad_by_freq), which cutting the batch would change without a word: leave that out"
+            )
     with trial.as_it_was(chain), trial.apart():
         chain.train(False)
         _check_in_a_row(network, layers, x, side, splits)
@@ -78,6 +84,26 @@ def check_layers(network: str, layers: Layers, x: Value, side: Side = None, spli
     return output
 
 
+@torch.no_grad()
+def check_places(network: str, chain: Chain, module: nn.Module, x: Value, side: Side, splits: Collection[str]) -> None:
+    """Refuses layers whose output for an example depends on its place in the batch, or on how many there are.
+
+    Of a graph, the parts between splits are looked at: its layers one by one would be cut more often than they are.
+    """
+    names = [layer.name for layer in chain.layers]
+    parts = [[name] for name in names] if isinstance(chain, Row) else _parts(names, splits)
+    layers = [(f"{part[0]} to {part[-1]}" if len(part) > 1 else part[0], chain.stage(part, module)) for part in parts]
+    stages = nn.ModuleList(stage for _, stage in layers)
+    with trial.as_it_was(stages), trial.apart():
+        placing = _placing_layer(layers, x, side)
+    if placing is not None:
+        raise UserError(
+            f"layer {placing!r} of {network} gives something else for an example that stands elsewhere in the batch, "
+            "or in a batch of another size, and batches are cut and mixed: let it treat each example by itself (is the "
+            "batch its first dimension? Positions in a sequence are another one then)"
+        )
+
+
 def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: Collection[str]) -> Value:
     rows, h = values.num_rows(x), x
     for name, layer in layers:
@@ -87,13 +113,13 @@ def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: 
         copies, versions = [t.clone() for t in values.leaves(h)], [t._version for t in values.leaves(h)]
         try:
             h = trial.call(layer, h, side)
-            values.leaves(h)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             shapes = [tuple(t.shape) for t in copies]
             raise UserError(
                 f"layer {name!r} of {network} fails on an input of shape "
                 f"{shapes[0] if len(shapes) == 1 else shapes}: {error}"
             ) from error
+        _refuse_other_values(h, name, network)
         found = values.leaves(given)
         if [t._version for t in found] != versions or not all(map(trial.equal, found, copies)):
             raise UserError(
@@ -133,6 +159,21 @@ def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: 
     return h
 
 
+def _refuse_other_values(value: Value, name: str, network: str) -> None:
+    """Refuses what an engine could not hand on."""
+    if isinstance(value, Tensor):
+        return
+    if isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            _refuse_other_values(part, name, network)
+        return
+    what = "None" if value is None else f"a {type(value).__name__}"
+    raise UserError(
+        f"layer {name!r} of {network} gives {what}: layers give tensors, or tuples, lists and dicts of tensors; let it "
+        "give the tensors alone"
+    )
+
+
 def _without_own_dropout(layer: nn.Module) -> str:
     """What to do about layers of torch that drop inside, where no keyed mask reaches."""
     for name, module in layer.named_modules():
@@ -161,10 +202,58 @@ def _remembering_layer(layers: Layers, x: Value, side: Side) -> str | None:
     return None
 
 
+def _placing_layer(layers: Layers, x: Value, side: Side) -> str | None:
+    """The first layer whose output for an example depends on its place in the batch, or on how many there are.
+
+    In evaluation, where no mask of dropout does.
+    """
+    rows = values.num_rows(x)
+    if rows < 2 or _rows_belong_together(layers, side):
+        return None
+    for _, layer in layers:
+        layer.train(False)
+    for other in (partial(torch.flip, dims=(0,)), lambda t: t[:1]):
+        for weights in (trial.shaken, lambda layer: nullcontext()):
+            try:
+                if (found := _find_placing(layers, x, rows, other, weights)) is not None:
+                    return found
+                break
+            except Exception:  # not every layer can run on other weights, or on one example
+                continue
+    return None
+
+
+def _find_placing(
+    layers: Layers,
+    x: Value,
+    rows: int,
+    other: Callable[[Tensor], Tensor],
+    weights: Callable[[nn.Module], AbstractContextManager[None]],
+) -> str | None:
+    def moved(t: Tensor) -> Tensor:
+        return other(t) if _is_rowwise(t, rows) else t
+
+    suspect: str | None = None
+    plain, there = x, values.map_leaves(moved, x)
+    for name, layer in layers:
+        with weights(layer):
+            plain, there = trial.call(layer, plain, None), trial.call(layer, there, None)
+        if has_batch_statistics(layer):  # it said that it looks at all: go on with the same on both sides
+            there = values.map_leaves(moved, plain)
+        same = trial.close([moved(t) for t in values.leaves(plain)], values.leaves(there))
+        suspect = None if same else (suspect or name)  # rows may stand elsewhere on the way: sequence first
+    return suspect if all(_is_rowwise(t, rows) for t in values.leaves(plain)) else None
+
+
+def _rows_belong_together(layers: Layers, side: Side) -> bool:
+    """Whether only the batch knows which rows are of one example."""
+    return bool(side) or any(hasattr(m, "takes") for _, layer in layers for m in layer.modules())
+
+
 def _mixing_layer(layers: Layers, x: Value, side: Side) -> str | None:
     """The first layer whose output for one example changes with the others, though it did not say that it would."""
-    if values.num_rows(x) < 2 or side or any(hasattr(m, "takes") for _, layer in layers for m in layer.modules()):
-        return None  # which rows belong together only the batch knows
+    if values.num_rows(x) < 2 or _rows_belong_together(layers, side):
+        return None
     try:  # other weights, since zeros hide what a layer does
         return _find_mixing(layers, x, trial.shaken)
     except Exception:  # which not every layer can run on: they must be positive, say
@@ -264,9 +353,13 @@ def _in_a_row(chain: Chain, module: nn.Module, splits: Collection[str] = ()) -> 
     names = [layer.name for layer in chain.layers]
     if isinstance(chain, Row):
         return chain.stage(names, module)
+    return nn.Sequential(*(chain.stage(part, module) for part in _parts(names, splits)))
+
+
+def _parts(names: list[str], splits: Collection[str]) -> list[list[str]]:
+    """The names cut after each split."""
     stops = [i + 1 for i, name in enumerate(names[:-1]) if name in splits]
-    parts = [names[start:stop] for start, stop in pairwise([0, *stops, len(names)])]
-    return nn.Sequential(*(chain.stage(part, module) for part in parts))
+    return [names[start:stop] for start, stop in pairwise([0, *stops, len(names)])]
 
 
 def _same_in_float64(network: str, module: nn.Module, chain: Chain, x: Value, splits: Collection[str]) -> bool:
@@ -351,5 +444,5 @@ def _results(run: nn.Module, module: nn.Module, x: Value, strides: torch.memory_
             ys = [y for y in outputs if y.requires_grad]
             ds = [trial.noise(y, generator) for y in ys]
             found = torch.autograd.grad(ys, weights, ds, allow_unused=True) if ys and weights else [None] * len(weights)
-        gradients = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+        gradients = [torch.zeros_like(w) if g is None else g.to_dense() for w, g in zip(weights, found, strict=True)]
         return [y.detach() for y in outputs], gradients, list(trial.buffers(module).values())

@@ -131,11 +131,42 @@ def _rebuilt(net: TreeNet, spec: Spec, sources: Sources, seed: int, init: str) -
     return _filled(TreeNet(net.factory, tree=spec, seed=seed, init=init), net, sources)
 
 
+def _freeze_alike(made: TreeNet, net: TreeNet, sources: Sources) -> None:
+    """What did not learn does not learn in the new tree either; what is new learns."""
+    owner = {(m, layer): n.name for n in net.tree.nodes.values() for m in n.members for layer in n.layers}
+    names = [name for name in net.frozen if name not in net.tree.nodes]  # layers, wherever they are
+    stages = set(net.frozen) - set(names)
+    frozen: dict[tuple[str, str], bool] = {}  # (stage, layer)
+    for node in made.tree.nodes.values():
+        source = next((sources[m] for m in node.members if sources[m] is not None), None)
+        if source is None:
+            frozen |= {(node.name, layer): False for layer in node.layers}
+            continue
+        for layer in node.layers:
+            frozen[node.name, layer] = owner[source, layer] in stages
+        for key, parameter in made.stage(node.name).named_parameters():
+            there = owner[source, made.layer_of(key)]
+            free = f"stages.{there}.{key}" in net._froze  # which `freeze` took, and gives back
+            parameter.requires_grad_(free or net.stage(there).get_parameter(key).requires_grad)
+        if all(frozen[node.name, layer] for layer in node.layers):
+            names.append(node.name)
+    whole = {stage for stage, _ in frozen if stage in names}
+    for layer in dict.fromkeys(layer for (stage, layer), cold in frozen.items() if cold and stage not in whole):
+        if not all(cold for (_, other), cold in frozen.items() if other == layer):
+            raise UserError(
+                f"{', '.join(sorted(stages))} are frozen, and {layer} would be in a part of a stage of the new tree: "
+                "net.freeze([]) before, and freeze what the new tree has"
+            )
+        names.append(layer)
+    made.freeze(names)
+
+
 def _filled(made: TreeNet, net: TreeNet, sources: Sources) -> TreeNet:
     first = next(net.parameters())
     made.to(device=first.device, dtype=first.dtype)
     made.take_weights(net.tree, net.state_dict() | unsaved_buffers(net), sources)
     made.trained = net.trained
+    _freeze_alike(made, net, sources)
     if "preprocessing" in net.__dict__:  # of the run that it was trained in
         made.__dict__["preprocessing"] = net.__dict__["preprocessing"]
     return made.train(net.training)

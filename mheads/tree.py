@@ -20,7 +20,10 @@ from mheads.errors import UserError
 from mheads.plain import as_plain
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
-LAYER = "the layer {0} is split='\"{0}\"', in quotes, since a number says how many members share nothing"
+LAYER = (
+    'the layer {0} is split="{0}", in quotes that a shell leaves (\'split="{0}"\'), since a number says how many '
+    "members share nothing"
+)
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,8 @@ def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, netwo
 def whole_spec(members: int | None, split: Spec | str | None) -> Spec:
     """The full specification of a tree that is given as a number of members and a split, or none."""
     members, split = as_plain(members), as_plain(split)
-    if members is not None and members < 1:
-        raise UserError(f"members must be at least 1, not {members}")
+    if members is not None and (isinstance(members, bool) or not isinstance(members, int) or members < 1):
+        raise UserError(f"members must be a whole number, at least 1, not {members!r}")
     if split is None:
         return 1 if members is None else members
     if isinstance(split, str):

@@ -23,8 +23,9 @@ from mheads.errors import UserError
 from mheads.graph import GraphChain, chain_of
 from mheads.layer_facts import LayerFacts
 from mheads.modules import avoid_overruns, takes_statistics
+from mheads.plain import as_plain
 from mheads.strides import canonical
-from mheads.tree import Node, Spec, Tree, parse, split_names, whole_spec
+from mheads.tree import LAYER, Node, Spec, Tree, parse, split_names, whole_spec
 from mheads.values import Value
 
 UP_TO = ".."  # before a layer in `freeze`
@@ -74,6 +75,9 @@ class TreeNet(nn.Module):
         self.network_path = f"{module}:{qualified}"
         self.chain = chain_of(first, split_names(spec))
         self.layers = self.chain.layers
+        self._unsure = self.chain.why is not None  # whether its children in a row are all that the network does
+        if isinstance(as_plain(split), int) and str(split) in (layer.name for layer in self.layers):
+            raise UserError(f"split = {split} may be meant otherwise: {LAYER.format(split)}; leave it out")
         with self._why_children():
             self.tree = parse(spec, self.layers, members, self.network_name)
         self._structure = identity.structure(first)
@@ -130,6 +134,11 @@ class TreeNet(nn.Module):
             raise UserError(f"the factory gives a {type(network).__name__}, not an nn.Module: return the network")
         if isinstance(network, torch.jit.ScriptModule):
             raise UserError("the factory gives a scripted network, whose layers are hidden: return the module itself")
+        if found := [name for name, p in network.named_parameters() if p.is_complex()]:
+            raise UserError(
+                f"{found[0]} is complex, and weights are real numbers here: keep its real and imaginary parts in one "
+                "real parameter [..., 2], and use torch.view_as_complex(parameter) in the forward"
+            )
         lazy = [name for name, p in network.named_parameters() if is_lazy(p)]
         if lazy:
             raise UserError(f"{lazy[0]} has no size yet: give the layer its number of inputs instead of a lazy one")
@@ -162,7 +171,9 @@ class TreeNet(nn.Module):
 
     def network(self) -> nn.Module:
         """One network as the factory draws it for the first member."""
-        return _out_of_place(self._draw(0).to(self.dtype))
+        network = self._draw(0)
+        uniform = len({p.dtype for p in network.parameters()}) < 2  # else each layer has its own on purpose
+        return _out_of_place(network.to(self.dtype) if uniform else network)
 
     @property
     def num_members(self) -> int:
@@ -177,6 +188,9 @@ class TreeNet(nn.Module):
 
     def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Outputs of all members, [M, B, C]; every stage runs once."""
+        if self._unsure and not side and not torch.is_inference_mode_enabled():
+            self._unsure = False
+            self._compare(values.map_leaves(lambda t: t[:2].detach(), x))
         given: dict[str | None, Value] = {None: values.map_leaves(_channels_last, x)}
         for node in self.tree.nodes.values():
             given[node.name] = self.stage(node.name)(given[node.parent], side)
@@ -395,6 +409,10 @@ class TreeNet(nn.Module):
         """Whether `layer.name` is a weight, not a buffer."""
         return name in self._facts.names
 
+    def layer_of(self, name: str) -> str:
+        """The layer that a parameter or buffer, by its name in the network, belongs to."""
+        return self._facts.layer_of[name]
+
     def is_fresh(self, name: str) -> bool:
         """Whether `layer.name` starts anew where weights from elsewhere have none: it belongs to a score, say."""
         return name in self._facts.fresh
@@ -427,9 +445,13 @@ class TreeNet(nn.Module):
         with self._why_children():
             output = probing.check_layers(self.network_name, layers, x, side, splits)
         if not self._facts.sequential and not side:
-            network = replace_dropout(self.network())
-            probing.compare_with_forward(self.network_name, network, self.chain, x, splits)
+            self._compare(x, splits)
+            self._unsure = False
+        probing.check_places(self.network_name, self.chain, member, x, side, splits)
         return output
+
+    def _compare(self, x: Value, splits: Collection[str] = ()) -> None:
+        probing.compare_with_forward(self.network_name, replace_dropout(self.network()), self.chain, x, splits)
 
     def names_in(self, stage: str) -> list[str]:
         """The parameters and buffers of a stage, wherever it is, by their names in the network."""

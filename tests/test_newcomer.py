@@ -183,7 +183,7 @@ def test_a_tree_may_be_given_in_numpys_numbers(tmp_path):
         (lambda run: fit(run.net, train=TABLE, problem="what"), "give auto, classification, .* or examples"),
         (
             lambda run: TreeNet(small, members=3, split=2),
-            "has 2 leaves, but members is 3.*the layer 2 is split='\"2\"', in quotes",
+            'split = 2 may be meant otherwise: the layer 2 is split="2", in quotes',
         ),
     ],
 )

@@ -419,7 +419,7 @@ def test_a_run_comes_back_and_is_drawn(name, tmp_path):
         ("segmentation", {"train": (IMAGES, PIXELS[:, 1:, 1:]), "test": None}, r"\(3, 6, 5\), .* of 5 x 4 pixels"),
         ("multilabel", {"loss": mcl(of="mse")}, r"loss.of = mse does not go with multilabel: there it is bce"),
         ("segmentation", {"loss": "prob_averaged"}, "prob_averaged averages .* are classes of pixels"),
-        ("soft_labels", {"loss": "prob_averaged"}, "prob_averaged averages .* are numbers"),
+        ("soft_labels", {"loss": "prob_averaged"}, "prob_averaged averages .* are floats"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said(name, options, message):

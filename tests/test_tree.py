@@ -355,7 +355,7 @@ class Decides(nn.Module):
         (lambda: nn.Sequential(nn.ReLU()), {"members": 2}, "has no layer with parameters"),
         (nn.Sequential, {"members": 2}, "Sequential has no children to make a tree of; return an nn.Sequential"),
         (Decides, {"members": 2}, "Decides has no children .*cannot follow its forward: .*test_tree.py, line"),
-        (small, {"members": 0}, "members must be at least 1, not 0"),
+        (small, {"members": 0}, "members must be a whole number, at least 1, not 0"),
         (small, {"split": "a"}, "split='a' needs the number of members"),
         (small, {"split": "a", "tree": {"a": 2}}, "give either split or tree, not both"),
         (small, {"members": 2, "init": "alike"}, "init is 'random' or 'same', not 'alike'"),

@@ -199,6 +199,11 @@ def as_examples(examples: Any, where: str) -> np.ndarray:
         raise UserError(
             f"{where} examples have shape {list(x.shape)}; give images [N, C, H, W] or [N, H, W], vectors [N, F], or "
             "tokens, int64 [N, T]"
+            + (
+                f"; volumes go as vectors, x.reshape(len(x), -1), to a network that begins with nn.Unflatten(1, "
+                f"{tuple(x.shape[1:])})"
+            )
+            * (x.ndim == 5)
         )
     sides_alike = x.ndim == 4 and (x.shape[1] == x.shape[2] or x.dtype == np.uint8)
     if sides_alike and min(x.shape[1:3]) > 4 and x.shape[3] in (1, 3, 4):

@@ -40,10 +40,10 @@ def read_array(path: Path, key: str, option: str, what: str) -> np.ndarray:
         raise UserError(f"{path} cannot be read as an .npz or .npy file of plain arrays ({error}); {saved}") from error
 
 
-def of_rows(given: Any, rows: np.ndarray | None, count: int) -> Any:
+def of_rows(given: Any, rows: np.ndarray | None, members: int, count: int) -> Any:
     """Priors [M, N] of all `count` examples as those of the rows that training has; others as they are."""
-    shape: tuple[int, ...] = getattr(given, "shape", ())
-    return given[:, rows] if rows is not None and len(shape) == 2 and len(rows) < count == shape[1] else given
+    whole = rows is not None and len(rows) < count and getattr(given, "shape", ()) == (members, count)
+    return given[:, rows] if whole else given
 
 
 def check_answers(given: Any, data: Data, where: str) -> np.ndarray:

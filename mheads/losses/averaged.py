@@ -49,7 +49,7 @@ def _score_averaged(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tenso
 def _prob_averaged(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, stable: bool) -> LossValue:
     _refuse(prior)
     if y.is_floating_point() or y.dim() != 1:
-        found = "numbers" if y.is_floating_point() else "classes of pixels"
+        found = "floats (numbers, soft labels or several)" if y.is_floating_point() else "classes of pixels"
         raise UserError(
             f"prob_averaged averages probabilities of one class for each example, and the targets are {found}: "
             "use score_averaged"

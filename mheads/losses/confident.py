@@ -42,8 +42,8 @@ def confident(
 def _confident(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, k: int, beta: float) -> LossValue:
     if y.is_floating_point():
         raise UserError(
-            "confident teaches probabilities of classes, and the targets are numbers: use relaxed, evolving, annealed "
-            "or mcl"
+            "confident teaches probabilities of classes, and the targets are floats (numbers, soft labels or "
+            "several): use relaxed, evolving, annealed or mcl"
         )
     losses, far = cross_entropies(outputs, y), _from_uniform(values.leaves(outputs)[0], y)
     fixed, weights = losses.detach(), ones_or(prior, losses.detach())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from numbers import Integral
 from typing import Annotated, Any
 
 import torch
@@ -49,8 +50,8 @@ def mcl(
 
 def check_k(k: int) -> Callable[[int], None]:
     """Refuses a k that no number of members has; returns what refuses one that a number of members does not have."""
-    if k < 1:
-        raise UserError(f"loss.k must be at least 1, not {k}")
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+        raise UserError(f"loss.k must be a whole number, at least 1, not {k!r}")
     return partial(_check_members, k)
 
 

@@ -134,8 +134,9 @@ def _rebuilt(net: TreeNet, spec: Spec, sources: Sources, seed: int, init: str) -
 def _freeze_alike(made: TreeNet, net: TreeNet, sources: Sources) -> None:
     """What did not learn does not learn in the new tree either; what is new learns."""
     owner = {(m, layer): n.name for n in net.tree.nodes.values() for m in n.members for layer in n.layers}
-    names = [name for name in net.frozen if name not in net.tree.nodes]  # layers, wherever they are
-    stages = set(net.frozen) - set(names)
+    stages = net.tree.nodes.keys() & set(net.frozen)
+    numbered = [layer.name for layer in net.layers]  # a stage and a layer may both be called 0
+    names = [name for name in net.frozen if name not in stages or name in numbered]
     frozen: dict[tuple[str, str], bool] = {}  # (stage, layer)
     for node in made.tree.nodes.values():
         source = next((sources[m] for m in node.members if sources[m] is not None), None)
@@ -149,7 +150,7 @@ def _freeze_alike(made: TreeNet, net: TreeNet, sources: Sources) -> None:
             free = f"stages.{there}.{key}" in net._froze  # which `freeze` took, and gives back
             parameter.requires_grad_(free or net.stage(there).get_parameter(key).requires_grad)
         if all(frozen[node.name, layer] for layer in node.layers):
-            names.append(node.name)
+            names.append(node.name)  # else its layers by their names, below
     whole = {stage for stage, _ in frozen if stage in names}
     for layer in dict.fromkeys(layer for (stage, layer), cold in frozen.items() if cold and stage not in whole):
         if not all(cold for (_, other), cold in frozen.items() if other == layer):

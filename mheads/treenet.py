@@ -189,8 +189,8 @@ class TreeNet(nn.Module):
     def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Outputs of all members, [M, B, C]; every stage runs once."""
         if self._unsure and not side and not torch.is_inference_mode_enabled():
-            self._unsure = False
             self._compare(values.map_leaves(lambda t: t[:2].detach(), x))
+            self._unsure = False
         given: dict[str | None, Value] = {None: values.map_leaves(_channels_last, x)}
         for node in self.tree.nodes.values():
             given[node.name] = self.stage(node.name)(given[node.parent], side)

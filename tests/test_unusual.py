@@ -66,8 +66,9 @@ class Asking(Deciding):
 
 def test_a_tree_that_is_not_the_network_is_refused_when_it_is_first_called():
     net = mheads.TreeNet(Deciding, members=2)
-    with pytest.raises(UserError, match="Deciding run one after the other do not give what its forward gives"):
-        net(torch.from_numpy(X))
+    for _ in range(2):
+        with pytest.raises(UserError, match="Deciding run one after the other do not give what its forward gives"):
+            net(torch.from_numpy(X))
     net = mheads.TreeNet(Asking, members=2)
     state = torch.get_rng_state()
     found = net(torch.from_numpy(X))
@@ -354,6 +355,13 @@ def test_layers_that_are_frozen_by_name_or_by_hand_stay_so():
 
 
 def test_a_part_of_a_stage_that_others_learn_is_not_frozen_without_a_word():
-    net = mheads.TreeNet(small, members=3, tree=[{"0": 2}, 1])
-    net.freeze(["0"])  # the stage 0 and the layer 0 have one name: it is the stage
-    assert net.keep([0, 1]).frozen
+    def deep():
+        return nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)), nn.Linear(5, 10))
+
+    net = mheads.TreeNet(deep, tree={"0": [{"1": 2}, 1]})
+    net.freeze(["0/0"])  # the layer 1 of members 0 and 1
+    assert net.keep([0, 1]).frozen == ("1",) or net.keep([0, 1]).frozen == ("trunk",)
+    with pytest.raises(UserError, match=r"0/0 are frozen, and 1 would be in a part of a stage"):
+        net.keep([0, 2])
+    net.freeze([])
+    assert net.keep([0, 2]).num_members == 2

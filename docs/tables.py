@@ -34,6 +34,7 @@ FULL = [
     ("mcl", "mcl_k3", "MCL, k=3"),
     ("mcl", "mcl_k1_same", "MCL, k=1, from identical weights"),
     ("pretrain", "pretrain_4000_k1", "MCL, k=1, after 4,000 iterations of pretraining"),
+    ("mixture", "mixture_*", "MCL with k=1 and cross-entropy, weight *"),
 ]
 # A star stands for the values of an option that have been run.
 FIFTH = [

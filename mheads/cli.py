@@ -171,7 +171,8 @@ def distil(
     from mheads.terminal.tables import comparison_table
 
     run = run.expanduser()
-    path = folder.expanduser() if folder else run.with_name(f"{run.absolute().name}-distilled")
+    run = run if run.name not in ("", "..") else run.resolve()
+    path = folder.expanduser() if folder else run.with_name(f"{run.name}-distilled")
     console.print(comparison_table(learn(run, overrides or [], path, Terminal(console, bar=not quiet), trust)))
 
 

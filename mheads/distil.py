@@ -23,10 +23,11 @@ from mheads.data.catalog import DATASETS
 from mheads.data.given import read_array
 from mheads.distributed.launch import detect
 from mheads.errors import UserError
+from mheads.experiment import assemble
 from mheads.measuring import answers
 from mheads.problems import Classification
 from mheads.progress import Watcher, telling
-from mheads.run_folder import DataFacts, RunFolder
+from mheads.run_folder import FORCE, DataFacts, RunFolder
 from mheads.train import train_config
 
 # One network from fresh weights; all else is as it was for the members.
@@ -61,6 +62,11 @@ def distil(
     there = teacher.read_config().model_copy(update={"device": config.device, "engine": config.engine})
     file = config.teacher.answers
     assert isinstance(file, Path)
+    run = RunFolder(folder)
+    if run.exists() and not file.exists():
+        raise UserError(f"{folder} holds a run that has no {file.name} beside it: give another --folder")
+    run.refuse_other_content()
+    _try(config, data)
     marks = {"weights": files.digest(teacher.model), "data": data.fingerprint}
     if not _is_there(file, marks, path):
         found = []
@@ -71,9 +77,20 @@ def distil(
                 found.append(facts.problem.mean(one.double(), weights).float().cpu())
         arrays = {"answers": torch.cat(found).numpy(), **{key: np.array(mark) for key, mark in marks.items()}}
         files.write_atomically(file, lambda stream: np.savez(stream, **arrays))  # type: ignore[arg-type]
-    result = train_config(config, RunFolder(folder), watch)
+    try:
+        result = train_config(config, run, watch)
+    except UserError as error:
+        error.args = (str(error).replace(FORCE, ""),)  # which this command does not have
+        raise
     same = config.data == there.data
     return {**({path.absolute().name: teacher.read_result()} if same else {}), folder.absolute().name: result}
+
+
+def _try(config: Config, data: Data) -> None:
+    """Refuses what does not fit together, before the run is asked: that takes time, and writes a file."""
+    answers = np.full((len(data.train), len(data.problem.groups)), 1 / len(data.problem.groups), np.float32)
+    here = config.model_copy(update={"teacher": config.teacher.model_copy(update={"answers": "array"})})
+    assemble(here, parts.build_net(here), parts.build_loss(here), data, answers=answers)
 
 
 def _config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Config:

@@ -11,6 +11,7 @@ from typing import Any
 from mheads import config as configs
 from mheads.errors import UserError
 from mheads.hints import EPOCHS, meaning
+from mheads.run_folder import FORCE
 
 # What has another name in fit than in a config.
 MEANT = {
@@ -54,9 +55,7 @@ def in_python(message: str) -> str:
             return f"{'schedule' if inner else section}={{{name!r}: ...}}"
         return "optimizer" if (section, name) == ("optim", "name") else name
 
-    message = re.sub(
-        r"^unknown key '(\w+\.)+", "unknown key '", message.replace(", or --force to start afresh beside it", "")
-    )
+    message = re.sub(r"^unknown key '(\w+\.)+", "unknown key '", message.replace(FORCE, ""))
     return _SECTIONS.sub(keyword, message)
 
 

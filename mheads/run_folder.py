@@ -40,7 +40,8 @@ from mheads.treenet import TreeNet
 from mheads.values import Value
 
 Warn = Callable[[str], None]
-ELSEWHERE = "give another run folder, or --force to start afresh beside it"
+FORCE = ", or --force to start afresh beside it"  # which `mheads train` has
+ELSEWHERE = f"give another run folder{FORCE}"
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,24 @@ def test_answers_of_0_leave_loss_and_gradient_finite():
     assert found.isfinite().all() and scores.grad.isfinite().all()
 
 
+def test_small_answers_are_no_nan_in_16_bits():
+    answers = probabilities((20, 5), spread=8.0)
+    assert 0 < answers.min() < 1e-8  # which 16 bits do not hold
+    scores = torch.randn(2, 20, 5, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+    found = losses(scores, (torch.zeros(20, dtype=torch.int64), answers), cross_entropies, 0.9, 2.0)
+    found.sum().backward()
+    exact = losses(scores.detach().double(), (torch.zeros(20, dtype=torch.int64), answers), cross_entropies, 0.9, 2.0)
+    assert scores.grad.isfinite().all()
+    torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02)
+
+
+def test_answers_of_0_stay_0_at_any_temperature():
+    answers = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64)
+    scores = torch.zeros(1, 1, 3, dtype=torch.float64, requires_grad=True)
+    losses(scores, (torch.tensor([0]), answers), cross_entropies, 1.0, 20.0).sum().backward()
+    torch.testing.assert_close(scores.grad[0, 0], 20 * torch.tensor([-1 / 6, -1 / 6, 1 / 3], dtype=torch.float64))
+
+
 def test_mcl_gives_an_example_to_the_member_nearest_to_label_and_answer():
     answers = torch.tensor([[0.1, 0.9]])
     scores = torch.tensor([[[3.0, 0.0]], [[0.0, 2.0]]])
@@ -155,6 +173,14 @@ def test_answers_to_all_examples_are_cut_to_those_that_are_learned_from(digits):
 def test_what_is_no_teacher_is_refused(teacher, loss, said, digits):
     with pytest.raises(UserError, match=said):
         mheads.fit(mheads.TreeNet(small, members=2), loss, train=digits, test=digits, teacher=teacher, show=False)
+
+
+@pytest.mark.parametrize("change", [lambda t: t.bfloat16(), lambda t: t.requires_grad_(), lambda t: t.half()])
+def test_a_teacher_may_be_a_tensor_of_any_precision(change, digits):
+    answers = change(probabilities((300, 10), spread=0.5))
+    net = mheads.TreeNet(small, members=1)
+    options = {"iterations": 2, "show": False}
+    assert mheads.fit(net, train=digits, test=digits, teacher=answers, **options).result.members
 
 
 def test_numbers_have_no_teacher(digits):
@@ -269,11 +295,15 @@ def test_what_cannot_be_distilled_is_refused_and_nothing_is_written(ensemble, sm
     refused(mheads("distil", ensemble, "data.name=diabetes", "-f", there), "regression")
     refused(mheads("distil", ensemble, "data.limit=100", "-f", path), "answers to other examples", "--folder")
     refused(mheads("distil", path, "-f", path), "answers of another run", "--folder")
-    refused(mheads("distil", ensemble, "teacher.weight=0.5", "-f", path), "teacher.weight", "0.9", "0.5")
+    done = mheads("distil", ensemble, "teacher.weight=0.5", "-f", path)
+    refused(done, "teacher.weight", "0.9", "0.5", "give another run folder")
+    assert "--force" not in done.err  # which distil does not have
+    refused(mheads("distil", ensemble, "-f", ensemble), "holds a run that has no", "--folder")
     refused(mheads("train", "digits", "teacher.answers=x.npz", *TINY, "-f", there), "x.npz does not exist")
     refused(mheads("train", "digits", "teacher.answers=array", *TINY, "-f", there), "is for fit")
     refused(mheads("train", "digits", "teacher.weight=2", *TINY, "-f", there), "teacher.weight = 2")
-    assert not there.exists()
+    assert not there.exists() and not (tmp_path / "new.npz").exists()  # nor was anybody asked
+    assert not ensemble.with_name("four.npz").exists()
 
 
 def test_a_run_of_arrays_is_distilled_in_python(digits, mheads, tmp_path):

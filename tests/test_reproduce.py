@@ -14,10 +14,13 @@ import pytest
 import rich.console
 from commands import process, weights
 from matplotlib.image import imread
+from safetensors.torch import save_file
 
 from mheads.checkpoint import Checkpoints
 from mheads.config import load
+from mheads.errors import UserError
 from mheads.evaluation import evaluate_run
+from mheads.models.digits import digits
 from mheads.progress import Silent
 from mheads.run_folder import RunFolder
 from mheads.suites import results as documents
@@ -25,6 +28,7 @@ from mheads.suites.jobs import Options, Planner
 from mheads.suites.reproduce import Run
 from mheads.suites.suite import read
 from mheads.suites.watch import Overview, duration
+from mheads.treenet import TreeNet
 
 TINY = ["data.limit=60", "optim.iterations=4", "optim.batch_size=20", "log.every=1"]
 MINE = """# Does MCL need its own suite?
@@ -341,6 +345,8 @@ RUN = run_entry(0, "abc")
         {"runs": {"a": [{**RUN, "seed": -1}]}},
         {"runs": {"a": [{**RUN, "result": {"oracle": {"deep": 1}}}]}},
         {"runs": {"a": [run_entry(0, "abc", members=50.0)]}},
+        {"runs": {"a": [run_entry(0, "abc", oracle="high")]}},
+        {"runs": {"a": [RUN, RUN]}},
         {"runs": {"a": [run_entry(0, "abc", problem=["classification"])]}},
         {"scale": "1"},
         {"overrides": None},
@@ -389,6 +395,19 @@ def test_two_processes_on_one_suite_keep_each_others_runs(here):
     saving.join()
 
 
+def test_a_run_that_another_process_finished_meanwhile_has_not_failed(mheads, here, monkeypatch):
+    train = Run._train
+
+    def beaten(self, job, watch):
+        train(self, job, watch)
+        raise UserError(f"another process is training in {job.path}")
+
+    monkeypatch.setattr(Run, "_train", beaten)
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY)
+    assert done.code == 0, done.err
+    assert len(results(here)["runs"]["plain"]) == 1
+
+
 @pytest.mark.parametrize("place", ["mine.yaml", "mine.yaml/deep", "full"])
 def test_a_place_that_takes_no_results_is_refused_before_training(refused, here, place):
     (here / "full/mine-digits.json").mkdir(parents=True)
@@ -426,6 +445,73 @@ def test_runs_of_data_that_changed_are_not_averaged_with_those_before(mheads, he
     assert mheads("train", "digits", *TINY, *args[-4:-2], "-f", here / "runs/reproduce/digits/plain-seed0").code == 0
     done = mheads("reproduce", *args, "--trials", "2")
     assert done.code == 2 and "plain-seed1 has other data than plain-seed0 had" in done.err
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("sampling={name: file, path: FILE}", "other priors or answers of a teacher"),
+        ("teacher.answers=FILE", "other priors or answers of a teacher"),
+        ("init=FILE", "other first weights"),
+    ],
+)
+def test_runs_of_a_file_that_changed_are_not_averaged_with_those_before(mheads, here, row, words):
+    file = here / ("given.safetensors" if "init" in row else "given.npz")
+
+    def write(seed):
+        generator = np.random.default_rng(seed)
+        if "init" in row:
+            net = TreeNet(digits, members=1, seed=seed)
+            save_file({k: v.contiguous() for k, v in net.member(0).state_dict().items()}, file)
+        else:
+            answers = generator.dirichlet(np.ones(10), 60)
+            np.savez(file, priors=generator.random((4, 60)), answers=answers.astype(np.float32))
+
+    suite = {"metrics": ["oracle"], "rows": [{"name": "a", "set": [row.replace("FILE", str(file)), "loss=mcl"]}]}
+    (here / "given.yaml").write_text(json.dumps(suite))
+    args = ["given.yaml", "--recipe", "digits", *TINY]
+    write(0)
+    assert mheads("reproduce", *args).code == 0
+    write(1)
+    done = mheads("reproduce", *args, "--trials", "2")
+    assert done.code == 2 and f"a-seed1 has {words} than a-seed0 had (checksum" in done.err, done.err
+    write(0)
+    done = mheads("reproduce", *args, "--trials", "2")
+    assert done.code == 0, done.err
+
+
+def test_rows_with_a_teacher_stand_beside_rows_without_and_with_another_weight(mheads, here):
+    np.save(here / "a.npy", np.full((60, 10), 0.1, np.float32))
+    rows = [{"name": "none"}]
+    rows += [{"name": f"w_{w}", "set": [f"teacher.answers={here / 'a.npy'}", f"teacher.weight={w}"]} for w in (0.3, 1)]
+    (here / "taught.yaml").write_text(json.dumps({"metrics": ["oracle"], "rows": rows}))
+    done = mheads("reproduce", "taught.yaml", "--recipe", "digits", *TINY)
+    assert done.code == 0, done.err
+    assert len(trained_at(here)) == 3
+
+
+def test_figures_of_another_test_set_are_measured_anew(mheads, here):
+    def data(seed):
+        x, y = np.random.default_rng(0).integers(0, 17, (90, 1, 8, 8)).astype(np.uint8), np.arange(90) % 10
+        np.savez(here / "data.npz", x_train=x, y_train=y, x_test=x[seed:], y_test=y[seed:])
+
+    args = ["mine.yaml", "--recipe", "digits", *TINY, "data.name=npz", "data.path=data.npz", "--only", "plain"]
+    args += ["--validation", 20]
+    data(0)
+    for further in ([], ["--test"]):
+        done = mheads("reproduce", *args, *further)
+        assert done.code == 0, done.err
+
+    def examples():
+        return results(here, "mine-digits-validation20-test")["runs"]["plain"][0]["result"]["examples"]
+
+    assert examples() == 60  # of the limit
+    data(50)
+    assert mheads("reproduce", *args, "--test").code == 0
+    assert examples() == 40
+    (here / "data.npz").unlink()
+    assert mheads("reproduce", *args[:-2], "--validation", 20, "--test", "--tables").code == 0
+    assert examples() == 40  # without the data what was measured stands
 
 
 def test_runs_of_a_network_whose_code_changed_are_not_averaged_with_those_before(here):

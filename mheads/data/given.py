@@ -9,6 +9,7 @@ from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
+import torch
 
 from mheads.data.split import Data
 from mheads.errors import UserError
@@ -55,6 +56,12 @@ def check_answers(given: Any, data: Data, where: str) -> np.ndarray:
             "what another network gives, give that as the targets"
         )
     try:
+        if isinstance(given, torch.Tensor) and given.is_floating_point():
+            given = given.detach().cpu()
+            if given.dtype.itemsize < 4:  # whose rows add to 1 only nearly
+                given = given.float()
+                sums = given.sum(-1, keepdim=True)
+                given = torch.where((sums - 1).abs() < 0.02, given / sums, given)
         found = np.asarray(given)
         if found.dtype.kind != "f":
             raise TypeError(f"type {found.dtype}")
@@ -68,7 +75,10 @@ def check_answers(given: Any, data: Data, where: str) -> np.ndarray:
             f"{where}: answers of shape {list(found.shape)}, but there are {shape[0]} training examples and {shape[1]} "
             f"classes; give an array {list(shape)}, without examples that are held out, or one of all with them"
         )
-    SoftLabels(problem.classes).check_targets(found, where)
+    try:
+        SoftLabels(problem.classes).check_targets(found, where)
+    except UserError as error:
+        raise UserError(str(error).replace("has the soft label", "has the answer")) from None
     return np.ascontiguousarray(found, np.float32)
 
 

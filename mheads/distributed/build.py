@@ -73,7 +73,9 @@ class WrittenExperiment(Experiment):
 
 def build(config: Config, world: World) -> Experiment:
     """The experiment on this rank. Refuses, on all, if the ranks differ in recipe, code or data."""
-    world.compare("recipe", world.facts() | {k: v for k, v in configs.flatten(config).items() if _shared(k)})
+    shared = {k: v for k, v in configs.flatten(config).items() if _shared(k)}
+    shared["teacher.answers"] = "none" if config.teacher.answers is None else "given"
+    world.compare("recipe", world.facts() | shared)
     world.watch.timeout = config.timeout
     resolve(config.device)
     written = getattr(parts.factory(config)(), "written", None) if config.members == 1 else None
@@ -97,7 +99,8 @@ def build(config: Config, world: World) -> Experiment:
     checked = experiments.assemble(config, net, loss, data, clustered=clustered)
     groups, sampled = checked.groups, checked.sampled
     if sampled and config.data.reader != "lead":
-        world.compare("sampling", {"digest of the priors": list(sampled.values())})
+        what = "the priors" if config.teacher.answers is None else "the priors and of the teacher's answers"
+        world.compare("sampling", {f"digest of {what}": list(sampled.values())})
     return RanksExperiment(
         config, net, checked.loss, checked.data, checked.prior, world, placement, groups=groups, sampled=sampled
     )

@@ -234,7 +234,7 @@ class _Send(torch.autograd.Function):
         layer._send("value", call, x, others, wanted)
         layer._link(ctx, call, x, wanted and bool(others))
         ctx.ranks = ranks
-        return x.detach().clone() if me in ranks else x.new_zeros(())
+        return x.detach().clone() if me in ranks else x.new_zeros((), dtype=x.dtype.to_real())
 
     @staticmethod
     @once_differentiable

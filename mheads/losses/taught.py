@@ -28,8 +28,8 @@ def losses(outputs: Value, y: tuple[Value, Tensor], of: MemberLoss, weight: floa
     """
     labels, answers = y
     scores = values.leaves(outputs)[0]
-    tiny = torch.finfo(torch.float32).tiny
-    log_q = (answers.to(scores.dtype).clamp_min(tiny).log() / temperature).log_softmax(-1)
+    wide = torch.promote_types(scores.dtype, torch.float32)  # in which small answers are not 0
+    q = (answers.to(wide).log() / temperature).softmax(-1).to(scores.dtype)
     log_p = (scores / temperature).log_softmax(-1)
-    apart = (log_q.exp() * (log_q - log_p)).sum(-1)
+    apart = (torch.xlogy(q, q) - q * log_p).sum(-1)
     return (1 - weight) * of(outputs, labels) + weight * temperature**2 * apart

@@ -12,6 +12,7 @@ from mheads.suites.jobs import Job
 
 Found = dict[str, Any]  # what identity.json holds
 NOTHING: Found = {"code": {}}
+OTHER = {"data": "other data", "sampling": "other priors or answers of a teacher", "start": "other first weights"}
 
 
 class Alike:
@@ -36,7 +37,7 @@ class Alike:
             now = _part(found, what)
             other, there = self._known.get(key, (job, now))
             if lines := _differences(what, there, now):
-                other_one = "other data" if what == "data" else f"another {what}"
+                other_one = OTHER.get(what, f"another {what}")
                 raise UserError(
                     f"{job.name} has {other_one} than {other.name} had ({lines[0]}), and a table compares like with "
                     f"like: move {other.path} away, and it is trained anew, or give another --folder and another -o"
@@ -44,23 +45,30 @@ class Alike:
 
 
 def _named(job: Job) -> dict[str, str]:
-    """How a config names its data, network and loss."""
+    """How a config names its data, network and loss, and files of priors, answers and weights."""
     config = job.config
-    named = {
-        "data": config.data.model_dump(mode="json"),
+    data = config.data.model_dump(mode="json")
+    teacher = config.teacher.model_dump(mode="json", exclude={"answers"})
+    named: dict[str, Any] = {
+        "data": data,
         "network": [config.model, config.model_args, config.loss.name == "scored"],
-        "loss": config.loss.model_dump(mode="json"),
+        "loss": [config.loss.model_dump(mode="json"), config.teacher.answers is not None and teacher],
     }
+    if job.rounds is None:  # of several rounds each has files of its own
+        named["sampling"] = [data, config.members, config.sampling.model_dump(mode="json"), str(config.teacher.answers)]
+        named["start"] = config.init
     return {what: json.dumps([what, names], sort_keys=True) for what, names in named.items()}
 
 
 def _part(found: Found, what: str) -> Any:
     """What is found behind a name. The seed of a network, and how long a loss falls, are the config's to say."""
-    return found[what] if what == "data" else {key: found[what].get(key, {}) for key in ("layers", "code")}
+    if what in ("network", "loss"):
+        return {key: found[what].get(key, {}) for key in ("layers", "code")}
+    return list((found.get(what) or {}).values()) if what == "sampling" else found.get(what)
 
 
 def _differences(what: str, there: Any, now: Any) -> list[str]:
-    if what == "data":
+    if what not in ("network", "loss"):
         return [] if there == now else [f"checksum {there} there, {now} now"]
     old, new = ({"network": NOTHING, "loss": NOTHING, what: value} for value in (there, now))
     return identity.differences(old, new)

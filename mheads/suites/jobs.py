@@ -18,6 +18,7 @@ from mheads.classical import is_stable, read_rounds
 from mheads.config import Config
 from mheads.errors import UserError
 from mheads.manifest import DamageError
+from mheads.parts import load_data
 from mheads.run_folder import RunFolder
 from mheads.suites.suite import Suite, Table, read
 
@@ -197,6 +198,7 @@ class Planner:
         self._jobs: dict[tuple[str, str, int], Job] = {}
         self._others: dict[str, Planner] = {}
         self._places: dict[Path, Job] = {}  # of all recipes: two files of one name share a folder
+        self._test_sets: dict[str, str | None] = {}
 
     def table(self, suite: Suite) -> Table:
         if suite.source not in self._tables:
@@ -300,6 +302,18 @@ class Planner:
             other._others, other._places = self._others, self._places
             self._others[recipe] = other
         return self._others[recipe]
+
+    def test_set(self, job: Job) -> str | None:
+        """A digest of the data with their test set, at which runs with validation examples do not look; None where the
+        data are not here."""
+        config = job.config.model_copy(update={"data": job.config.data.model_copy(update={"validation": 0})})
+        key = config.data.model_dump_json()
+        if key not in self._test_sets:
+            try:
+                self._test_sets[key] = load_data(config).fingerprint
+            except UserError:
+                self._test_sets[key] = None
+        return self._test_sets[key]
 
     def command(self, job: Job) -> str:
         """The command that trains this run alone, with folders as on any machine."""

@@ -147,6 +147,9 @@ class Run:
                 f"{done} of {_runs(len(self.jobs))} done. To go on: {self.again}", markup=False, soft_wrap=True
             )
             raise
+        for job in [job for job in self.missing if job.path in failed and _there(job)]:
+            del failed[job.path]  # another process was at it, and is done
+            self._add(job)
         if failed:
             if self.document["runs"]:
                 self.publish()

@@ -5,7 +5,7 @@
  "runs": {"random_init": [{"seed", "config", "command", "result", "versions", "machine"}]}}
 
 A row's "run" is the key of its runs: see `Planner.key`. With "test", runs that were trained without the validation
-examples are measured on the test set; their "weights" say which.
+examples are measured on the test set; "weights" and "data" are digests of what was measured, and on what.
 
 Tables and figures are made from these files alone, so that they can be made anew where there are no runs.
 """
@@ -105,7 +105,9 @@ def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
     further: dict[str, Any] = {}
     if planner.options.test:
         further["weights"] = files.digest(folder.model)
-        if any(run["config"] == own and run.get("weights") == further["weights"] for run in runs):
+        if fingerprint := planner.test_set(job):
+            further["data"] = fingerprint
+        if any(further | {"config": own} == {key: run.get(key) for key in (*further, "config")} for run in runs):
             return  # measuring takes time
         result = evaluate_run(folder.path, None, Silent(), split="test", trust=True)
     entry = {
@@ -222,6 +224,9 @@ class _Run(_Part):
         for key, kind in (("members", list), ("problem", str), ("seconds", int | float)):
             if not isinstance(self.result.get(key), kind):
                 raise ValueError(f"result.{key} is {plain.short(self.result.get(key))}")
+        for key, value in self.result.items():
+            if isinstance(value, str) and key not in ("problem", "split"):
+                raise ValueError(f"result.{key} is {plain.short(value)}")
         return self
 
 
@@ -241,6 +246,14 @@ class _Document(_Part):
     rows: list[_Row]
     claims: list[_Claim]
     runs: dict[str, list[_Run]]
+
+    @model_validator(mode="after")
+    def _once(self) -> _Document:
+        for key, runs in self.runs.items():
+            seeds = [run.seed for run in runs]
+            if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
+                raise ValueError(f"runs.{key} has seed {twice[0]} more than once")
+        return self
 
 
 def load(path: Path) -> Document:

@@ -113,6 +113,12 @@ NOT_CONNECTED = r"not connected to all others after 1.5 s: .*rank 2 \(|rank 2 ha
 # Of each: further arguments, what happens on some ranks (arguments or a function), the exit codes, and what each says.
 ENDS = {
     "another recipe": ([], {2: ["loss.k=2"]}, [2, 2, 2], ["rank 2 has another loss.k: 2 there, 1 on rank 0", "", ""]),
+    "a teacher": (
+        [],
+        {1: ["teacher.answers=nowhere.npz"]},
+        [2, 2],
+        ["rank 1 has another teacher.answers: 'given' there, 'none' on rank 0", ""],
+    ),
     "another version": ([], {1: another_version}, [2, 2], ["rank 1 has another mheads version: '0.0.0' there", ""]),
     "a mistake that all make": (["optim.lrr=1"], {}, [2, 2, 2], ["did you mean 'optim.lr'", "", ""]),
     "a mistake of one": (

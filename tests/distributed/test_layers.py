@@ -267,7 +267,27 @@ def programs_alone(seed, step):
     return [leaf.grad for leaf in leaves]
 
 
-CHECKS = (in_place, round_trips, calls_ahead, any_order, programs, without_gradient, rank_order, copies, no_part)
+def complex_numbers(rank):
+    """Each gives a complex value to rank 0, which has a loss of their squares."""
+    leaf = torch.full((3,), 1 + rank * 1j, dtype=torch.complex128, requires_grad=True)
+    found = Gather(0, [0, 1, 2])(leaf * 1)
+    end = sum((value.real.square() + value.imag.square()).sum() for value in found) if rank == 0 else found
+    end.backward()
+    return leaf.grad
+
+
+CHECKS = (
+    in_place,
+    complex_numbers,
+    round_trips,
+    calls_ahead,
+    any_order,
+    programs,
+    without_gradient,
+    rank_order,
+    copies,
+    no_part,
+)
 
 
 def check_all(rank):
@@ -288,6 +308,11 @@ def test_changes_in_place_reach_nobody_else_and_give_the_right_gradient(world):
     assert untouched
     assert all(map(torch.equal, values, expected))
     assert torch.equal(grad, leaf.grad)
+
+
+def test_complex_values_have_their_gradients(world):
+    for rank in range(3):
+        assert torch.equal(world[rank]["complex_numbers"], torch.full((3,), 2 + 2j * rank, dtype=torch.complex128))
 
 
 def test_every_shape_dtype_and_layout_goes_there_and_back(world):

@@ -123,13 +123,16 @@ def test_a_member_that_lost_an_example_becomes_unsure_there():
 def test_numbers_have_no_classes_to_be_unsure_of():
     x, y = torch.randn(20, 3), torch.randn(20, 2)
     net = TreeNet(lambda: nn.Sequential(nn.Linear(3, 2)), members=2)
-    with pytest.raises(UserError, match="confident teaches probabilities of classes, and the targets are numbers"):
+    with pytest.raises(UserError, match="confident teaches probabilities of classes, and the targets are floats"):
         fit(net, losses.confident(), train=(x, y), iterations=2)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"k": 0}, "loss.k must be at least 1, not 0"), ({"beta": -1}, "loss.beta must not be negative: -1")],
+    [
+        ({"k": 0}, "loss.k must be a whole number, at least 1, not 0"),
+        ({"beta": -1}, "loss.beta must not be negative: -1"),
+    ],
 )
 def test_options_that_mean_nothing_are_refused(options, message):
     with pytest.raises(UserError, match=message):

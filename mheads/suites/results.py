@@ -250,8 +250,8 @@ class _Document(_Part):
     @model_validator(mode="after")
     def _once(self) -> _Document:
         for key, runs in self.runs.items():
-            seeds = [run.seed for run in runs]
-            if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
+            known = [(run.seed, run.config) for run in runs]  # earlier versions kept two recipes under one name
+            if twice := [seed for seed, config in known if known.count((seed, config)) > 1]:
                 raise ValueError(f"runs.{key} has seed {twice[0]} more than once")
         return self
 
@@ -274,7 +274,7 @@ def merge(document: Document, path: Path, table: Table, planner: Planner, trials
     file that is of another experiment is refused, unless another file has it."""
     others = [found for at, found in all_in(path.parent, lambda _: None).items() if at != path]
     elsewhere = [run for other in others for runs in other["runs"].values() for run in runs]
-    elsewhere = [run for run in elsewhere if run["result"].get("split") == planner.options.split]
+    elsewhere = [run for run in elsewhere if run["result"].get("split", "test") == planner.options.split]
     if path.is_file():
         _merge_own(document, load(path), elsewhere, path, table, planner)
     _merge_others(document, elsewhere, table, planner)

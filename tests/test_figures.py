@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from mheads.errors import UserError
 from mheads.report import figures
-from mheads.report.figures import history_figure, ownership_figure, save
+from mheads.report.figures import history_figure, ownership_figure, save, suite_figure
 
 DIGITS = [str(digit) for digit in range(10)]
 
@@ -174,3 +174,11 @@ def test_pyplot_is_never_loaded():
     )
     done = Running("--version", before=partial(exec, code, {})).finish()
     assert done.code == 0, done.err
+
+
+def test_a_suite_has_panels_for_what_is_known():
+    nothing, ours, theirs = (None,) * 4, (80.0, 1.0, None, None), (None, None, 81.0, None)
+    panels = {"Oracle": [ours, nothing], "Ensemble-Scored": [nothing, nothing], "Ensemble-Mean": [nothing, theirs]}
+    shown = suite_figure(["one", "two"], panels, "a suite").axes
+    assert [panel.get_xlabel() for panel in shown] == ["Oracle", "Ensemble-Mean"]
+    assert len(suite_figure(["one"], {"Oracle": [nothing]}, "not run yet").axes) == 1

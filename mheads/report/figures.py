@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,9 @@ def colour(member: int) -> str:
 def suite_figure(rows: Sequence[str], panels: Mapping[str, Sequence[Sequence[float | None]]], title: str) -> Figure:
     """Rows from above to below, a panel for each metric: (ours, deviation, the paper's, deviation) for each row.
 
-    What is None is left out.
+    What is None is left out, and so is a metric of which nothing is known.
     """
+    panels = {metric: points for metric, points in panels.items() if {*chain(*points)} != {None}} or panels
     width = 1.4 + 0.07 * max(len(row) for row in rows)
     figure = Figure(figsize=(width + 2.6 * len(panels), 1.2 + 0.26 * len(rows)), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=10)

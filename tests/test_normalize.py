@@ -99,6 +99,16 @@ def test_the_batch_is_not_cut():
             experiment.build(config(key))
 
 
+@pytest.mark.parametrize("name", ["mcl", "relaxed", "evolving", "annealed"])
+def test_every_loss_trains_by_wins(name):
+    """Also one that changes over training, whose form at an iteration needs the whole batch as much."""
+    loss = losses.LOSSES[name](normalize="wins", of="mse")
+    assert loss.at(3, 10, 2).whole_batch
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    run = fit(TreeNet(layers, members=2), loss, train=(x, x[:, :2]), batch_size=20, iterations=3, micro_batches=1)
+    assert run.result.examples
+
+
 def test_a_loss_of_ones_own_may_need_the_whole_batch_too():
     def centred(outputs, y):
         found = (outputs - y).square().mean(-1)

@@ -96,7 +96,8 @@ class Loss:
         ranks get the same bits."""
         if self.schedule is None:
             return self
-        return replace(self.schedule(iteration, iterations, members), name=self.name, of=self.of)
+        now = self.schedule(iteration, iterations, members)
+        return replace(now, name=self.name, of=self.of, whole_batch=self.whole_batch, each_batch=self.each_batch)
 
     @property
     def member_loss(self) -> MemberLoss | None:

@@ -272,7 +272,7 @@ class Config(_Section):
     sampling: Annotated[Sampling, BeforeValidator(_named)] = _option(Sampling(), "who learns from which examples")
     loss: Annotated[LossOptions, BeforeValidator(_named)] = _option(LossOptions(), "the loss")
     teacher: TeacherOptions = _option(TeacherOptions(), "whose answers are learned beside the labels")
-    pretrain: int = _option(0, "iterations of independent cross-entropy before the loss takes over", ge=0)
+    pretrain: int = _option(0, "iterations of independent, each member by itself, before the loss takes over", ge=0)
     data: Annotated[DataOptions, BeforeValidator(_named)] = _option(DataOptions(), "the data")
     engine: EngineOptions = _option(EngineOptions(), "how the work is cut and spread")
     placement: Annotated[
@@ -283,7 +283,7 @@ class Config(_Section):
     timeout: float = _option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
     optim: OptimOptions = _option(OptimOptions(), "optimizer and schedule")
     log: LogOptions = _option(LogOptions(), "logging, evaluation, checkpoints")
-    device: str = _option("auto", "auto, cpu, cuda or cuda:N")
+    device: str = _option("auto", "cpu, cuda or cuda:N; auto: a GPU if torch sees one (which is untested), else the CPU")
     seed: int = _option(0, "everything random follows from it", ge=0)
 
     @model_validator(mode="after")

@@ -22,7 +22,9 @@ K = Annotated[int, Field(ge=1, description="how many members learn from each exa
 
 def mcl(
     k: K = 1,
-    ce_weight: Annotated[float, Field(ge=0, description="weight of the cross-entropy of all members mixed in")] = 0.0,
+    ce_weight: Annotated[
+        float, Field(ge=0, description="weight of the losses of all members (cross-entropies, for classes) mixed in")
+    ] = 0.0,
     normalize: Normalize = "batch",
     of: Of = None,
 ) -> Loss:

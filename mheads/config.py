@@ -283,7 +283,7 @@ class Config(_Section):
     timeout: float = _option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
     optim: OptimOptions = _option(OptimOptions(), "optimizer and schedule")
     log: LogOptions = _option(LogOptions(), "logging, evaluation, checkpoints")
-    device: str = _option("auto", "cpu, cuda or cuda:N; auto: a GPU if torch sees one (which is untested), else the CPU")
+    device: str = _option("auto", "cpu, cuda or cuda:N; auto: a GPU if torch sees one (untested), else the CPU")
     seed: int = _option(0, "everything random follows from it", ge=0)
 
     @model_validator(mode="after")

@@ -36,7 +36,7 @@ FULL = [
     ("pretrain", "pretrain_4000_k1", "MCL, k=1, after 4,000 iterations of pretraining"),
     ("mixture", "mixture_*", "MCL with k=1 and cross-entropy, weight *"),
 ]
-# A star stands for the values of an option that have been run.
+# A star stands for the values of an option that have been run. `_wins` rows divide by wins, loss.normalize.
 FIFTH = [
     ("modern", "random_init", "random initialisation"),
     ("modern", "mcl_k1", "MCL, k=1"),
@@ -44,8 +44,11 @@ FIFTH = [
     ("specialists", "clustered", "labels that are confused together"),
     ("classical", "classical", "classical MCL"),
     ("modern", "relaxed_*", "relaxed, epsilon *"),
+    ("modern", "relaxed_*_wins", "relaxed, epsilon *, by wins"),
     ("modern", "evolving_*", "evolving, until * of the iterations"),
+    ("modern", "evolving_*_wins", "evolving, until * of the iterations, by wins"),
     ("modern", "annealed_*", "annealed, temperature *"),
+    ("modern", "annealed_*_wins", "annealed, temperature *, by wins"),
     ("modern", "confident_*", "confident, beta *"),
     ("modern", "scored", "scored"),
 ]
@@ -87,14 +90,20 @@ def made(table: Table) -> str:
     ]
     for name, row, label in table.rows:
         found = document(name, table.options)
-        first, star, _ = row.partition("*")
-        rows = [entry["name"] for entry in found["rows"] if entry["name"].startswith(first)] if star else [row]
+        values = {entry["name"]: value(entry["name"], row) for entry in found["rows"]}
+        rows = [name for name, there in values.items() if there is not None]
         run = [each for each in rows if findings.num_trials(found, each)]
         for each in run or (rows[:1] if table.whole else []):
             cells = " | ".join(cell(found, each, metric, table.options) for metric in table.metrics)
-            said = label.replace("*", each.removeprefix(first)) if each in run else label.partition(", ")[0]
-            lines.append(f"| {said if star else label} | {cells} |")
+            said = label.replace("*", values[each]) if each in run or "*" not in row else label.partition(", ")[0]
+            lines.append(f"| {said} | {cells} |")
     return "\n".join(lines)
+
+
+def value(name: str, row: str) -> str | None:
+    """What a row's star stands for in a name, and None if the name is not of this row."""
+    found = re.fullmatch(re.escape(row).replace(r"\*", r"([\d.]+)"), name)
+    return found and "".join(found.groups())
 
 
 def cell(found: dict[str, Any], row: str, metric: str, options: Options) -> str:

@@ -59,6 +59,8 @@ def train_rounds(
     """
     _check(config)
     known = read_rounds(folder, config)
+    if not known and not RunFolder(folder / "round0").exists():
+        files.remove(folder / "round0.npz")  # perhaps of another config
     with handling(stop_at_once, (signal.SIGTERM,)):  # nothing is lost between runs
         data = parts.load_data(config)
         num_examples = len(data.train)
@@ -241,7 +243,6 @@ def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
         if k != "init" or not _same_start(folder, config)
     ]
     if lines and not RunFolder(folder / "round0").exists():  # it failed before there was anything to keep
-        files.remove(folder / "round0.npz")
         return []
     if lines:
         raise UserError("\n".join([f"{folder} holds rounds of another config:", *lines, "give another --folder"]))

@@ -340,8 +340,9 @@ def report(
         bool, typer.Option("--watch", help="Write it anew while training goes on; the open page loads itself again.")
     ] = False,
     suite: Annotated[str | None, typer.Option(help="Instead of runs: those of `mheads reproduce SUITE`.")] = None,
-    recipe: Annotated[str, typer.Option(help="With --suite: the recipe.")] = "cifar10_quick",
+    recipe: Annotated[str | None, typer.Option(help="With --suite: the recipe; by default the suite's own.")] = None,
     scale: Annotated[float, typer.Option(help="With --suite: the part of the iterations.")] = 1,
+    validation: Annotated[int, typer.Option(help="With --suite: how many training examples were held out.")] = 0,
     folder: Annotated[Path, typer.Option(*FOLDER, help="With --suite: where its runs are.")] = Path("runs/reproduce"),
     trust: Trust = False,
 ) -> None:
@@ -352,6 +353,7 @@ def report(
     from mheads.pages import report as pages
     from mheads.progress import Terminal
     from mheads.suites.jobs import Options
+    from mheads.suites.suite import read
 
     if bool(runs) == bool(suite):
         raise UserError("give run folders, or --suite SUITE for the runs of mheads reproduce")
@@ -359,7 +361,8 @@ def report(
     if suite is not None:
         if follow:
             raise UserError("--watch follows runs: give their folders instead of --suite")
-        made = pages.report_suite(suite, Options(recipe, scale=scale), output, watch, folder)
+        options = Options(recipe or read(suite).recipe, scale=scale, validation=validation)
+        made = pages.report_suite(suite, options, output, watch, folder)
     else:
         made = (pages.follow if follow else pages.report)(runs or [], output, watch, trust)
     console.print(str(made), markup=False, soft_wrap=True)

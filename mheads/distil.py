@@ -7,6 +7,7 @@ The run is an ordinary one with `teacher.answers`: the same command goes on wher
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -27,6 +28,7 @@ from mheads.experiment import assemble
 from mheads.measuring import answers
 from mheads.problems import Classification
 from mheads.progress import Watcher, telling
+from mheads.record import titles
 from mheads.run_folder import FORCE, DataFacts, RunFolder
 from mheads.train import train_config
 
@@ -40,7 +42,7 @@ ONE = (
 def distil(
     path: Path, overrides: Sequence[str], folder: Path, watch: Watcher, trust: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Trains a network in `folder` on what the run at `path` answers; returns both results, each by its folder's name.
+    """Trains a network in `folder` on what the run at `path` answers; returns both results by their titles.
 
     The config is that of the run for one member, with the overrides. If these change the data, the results are not of
     the same examples, and that of the run is left out.
@@ -69,6 +71,8 @@ def distil(
     _try(config, data)
     marks = {"weights": files.digest(teacher.model), "data": data.fingerprint}
     if not _is_there(file, marks, path):
+        with files.saving(file):  # before the run is asked, which takes time
+            file.parent.mkdir(parents=True, exist_ok=True)
         found = []
         examples = data.train.fixed()  # type: ignore[attr-defined]  # it is a source
         with closing(parts.threads_engine(there, net)) as engine:
@@ -83,7 +87,8 @@ def distil(
         error.args = (str(error).replace(FORCE, ""),)  # which this command does not have
         raise
     same = config.data == there.data
-    return {**({path.absolute().name: teacher.read_result()} if same else {}), folder.absolute().name: result}
+    before, after = titles([path, folder])
+    return {**({before: teacher.read_result()} if same else {}), after: result}
 
 
 def _try(config: Config, data: Data) -> None:
@@ -108,7 +113,7 @@ def _config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Confi
             *ONE,
             *(["model_args={}"] if "model" in keys else []),  # they were those of the other network
             *overrides,
-            f"teacher.answers={folder.absolute().with_name(f'{folder.name}.npz')}",
+            f"teacher.answers={json.dumps(f'{folder.absolute()}.npz')}",
         ],
     )
     if config.data.name not in DATASETS:

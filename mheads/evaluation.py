@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from contextlib import closing
@@ -82,7 +83,7 @@ def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> 
     that `fit` trained on arrays does not keep them: `run.predict(x)` gives its outputs.
     """
     run = run if isinstance(run, Run) else api.load(run)
-    overrides = [f"data.{key}={value}" for key, value in data.items()]
+    overrides = [f"data.{key}={json.dumps(value, default=str)}" for key, value in data.items()]
     facts, examples, _ = examples_of(RunFolder(run.folder), overrides, split)
     with closing(parts.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
         outputs, _, targets = all_answers(engine, examples, facts.inputs, facts.problem)

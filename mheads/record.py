@@ -76,12 +76,15 @@ class Record:
 
 def read_all(paths: Sequence[Path], lenient: bool = False) -> list[Record]:
     """Runs under titles that tell them apart: the names of their folders, with parents where names are equal."""
+    return [Record.read(path, title, lenient) for path, title in zip(paths, titles(paths), strict=True)]
+
+
+def titles(paths: Sequence[Path]) -> list[str]:
     places = [path.resolve() for path in paths]
     depth = 1
     while len({place.parts[-depth:] for place in places}) < len(set(places)):
         depth += 1
-    titles = ["/".join(place.parts[-depth:]) for place in places]
-    return [Record.read(path, title, lenient) for path, title in zip(paths, titles, strict=True)]
+    return ["/".join(place.parts[-depth:]) for place in places]
 
 
 KEYS = ({"iteration", "split", "result"}, {"iteration", "member_losses", "share"})  # of an evaluation, and of a step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,9 @@ from mheads.report.figures import PALETTE
 from mheads.report.video import RATE, check_file, ownership_frames, write_video
 
 PICTURES = ("typical", "mean")
-EXAMPLES = 2000  # of a class that are looked at
+EXAMPLES = 20_000  # that are looked at, of all classes together
+VALUES = 2**24  # that the examples of a class have at most
+LEAST = 20  # examples of each class all the same
 
 
 def video(path: Path, output: Path | None, pictures: str, seconds: float, watch: Watcher) -> Path:
@@ -62,7 +65,9 @@ def class_pictures(record: Record, kind: str, watch: Watcher) -> np.ndarray:
     train = parts.load_data(record.config).train
     labels = problem.group(torch.from_numpy(np.array(train.targets))).numpy()
     grey = np.full((*train.shape[1:], 3), 90, np.uint8)
-    return np.stack([_picture(train, labels == label, kind, grey) for label in range(len(names))])
+    most = max(LEAST, min(EXAMPLES // len(names), VALUES // math.prod(train.shape)))
+    rows = [np.flatnonzero(labels == label)[:most] for label in range(len(names))]
+    return np.stack([_picture(train, own, kind, grey) for own in rows])
 
 
 def plain_colours(count: int) -> np.ndarray:
@@ -70,8 +75,7 @@ def plain_colours(count: int) -> np.ndarray:
     return np.array([np.full((16, 16, 3), colours[c % len(colours)], np.uint8) for c in range(count)])
 
 
-def _picture(split: Split, own: np.ndarray, kind: str, absent: np.ndarray) -> np.ndarray:
-    rows = np.flatnonzero(own)[:EXAMPLES]
+def _picture(split: Split, rows: np.ndarray, kind: str, absent: np.ndarray) -> np.ndarray:
     if not len(rows):
         return absent
     raw = split.read(rows, None)

@@ -281,17 +281,15 @@ def test_a_run_of_pixels_refuses_floats_that_are_none(on_pixels):
     torch.testing.assert_close(on_pixels.predict(PIXELS[:5].astype(np.float32)), asked)
     torch.testing.assert_close(on_pixels.predict(PIXELS[:5, 0]), asked)  # [N, H, W], as fit takes them
     for call in (on_pixels.predict, on_pixels.member(0), lambda x: on_pixels.evaluate(x, Y[:5])):
-        with pytest.raises(
-            mheads.UserError, match=r"floats from 0 to 1, but the run was trained on uint8 from 0 to 255"
-        ):
+        with pytest.raises(mheads.UserError, match=r"floats from 0 to 1, but training saw uint8 from 0 to 255"):
             call(torch.from_numpy(X[:5]))
 
 
 def test_a_run_of_other_floats_refuses_pixels_and_warns_of_values_far_off():
     run = quick(X * 6 - 3, iterations=1)
-    with pytest.raises(mheads.UserError, match="uint8 from 0 to 255, but the run was trained on floats from -3 to 3"):
+    with pytest.raises(mheads.UserError, match="uint8 from 0 to 255, but training saw floats from -3 to 3"):
         run.predict(PIXELS[:5])
-    with pytest.warns(UserWarning, match="floats from 0 to 255, but the run was trained on floats from -3 to 3"):
+    with pytest.warns(UserWarning, match="floats from 0 to 255, but training saw floats from -3 to 3"):
         run.predict(PIXELS[:5].astype(np.float32))
 
 

@@ -171,6 +171,17 @@ def test_weights_survive_writing_and_reading(suffix, tmp_path):
     assert all(torch.equal(named[name], state[name]) for name in state)
 
 
+@pytest.mark.parametrize("suffix", [".caffemodel", ".h5"])
+def test_weights_of_layers_inside_layers_are_found_again(suffix, tmp_path):
+    block = nn.Sequential(OrderedDict(fc=nn.Linear(6, 8), bn=nn.BatchNorm1d(8)))
+    net = nn.Sequential(OrderedDict(block=block, out=nn.Linear(8, 3)))
+    blobs.write(tmp_path / f"w{suffix}", net)
+    wanted = {name: tuple(t.shape) for name, t in net.state_dict().items()}
+    found = blobs.by_name(blobs.read(tmp_path / f"w{suffix}"), wanted)
+    for name in ("block.fc.weight", "block.fc.bias", "out.weight", "out.bias"):
+        assert torch.equal(found[name], net.state_dict()[name])
+
+
 def test_a_file_as_protobuf_writes_it_is_read_in_both_forms(tmp_path):
     """By protobuf's own runtime, with the older four sides, doubles, and numbers that are not packed."""
     from mheads.caffe.schema import message

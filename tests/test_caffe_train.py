@@ -670,6 +670,13 @@ def test_arrays_of_hdf5_files_are_found_by_the_names_of_tops(files):
     np.testing.assert_array_equal(batch.targets.numpy(), age[rows])
     with pytest.raises(UserError, match=r"train.h5 has no array length; it has age, data, label, pixels: data.arrays"):
         build(load("net.prototxt", None, ["data.arrays=[pixels, length]"])[0])
+    for other in (["data=npz", "data.path=numbers.npz"], ["data={name: npz, path: numbers.npz}"]):
+        found = load("net.prototxt", None, other)[0].data
+        assert (found.name, found.path.name, found.test_path, found.arrays) == ("npz", "numbers.npz", None, None)
+    with h5py.File("empty.h5", "w") as file:
+        file["pixels"], file["age"] = x[:0], age[:0]
+    with pytest.raises(UserError, match="there are no training examples"):
+        build(load("net.prototxt", None, ["data.path=empty.h5"])[0])
     with pytest.raises(UserError, match=r"data\.arrays names arrays in HDF5 files, but 'npz' has none; use hdf5"):
         build(load("net.prototxt", None, ["data.name=npz", "data.path=numbers.npz", "data.arrays=[a, b]"])[0])
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from mheads import classical, config, evaluation, load
 from mheads.progress import Silent
+from mheads.terminal.classical import rounds_table
 
 TINY = [
     "digits", "model=networks:with_dropout", "members=3", "split=conv", "data.limit=150", "optim.batch_size=32",
@@ -193,6 +194,25 @@ def test_rounds_of_another_config_are_refused_and_nothing_changes(rounds, mheads
         done = mheads("classical", *TINY, *args, *ROUNDS, "--folder", folder)
         assert done.code == 2 and part in done.err
     assert weights(folder / "round0") == before
+
+
+def test_looking_at_rounds_removes_nothing(tmp_path, mheads):
+    command = ["classical", *TINY, "--rounds", "1", "--folder", tmp_path / "rounds"]
+    done = mheads(*command, "optim.lr=1e9", "seed=1")
+    assert done.code == 2
+    assert classical.read_rounds(tmp_path / "rounds", config.load(TINY[0], TINY[1:])) == []
+    assert (tmp_path / "rounds/round0.npz").is_file()
+
+
+def test_rounds_whose_measures_are_not_finite_are_shown():
+    entry = {"round": 0, "problem": "multilabel", "members": [None, 50.0], "ensemble_mean": None, "oracle": None,
+             "examples": [3, 4], "objective": None, "changed": 2}  # fmt: skip
+    shown = rounds_table({"rounds": [entry]})
+    assert [next(iter(column.cells)) for column in shown.columns[1:4]] == [
+        "not finite 50.0",
+        "not finite",
+        "not finite",
+    ]
 
 
 def test_a_first_round_that_failed_leaves_nothing_in_the_way(tmp_path, mheads):

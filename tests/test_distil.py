@@ -270,6 +270,17 @@ def test_the_network_may_be_another_and_several(ensemble, mheads, tmp_path):
     assert len(found["members"]) == 2
 
 
+def test_folders_may_have_any_name_and_need_not_be_there(ensemble, mheads, tmp_path):
+    folder = tmp_path / "not there yet" / "small #2: [x]"
+    done = mheads("distil", ensemble, "-f", folder)
+    assert done.code == 0, done.err
+    assert folder.with_name(f"{folder.name}.npz").is_file() and "small #2: [x]" in done.out
+    again = tmp_path / "elsewhere" / ensemble.name
+    done = mheads("distil", ensemble, "optim.iterations=2", "-f", again)
+    assert done.code == 0, done.err
+    assert f"{ensemble.parent.name}/four" in done.out and "elsewhere/four" in done.out  # both, told apart
+
+
 def test_answers_of_a_file_are_learned_by_a_recipe(mheads, tmp_path):
     np.save(tmp_path / "mine.npy", probabilities((150, 10)).numpy())
     runs = {}

@@ -16,6 +16,7 @@ from rich.console import Console
 from mheads import config as configs
 from mheads import demo, evaluation
 from mheads.errors import UserError
+from mheads.metrics import compute
 from mheads.pages import curves, evidence, report, words
 from mheads.pages.one import page_of
 from mheads.progress import Silent, Terminal
@@ -288,6 +289,17 @@ def test_what_cannot_be_reported_is_said(mheads, runs, arguments, message):
     assert message in done.err
 
 
+def test_the_confusions_of_the_mean_are_those_of_the_mean_that_was_trained(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    config = configs.load("digits", [*QUICK, "loss=score_averaged", "data.limit=400", "optim.iterations=30"])
+    train_config(config, folder, Silent())
+    record = Record.read(folder.path)
+    found = evidence.examine(record, evidence.network(record, Silent(), False), Silent()).confusion[0]
+    assert 100 * np.trace(found) / found.sum() == pytest.approx(record.result["ensemble_mean"])
+    outputs, labels = evaluation.outputs_of(folder.path)
+    assert record.result["ensemble_mean"] != pytest.approx(compute(outputs, labels).ensemble_mean)
+
+
 def test_the_command_trains_the_same_again(runs):
     for name in ("mcl_k1", "tree", "single"):
         config = Record.read(runs[name]).config
@@ -324,6 +336,17 @@ def test_a_suite_is_shown_beside_the_paper(mheads, tmp_path):
     assert "Two rows." in found.text
     assert "55.50" in found.text and "not run" in found.text and "mcl.oracle is better plain.single" in found.text
     assert [name for name in found.ids if name.startswith("grid-")] == ["grid-owned-0", "grid-owned-1"]
+
+
+def test_a_suite_has_a_recipe_of_its_own_and_runs_of_any_seed(mheads, tmp_path):
+    suite = tmp_path / "two.yaml"
+    suite.write_text(f"rows: [{{name: plain, set: [{', '.join(QUICK)}]}}]\nrecipe: digits\n")
+    given = (str(suite), "-f", tmp_path / "runs", "--validation", "20")
+    done = mheads("reproduce", *given, "--seed", "3", "-o", tmp_path / "results")
+    assert done.code == 0, done.err
+    done = mheads("report", "--suite", *given)
+    assert done.code == 0, done.err
+    assert "plain, seed 3" in Parsed(tmp_path / "runs" / "two-digits-validation20.html").text
 
 
 class Warned(Silent):

@@ -447,6 +447,31 @@ def test_runs_of_data_that_changed_are_not_averaged_with_those_before(mheads, he
     assert done.code == 2 and "plain-seed1 has other data than plain-seed0 had" in done.err
 
 
+def test_results_of_other_data_or_code_are_not_averaged_with_those_before(mheads, here):
+    """Also where the other runs are in other folders, or were of a file of the same name."""
+    for seed in (0, 1):
+        x, y = np.random.default_rng(seed).integers(0, 17, (60, 1, 8, 8)).astype(np.uint8), np.arange(60) % 10
+        (here / str(seed)).mkdir()
+        np.savez(here / str(seed) / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    args = ["mine.yaml", "--recipe", "digits", *TINY, "data.name=npz", "--only", "plain"]
+    assert mheads("reproduce", *args, f"data.path={here}/0/data.npz").code == 0
+    before = results(here)
+    done = mheads("reproduce", *args, f"data.path={here}/1/data.npz", "--seed", "1", "-f", "others")
+    assert done.code == 2 and "plain-seed1 has other data than seed 0 has in the results" in done.err
+    assert results(here)["runs"] == before["runs"] and not list(here.glob("others/*/*/model.safetensors"))
+    marks = {"data": before["runs"]["plain"][0]["marks"]["data"], "code": "of another version"}
+    before["runs"]["plain"][0]["marks"] = marks
+    (here / "results/mine-digits.json").write_text(json.dumps(before))
+    done = mheads("reproduce", *args, f"data.path={here}/0/data.npz", "--seed", "1")
+    assert done.code == 2 and "other code of its network or loss" in done.err
+
+
+def test_runs_start_from_others_in_folders_of_any_name(here):
+    folder = here / "runs #2: {x}"
+    job = Planner(Options("digits", overrides=tuple(TINY)), folder).job(read("mine.yaml"), "mcl", 0)
+    assert job.config.init == str(folder / "digits" / "plain-seed0")
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [

@@ -1,4 +1,4 @@
-"""Networks, losses and priors that no recipe has: right, or refused in words."""
+"""Networks, losses, priors and data that no recipe has: right, or refused in words."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mheads
+from mheads.data.sources import from_arrays
 from mheads.errors import UserError
 from mheads.losses import Loss, cross_entropies, mcl, prob_averaged
 
@@ -365,3 +366,46 @@ def test_a_part_of_a_stage_that_others_learn_is_not_frozen_without_a_word():
         net.keep([0, 2])
     net.freeze([])
     assert net.keep([0, 2]).num_members == 2
+
+
+def test_a_test_set_of_another_kind_than_the_training_set_is_refused():
+    """It would be scaled as the training examples are, and measure nothing."""
+    x = np.random.default_rng(0).integers(0, 256, (60, 4)).astype(np.uint8)
+    y = np.arange(60) % 2
+    floats = (x / 255).astype(np.float32)
+    for train, test in ((x, floats), (floats, x)):
+        with pytest.raises(UserError, match=r"training examples are .* but test examples .* in the same way"):
+            from_arrays((train, y), (test, y))
+    assert from_arrays((x, y), (floats, y), validation=10).held_out  # where the test set is not asked
+    with pytest.warns(UserWarning, match="test examples: floats from 0 to 255, but training saw floats from 0 to 1"):
+        from_arrays((floats, y), (255 * floats, y))
+
+
+def test_labels_are_checked_where_they_stand_before_any_are_held_out():
+    x, pixels = np.zeros((100, 4), np.float32), np.zeros((40, 1, 5, 5), np.float32)
+    y = np.arange(100) % 3
+    y[73] = -1
+    with pytest.raises(UserError, match="example 73 has label -1"):
+        from_arrays((x, y), None, hold_out=0)
+    classes = np.arange(1000).reshape(40, 5, 5) % 3
+    classes[7, 0, 0] = -1
+    for held in ({"hold_out": 0}, {"validation": 5}):
+        with pytest.raises(UserError, match="pixels of example 7 have the class -1"):
+            from_arrays((pixels, classes), None, **held)
+
+
+def test_a_label_that_is_no_class_number_does_not_fill_the_memory():
+    y = np.arange(20) % 2
+    y[3] = 10**9
+    with pytest.raises(UserError, match=r"a label is 1000000000, which would make 1,000,000,001 classes: .*regression"):
+        from_arrays((np.zeros((20, 4), np.float32), y), None)
+
+
+def test_priors_of_all_examples_may_be_a_list():
+    x, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), np.arange(40) % 2
+    priors = np.random.default_rng(0).integers(1, 3, (2, 40))
+    runs = [
+        mheads.fit(mheads.TreeNet(lambda: nn.Linear(4, 2), 2), train=(x, y), iterations=2, sampling=given)
+        for given in (priors, priors.tolist())
+    ]
+    assert runs[0].result == runs[1].result

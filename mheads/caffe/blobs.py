@@ -94,7 +94,7 @@ def by_name(blobs: Blobs, wanted: Mapping[str, tuple[int, ...] | None]) -> dict[
         places.setdefault(name.rpartition(".")[0], []).append(name)
     found: dict[str, Tensor] = {}
     for layer, arrays in blobs.items():
-        names = places.get(free_name(layer), [])
+        names = places.get(layer) or places.get(free_name(layer), [])  # `block.fc`, as it was exported
         for i, array in enumerate(arrays):
             if i >= len(names):
                 found[f"{free_name(layer)}.{i}"] = torch.from_numpy(array)

@@ -85,7 +85,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         short = key in ("data", "loss", "optim.schedule") and not value.lstrip().startswith("{")
         configs.override(tree, f"{key}.name={value}" if equals and short else override)
     configs.validate(tree, str(net_file))  # refuses what is no section, before it is looked into
-    given_keys = {override.partition("=")[0] for override in overrides}
+    given_keys = {key for override in overrides for key in configs.keys_of(override)}
     fit_data(tree["data"], said, given_keys, plan, notes)
     if "batch_size" not in tree["optim"]:
         size = Config().optim.batch_size

@@ -14,7 +14,6 @@ from mheads.caffe.text import Layer, Net
 from mheads.errors import UserError
 
 TRAIN, TEST = 0, 1
-PHASES = {"TRAIN": TRAIN, "TEST": TEST}
 MAX_RANKS = 1024
 BROADCAST, GATHER = "MPIBroadcast", "MPIGather"
 LEARNING = ("Convolution", "Deconvolution", "InnerProduct", "PReLU", "BatchNorm", "Scale", "Bias")  # they have weights

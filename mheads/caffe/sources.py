@@ -109,10 +109,10 @@ def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], plan: 
     entry = DATASETS.get(str(data.get("name")))
     for key in ("path", "test_path", "arrays", "root", "resize", "grey", "channels"):
         if data.get("name") != said.get("name") and key in said and f"data.{key}" not in given:
-            del data[key]
+            data.pop(key, None)
     if entry is not None and "crop" in said and "data.crop" not in given and not entry.takes("crop"):
         notes.append(f"crop_size: {said['crop']} is for images in folders and lists: {entry.name} keeps its size")
-        del data["crop"]
+        data.pop("crop", None)
     if entry is not None and entry.takes("problem") and "problem" not in data and (problem := problem_of(plan)):
         data["problem"] = problem
     if plan.unlabelled and "problem" not in data and "name" in data:

@@ -45,8 +45,14 @@ def assemble(
     tested = test.survey(f"{name}: test examples") if len(test) else seen
     if seen.kind == "tokens" == tested.kind:
         seen = replace(seen, high=max(seen.high, tested.high))  # which the network must know as well
-    elif "tokens" in (seen.kind, tested.kind):
+    elif seen.kind != tested.kind and ("tokens" in (seen.kind, tested.kind) or not validation):
         raise UserError(f"{name}: training examples are {seen} but test examples {tested}; give both in the same way")
+    elif not validation:
+        seen.check(tested, f"{name}: test examples")
+    # Before any are held out: the numbers in messages are those that the data have.
+    problem.check_targets(train.targets, f"{name}: train")
+    if len(test) and not validation:
+        problem.check_targets(test.targets, f"{name}: test")
     importance = None if weights is None else _checked(weights, len(train), name)
     count, held_out = len(train), None
     rows = np.arange(count)
@@ -85,8 +91,6 @@ def assemble(
         given, lacking = (", ".join(f"{key} {list(shape)}" for key, shape in sorted(each.items())) or "none"
                           for each in (side, *others))  # fmt: skip
         raise UserError(f"{name}: the side inputs of training are {given}, of the test set {lacking}; give all to both")
-    problem.check_targets(train.targets, f"{name}: train")
-    problem.check_targets(test.targets, f"{name}: test")
     if importance is not None:
         importance = importance[rows]
         if not importance.any():

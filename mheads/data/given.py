@@ -4,6 +4,7 @@ which example with what weight, and what a teacher answers, [N, C]."""
 from __future__ import annotations
 
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -43,6 +44,8 @@ def read_array(path: Path, key: str, option: str, what: str) -> np.ndarray:
 
 def of_rows(given: Any, rows: np.ndarray | None, members: int, count: int) -> Any:
     """Priors [M, N] of all `count` examples as those of the rows that training has; others as they are."""
+    with suppress(ValueError):  # told where it is looked at
+        given = np.asarray(given) if isinstance(given, list | tuple) else given
     whole = rows is not None and len(rows) < count and getattr(given, "shape", ()) == (members, count)
     return given[:, rows] if whole else given
 

@@ -5,6 +5,7 @@ These are the lists that Caffe's ImageData and HDF5Data layers read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from mheads import seeds
 from mheads.data.arrays import ArraySplit
 from mheads.data.folder import FolderSplit
 from mheads.data.sources import read_arrays
-from mheads.data.targets import posed
+from mheads.data.targets import class_numbers, posed
 from mheads.errors import UserError
 from mheads.problems import Classification, Problem
 
@@ -56,7 +57,7 @@ def numbered(train: S, test: S, problem: str, where: str) -> tuple[S, S, Problem
     if problem not in ("auto", "classification"):
         splits, solved = posed({"train": train, "test": test}, None, problem)
         return splits["train"], splits["test"], solved
-    known = Classification(tuple(map(str, range(int(targets[0].max()) + 1))))
+    known = Classification(class_numbers(int(targets[0].max())))
     known.check_targets(targets[1], where)
     return train, test, known
 
@@ -124,10 +125,10 @@ def _arrays(path: Path, arrays: Sequence[str] | None, problem: str) -> tuple[np.
     x = x if x.dtype == np.uint8 else x.astype(np.float32)
     if y.dtype.kind == "f" and problem in ("auto", "classification", "segmentation") and (y == np.floor(y)).all():
         y = y.astype(np.int64)  # Caffe keeps class numbers as floats
-    if y.ndim > 1 and problem in ("auto", "classification") and y[0].size == 1:
+    if y.ndim > 1 and problem in ("auto", "classification") and math.prod(y.shape[1:]) == 1:
         y = y.reshape(-1)
     if problem in ("regression", "multilabel"):
-        y = y.reshape(len(y), -1)  # blobs have four axes
+        y = y.reshape(len(y), math.prod(y.shape[1:]))  # blobs have four axes
     return x, y
 
 
@@ -154,7 +155,7 @@ def _opened(path: Path) -> Any:
 
 def _named(file: Any, names: Sequence[str], where: Path) -> Any:
     found = next((file[name] for name in names if name in file), None)
-    if found is None or not hasattr(found, "shape"):
+    if found is None or not getattr(found, "shape", ()):
         raise UserError(
             f"{where} has no array {' or '.join(names)}; it has {', '.join(file) or 'none'}: data.arrays names them"
         )

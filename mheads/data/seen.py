@@ -27,7 +27,7 @@ class Seen:
         Trained on uint8: uint8, or floats that can be pixels. Trained on floats: floats, or uint8 if they were from 0
         to 1 (see `convert`). Trained on tokens: tokens of that range, since a network may not know others.
         """
-        said = f"{what}: {given}, but the run was trained on {self}"
+        said = f"{what}: {given}, but training saw {self}"
         low, high = given.low, given.high
         if given.kind != self.kind and "tokens" in (given.kind, self.kind):
             raise UserError(f"{said}; give {'tokens, as int64' if self.kind == 'tokens' else 'uint8 or float32'}")

@@ -13,6 +13,7 @@ from mheads.problems import Classification, MultiLabel, Problem, Regression, Seg
 from mheads.problems.member_losses import IGNORED
 
 ROUNDED = 1e-3  # of their standard deviation is the most that numbers to be learned are rounded by
+MOST_CLASSES = 1_000_000  # by number: more are numbers of something else, and their names alone would fill the memory
 Splits = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 Classes = tuple[str, ...] | None
@@ -123,7 +124,7 @@ def _segmentation(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
         raise UserError(f"targets have {said}; make them the same size")
     found = {key: np.where(a == 255, IGNORED, a.astype(np.int64)) for key, a in targets.items()}
     largest = max((int(array.max()) for array in found.values()), default=-1)
-    known = classes or tuple(map(str, range(largest + 1)))
+    known = classes or class_numbers(largest)
     if len(known) > 255:
         raise UserError(f"{len(known)} classes for pixels: 255 is for pixels that do not count, so give at most 255")
     return found, Segmentation(known, next(iter(sizes.values()), (0, 0)))
@@ -158,6 +159,16 @@ def as_float32(array: np.ndarray, where: str) -> np.ndarray:
     return rounded
 
 
+def class_numbers(largest: int) -> tuple[str, ...]:
+    """The names of classes that are numbered up to the largest."""
+    if largest >= MOST_CLASSES:
+        raise UserError(
+            f"a label is {largest}, which would make {largest + 1:,} classes: number classes from 0 on without gaps, "
+            "give their names as text, or data.problem=regression if these are numbers to be learned"
+        )
+    return tuple(map(str, range(largest + 1)))
+
+
 def _other(targets: Arrays, ways: str) -> UserError:
     said = ", ".join(f"{key} labels have dtype {a.dtype} and shape {list(a.shape)}" for key, a in targets.items())
     return UserError(f"{said}; {ways}")
@@ -167,7 +178,7 @@ def _numbered(targets: Arrays, classes: Classes) -> tuple[Arrays, tuple[str, ...
     by_name = {key: array.dtype.kind == "U" for key, array in targets.items()}
     if not any(by_name.values()):
         largest = max((int(array.max()) for array in targets.values()), default=-1)
-        return targets, tuple(map(str, range(largest + 1) if classes is None else classes))
+        return targets, class_numbers(largest) if classes is None else tuple(map(str, classes))
     if not all(by_name.values()):
         kinds = ", ".join(f"{key} labels are {'names' if named else 'numbers'}" for key, named in by_name.items())
         raise UserError(f"{kinds}; give both in the same way")

@@ -17,7 +17,7 @@ from mheads.data.split import Split
 from mheads.errors import UserError
 from mheads.evaluation import examples_of
 from mheads.measuring import answers, in_eval_mode
-from mheads.metrics import add_counts, mean_members
+from mheads.metrics import add_counts
 from mheads.problems import Classification
 from mheads.progress import Watcher, telling
 from mheads.record import Record
@@ -94,8 +94,8 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
             labels = problem.group(targets)
             if few:
                 kept.append(outputs.cpu())
-            each = outputs.cpu().double().softmax(-1)  # [M, b, C]
-            probabilities = torch.cat([mean_members(each)[None], each])
+            each = outputs.cpu().double()  # [M, b, C]
+            probabilities = torch.cat([problem.mean(each)[None], each.softmax(-1)])
             confidence, answer = probabilities.max(-1)
             for counts, found in zip(confusion, answer, strict=True):
                 add_counts(counts, labels, found)

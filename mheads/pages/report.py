@@ -18,8 +18,8 @@ from mheads.record import Record, read_all
 from mheads.report.page import Cell, Page, Section, Table
 from mheads.run_folder import RunFolder
 from mheads.suites import findings, results, tables
-from mheads.suites.jobs import FOLDER, Job, Options, Planner
-from mheads.suites.suite import Suite, read
+from mheads.suites.jobs import FOLDER, Options, Planner
+from mheads.suites.suite import read
 
 REFRESH = 5  # seconds after which an open page of a run that goes on is loaded again
 POLL = 1.0  # seconds between two looks at its folder, at least
@@ -97,8 +97,8 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
     document = results.make(table, planner, 1)
     records: dict[Path, Record] = {}
     for row in table.names:
-        for job in _trials(planner, suite, row):
-            if job.path not in records:
+        for job in sorted(planner.jobs_there(suite, row), key=lambda job: job.seed):
+            if job.path not in records and job.folder.exists():
                 title = job.row if job.seed == options.seed else f"{job.row}, seed {job.seed}"
                 records[job.path] = Record.read(job.folder.path, title, lenient=True)
                 if job.finished():
@@ -112,15 +112,6 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
     output = output or folder / results.file_name(suite.name, options).replace(".json", ".html")
     write_atomically(output, page.html())
     return output
-
-
-def _trials(planner: Planner, suite: Suite, row: str) -> list[Job]:
-    """The runs of a row that are there, one for each seed."""
-    found, seed = [], planner.options.seed
-    while (job := planner.job(suite, row, seed)).folder.exists():
-        found.append(job)
-        seed += 1
-    return found
 
 
 def _beside(document: results.Document) -> list[Section]:

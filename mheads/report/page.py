@@ -15,7 +15,6 @@ from markupsafe import Markup
 from PIL import Image
 
 NOTHING = 255  # in a grid: a cell without examples
-DARK = 55  # percent from which the text of a cell is light
 MOST_CLASSES = 60  # in a grid; of more, the ones that are contested most are shown
 MOST_CELLS = 300_000  # of all moments of a grid together
 

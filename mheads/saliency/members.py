@@ -131,7 +131,8 @@ def explain(
     outputs = outputs.double()
     owners = _owners(run, outputs, targets)
     own = outputs.log_softmax(-1)[:, torch.arange(len(labels)), labels]  # [M, N]; not rounded to 1, as p would be
-    responses = own.exp().mean(0) if by == "ensemble" else own.amax(0)
+    together = run.data.problem.mean(outputs)[torch.arange(len(labels)), labels]
+    responses = together if by == "ensemble" else own.amax(0)
     groups = [labels.numpy()] if by == "ensemble" else [labels.numpy(), own.argmax(0).numpy()]
     rows = choose(responses.numpy(), groups, count)
     wide = None

@@ -25,8 +25,12 @@ LABELS = {
     "member_train_loss": "training loss of a member",
 }
 NOT_RUN = "not run"
-LOWER = ("train_loss", "member_train_loss", "nll", "calibration_error", "mae", "seconds", "peak_memory")
-HIGHER = ("evenness", "r2", "disagreement", "spread_correlation")  # whatever the problem; the others follow it
+# What is better whatever the problem; the others follow it.
+LOWER = (
+    *("train_loss", "member_train_loss", "nll", "calibration_error", "mae"),
+    *("seconds", "peak_memory", "parameters", "iterations"),
+)
+HIGHER = ("evenness", "learning_entropy", "r2", "disagreement", "spread_correlation")
 
 
 class Trials(NamedTuple):

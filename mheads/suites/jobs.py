@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -166,6 +167,12 @@ def difference(there: Config, here: Config, alike: Sequence[str] = ()) -> str | 
     return next(filter(decides, configs.differing(there, here)), None)
 
 
+def _text(path: Path) -> str:
+    """A path as YAML has it: in quotes if it has more than letters, digits and the like."""
+    plain = re.fullmatch(r"[\w./+-]+", str(path))
+    return str(path) if plain else json.dumps(str(path), ensure_ascii=False)
+
+
 def _refuse_named(overrides: Sequence[str]) -> None:
     """Refuses keys that an option of the command gives."""
     for key, option in (("seed", "--seed"), ("data.validation", "--validation")):
@@ -256,7 +263,7 @@ class Planner:
 
             def filled(place: Callable[[Job], Path]) -> list[str]:
                 """The row's overrides, with the folders of the runs that it starts from."""
-                return [RUN.sub(lambda found: str(place(needs[found[1]])), override) for override in row.set]
+                return [RUN.sub(lambda found: _text(place(needs[found[1]])), override) for override in row.set]
 
             if open_ := [override for override in filled(self.public) if "<run:" in override]:
                 raise UserError(f"{open_[0]!r} has a <run:ROW> that does not end: close it with >")

@@ -163,7 +163,9 @@ class Run:
     def _train(self, job: Job, watch: Overview) -> dict[str, Any]:
         def checked(config: Config) -> Experiment:
             experiment = build(config)
-            self.alike.check(job, experiment.identity())
+            found = experiment.identity()
+            self.alike.check(job, found)
+            results.check_alike(self.document, self.planner.key(self.suite, job), job, results.marks_of(found))
             return experiment
 
         if job.rounds is None:

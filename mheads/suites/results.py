@@ -110,9 +110,12 @@ def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
         if any(further | {"config": own} == {key: run.get(key) for key in (*further, "config")} for run in runs):
             return  # measuring takes time
         result = evaluate_run(folder.path, None, Silent(), split="test", trust=True)
+    marks = marks_of(folder.read_identity())
+    check_alike(document, key, job, marks)
     entry = {
         "seed": job.seed,
         "config": own,
+        "marks": marks,
         **further,
         "command": planner.command(job),
         "result": measures(folder, result, job.config.optim.iterations),
@@ -121,6 +124,26 @@ def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
     }
     others = [run for run in runs if run["seed"] != job.seed]
     document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
+
+
+def marks_of(identity: dict[str, Any]) -> dict[str, str]:
+    """What a config only names: digests of the data, and of the code of network and loss."""
+    code = [identity[part].get("code", {}) for part in ("network", "loss")]
+    found = hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()[:8]
+    return {"data": str(identity["data"]), "code": found}
+
+
+def check_alike(document: Document, key: str, job: Job, marks: dict[str, str]) -> None:
+    """Refuses a run beside others of its row that are of other data or code: their mean would be of neither."""
+    for run in document["runs"].get(key, ()):
+        known = run.get("marks", {})  # which earlier versions did not keep
+        other = [name for name, mark in marks.items() if known.get(name, mark) != mark]
+        if other and run["seed"] != job.seed:
+            what = {"data": "other data", "code": "other code of its network or loss"}[other[0]]
+            raise UserError(
+                f"{job.name} has {what} than seed {run['seed']} has in the results, and a mean over both would be of "
+                "neither: move the results away, or give another folder with -o"
+            )
 
 
 def digest(job: Job) -> str:

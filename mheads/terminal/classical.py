@@ -10,6 +10,7 @@ from rich.console import JustifyMethod
 from rich.table import Table
 
 from mheads.problems import PROBLEMS
+from mheads.problems.problem import number
 from mheads.progress import Terminal
 
 
@@ -30,10 +31,10 @@ def rounds_table(summary: dict[str, Any]) -> Table:
         form = ".2f" if PROBLEMS[entry["problem"]].unit else ".4g"
         table.add_row(
             str(entry["round"]),
-            " ".join(format(value, ".1f" if form == ".2f" else form) for value in entry["members"]),
-            *(format(entry[key], form) for key in ("ensemble_mean", "oracle")),
+            " ".join(number(value, ".1f" if form == ".2f" else form) for value in entry["members"]),
+            *(number(entry[key], form) for key in ("ensemble_mean", "oracle")),
             " ".join(f"{100 * count / sum(entry['examples']):.0f}" for count in entry["examples"]),
-            f"{entry['objective']:,.0f}" if entry["objective"] >= 10_000 else f"{entry['objective']:.4g}",
+            number(entry["objective"], ",.0f" if (entry["objective"] or 0) >= 10_000 else ".4g"),
             f"{entry['changed']:,}",
         )
     return table

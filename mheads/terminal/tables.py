@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from mheads import problems
@@ -48,7 +49,7 @@ def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
         table.add_column(name, justify="left" if name in ("", "members") else "right", no_wrap=True)
     for name, result in results.items():
         table.add_row(
-            name,
+            escape(name),
             " ".join(f"{a:.1f}" for a in result["members"]),
             f"{result['single']:.2f}",
             f"{result['ensemble_mean']:.2f}",

@@ -176,9 +176,14 @@ def test_pyplot_is_never_loaded():
     assert done.code == 0, done.err
 
 
-def test_a_suite_has_panels_for_what_is_known():
+def test_a_suite_has_panels_and_rows_for_what_is_known():
     nothing, ours, theirs = (None,) * 4, (80.0, 1.0, None, None), (None, None, 81.0, None)
-    panels = {"Oracle": [ours, nothing], "Ensemble-Scored": [nothing, nothing], "Ensemble-Mean": [nothing, theirs]}
-    shown = suite_figure(["one", "two"], panels, "a suite").axes
+    panels = {
+        "Oracle": [ours, nothing, nothing],
+        "Ensemble-Scored": [nothing, nothing, nothing],
+        "Ensemble-Mean": [nothing, nothing, theirs],
+    }
+    shown = suite_figure(["one", "two", "three"], panels, "a suite").axes
     assert [panel.get_xlabel() for panel in shown] == ["Oracle", "Ensemble-Mean"]
+    assert [text.get_text() for text in shown[0].get_yticklabels()] == ["one", "three"]
     assert len(suite_figure(["one"], {"Oracle": [nothing]}, "not run yet").axes) == 1

@@ -322,6 +322,14 @@ def test_an_order_holds_from_best_to_worst(values, word, figures):
     assert (verdict.claim, verdict.word, verdict.figures) == ("Oracle: a > b > c", word, figures)
 
 
+def test_many_claims_that_are_open_are_told_together():
+    claims = [{"left": f"{row}.oracle", "is": "better", "right": "a.oracle"} for row in "bcdefgh"]
+    found = findings.verdicts(document({"a": [1.0], "b": [2.0], **{row: [] for row in "cdefgh"}}, claims))
+    assert [verdict.word for verdict in found] == ["holds", "open"]
+    assert found[1].claim.startswith("6 claims") and found[1].figures.startswith("c not run, d not run, ")
+    assert len(findings.verdicts(document({"a": [1.0], **{row: [] for row in "bcdef"}}, claims[:5]))) == 5
+
+
 def test_of_errors_the_lower_is_better():
     claims = [
         {"order": ["a", "b"], "by": "oracle"},

@@ -173,9 +173,13 @@ def colour(member: int) -> str:
 def suite_figure(rows: Sequence[str], panels: Mapping[str, Sequence[Sequence[float | None]]], title: str) -> Figure:
     """Rows from above to below, a panel for each metric: (ours, deviation, the paper's, deviation) for each row.
 
-    What is None is left out, and so is a metric of which nothing is known.
+    What is None is left out, and so are metrics and rows of which nothing is known.
     """
-    panels = {metric: points for metric, points in panels.items() if {*chain(*points)} != {None}} or panels
+    known = [i for i in range(len(rows)) if any({*points[i]} != {None} for points in panels.values())]
+    if known:
+        rows = [rows[i] for i in known]
+        panels = {metric: [points[i] for i in known] for metric, points in panels.items()}
+        panels = {metric: points for metric, points in panels.items() if {*chain(*points)} != {None}}
     width = 1.4 + 0.07 * max(len(row) for row in rows)
     figure = Figure(figsize=(width + 2.6 * len(panels), 1.2 + 0.26 * len(rows)), dpi=DPI, layout="constrained")
     figure.suptitle(title, fontsize=10)

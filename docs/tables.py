@@ -1,4 +1,5 @@
-"""Fills the tables in README.md and docs/paper.md from results/*.json: `python docs/tables.py` after new results.
+"""Fills the tables in README.md and docs/paper.md from results/*.json, and draws docs/images/answers.png of them:
+`python docs/tables.py` after new results.
 
 The README shows what has been run; docs/paper.md shows all rows, with the paper's figures beside ours, and what was run
 for a fifth of the iterations.
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mheads import config
+from mheads.report.charts import answers_figure
+from mheads.report.figures import Figure, save
 from mheads.suites import findings, results, suite
 from mheads.suites.jobs import Options
 
@@ -120,6 +123,19 @@ def filled(page: str, table: Table) -> str:
     return text
 
 
+def answers() -> Figure:
+    """What each way gives as one answer and as one of every member."""
+    points = {}
+    for name, row, _ in FULL:
+        found = document(name, WHOLE)
+        for each in (entry["name"] for entry in found["rows"] if value(entry["name"], row) is not None):
+            if findings.num_trials(found, each):
+                mean, oracle = (findings.trials(found, each, metric).mean for metric in ("ensemble_mean", "oracle"))
+                points[each] = mean, oracle
+    return answers_figure(points)
+
+
 if __name__ == "__main__":
     for table in TABLES:
         table.page.write_text(filled(table.page.read_text(), table))
+    save(answers(), ROOT / "docs/images/answers.png")

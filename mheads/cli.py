@@ -253,7 +253,9 @@ def predict(
 
 @app.command(rich_help_panel="Train and look")
 def plot(
-    what: Annotated[str, typer.Argument(help="ownership, history, wins, k, splits, disagreement or reliability.")],
+    what: Annotated[
+        str, typer.Argument(help="ownership, history, wins, k, splits, answers, disagreement or reliability.")
+    ],
     runs: Annotated[list[Path], typer.Argument(help="Run folders; history and wins take one.")],
     output: Annotated[
         Path | None,

@@ -92,6 +92,14 @@ def splits(records: Sequence[Record], *_: Any) -> Figure:
     return charts.splits_figure({name: runs[name] for name in sorted(runs, key=least.__getitem__)}, _measure(records))
 
 
+def answers(records: Sequence[Record], *_: Any) -> Figure:
+    """Oracle against the answer that the ensemble gives: with scores the one that they weigh."""
+    _refuse_others(records, lambda record: f"{record.data.name}, {record.data.problem.name}")
+    found = {record.title: record.evaluated() for record in records}
+    points = {name: (r.get("ensemble_scored", r["ensemble_mean"]), r["oracle"]) for name, r in found.items()}
+    return charts.answers_figure(points, _measure(records))
+
+
 def disagreement(records: Sequence[Record], *_: Any) -> Figure:
     """How often two members answer differently."""
     found = {}
@@ -133,6 +141,7 @@ PLOTS: dict[str, Callable[..., Figure]] = {
     "wins": wins,
     "k": choices,
     "splits": splits,
+    "answers": answers,
     "disagreement": disagreement,
     "reliability": reliability,
 }

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ def runs(tmp_path_factory):
         ("wins", ["mcl_k1"]),
         ("k", ["independent", "mcl_k1"]),
         ("splits", ["single", "tree", "independent"]),
+        ("answers", ["mcl_k1", "tree", "single"]),
         ("disagreement", ["mcl_k1", "tree", "single"]),
         ("reliability", ["mcl_k1", "single"]),
     ],
@@ -180,6 +182,17 @@ def test_trials_are_drawn_as_mean_and_deviation():
     assert heights == pytest.approx([0, 2 * np.std([10, 20], ddof=1)])
     members = [list(line.get_ydata()) for line in panel.lines if line.get_color() == "0.6"]
     assert members == [[30.0], [10.0, 20.0]]
+
+
+def test_names_of_answers_are_apart_and_inside_the_figure():
+    places = np.random.default_rng(0).normal(80, 0.4, (12, 2))
+    drawn = charts.answers_figure({f"a longer name {i}": tuple(place) for i, place in enumerate(places)})
+    panel = drawn.axes[0]
+    texts = [text for text in panel.texts if text.get_text()]
+    assert [text.get_text() for text in texts] == [f"a longer name {i}" for i in range(12)]
+    boxes = [text.get_window_extent() for text in texts]
+    assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
+    assert all(0 <= box.x0 and box.x1 <= drawn.bbox.x1 for box in boxes)
 
 
 def test_reliability_is_counted_in_bins_of_confidence():

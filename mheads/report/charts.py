@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
 
 from mheads.report.figures import (
     COLOURS,
@@ -92,6 +94,51 @@ def splits_figure(runs: Mapping[str, Results], measure: str = "accuracy, %") -> 
     panel.tick_params(axis="x", length=0)
     panel.legend(fontsize=8, frameon=False)
     return figure
+
+
+def answers_figure(runs: Mapping[str, tuple[float, float]], measure: str = "accuracy, %") -> Figure:
+    """One answer or several: how good the Ensemble-Mean of each run is, and how good its Oracle.
+
+    runs: both, by title. What gains on one side mostly loses on the other.
+    """
+    figure = Figure(figsize=(7, 4.4), dpi=DPI, layout="constrained")
+    panel = figure.subplots()
+    for i, point in enumerate(runs.values()):
+        panel.plot(*point, "o", color=colour(i), markersize=5)
+    panel.margins(x=0.14, y=0.08)
+    panel.grid(color="0.93", linewidth=0.8)
+    panel.set_axisbelow(True)
+    _finish(panel, f"Ensemble-Mean (one answer), {measure}", f"Oracle (the best of M answers), {measure}")
+    figure.draw_without_rendering()  # from here on the panel has its place, so that names can have theirs
+    taken = [_box(panel, point) for point in runs.values()]
+    for i, (name, point) in enumerate(runs.items()):
+        for far, (across, up) in product((6, 16, 28, 40), SIDES):
+            place = {"xy": point, "xytext": (far * across, far * up), "textcoords": "offset points"}
+            style = {"ha": SIDEWAYS[across], "va": UPWARD[up], "color": colour(i), "fontsize": 7.5}
+            text = panel.annotate(written(shorten(name)), **place, **style, parse_math=False)
+            text.set_in_layout(False)  # which would move the panel, and all points with it
+            box = text.get_window_extent()
+            inside = panel.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and panel.bbox.y0 <= box.y0
+            if inside and box.y1 <= figure.bbox.y1 and not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:  # it is more crowded than that
+            panel.add_artist(text)
+        taken.append(box)
+        if far > 6:
+            panel.annotate("", **place, arrowprops={"arrowstyle": "-", "color": "0.7", "linewidth": 0.6, "shrinkB": 2})
+    return figure
+
+
+# Where a name may stand beside its point: the first place that is free is taken.
+SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
+SIDEWAYS, UPWARD = {-1: "right", 0: "center", 1: "left"}, {-1: "top", 0: "center", 1: "bottom"}
+
+
+def _box(panel: Axes, point: tuple[float, float]) -> Bbox:
+    """The place of a dot, in pixels."""
+    x, y = panel.transData.transform(point)
+    return Bbox.from_extents(x - 4, y - 4, x + 4, y + 4)
 
 
 def disagreement_figure(pairs: np.ndarray | Mapping[str, np.ndarray]) -> Figure:

@@ -192,7 +192,7 @@ def test_names_of_answers_are_apart_and_inside_the_figure():
     assert [text.get_text() for text in texts] == [f"a longer name {i}" for i in range(12)]
     boxes = [text.get_window_extent() for text in texts]
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
-    assert all(0 <= box.x0 and box.x1 <= drawn.bbox.x1 for box in boxes)
+    assert all(box.x0 >= 0 and box.x1 <= drawn.bbox.x1 for box in boxes)
 
 
 def test_reliability_is_counted_in_bins_of_confidence():

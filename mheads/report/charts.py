@@ -113,8 +113,8 @@ def answers_figure(runs: Mapping[str, tuple[float, float]], measure: str = "accu
     taken = [_box(panel, point) for point in runs.values()]
     for i, (name, point) in enumerate(runs.items()):
         for far, (across, up) in product((6, 16, 28, 40), SIDES):
-            place = {"xy": point, "xytext": (far * across, far * up), "textcoords": "offset points"}
-            style = {"ha": SIDEWAYS[across], "va": UPWARD[up], "color": colour(i), "fontsize": 7.5}
+            place: dict[str, Any] = {"xy": point, "xytext": (far * across, far * up), "textcoords": "offset points"}
+            style: dict[str, Any] = {"ha": SIDEWAYS[across], "va": UPWARD[up], "color": colour(i), "fontsize": 7.5}
             text = panel.annotate(written(shorten(name)), **place, **style, parse_math=False)
             text.set_in_layout(False)  # which would move the panel, and all points with it
             box = text.get_window_extent()

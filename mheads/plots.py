@@ -96,7 +96,8 @@ def answers(records: Sequence[Record], *_: Any) -> Figure:
     """Oracle against the answer that the ensemble gives: with scores the one that they weigh."""
     _refuse_others(records, lambda record: f"{record.data.name}, {record.data.problem.name}")
     found = {record.title: record.evaluated() for record in records}
-    points = {name: (r.get("ensemble_scored", r["ensemble_mean"]), r["oracle"]) for name, r in found.items()}
+    pairs = {name: (r.get("ensemble_scored", r["ensemble_mean"]), r["oracle"]) for name, r in found.items()}
+    points = {name: tuple(np.array(pair, float)) for name, pair in pairs.items()}  # None, not finite, becomes NaN
     return charts.answers_figure(points, _measure(records))
 
 

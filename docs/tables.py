@@ -46,12 +46,12 @@ FIFTH = [
     ("specialists", "specialists", "labels dealt at random"),
     ("specialists", "clustered", "labels that are confused together"),
     ("classical", "classical", "classical MCL"),
-    ("modern", "relaxed_*", "relaxed, epsilon *"),
     ("modern", "relaxed_*_wins", "relaxed, epsilon *, by wins"),
-    ("modern", "evolving_*", "evolving, until * of the iterations"),
+    ("modern", "relaxed_*", "relaxed, epsilon *"),
     ("modern", "evolving_*_wins", "evolving, until * of the iterations, by wins"),
-    ("modern", "annealed_*", "annealed, temperature *"),
+    ("modern", "evolving_*", "evolving, until * of the iterations"),
     ("modern", "annealed_*_wins", "annealed, temperature *, by wins"),
+    ("modern", "annealed_*", "annealed, temperature *"),
     ("modern", "confident_*", "confident, beta *"),
     ("modern", "scored", "scored"),
 ]
@@ -96,7 +96,8 @@ def made(table: Table) -> str:
         values = {entry["name"]: value(entry["name"], row) for entry in found["rows"]}
         rows = [name for name, there in values.items() if there is not None]
         run = [each for each in rows if findings.num_trials(found, each)]
-        for each in run or (rows[:1] if table.whole else []):
+        told = "*" in row and any(f"| {label.partition(', ')[0]}, " in line for line in lines)
+        for each in run or (rows[:1] if table.whole and not told else []):
             cells = " | ".join(cell(found, each, metric, table.options) for metric in table.metrics)
             said = label.replace("*", values[each]) if each in run or "*" not in row else label.partition(", ")[0]
             lines.append(f"| {said} | {cells} |")

@@ -86,7 +86,7 @@ def test_values_far_from_training_are_warned_of_on_the_command_line(mheads, vect
     np.savez(tmp_path / "x.npz", x=X[:2])
     done = mheads("predict", "--trust", vectors.folder, tmp_path / "x.npz")
     assert done.code == 0
-    assert "the run was trained on floats from 1e+08 to 1e+08: answers so far from it mean little" in done.out
+    assert "training saw floats from 1e+08 to 1e+08: answers so far from it mean little" in done.out
 
 
 def test_the_folder_command_of_the_readme_trains_and_answers(mheads, tmp_path, monkeypatch):

@@ -5,7 +5,8 @@
  "runs": {"random_init": [{"seed", "config", "command", "result", "versions", "machine"}]}}
 
 A row's "run" is the key of its runs: see `Planner.key`. With "test", runs that were trained without the validation
-examples are measured on the test set; "weights" and "data" are digests of what was measured, and on what.
+examples are measured on the test set; "weights" and "data" are digests of what was measured, and on what. "marks" are digests
+of the data and the code that every run was trained with.
 
 Tables and figures are made from these files alone, so that they can be made anew where there are no runs.
 """

@@ -2,11 +2,11 @@
 
 {"suite", "about", "recipe", "members", "scale", "validation", "test", "overrides", "command", "metrics",
  "rows": [{"name", "run", "metrics", "paper"}], "claims": [...],
- "runs": {"random_init": [{"seed", "config", "command", "result", "versions", "machine"}]}}
+ "runs": {"random_init": [{"seed", "config", "marks", "command", "result", "versions", "machine"}]}}
 
 A row's "run" is the key of its runs: see `Planner.key`. With "test", runs that were trained without the validation
-examples are measured on the test set; "weights" and "data" are digests of what was measured, and on what. "marks" are digests
-of the data and the code that every run was trained with.
+examples are measured on the test set; "weights" and "data" are digests of what was measured, and on what. "marks"
+are those of the data and the code that a run was trained with.
 
 Tables and figures are made from these files alone, so that they can be made anew where there are no runs.
 """

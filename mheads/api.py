@@ -28,7 +28,7 @@ from mheads.errors import warn as told
 from mheads.keywords import refuse_unknown, speaking_python
 from mheads.losses import LOSSES, Loss, independent, of
 from mheads.measuring import Models, answers, in_eval_mode, measure
-from mheads.plain import as_plain
+from mheads.plain import as_plain, short
 from mheads.problems import PROBABILITIES, Classification, Regression, Segmentation, are_probabilities
 from mheads.progress import Silent, Watcher, watcher
 from mheads.run import Run, Temporary, labelled, opened
@@ -164,7 +164,9 @@ def fit(
         if epochs is not None and sizes:
             iterations = max(1, math.ceil(epochs * len(data.train) / (batch_size * accumulate)))
         iterations = 1000 if iterations is None else iterations
-        evaluate_every = max(1, int(iterations // 10)) if isinstance(iterations, int | float) else 100
+        usable = isinstance(iterations, int | float) and math.isfinite(iterations)  # or refused below
+        few = int(iterations) if usable else 1000
+        log = {"evaluate_every": max(1, few // 10), "every": max(1, min(50, few // 20)), **(log or {})}
         config = configs.validate(
             {
                 "model": net.network_path,
@@ -199,7 +201,7 @@ def fit(
                     "iterations": iterations,
                     "schedule": schedule,
                 },
-                "log": {"evaluate_every": evaluate_every, **(log or {})},
+                "log": log,
                 "device": device,
                 "seed": seed,
             },
@@ -284,7 +286,7 @@ def _initialise(
         said = donors.start_from(net, name, renamed)
     else:
         raise UserError(
-            f"init={init!r}: give a file of weights, a state dict, the folder of a run, a run or a TreeNet; "
+            f"init={short(init)}: give a file of weights, a state dict, the folder of a run, a run or a TreeNet; "
             "TreeNet(..., init='same') draws one network for all members"
         )
     if said:

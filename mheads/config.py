@@ -601,11 +601,12 @@ def _explain(problem: Any) -> tuple[str, str]:
         if not by_last and (meant := meaning(where[-1])):
             return f"unknown key {key!r}", f"; here it is {meant}"
         sections = sorted({k.rsplit(".", 1)[0] for k in known if "." in k})
-        near = difflib.get_close_matches(key, [*known, *sections], 1, 0.4)
+        beside = [k for k in known if k.startswith(f"{'.'.join(where[:-1])}.")] if len(where) > 1 else []
+        near = difflib.get_close_matches(key, beside or [*known, *sections], 1, 0.8 if beside else 0.4)
         best = by_last or near
         return (
             f"unknown key {key!r}",
-            f"; did you mean {' or '.join(map(repr, best))}?" if best else f"; there are {', '.join(known)}",
+            f"; did you mean {' or '.join(map(repr, best))}?" if best else f"; there are {', '.join(beside or known)}",
         )
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type"):

@@ -37,7 +37,7 @@ def outputs_of_one(model: Any, batch: Batch) -> Any:
     if isinstance(model, Prepared):  # it brings its preprocessing: raw images, channels first
         x = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
         return model(x, side) if side else model(x)
-    return model(batch.preprocess(raw, parameter.dtype))
+    return model(batch.preprocess(raw, parameter.dtype).clone())  # it may write into its input, which others get too
 
 
 def _outputs(model: Callable[..., Any], name: str, batch: Batch) -> Value:

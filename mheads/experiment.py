@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mheads import data as datasets
-from mheads import files, identity, models, seeds, tensorboard, values
+from mheads import files, identity, models, tensorboard, values
 from mheads.config import Config
 from mheads.data import Data
 from mheads.data.batch import Batches, BatchStream, Reader
@@ -22,7 +21,7 @@ from mheads.device import refuse_beyond_memory, resolve
 from mheads.donors import donor_digest
 from mheads.engine.engine import Engine
 from mheads.errors import UserError, warn
-from mheads.losses import Loss, independent
+from mheads.losses import Loss, independent, promises
 from mheads.measuring import all_answers
 from mheads.parts import build_loss, build_net, final_loss, load_data, micro_batches, net_of_run, threads_engine
 from mheads.problems import PROBABILITIES, Classification, are_probabilities, widened
@@ -30,7 +29,6 @@ from mheads.progress import Silent
 from mheads.run_folder import RunFolder
 from mheads.scores import OWN, check_order
 from mheads.treenet import TreeNet
-from mheads.values import Value
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def assemble(
         if inputs.dim() == 4 and inputs.shape[1] == 1 and str(tuple(inputs.shape)) in str(error):
             hint = "examples [N, H, W] are taken as grey images [N, 1, H, W]; if they are sequences [N, C, T], begin"
             raise UserError(f"{error} ({hint} with a layer that gives x.squeeze(1))") from error
-        if inputs.is_floating_point():
+        if inputs.is_floating_point() or "fails on an input" not in str(error):
             raise
         hint = f"{data.name} holds {data.seen}; integers are tokens, and numbers are given as float32"
         raise UserError(f"{error} ({hint})") from error
@@ -183,7 +181,8 @@ def assemble(
         raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
     iterations = config.optim.iterations
     last = loss.at(iterations - 1, iterations, net.num_members)  # it may begin by teaching all alike
-    gradients = _teach(last, outputs, batch.targets, net.num_members)
+    weighted = prior is not None or data.weights is not None
+    gradients = promises.check(last, outputs, batch.targets, net.num_members, weighted)
     if all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):  # the loss does not tell members apart
         for a, b in net.identical_members():
             same_prior = prior is None or np.array_equal(prior[a], prior[b])
@@ -314,71 +313,6 @@ def _numbered(groups: Sequence[Sequence[str]], classes: Sequence[str], run: Path
             f"({len(odd)} such classes); give a run of the same classes"
         )
     return [sorted(classes.index(name) for name in group) for group in groups]
-
-
-def _teach(loss: Loss, outputs: Value, targets: Value, members: int) -> list[Tensor]:
-    """The gradients [M, ...] that the loss gives members with equal outputs, each with its own tie-breaking keys.
-
-    A loss of the user's own is called here for the first time, so that its mistakes are reported before a run starts.
-    """
-    rows = torch.arange(32) % values.num_rows(targets)
-    targets = values.map_leaves(lambda t: t[rows], targets)
-    same = values.map_leaves(lambda t: torch.stack([t.detach()[rows]] * members), outputs)
-    leaves = [t.requires_grad_() for t in values.leaves(same) if t.is_floating_point()]
-    ties = torch.rand(members, len(rows), generator=seeds.generator("ties"))
-    parts = [slice(m, m + 1) for m in range(members)] if loss.separable else [slice(None)]
-
-    def told() -> list[Tensor]:
-        return [loss(values.map_leaves(lambda t, p=p: t[p], same), targets, None, ties[p]).total for p in parts]
-
-    try:
-        totals = told()
-        found = torch.autograd.grad(sum(totals), leaves, allow_unused=True)  # type: ignore[arg-type]
-        again = told()
-    except UserError:
-        raise
-    except Exception as error:  # the user's function may raise anything
-        shapes = [list(t.shape) for t in leaves]
-        raise UserError(
-            f"loss {loss.name!r} fails on outputs {shapes[0] if len(shapes) == 1 else shapes} with "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    if not all(torch.allclose(one, other, rtol=1e-5, equal_nan=True) for one, other in zip(totals, again, strict=True)):
-        raise UserError(
-            f"loss {loss.name!r} gives {sum(totals):.6g} for some outputs and {sum(again):.6g} for the same again: it "
-            "draws random numbers, or keeps something from call to call, which a resumed run would not have. What "
-            "changes over training is a function of the iteration: Loss(..., schedule=...)"
-        )
-    if not (loss.whole_batch or loss.of_whole_batch):
-        _refuse_mixing(loss, same, targets, ties, parts, found)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
-
-
-def _refuse_mixing(
-    loss: Loss, outputs: Value, targets: Value, ties: Tensor, parts: list[slice], whole: Sequence[Tensor | None]
-) -> None:
-    """Refuses a loss whose gradients are others when the batch is cut, after its first example."""
-    leaves = [t for t in values.leaves(outputs) if t.is_floating_point()]
-    cut: list[Tensor] = [torch.zeros_like(t) for t in leaves]
-    for rows in (slice(0, 1), slice(1, None)):
-        y = values.map_leaves(lambda t, rows=rows: t[rows], targets)
-        for p in parts:
-            some = values.map_leaves(lambda t, p=p, rows=rows: t[p, rows], outputs)
-            try:
-                gradients = torch.autograd.grad(loss(some, y, None, ties[p, rows]).total, leaves, allow_unused=True)
-            except Exception:  # the user's function may need more than one example
-                return
-            for sums, gradient in zip(cut, gradients, strict=True):
-                sums += 0 if gradient is None else gradient
-    for one, other in zip(whole, cut, strict=True):
-        one = torch.zeros_like(other) if one is None else one
-        scale = one[one.isfinite()].abs().max().item() if one.isfinite().any() else 0.0
-        if not torch.allclose(one, other, rtol=1e-3, atol=1e-4 * scale, equal_nan=True):
-            raise UserError(
-                f"loss {loss.name!r} gives an example another gradient when others in its batch are left out: it looks "
-                "at the whole batch (a mean over it?), and batches are cut. Let it treat each example by itself, or "
-                "say so: mheads.losses.Loss(name, function, whole_batch=True)"
-            )
 
 
 def _identical(net: TreeNet, loss: Loss, a: int, b: int) -> UserError:

@@ -87,7 +87,7 @@ class Models:
     lead = True
 
     def __init__(self, forward: Callable[[Batch], Value]) -> None:
-        self.forward = torch.inference_mode()(forward)
+        self.forward = torch.no_grad()(forward)  # not inference mode, in which a tree cannot look at its network
 
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
         for read in readers:

@@ -20,7 +20,8 @@ def call(layer: nn.Module, x: Any, side: dict[str, Any] | None = None) -> Any:
     if lacking:
         raise UserError(
             f"a {type(layer).__name__} takes the side input {lacking[0]!r}, which is not given (there is "
-            f"{', '.join(side or {}) or 'none'}): give the data as (examples, labels, {{{lacking[0]!r}: array}})"
+            f"{', '.join(side or {}) or 'none'}): give the data as (examples, labels, {{{lacking[0]!r}: array}}), and "
+            f"examples to answer with side={{{lacking[0]!r}: array}}"
         )
     return layer(x, *((side or {})[name] for name in names))
 

@@ -122,10 +122,7 @@ def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: 
         _refuse_other_values(h, name, network)
         found = values.leaves(given)
         if [t._version for t in found] != versions or not all(map(trial.equal, found, copies)):
-            raise UserError(
-                f"layer {name!r} of {network} changes its input in place, which other members may "
-                "still need: let it work on a copy"
-            )
+            raise changes_its_input(repr(name), network)
         if seeds.global_states() != states:
             raise UserError(
                 f"layer {name!r} of {network} draws random numbers from the global generator of torch, numpy or "
@@ -308,6 +305,13 @@ def _with_others(t: Tensor, rows: int, row: int) -> Tensor:
     return _with_row_of(t, others, rows, row)
 
 
+def changes_its_input(layer: str, network: str) -> UserError:
+    return UserError(
+        f"layer {layer} of {network} changes its input in place, which other members may still need: let it work on a "
+        "copy"
+    )
+
+
 def hooks_on_the_network(network: str) -> UserError:
     return UserError(
         f"{network} has hooks on the network itself, which a tree would never call, since it runs the layers inside; "
@@ -331,7 +335,7 @@ def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value
             layers.train(training)
             tries = [(0, x), (None, x), (1, more)]
             if chain.why is not None:  # it may decide by what it is given: with the same weights, by either sign
-                signs = [values.map_leaves(partial(_times, by), x) for by in (-9, 9)]
+                signs = [values.map_leaves(partial(_times, by), x) for by in ((9, 9), (-9, -9), (9, -9), (-9, 9))]
                 tries += [(seed, other) for seed in (0, 1) for other in signs]
             for i, (seed, given) in enumerate(tries):
                 if i and time.monotonic() - began > PATIENCE:
@@ -374,8 +378,14 @@ def _same_in_float64(network: str, module: nn.Module, chain: Chain, x: Value, sp
         return False
 
 
-def _times(factor: float, t: Tensor) -> Tensor:
-    return factor * t if t.is_floating_point() else t
+def _times(factors: tuple[float, float], t: Tensor) -> Tensor:
+    """Every other row by one factor, those between by the other: rows that cancel in a sum must not hide a sign."""
+    if not t.is_floating_point():
+        return t
+    t = t.clone()
+    for row, factor in enumerate(factors):
+        t[row::2] *= factor
+    return t
 
 
 def cannot_follow(why: str) -> str:
@@ -396,8 +406,9 @@ def _differs(network: str, chain: Chain, mode: str, splits: Collection[str]) -> 
     if not isinstance(chain, Row):
         return (
             f"the layers of {network} run one after the other do not give what its forward gives in {mode}: it does "
-            "something that a graph does not show (no_grad or a hook inside forward, a type or a count of calls that "
-            f"decides); give it a method stages() that returns its modules in order, by name, {ONE_LAYER}"
+            "something that a graph does not show (no_grad, autocast, an autograd.Function or a hook inside forward, a "
+            "type or a count of calls that decides); give it a method stages() that returns its modules in order, by "
+            f"name, {ONE_LAYER}"
         )
     cause = "" if chain.why is None else f"; it may do more, but {cannot_follow(chain.why)}"
     return (

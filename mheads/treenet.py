@@ -75,7 +75,6 @@ class TreeNet(nn.Module):
         self.network_path = f"{module}:{qualified}"
         self.chain = chain_of(first, split_names(spec))
         self.layers = self.chain.layers
-        self._unsure = self.chain.why is not None  # whether its children in a row are all that the network does
         if isinstance(as_plain(split), int) and str(split) in (layer.name for layer in self.layers):
             raise UserError(f"split = {split} may be meant otherwise: {LAYER.format(split)}; leave it out")
         with self._why_children():
@@ -89,6 +88,7 @@ class TreeNet(nn.Module):
             "code": identity.code(network_factory, first),
         }
         self._facts = LayerFacts.of(first, self.chain)
+        self._unsure = not self._facts.sequential  # whether its layers in a row are all that the network does
         own = [name for name in self.tree.nodes if only is None or name in only]
         refuse_beyond_memory(self.num_bytes(own), f"the weights of {self.num_members:,} members")
         stages: dict[str, nn.Module] = {}
@@ -147,8 +147,13 @@ class TreeNet(nn.Module):
     def _refuse_arguments(self) -> None:
         """Refuses a factory that cannot be called without arguments, such as a class with some."""
         function = self._factory.function
-        if isinstance(function, nn.Module) or not callable(function):
+        if isinstance(function, nn.Module):
             return
+        if not callable(function):
+            raise UserError(
+                f"a tree is made of a network or of a function that builds one, not of a {type(function).__name__}: "
+                "mheads.evaluate([a, b], test) measures networks that are trained already"
+            )
         try:
             inspect.signature(function, follow_wrapped=False).bind()
         except ValueError:
@@ -188,12 +193,15 @@ class TreeNet(nn.Module):
 
     def forward(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Outputs of all members, [M, B, C]; every stage runs once."""
-        if self._unsure and not side and not torch.is_inference_mode_enabled():
-            self._compare(values.map_leaves(lambda t: t[:2].detach(), x))
-            self._unsure = False
+        if self._unsure and not side:
+            self._compare_once(x)
         given: dict[str | None, Value] = {None: values.map_leaves(_channels_last, x)}
         for node in self.tree.nodes.values():
-            given[node.name] = self.stage(node.name)(given[node.parent], side)
+            taken = given[node.parent]
+            before = _versions(taken)
+            given[node.name] = self.stage(node.name)(taken, side)
+            if _versions(taken) != before:
+                raise probing.changes_its_input(f"{node.layers[0]!r} (or one after it)", self.network_name)
         return values.map_leaves(lambda *parts: torch.stack(parts), *(given[n.name] for n in self.tree.leaves))
 
     def member(self, m: int) -> nn.Module:
@@ -335,6 +343,12 @@ class TreeNet(nn.Module):
         `members` are those there that the members here start from, None for one that keeps what is its own.
         """
         owner = {(m, layer): n.name for n in tree.nodes.values() for m in n.members for layer in n.layers}
+        if members is None and 1 < tree.num_members < self.num_members:
+            raise UserError(
+                f"cannot start from those weights: they are of {tree.num_members} members, and there are "
+                f"{self.num_members} here; one network's weights serve all, and init_members says in a config which "
+                "member starts from which"
+            )
         if members is None:
             members = [0] * self.num_members if tree.num_members == 1 else range(self.num_members)
         for node in self.tree.nodes.values():
@@ -439,19 +453,38 @@ class TreeNet(nn.Module):
         """
         if self._facts.hooked:
             raise probing.hooks_on_the_network(self.network_name)
-        splits = {node.layers[-1] for node in self.tree.nodes.values() if node.children}
-        member = self._one()
+        member, splits = self._one(), self._splits
         layers = [(layer.name, self.chain.stage([layer.name], member)) for layer in self.layers]
         with self._why_children():
             output = probing.check_layers(self.network_name, layers, x, side, splits)
         if not self._facts.sequential and not side:
-            self._compare(x, splits)
-            self._unsure = False
+            self._compare(x)
         probing.check_places(self.network_name, self.chain, member, x, side, splits)
         return output
 
-    def _compare(self, x: Value, splits: Collection[str] = ()) -> None:
-        probing.compare_with_forward(self.network_name, replace_dropout(self.network()), self.chain, x, splits)
+    def _compare_once(self, x: Value) -> None:
+        """Compares the layers with the network's own forward on the first batch that allows it, in a loop of one's own.
+
+        Not inside transforms, where gradients cannot be compared, nor on one example where statistics need two.
+        """
+        alone = values.num_rows(x) < 2 and any(self._facts.statistics.values())
+        transformed = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+        if alone or transformed or torch.is_inference_mode_enabled() or self._factory.is_lost:
+            return
+        with torch.autocast("cpu", enabled=False):
+            self._compare(values.map_leaves(lambda t: t[[0, -1]].detach(), x))
+
+    def _compare(self, x: Value) -> None:
+        network = replace_dropout(self.network())
+        device = next(network.parameters()).device
+        x = values.map_leaves(lambda t: t.to(device), x)
+        probing.compare_with_forward(self.network_name, network, self.chain, x, self._splits)
+        self._unsure = False
+
+    @property
+    def _splits(self) -> set[str]:
+        """The layers after which members part."""
+        return {node.layers[-1] for node in self.tree.nodes.values() if node.children}
 
     def names_in(self, stage: str) -> list[str]:
         """The parameters and buffers of a stage, wherever it is, by their names in the network."""
@@ -497,6 +530,10 @@ class _Factory:
     def __call__(self) -> nn.Module:
         return copy.deepcopy(self.function) if isinstance(self.function, nn.Module) else self.function()
 
+    @property
+    def is_lost(self) -> bool:
+        return self.function is _lost
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Factory:
         return self
 
@@ -527,6 +564,11 @@ def _contents(stage: nn.Module) -> tuple[Any, list[Tensor]]:
 def describe(network: nn.Module, spec: Spec = 1) -> list[Layer]:
     """The layers that a network can be split after, for a tree that names some."""
     return chain_of(network, split_names(spec)).layers
+
+
+def _versions(value: Value) -> list[int | None]:
+    """How often each tensor has been written into; None where torch does not count."""
+    return [None if t.is_inference() else t._version for t in values.leaves(value)]
 
 
 def _channels_last(x: Tensor) -> Tensor:

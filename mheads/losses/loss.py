@@ -96,8 +96,11 @@ class Loss:
         ranks get the same bits."""
         if self.schedule is None:
             return self
+        if iterations < 1:
+            raise UserError(f"{self.name} changes over the iterations of training, and these are {iterations}")
         now = self.schedule(iteration, iterations, members)
-        return replace(now, name=self.name, of=self.of, whole_batch=self.whole_batch, each_batch=self.each_batch)
+        of = self.of if now.of is None else now.of
+        return replace(now, name=self.name, of=of, whole_batch=self.whole_batch, each_batch=self.each_batch)
 
     @property
     def member_loss(self) -> MemberLoss | None:
@@ -166,6 +169,8 @@ class Loss:
 
     def _of(self, outputs: Value, y: Value) -> Tensor:
         """The losses [M, B] of the members by themselves."""
+        if self.of is None:
+            self._refuse_numbers(y)
         found = (self.member_loss or cross_entropies)(scores.answer_of(outputs), y)
         shape = values.leaves(outputs)[0].shape[:2]
         if not isinstance(found, Tensor) or found.shape != shape:
@@ -176,6 +181,17 @@ class Loss:
                 "what belongs to an example?)"
             )
         return found
+
+    def _refuse_numbers(self, y: Value) -> None:
+        """Without a problem targets are classes, or their probabilities; cross-entropy would take any numbers."""
+        if not isinstance(y, Tensor) or not y.is_floating_point():
+            return
+        if y.dim() < 2 or (y < 0).any() or ((y.sum(1) - 1).abs() > 0.01).any():
+            raise UserError(
+                f"targets are floats {list(y.shape)} that are not probabilities of classes (which add to 1 for each "
+                f"example): say what the loss of one member is, {self.name}(of='mse') for numbers, "
+                f"{self.name}(of='bce') for several labels; classes are integers"
+            )
 
     @cached_property
     def takes_of(self) -> bool:

@@ -49,10 +49,17 @@ class Classification:
         scores = values.leaves(output)[0]
         count = len(self.classes)
         if scores.dim() != 2 or scores.shape[1] != count:
-            fewer = scores.dim() == 2 and scores.shape[1] < count and self.classes == tuple(map(str, range(count)))
+            several = len(values.leaves(output)) > 1
+            fewer = (
+                not several
+                and scores.dim() == 2
+                and scores.shape[1] < count
+                and self.classes == tuple(map(str, range(count)))
+            )
             raise UserError(
                 f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {count} classes; "
                 f"a network gives one score per class ({more_classes(network, count)})"
+                + "; of several values that it gives, the first is the answer" * several
                 + (f", and classes are numbered from 0: is {count - 1} the last one, or do labels start at 1?" * fewer)
             )
 

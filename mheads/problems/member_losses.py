@@ -35,7 +35,7 @@ def cross_entropies(
     """
     scores = values.leaves(outputs)[0]
     m, b = scores.shape[:2]
-    labels = y.to(scores.dtype) if y.is_floating_point() else y
+    labels = y.to(scores.dtype) if y.is_floating_point() else y.long()
     labels = labels if m == 1 else labels.repeat(m, *[1] * (y.dim() - 1))
     flat = scores.reshape(m * b, *scores.shape[2:])
     losses = F.cross_entropy(flat, labels, reduction="none", label_smoothing=smoothing)

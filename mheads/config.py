@@ -559,6 +559,19 @@ def keys_of(given: str) -> list[str]:
     return [f"{key}.{name}" for name in inner] if isinstance(inner, dict) else [key]
 
 
+def refuse_idle(config: Config, overrides: Sequence[str]) -> None:
+    """Refuses options that were given for another loss than the one that will train, and would do nothing."""
+    known = options.keys(LOSSES)
+    for key in (key for given in overrides for key in keys_of(given)):
+        section, _, name = key.partition(".")
+        if section == "loss" and name in known and name not in config.loss.options:
+            owners = known[name][1]
+            raise UserError(
+                f"{key} is an option of {', '.join(owners)}, and the loss is {config.loss.name}: give "
+                f"loss={owners[0]} too, or leave it out"
+            )
+
+
 def _number(text: str) -> Any:
     """The number in a text such as 1e-3, which YAML 1.1 reads as a string; else the text."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -35,6 +36,14 @@ class Console(rich.console.Console):
         if self.is_terminal or self.is_jupyter or self._width is not None or "COLUMNS" in os.environ:
             return there
         return ConsoleDimensions(UNLIMITED, there.height)
+
+    def _check_buffer(self) -> None:
+        """Writes what is to be written; not to a terminal that is gone, which the signal for that tells (signals.py)."""
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None

@@ -72,7 +72,9 @@ def cuts_of(model: str, model_args: Sequence[str], shape: str | None) -> Cuts:
     try:
         wanted = known if shape is None else tuple(int(size) for size in shape.split(","))
     except ValueError:
-        raise UserError(f"--shape {shape} is not the shape of an example: sizes with commas between, 3,32,32") from None
+        wanted = (0,)
+    if wanted is not None and min(wanted) < 1:
+        raise UserError(f"--shape {shape} is not the shape of an example: sizes with commas between, 3,32,32")
     make = factory(of_model(model, model_args))
     if wanted is None:
         raise UserError(f"the shape of an example of {model} is not known: give --shape, 3,32,32 for example")

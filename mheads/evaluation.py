@@ -82,12 +82,19 @@ def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> 
     By default on those that training evaluated on. `data` are other data keys than the run's: `path="other.npz"`. A run
     that `fit` trained on arrays does not keep them: `run.predict(x)` gives its outputs.
     """
+    outputs, _, targets = weighted_outputs_of(run, split, **data)
+    return outputs, targets
+
+
+def weighted_outputs_of(
+    run: Run | str | Path, split: str | None = None, **data: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, Value]:
+    """As `outputs_of`, with the weights [M, N] by the scores of the members between them, if they have some."""
     run = run if isinstance(run, Run) else api.load(run)
     overrides = [f"data.{key}={json.dumps(value, default=str)}" for key, value in data.items()]
     facts, examples, _ = examples_of(RunFolder(run.folder), overrides, split)
     with closing(parts.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
-        outputs, _, targets = all_answers(engine, examples, facts.inputs, facts.problem)
-    return outputs, targets
+        return all_answers(engine, examples, facts.inputs, facts.problem)
 
 
 TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone

@@ -230,6 +230,11 @@ def _sample(
             f"sampling = {sampling.name} deals out examples by their class, and an image has objects of several: use "
             "full, bagging or subset, or say with sampling.name=file who learns from which image"
         )
+    if sampling.name in ("specialists", "clustered") and len(classes) < 2:
+        raise UserError(
+            f"sampling = {sampling.name} deals out examples by their class, and {data.problem.name} has none to deal "
+            "out: use full, bagging or subset, or say with sampling.name=file who learns from which example"
+        )
     groups: list[list[int]] | None = None
     sampled: dict[str, Any] = {}
     where = "sampling" if sampling.path is None else str(sampling.path)

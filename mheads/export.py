@@ -215,7 +215,9 @@ def _traced(module: nn.Module, examples: Tensor) -> Any:
 
 
 def _write_pt2(program: Any, path: Path, facts: str) -> Answers:
-    torch.export.save(program, path, extra_files={"mheads.json": facts})
+    content = io.BytesIO()  # torch ends the process where a disk is full
+    torch.export.save(program, content, extra_files={"mheads.json": facts})
+    path.write_bytes(content.getvalue())
     return torch.export.load(path).module()
 
 

@@ -206,7 +206,8 @@ class Metrics:
 
     def reliability(self) -> dict[str, dict[str, list[float]]]:
         """Mean confidence, accuracy (in percent) and number of examples of each of the 15 bins of confidence: of all
-        answers of single members, and of the Ensemble-Mean. An empty bin has NaN for its means."""
+        answers of single members, of the Ensemble-Mean and, with scores, of the Ensemble-Scored. An empty bin has NaN
+        for its means."""
 
         def of(rows: slice) -> dict[str, list[float]]:
             examples = self._binned[rows].sum(0)
@@ -214,7 +215,9 @@ class Metrics:
             found = {name: (100 * sums[rows].sum(0) / examples).tolist() for name, sums in means.items()}
             return found | {"examples": examples.tolist()}
 
-        return {"members": of(slice(0, self.members)), "Ensemble-Mean": of(slice(self.members, self.members + 1))}
+        m = self.members
+        found = {"members": of(slice(0, m)), "Ensemble-Mean": of(slice(m, m + 1))}
+        return found if len(self._binned) == m + 1 else found | {"Ensemble-Scored": of(slice(m + 1, m + 2))}
 
     def _by_answer(self, values: Tensor) -> dict[str, float]:
         """[predictors] -> the mean over the members, and the value of each answer of the ensemble."""

@@ -94,7 +94,7 @@ def splits(records: Sequence[Record], *_: Any) -> Figure:
 
 def answers(records: Sequence[Record], *_: Any) -> Figure:
     """Oracle against the answer that the ensemble gives: with scores the one that they weigh."""
-    _refuse_others(records, lambda record: f"{record.data.name}, {record.data.problem.name}")
+    _refuse_others(records, _on)
     found = {record.title: record.evaluated() for record in records}
     pairs = {name: (r.get("ensemble_scored", r["ensemble_mean"]), r["oracle"]) for name, r in found.items()}
     points = {name: tuple(np.array(pair, float)) for name, pair in pairs.items()}  # None, not finite, becomes NaN
@@ -126,9 +126,9 @@ def reliability(records: Sequence[Record], watch: Watcher, trust: bool) -> Figur
         if not isinstance(problem, Classification):
             raise UserError(f"{record.folder.path} is {problem.name}: reliability is about classes")
         run = api.load(record.folder.path, trust=trust, warn=watch.warn)
-        outputs, targets = evaluation.outputs_of(run)
-        metrics = problem.metrics(outputs.shape[0])
-        metrics.update(outputs, targets)
+        outputs, weights, targets = evaluation.weighted_outputs_of(run)
+        metrics = problem.metrics(outputs.shape[0], scored=weights is not None)
+        metrics.update(outputs, targets, weights)
         for name, found in metrics.reliability().items():
             if record.config.members == 1:
                 name = "the network"  # which is its own mean
@@ -155,7 +155,14 @@ def _one(records: Sequence[Record], what: str) -> Record:
 
 
 def _what(record: Record) -> str:
-    return f"{record.config.model} on {record.data.name}, {record.data.problem.name}"
+    return f"{record.config.model} on {_on(record)}"
+
+
+def _on(record: Record) -> str:
+    """What it was measured on. Shown only where something in it differs."""
+    return (
+        f"the {record.evaluated()['split']} set of {record.data.name} ({record.measured}), {record.data.problem.name}"
+    )
 
 
 def _refuse_others(records: Sequence[Record], what: Callable[[Record], str]) -> None:

@@ -56,6 +56,19 @@ class Record:
             )
         return self.result
 
+    @property
+    def measured(self) -> str:
+        """A mark of the examples that it was evaluated on: those of another mark are others, or may be.
+
+        What is held out may differ from seed to seed, and is of the same data then.
+        """
+        data, result = self.config.data, self.result or {}
+        count = f"{result['examples']:,} examples, " if "examples" in result else ""
+        if result.get("split") == "test":
+            return f"{count}checksum {self.data.fingerprint}"
+        where = [str(part) for part in (data.path, data.test_path, data.root, data.limit) if part is not None]
+        return f"{count}{data.validation:,} held out of {', '.join(where) or data.name}"
+
     def assignments(self) -> dict[str, np.ndarray]:
         """Who owned which class at each evaluation, see `log.History`."""
         if not self.folder.assignments.is_file():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-STOP = (signal.SIGINT, signal.SIGTERM)
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal is gone
 
 
 @contextmanager
@@ -23,12 +25,24 @@ def handling(tell: Callable[[int], None], numbers: Sequence[int] = STOP, once: b
             signal.signal(number, handler)
 
     def handle(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGHUP:
+            _leave_terminal()
         tell(signum)
         if once:
             restore()
 
-    before = {number: signal.signal(number, handle) for number in numbers}
+    ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []  # under nohup
+    before = {number: signal.signal(number, handle) for number in numbers if number not in ignored}
     try:
         yield
     finally:
         restore()
+
+
+def _leave_terminal() -> None:
+    """Has output that went to the terminal, which is gone, go nowhere: to write there would be an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for out in (1, 2):
+        if stat.S_ISCHR(os.fstat(out).st_mode):
+            os.dup2(nowhere, out)
+    os.close(nowhere)

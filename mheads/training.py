@@ -30,6 +30,7 @@ def train_recipe(
         solver, overrides = Path(given[0]), [override for override in overrides if override not in given]
     with session(errors, configs.timeout(recipe, overrides)) as world:
         config, notes = _config(recipe, overrides, solver)
+        configs.refuse_idle(config, overrides)
         # After the config, whose mistakes are told at once: torch takes a second.
         from mheads.progress import Silent, Terminal
         from mheads.run_folder import RunFolder

@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +171,33 @@ def test_a_truncated_or_altered_data_file_is_refused(refused, tmp_path, save, sp
     content[300] ^= 255
     (tmp_path / "mine.npz").write_bytes(content if spoil == "altered" else content[: len(content) // 2])
     assert "mine.npz cannot be read" in refused("train", "digits", "data={name: npz, path: mine.npz}", "--run", "run")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["loss.k=2"], "loss.k is an option of mcl, confident, scored, and the loss is independent: give loss=mcl too"),
+        (["loss=mcl", "loss.epsilon=0.3"], "loss.epsilon is an option of relaxed, and the loss is mcl"),
+        (["loss={name: mcl, beta: 0.3}"], "loss.beta is an option of confident, and the loss is mcl"),
+    ],
+)
+def test_an_option_of_another_loss_is_refused(refused, given, said):
+    assert said in refused("train", "digits", *given)
+
+
+def test_specialists_need_classes(refused):
+    for given in ([], ["members=1"], ["sampling.groups=[[0], [0], [0], [0]]"]):
+        said = refused("train", "diabetes", "sampling.name=specialists", *given)
+        assert "sampling = specialists deals out examples by their class, and regression has none" in said
+
+
+def in_ascii():
+    sys.stdout.reconfigure(encoding="ascii", errors="strict")
+
+
+def test_letters_that_the_terminal_has_not_end_no_command(tmp_path):
+    done = process("train", "diabetes", "optim.iterations=3", "--folder", tmp_path / "run", before=in_ascii)
+    assert done.code == 0 and r"R\xb2" in done.out, done.err
 
 
 def test_an_empty_class_folder_is_refused(refused, tmp_path):

@@ -75,6 +75,7 @@ def test_the_command_says_what_it_lacks(mheads):
     for args, said in {
         ("residual:ViT",): "the shape of an example of residual:ViT is not known: give --shape",
         ("residual:ViT", "--shape", "a,b"): "--shape a,b is not the shape of an example",
+        ("residual:ViT", "--shape", "1,-8,8"): "--shape 1,-8,8 is not the shape of an example",
         ("residual:ViT", "--shape", "3,8,8"): "an example was taken to be of shape (3, 8, 8): --shape says another",
         ("residual:ViT", "deep=3", "--shape", "1,8,8"): "model_args = {'deep': 3} do not fit residual:ViT",
         ("residual:ViT", "deep", "--shape", "1,8,8"): "is not key=value",

@@ -10,6 +10,7 @@ import networks
 import numpy as np
 import pytest
 import torch
+from commands import process
 from torch import nn
 
 import mheads
@@ -185,6 +186,15 @@ def test_the_command_exports_a_run_by_its_own_test_set(mheads, tmp_path, suffix)
     x = package.load(tmp_path / "run")
     raw = read_digits()[1].read(np.arange(9), None).permute(0, 3, 1, 2).numpy().copy()
     assert off(answers(tmp_path / f"digits{suffix}", raw), x.predict(raw).double().softmax(-1).mean(0)) <= 1e-5
+
+
+def test_a_full_disk_is_told(mheads, tmp_path):
+    assert (
+        mheads("train", "digits", "members=2", "optim.iterations=3", "data.limit=120", "-f", tmp_path / "run").code == 0
+    )
+    done = process("export", tmp_path / "run", "-o", tmp_path / "digits.pt2", max_file_bytes=50_000)
+    assert done.code == 2 and "error:" in done.err and "Traceback" not in done.err
+    assert not (tmp_path / "digits.pt2").exists()
 
 
 class Branching(nn.Module):

@@ -107,7 +107,7 @@ def test_losses_without_k_and_other_classes_are_named(mheads, runs, tmp_path):
     assert "have other classes: plot them one by one" in mheads("plot", "ownership", runs["mcl_k1"], two).err
     for what in ("k", "splits"):  # one axis would say nothing of these
         err = mheads("plot", what, runs["mcl_k1"], two).err
-        assert "digits on digits, classification, and" in err and "digits on npz, classification: plot those" in err
+        assert "digits on the test set of digits (" in err and "digits on the test set of npz (40 examples" in err
     (two / "result.json").unlink()
     (two / "metrics.jsonl").write_text('5\n{"iteration": 3}\n')  # damaged, and still JSON
     assert "has no line in its log yet" in mheads("plot", "wins", two).err

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import io
+import json
 import re
 import shutil
 from html.parser import HTMLParser
@@ -265,6 +266,20 @@ def test_several_runs_are_compared(mheads, runs, tmp_path):
     assert "Best" not in text and "digits, 10 classes" in text and "npz, 4 classes" in text  # none is the better one
 
 
+@pytest.mark.parametrize("other", ["data.validation=30", "data.limit=50"])
+def test_runs_on_other_examples_of_the_same_data_are_told_apart(mheads, runs, tmp_path, other):
+    run = tmp_path / "other"
+    train_config(configs.load("digits", [*QUICK, "loss=mcl", other]), RunFolder(run), Silent())
+    done = mheads("report", runs["mcl_k1"], run, "-o", tmp_path / "both.html")
+    assert done.code == 0, done.err
+    text = Parsed(tmp_path / "both.html").text
+    assert "Best" not in text and "test set, 100 examples" in text
+    assert ("validation set, 30 examples" if "validation" in other else "test set, 50 examples") in text
+    for plot in ("k", "answers"):
+        done = mheads("plot", plot, runs["mcl_k1"], run, "-o", tmp_path / "both.png")
+        assert done.code == 2 and "plot those that are alike" in done.err
+
+
 def test_a_column_of_numbers_is_one_wherever_they_begin():
     table = page.Table("", ["run", "score", "loss"], [[page.Cell("a"), page.Cell(""), page.Cell("x")],
                                                       [page.Cell("b"), page.Cell("1", 1), page.Cell("y")]])  # fmt: skip
@@ -334,7 +349,7 @@ def test_a_suite_is_shown_beside_the_paper(mheads, tmp_path):
     assert done.out.strip() == str(file)
     found = Parsed(file)
     assert "Two rows." in found.text
-    assert "55.50" in found.text and "not run" in found.text and "mcl.oracle is better plain.single" in found.text
+    assert "55.50" in found.text and "not run" in found.text and "mcl.oracle is better than plain.single" in found.text
     assert [name for name in found.ids if name.startswith("grid-")] == ["grid-owned-0", "grid-owned-1"]
 
 
@@ -347,6 +362,21 @@ def test_a_suite_has_a_recipe_of_its_own_and_runs_of_any_seed(mheads, tmp_path):
     done = mheads("report", "--suite", *given)
     assert done.code == 0, done.err
     assert "plain, seed 3" in Parsed(tmp_path / "runs" / "two-digits-validation20.html").text
+
+
+def test_the_best_of_a_suite_is_a_mean_over_trials(mheads, tmp_path):
+    suite = tmp_path / "two.yaml"
+    rows = [f"{{name: {name}, set: [{', '.join([*QUICK, given])}]}}" for name, given in
+            (("plain", "members=2"), ("slow", "optim.lr=1e-6"))]  # fmt: skip
+    suite.write_text(f"recipe: digits\nrows: [{', '.join(rows)}]\n")
+    assert mheads("reproduce", suite, "-f", tmp_path / "runs", "--trials", "2", "-o", tmp_path / "results").code == 0
+    assert mheads("report", "--suite", suite, "-f", tmp_path / "runs").code == 0
+    found = [
+        json.loads((tmp_path / f"runs/digits/plain-seed{seed}/result.json").read_text())["ensemble_mean"]
+        for seed in (0, 1)
+    ]
+    text = Parsed(tmp_path / "runs" / "two-digits.html").text
+    assert re.search(rf"Best Ensemble-Mean {np.mean(found):.2f} ± {np.std(found, ddof=1):.2f} % plain ", text)
 
 
 class Warned(Silent):

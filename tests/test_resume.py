@@ -2,7 +2,10 @@
 
 import errno
 import json
+import os
 import signal
+import sys
+import threading
 
 import networks
 import numpy as np
@@ -71,7 +74,7 @@ def test_a_run_killed_at_each_point_in_turn_is_always_loadable_and_gives_the_sam
     assert steps_of(run) == ["step-00000018", "step-00000024"]
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_bits(tmp_path, undisturbed, mheads, signum, code):
     run = tmp_path / "run"
     command = ["train", "digits", *TINY, "--run", run]
@@ -86,6 +89,45 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_bits(tmp_path, 
     resumed = mheads(*command)
     assert resumed.code == 0
     assert f"resuming at iteration {saved} of 24" in resumed.out
+    assert_same_run(run, undisturbed)
+
+
+def in_a_terminal_that_closes():
+    """Has output go to a terminal, which hangs up at the first checkpoint."""
+    ours, theirs = os.openpty()
+    for out in (1, 2):
+        os.dup2(theirs, out)
+    threading.Thread(target=lambda: list(iter(lambda: os.read(ours, 4096), b"")), daemon=True).start()
+
+    def watch(event, args, closed=[]):  # noqa: B006
+        if not closed and event == "open" and ".step-00000006.new/state.json" in str(args[0]):
+            closed.append(True)
+            os.close(ours)
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    sys.addaudithook(watch)
+
+
+def test_a_terminal_that_closes_loses_nothing(tmp_path, undisturbed, mheads):
+    run = tmp_path / "run"
+    command = ["train", "digits", *TINY, "--run", run]
+    done = process(*command, before=in_a_terminal_that_closes)
+    assert done.code == 129
+    saved = int(steps_of(run)[-1].removeprefix("step-"))
+    assert 6 <= saved <= 12
+    assert mheads(*command).code == 0
+    assert_same_run(run, undisturbed)
+
+
+def ignoring_hangups():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_under_nohup_a_terminal_may_close(tmp_path, undisturbed):
+    run = tmp_path / "run"
+    stop = (signal.SIGHUP, "open", ".step-00000006.new/state.json")
+    done = process("train", "digits", *TINY, "--run", run, before=ignoring_hangups, stop=stop)
+    assert done.code == 0, done.err
     assert_same_run(run, undisturbed)
 
 

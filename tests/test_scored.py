@@ -15,8 +15,10 @@ from torch import nn
 import mheads as package
 from mheads import TreeNet, UserError, fit, losses, models, scores, with_scores
 from mheads import config as configs
+from mheads.pages import evidence
 from mheads.problems import Classification, MultiLabel, Regression, Segmentation, SoftLabels
 from mheads.progress import Silent
+from mheads.record import Record
 from mheads.run_folder import RunFolder
 from mheads.train import train_config
 
@@ -289,6 +291,27 @@ def test_the_scored_answer_stands_in_every_file(trained, mheads):
         z, y, weights = file["outputs"], file["labels"], file["weights"]
     answer = weighted(softmax(z.astype(float), -1), weights).argmax(-1)
     assert 100 * (answer == y).mean() == pytest.approx(result["ensemble_scored"], abs=1e-4)
+
+
+def test_the_page_is_about_the_answer_that_it_begins_with(trained, mheads):
+    """Confusions, hardest examples and reliability show the scored answer, and the plain mean beside it."""
+    record = Record.read(trained / "scored")
+    found = evidence.examine(record, evidence.network(record, Silent(), True), Silent())
+    assert found.together == ["Ensemble-Scored", "Ensemble-Mean"]
+    result, examples = record.result, record.result["examples"]
+    right = [100 * np.trace(counts) / examples for counts in found.confusion]
+    told = [result["ensemble_scored"], result["ensemble_mean"], *result["members"]]
+    np.testing.assert_allclose(right, told, atol=1e-4)
+    assert [answer.who for answer in found.hardest[0].answers][:3] == ["scored", "mean", "member 0"]
+    bins = found.reliability["Ensemble-Scored"]
+    mean = np.nansum(np.array(bins["accuracy"]) * bins["examples"]) / examples
+    assert mean == pytest.approx(result["ensemble_scored"], abs=1e-4)
+    done = mheads("report", trained / "scored", "--trust", "-o", trained / "scored.html")
+    assert done.code == 0, done.err
+    page = (trained / "scored.html").read_text()
+    assert page.index(">Ensemble-Scored</option>") < page.index(">Ensemble-Mean</option>")
+    assert "how many of the Ensemble-Scored's answers" in page.replace("&#39;", "'")
+    assert mheads("plot", "reliability", trained / "scored", "--trust", "-o", trained / "r.png").code == 0
 
 
 def test_predict_and_export_give_the_scored_answer(trained, mheads, tmp_path):

@@ -390,6 +390,8 @@ def test_relations_of_two_terms(relation, right, holds):
     claim = {"left": "a.oracle", "is": relation, "right": right, "within": 0.5}
     (verdict,) = findings.verdicts(document({"a": [3.0], "b": [2.0]}, [claim]))
     assert verdict.holds is holds
+    said = f"{relation} than" if "bet" in relation or "wor" in relation else relation
+    assert verdict.claim == f"a.oracle is {said} {right}"
     assert verdict.figures.startswith(f"a.oracle 3.00, {right} ")
 
 

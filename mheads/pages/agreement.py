@@ -39,10 +39,10 @@ def agreement(record: Record, evidence: Evidence | None, why: str) -> list[Part]
         return [*found, Missing(f"Which classes are confused is not known: {why}")]
     names, counts = record.data.problem.groups, evidence.confusion
     if len(names) > MANY_CLASSES:
-        return [*found, _confusions(names, counts[0])]
+        return [*found, _confusions(names, counts[0], evidence.together[0])]
     totals = counts.sum(2, keepdims=True)
     parts = np.where(totals > 0, counts / np.maximum(totals, 1), np.nan)
-    who = ["Ensemble-Mean", *members] if len(members) > 1 else ["the network"]
+    who = [*evidence.together, *members] if len(members) > 1 else ["the network"]
     grid = Grid(
         "confusion", "Answers to the examples of each class, %", names, names, percents(parts[: len(who)]), who,
         "true class", shown=0,
@@ -53,7 +53,7 @@ def agreement(record: Record, evidence: Evidence | None, why: str) -> list[Part]
     ]
 
 
-def _confusions(names: Sequence[str], counts: np.ndarray) -> Table:
+def _confusions(names: Sequence[str], counts: np.ndarray, who: str) -> Table:
     """The most frequent confusions, where there are too many classes for a matrix."""
     wrong = counts.copy()
     np.fill_diagonal(wrong, 0)
@@ -64,4 +64,4 @@ def _confusions(names: Sequence[str], counts: np.ndarray) -> Table:
             part = 100 * n / counts[true].sum()
             rows.append([Cell(names[true]), Cell(names[said]), Cell(f"{n:,}", n), Cell(f"{part:.1f} %", part)])
     head = ["true class", "answer", "examples", "of the class"]
-    return Table("The most frequent confusions of the Ensemble-Mean", head, rows, sortable=True)
+    return Table(f"The most frequent confusions of the {who}", head, rows, sortable=True)

@@ -56,8 +56,10 @@ def wins(log: Log) -> Part:
 
 def reliability(bins: Mapping[str, Mapping[str, Sequence[float]]], members: int) -> Chart:
     """Accuracy against confidence, over how often each confidence occurs in the ensemble's answers."""
-    who = "Ensemble-Mean" if members > 1 else "network"  # one member is its own mean
-    shown = [("members", "s0"), ("Ensemble-Mean", "ink")] if members > 1 else [("Ensemble-Mean", "ink")]
+    answer = "Ensemble-Scored" if "Ensemble-Scored" in bins else "Ensemble-Mean"
+    who = answer if members > 1 else "network"  # one member is its own mean
+    together = [(name, style) for _, name, style in TOGETHER if name in bins]
+    shown = [("members", "s0"), *together] if members > 1 else together[:1]
     lines = [Line("as accurate as confident", [0, 100], [0, 100], "faint dotted")]
     for name, style in shown:
         found = bins[name]
@@ -70,7 +72,7 @@ def reliability(bins: Mapping[str, Mapping[str, Sequence[float]]], members: int)
                 style,
             )
         )
-    occurs = list(bins["Ensemble-Mean"]["examples"])
+    occurs = list(bins[answer]["examples"])
     return Chart(
         "Reliability",
         line_chart(lines, "confidence, %", "accuracy, %", (0, 100), (0, 100)),

@@ -57,7 +57,8 @@ class Hard:
 class Evidence:
     """confusion: counts [M + 1, C, C] by true class and answer, of the mean first; reliability: see `Metrics`."""
 
-    confusion: np.ndarray
+    together: list[str]  # the answers of the whole ensemble, the one that it gives first
+    confusion: np.ndarray  # [answers of the ensemble and then members, C, C]
     reliability: dict[str, dict[str, list[float]]]
     hardest: list[Hard]
     iteration: int
@@ -84,18 +85,22 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
     with telling(watch):
         facts, examples, split = examples_of(record.folder)
     names, members = problem.groups, net.num_members
-    metrics = problem.metrics(members)
-    confusion = torch.zeros(members + 1, len(names), len(names), dtype=torch.long)
+    together, metrics, confusion = ["Ensemble-Mean"], None, torch.empty(0)
     answered, sure, true, kept = [], [], [], []
     few = members * len(examples) * len(names) <= MOST_KEPT
     with closing(parts.threads_engine(record.config, net)) as engine, in_eval_mode([net]):
-        for outputs, _, targets in answers(engine, examples, facts.inputs, problem, watch):
-            metrics.update(outputs, targets)
+        for outputs, scores, targets in answers(engine, examples, facts.inputs, problem, watch):
+            if metrics is None:  # the first of them says whether members have scores
+                together = ["Ensemble-Scored", *together] if scores is not None else together
+                metrics = problem.metrics(members, scored=scores is not None)
+                confusion = torch.zeros(len(together) + members, len(names), len(names), dtype=torch.long)
+            metrics.update(outputs, targets, scores)
             labels = problem.group(targets)
             if few:
                 kept.append(outputs.cpu())
             each = outputs.cpu().double()  # [M, b, C]
-            probabilities = torch.cat([problem.mean(each)[None], each.softmax(-1)])
+            mean = [problem.mean(each, of) for of in ((scores, None) if scores is not None else (None,))]
+            probabilities = torch.cat([torch.stack(mean), each.softmax(-1)])
             confidence, answer = probabilities.max(-1)
             for counts, found in zip(confusion, answer, strict=True):
                 add_counts(counts, labels, found)
@@ -103,9 +108,11 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
             sure.append(confidence)
             true.append(labels)
     everything = torch.cat(answered, 1).numpy(), torch.cat(sure, 1).numpy(), torch.cat(true).numpy()
-    hardest = _hardest(examples, names, *everything)
-    together = torch.cat(kept, 1) if kept else None
-    return Evidence(confusion.numpy(), metrics.reliability(), hardest, weights.iteration, split, together)
+    hardest = _hardest(examples, names, together, *everything)
+    outputs_kept = torch.cat(kept, 1) if kept else None
+    assert metrics is not None  # there are examples
+    reliability = metrics.reliability()
+    return Evidence(together, confusion.numpy(), reliability, hardest, weights.iteration, split, outputs_kept)
 
 
 def looked_at(record: Record, net: TreeNet, evidence: Evidence, watch: Watcher) -> Gallery:
@@ -120,15 +127,18 @@ def looked_at(record: Record, net: TreeNet, evidence: Evidence, watch: Watcher) 
     return Gallery([("Guided backprop of the score of the true class", source, text)], note)
 
 
-def _hardest(examples: Split, names: Sequence[str], said: np.ndarray, sure: np.ndarray, true: np.ndarray) -> list[Hard]:
-    """The examples that most members get wrong, the surest first: answers and confidences [M + 1, N], truth [N]."""
-    wrong = said[1:] != true
+def _hardest(
+    examples: Split, names: Sequence[str], together: list[str], said: np.ndarray, sure: np.ndarray, true: np.ndarray
+) -> list[Hard]:
+    """The examples that most members get wrong, the surest first: answers and confidences [., N], truth [N]."""
+    members = slice(len(together), None)
+    wrong = said[members] != true
     count = wrong.sum(0)
-    surely = np.where(wrong, np.nan_to_num(sure[1:]), 0).sum(0) / np.maximum(count, 1)
+    surely = np.where(wrong, np.nan_to_num(sure[members]), 0).sum(0) / np.maximum(count, 1)
     rows = np.lexsort((-surely, -count))[:HARDEST]
     rows = rows[count[rows] > 0]
     images = _images(examples, rows)
-    who = ["mean", *(f"member {m}" for m in range(len(wrong)))]
+    who = [*(name.removeprefix("Ensemble-").lower() for name in together), *(f"member {m}" for m in range(len(wrong)))]
     return [
         Hard(
             int(row),

@@ -12,7 +12,7 @@ from pathlib import Path
 from mheads.errors import UserError
 from mheads.files import check_output, write_atomically
 from mheads.pages.one import page_of
-from mheads.pages.several import page_of_all
+from mheads.pages.several import Fact, page_of_all
 from mheads.progress import Silent, Watcher
 from mheads.record import Record, read_all
 from mheads.report.page import Cell, Page, Section, Table
@@ -107,11 +107,29 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
         again = results.command(name, options, [options.seed])
         raise UserError(f"{folder} holds no run of {suite.name} on {options.short}: train them, {again}")
     page = page_of_all(
-        list(records.values()), watch, title=tables.title(document), about=suite.about, further=_beside(document)
+        list(records.values()),
+        watch,
+        title=tables.title(document),
+        about=suite.about,
+        further=_beside(document),
+        best=_best(document),
     )
     output = output or folder / results.file_name(suite.name, options).replace(".json", ".html")
     write_atomically(output, page.html())
     return output
+
+
+def _best(document: results.Document) -> list[Fact]:
+    """The rows with the best means over their trials."""
+    found = []
+    for metric in ("ensemble_mean", "oracle"):
+        rows = {entry["name"]: findings.trials(document, entry["name"], metric) for entry in document["rows"]}
+        means = {row: trials.mean for row, trials in rows.items() if trials is not None}
+        if means:
+            row = (max if findings.higher_is_better(document, metric) else min)(means, key=means.__getitem__)
+            unit = "%" if findings.in_percent(document) else ""
+            found.append((f"Best {findings.label(metric)}", findings.ours(document, row, metric), unit, row))
+    return found
 
 
 def _beside(document: results.Document) -> list[Section]:

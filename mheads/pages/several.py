@@ -15,6 +15,7 @@ from mheads.record import Record
 from mheads.report.page import Cell, Grids, Missing, Page, Part, Section, Table
 from mheads.suites.findings import label
 
+Fact = tuple[str, str, str, str]  # what, its value, the unit, and whose it is
 MEASURES = ("ensemble_mean", "ensemble_scored", "oracle", "single", "disagreement")
 
 
@@ -25,8 +26,12 @@ def page_of_all(
     title: str | None = None,
     about: str | None = None,
     further: Sequence[Section] = (),
+    best: list[Fact] | None = None,
 ) -> Page:
-    """The runs in one table, their curves over each other, their ownership side by side; `further` sections first."""
+    """The runs in one table, their curves over each other, their ownership side by side; `further` sections first.
+
+    `best` is the headline, by default the best run's.
+    """
     for record in records[1:]:
         if record.data.problem.measure != records[0].data.problem.measure:
             raise UserError(
@@ -54,7 +59,7 @@ def page_of_all(
     return Page(
         title or f"{len(records)} runs",
         about or f"Side by side: {', '.join(record.title for record in records)}.",
-        _headline(records) if _alike(records) else [],
+        best if best is not None else _headline(records) if _alike(records) else [],
         sections,
         f"Not finished: {'; '.join(open_runs)}" if open_runs else "",
         notes,
@@ -63,11 +68,12 @@ def page_of_all(
 
 
 def _alike(records: Sequence[Record]) -> bool:
-    """Whether all are on the same data, so that one can be the best."""
-    return len({(record.data.name, record.data.problem.groups) for record in records}) == 1
+    """Whether all are measured on the same examples, so that one can be the best."""
+    marks = {(record.data.name, record.data.problem.groups, record.measured) for record in records if record.result}
+    return len(marks) < 2
 
 
-def _headline(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:
+def _headline(records: Sequence[Record]) -> list[Fact]:
     """The best of the two measures, and whose they are."""
     problem = records[0].data.problem
     found = []
@@ -109,7 +115,9 @@ def _table(records: Sequence[Record]) -> Table:
 
 def _data(record: Record) -> str:
     groups = len(record.data.problem.groups)
-    return f"{record.data.name}, {groups:,}\N{NO-BREAK SPACE}classes" if groups > 1 else record.data.name
+    classes = f", {groups:,}\N{NO-BREAK SPACE}classes" if groups > 1 else ""
+    split = f", {record.result['split']} set, {record.measured}" if record.result else ""
+    return f"{record.data.name}{classes}{split}"
 
 
 def _number(value: Any, form: str) -> Cell:

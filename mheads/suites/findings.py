@@ -25,6 +25,7 @@ LABELS = {
     "member_train_loss": "training loss of a member",
 }
 NOT_RUN = "not run"
+SAID = {relation: f"{relation} than" for relation in ("better", "worse", "no better", "no worse")}
 MOST_OPEN = 5  # claims that have a line each
 # What is better whatever the problem; the others follow it.
 LOWER = (
@@ -135,13 +136,13 @@ def _verdict(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
 def _order(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     """From best to worst; rows that have not been run are left out of it, and named."""
     rows, metric = claim["order"], claim["by"]
-    higher = _higher_is_better(document, metric)
+    higher = higher_is_better(document, metric)
     said = claim.get("say") or f"{label(metric)}: {(' > ' if higher else ' < ').join(rows)}"
     found = {row: values.mean for row in rows if (values := trials(document, row, metric))}
     missing = [row for row in rows if row not in found]
     means = list(found.values())
     holds = all(a > b if higher else a < b for a, b in pairwise(means)) if len(means) > 1 else None
-    percent = _in_percent(document)
+    percent = in_percent(document)
     figures = [f"{row} {number(mean, metric, percent)}" for row, mean in found.items()]
     figures += [f"{row} {_why_not(document, row, metric)}" for row in missing]
     return Verdict(said, holds, ", ".join(figures), not missing)
@@ -150,13 +151,13 @@ def _order(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
 def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
     relation = claim["is"]
     terms = [Term.of(claim[side]) for side in ("left", "right")]
-    said = claim.get("say") or f"{claim['left']} is {relation} {claim['right']}"
+    said = claim.get("say") or f"{claim['left']} is {SAID.get(relation, relation)} {claim['right']}"
     parts = {part: trials(document, *part) for term in terms for part in term.parts}
     if missing := [f"{part[0]} {_why_not(document, *part)}" for part, found in parts.items() if found is None]:
         return Verdict(said, None, ", ".join(dict.fromkeys(missing)))
     means = {part: found.mean for part, found in parts.items() if found is not None}
     left, right = (term.value([means[part] for part in term.parts]) for term in terms)
-    sign = 1 if _higher_is_better(document, terms[0].metric) else -1
+    sign = 1 if higher_is_better(document, terms[0].metric) else -1
     holds = {
         "better": sign * left > sign * right,
         "no worse": sign * left >= sign * right,
@@ -166,7 +167,7 @@ def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
         "below": left < right,
         "about": abs(left - right) <= claim.get("within", 0.25) * abs(right),
     }[relation]
-    percent = _in_percent(document)
+    percent = in_percent(document)
     beside = [f"{claim[side]} {number(value, term.metric, percent)}"
               for side, value, term in zip(("left", "right"), (left, right), terms, strict=True)]  # fmt: skip
     return Verdict(said, holds, ", ".join(beside))
@@ -178,15 +179,15 @@ def _why_not(document: dict[str, Any], row: str, metric: str) -> str:
     return f"has no {label(metric)}" if num_trials(document, row) else NOT_RUN
 
 
-def _higher_is_better(document: dict[str, Any], metric: str) -> bool:
+def higher_is_better(document: dict[str, Any], metric: str) -> bool:
     """Whether more of a metric is better; of accuracies and errors, which have the same names, the runs tell."""
     for names, higher in ((LOWER, False), (HIGHER, True)):
         if any(metric == name or metric.startswith(f"{name}_") for name in names):
             return higher
-    return _in_percent(document)
+    return in_percent(document)
 
 
-def _in_percent(document: dict[str, Any]) -> bool:
+def in_percent(document: dict[str, Any]) -> bool:
     """Whether what is learned is measured in percent; otherwise in units of the targets, by errors."""
     kinds = {run["result"].get("problem") for runs in document["runs"].values() for run in runs}
     return all(problems.PROBLEMS[kind].unit == "%" for kind in kinds if kind in problems.PROBLEMS)
@@ -202,7 +203,7 @@ def number(value: float, metric: str, percent: bool = True) -> str:
 
 
 def ours(document: dict[str, Any], row: str, metric: str) -> str:
-    percent = _in_percent(document)
+    percent = in_percent(document)
     if metric == "members":
         found = members(document, row)
         form = ".1f" if percent else ".4g"
@@ -225,7 +226,7 @@ def theirs(document: dict[str, Any], row: str, metric: str) -> str:
         return ""
     if "members" in figure:
         return " ".join(f"{value:.1f}" for value in figure["members"])
-    percent = _in_percent(document)
+    percent = in_percent(document)
     said = {key: number(value, metric, percent) for key, value in figure.items() if value is not None}
     text = said["mean"] + (f" ± {said['std']}" if "std" in said else "")
     return text + (f" ({said['min']} to {said['max']})" if "min" in said else "")
@@ -237,4 +238,4 @@ def apart(document: dict[str, Any], row: str, metric: str) -> str:
     if values is None or figure is None or "mean" not in figure:
         return ""
     above = values.mean - figure["mean"]
-    return f"{'-' if above < 0 else '+'}{number(abs(above), metric, _in_percent(document))}"
+    return f"{'-' if above < 0 else '+'}{number(abs(above), metric, in_percent(document))}"

@@ -112,7 +112,7 @@ GONE = r"error: rank {} (has ended, or its connection|has given no sign of|canno
 NOT_CONNECTED = r"not connected to all others after 1.5 s: .*rank 2 \(|rank 2 has given no sign of"
 # Of each: further arguments, what happens on some ranks (arguments or a function), the exit codes, and what each says.
 ENDS = {
-    "another recipe": ([], {2: ["loss.k=2"]}, [2, 2, 2], ["rank 2 has another loss.k: 2 there, 1 on rank 0", "", ""]),
+    "another recipe": ([], {2: ["seed=7"]}, [2, 2, 2], ["rank 2 has another seed: 7 there, 0 on rank 0", "", ""]),
     "a teacher": (
         [],
         {1: ["teacher.answers=nowhere.npz"]},

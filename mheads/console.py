@@ -38,7 +38,7 @@ class Console(rich.console.Console):
         return ConsoleDimensions(UNLIMITED, there.height)
 
     def _check_buffer(self) -> None:
-        """Writes what is to be written; not to a terminal that is gone, which the signal for that tells (signals.py)."""
+        """Writes what is to be written; not to a terminal that is gone, which a signal tells (signals.py)."""
         try:
             super()._check_buffer()
         except OSError as error:

@@ -541,3 +541,14 @@ def test_the_example_of_residual_networks_is_what_it_says():
     for row in table.names:
         optim = planner.job(read(str(file)), row, 0).config.optim
         assert (optim.iterations, optim.schedule.at) == (2000, [1000, 1500])
+
+
+def test_a_claim_may_compare_with_a_number():
+    claim = Claim.model_validate({"left": "a.oracle", "is": "above", "right": 50})
+    assert claim.right == "50" and list(claim.places()) == [("left", "a", "oracle")]
+    for number, holds in (("2.9", True), ("3", False)):
+        made = {"left": "a.oracle", "is": "better", "right": number}
+        (verdict,) = findings.verdicts(document({"a": [3.0]}, [made]))
+        assert (verdict.holds, verdict.figures) == (holds, "a.oracle 3.00")
+    with pytest.raises(ValueError, match=r"left is 50: give row.metric there"):
+        Claim.model_validate({"left": "50", "is": "above", "right": "a.oracle"})

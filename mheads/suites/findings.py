@@ -168,8 +168,8 @@ def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
         "about": abs(left - right) <= claim.get("within", 0.25) * abs(right),
     }[relation]
     percent = in_percent(document)
-    beside = [f"{claim[side]} {number(value, term.metric, percent)}"
-              for side, value, term in zip(("left", "right"), (left, right), terms, strict=True)]  # fmt: skip
+    sides = zip(("left", "right"), (left, right), terms, strict=True)
+    beside = [f"{claim[side]} {number(value, term.metric, percent)}" for side, value, term in sides if term.row]
     return Verdict(said, holds, ", ".join(beside))
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mheads import plain
 from mheads.config import Config
@@ -48,6 +48,7 @@ TERM = re.compile(
     r"^(?:(?P<factor>[\d.]+) *\* *)?(?P<row>[^ *]+)\.(?P<metric>\w+)"
     r"(?: - (?P<less>[^ *]+\.(?:[^\W\d]\w*)))?(?: *(?P<added>[+-] *[\d.]+))?$"
 )
+NUMBER = re.compile(r"^[+-]?\d+(\.\d+)?$")
 MEMBER = re.compile(r"^member_(\d+)$")  # the metric of one member by its number
 
 
@@ -92,10 +93,10 @@ class Row(_Part):
 
 
 class Term(NamedTuple):
-    """factor * row.metric - less + added"""
+    """factor * row.metric - less + added, or a number alone"""
 
     factor: float
-    row: str
+    row: str  # "" for a number
     metric: str
     added: float
     less: tuple[str, str] | None = None  # the row and the metric of what is taken away
@@ -103,14 +104,16 @@ class Term(NamedTuple):
     @property
     def parts(self) -> list[tuple[str, str]]:
         """(row, metric) of what it is made of."""
-        return [(self.row, self.metric), *([self.less] if self.less else [])]
+        return [(self.row, self.metric), *([self.less] if self.less else [])] if self.row else []
 
     def value(self, found: Sequence[float]) -> float:
         """With these values of its parts."""
-        return self.factor * found[0] - sum(found[1:]) + self.added
+        return self.factor * sum(found[:1]) - sum(found[1:]) + self.added
 
     @staticmethod
     def of(text: str) -> Term:
+        if NUMBER.match(text):
+            return Term(0.0, "", "", float(text))
         found = TERM.match(text)
         if found is None:
             raise ValueError(f"{text!r} is not row.metric, for example 2 * bagging.oracle + 1")
@@ -118,6 +121,10 @@ class Term(NamedTuple):
         row, _, metric = (found["less"] or "").rpartition(".")
         less = (row, metric) if row else None
         return Term(float(found["factor"] or 1), found["row"], found["metric"], added, less)
+
+
+def _number_or_term(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 class Claim(_Part):
@@ -128,7 +135,7 @@ class Claim(_Part):
     by: str | None = None
     left: str | None = None
     is_: Relation | None = Field(None, alias="is")
-    right: str | None = None
+    right: Annotated[str | None, BeforeValidator(_number_or_term)] = None
     within: float = Field(0.25, gt=0)  # about: this part of the right side
     recipes: list[str] | None = None
     except_: list[str] = Field([], alias="except")  # recipes that it is not made for
@@ -143,6 +150,8 @@ class Claim(_Part):
         for text in (self.left, self.right):
             if text is not None:
                 Term.of(text)
+        if self.left is not None and not Term.of(self.left).row:
+            raise ValueError(f"left is {self.left}: give row.metric there, and the number on the right")
         return self
 
     def places(self) -> Iterator[tuple[str, str, str]]:

@@ -137,6 +137,17 @@ def test_lines_of_members_can_be_told_apart(members):
     assert len(history_figure([], [line]).axes) == 1  # a panel without lines says nothing
 
 
+def test_large_errors_that_differ_little_are_written_in_full():
+    lines = [
+        {"iteration": i, "members": [1476.1 + i / 10] * 2, "ensemble_mean": 1476.1, "oracle": 1476.0} for i in (1, 2, 3)
+    ]
+    figure = history_figure([], lines, "root mean square error")
+    figure.canvas.draw()
+    (panel,) = figure.axes
+    assert panel.yaxis.get_offset_text().get_text() == ""
+    assert any(tick.get_text().startswith("1476") for tick in panel.get_yticklabels())
+
+
 def test_another_number_of_classes_is_refused():
     with pytest.raises(ValueError, match=r"ownership 'MCL' is \(4, 10\), expected \(M, 2\)"):
         ownership_figure({"MCL": counts(4, 10)}, ["cat", "dog"])

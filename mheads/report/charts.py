@@ -18,6 +18,7 @@ from mheads.report.figures import (
     add_bar,
     colour,
     dots,
+    in_full,
     line_style,
     name_lines,
     shorten,
@@ -208,5 +209,6 @@ def _measures(
 def _finish(panel: Axes, x: str, y: str) -> None:
     panel.set_xlabel(x, fontsize=8)
     panel.set_ylabel(y, fontsize=8)
+    in_full(panel.yaxis)
     panel.tick_params(labelsize=8)
     panel.spines[["top", "right"]].set_visible(False)

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure as PlainFigure
 from matplotlib.font_manager import fontManager
 from matplotlib.text import Text
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from mheads.files import saving
 
@@ -102,6 +103,13 @@ def add_bar(figure: Figure, image: Any, panels: Any, label: str) -> None:
     bar.outline.set_visible(False)
 
 
+def in_full(axis: Axis) -> None:
+    """Its numbers as they are: 1476.2, not 0.2 beside +1.476e3."""
+    formatter = axis.get_major_formatter()
+    if isinstance(formatter, ScalarFormatter):
+        formatter.set_useOffset(False)
+
+
 def history_figure(
     steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], measure: str = "accuracy, %"
 ) -> Figure:
@@ -135,6 +143,7 @@ def history_figure(
         panel.tick_params(labelsize=8)
         panel.spines[["top", "right"]].set_visible(False)
         panel.xaxis.set_major_locator(whole_ticks())
+        in_full(panel.yaxis)
         name_lines(panel, len(members))
     return figure
 
@@ -196,6 +205,7 @@ def suite_figure(rows: Sequence[str], panels: Mapping[str, Sequence[Sequence[flo
             spreads = [points[i][what + 1] or 0 for i in at]
             panel.errorbar(means, [i + shift for i in at], xerr=spreads, markersize=4, capsize=2, **style)
         panel.set_xlabel(metric, fontsize=8)
+        in_full(panel.xaxis)
         panel.tick_params(labelsize=8)
         panel.grid(axis="y", color="0.9", linewidth=0.8)
         panel.set_axisbelow(True)

@@ -94,6 +94,17 @@ def test_one_that_keeps_it_trains_as_the_known_one_does(mine, known, kwargs):
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
 
 
+def who_may(outputs, y, prior, ties):
+    """Of priors that are 0 or 1 this is enough."""
+    found = entropies(outputs, y)
+    may = torch.ones_like(found) if prior is None else (prior > 0).to(found)
+    return LossValue((may * found).sum(), may, found)
+
+
+def test_to_ask_who_may_learn_is_to_look_at_the_priors():
+    assert trained(Loss("mine", who_may), sampling=(PRIOR > 1).astype(np.float32))
+
+
 KNOWN = [make() for name, make in losses.LOSSES.items() if name != "scored"]  # which needs scores
 BY_WINS = [losses.LOSSES[known.name](normalize="wins") for known in KNOWN if "normalize" in known.options]
 

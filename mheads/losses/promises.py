@@ -91,6 +91,7 @@ def _refuse_broken(loss: Loss, same: Value, targets: Value, ties: Tensor, weight
             alone = loss(values.map_leaves(lambda t, p=p: t[p], outputs), targets, None, ties[p])
             one_by_one = [a + b for a, b in zip(one_by_one, _gradients(alone.total, leaves), strict=True)]
         prior = 0.5 + torch.rand(ties.shape, generator=generator, dtype=leaves[0].dtype)
+        prior[torch.rand(ties.shape, generator=generator) < 0.3] = 0  # a loss may ask just for that
         priors = (prior, 2 * prior) if weighted and not loss.averaged else ()
         told = [_gradients(loss(outputs, targets, w, ties).total, leaves) for w in priors]
     except Exception:  # the user's function may not take every output

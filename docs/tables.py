@@ -38,12 +38,15 @@ FULL = [
     ("mcl", "mcl_k1_same", "MCL, k=1, from identical weights"),
     ("pretrain", "pretrain_4000_k1", "MCL, k=1, after 4,000 iterations of pretraining"),
     ("mixture", "mixture_*", "MCL with k=1 and cross-entropy, weight *"),
+    ("mixture", "all_*", "larger steps alone, all losses times 1 + *"),
     ("modern", "relaxed_*_wins", "relaxed MCL, epsilon *, by wins"),
 ]
 # A star stands for the values of an option that have been run. `_wins` rows divide by wins, loss.normalize.
 FIFTH = [
     ("modern", "random_init", "random initialisation"),
     ("modern", "mcl_k1", "MCL, k=1"),
+    ("mixture", "mixture_*", "MCL with k=1 and cross-entropy, weight *"),
+    ("mixture", "all_*", "larger steps alone, all losses times 1 + *"),
     ("specialists", "specialists", "labels dealt at random"),
     ("specialists", "clustered", "labels that are confused together"),
     ("classical", "classical", "classical MCL"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
@@ -581,8 +582,10 @@ def show_result(result: dict[str, Any]) -> None:
 
 def main() -> None:
     """Runs the command line: a user's mistake gives a message and exit code 2, a signal its own code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a letter that it cannot show ends no command
-        sys.stdout.reconfigure(errors="backslashreplace")
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and codecs.lookup(out.encoding).name != "utf-8":
+        # A letter that it cannot show ends no command.
+        out.reconfigure(errors="backslashreplace")
     try:
         _require_current_folder()
         from mheads.distributed.launch import detect

@@ -3,9 +3,9 @@
 import errno
 import json
 import os
+import select
 import signal
 import sys
-import threading
 
 import networks
 import numpy as np
@@ -93,16 +93,25 @@ def test_a_signal_saves_and_the_same_command_goes_on_to_the_same_bits(tmp_path, 
 
 
 def in_a_terminal_that_closes():
-    """Has output go to a terminal, which hangs up at the first checkpoint."""
+    """Has output go to a terminal, a process of its own that ends at the first checkpoint."""
     ours, theirs = os.openpty()
+    told, tell = os.pipe()
+    terminal = os.fork()
+    if terminal == 0:
+        os.close(tell)
+        while told not in (ready := select.select([ours, told], [], [])[0]):
+            os.read(ready[0], 4096)
+        os._exit(0)
+    os.close(ours)
     for out in (1, 2):
         os.dup2(theirs, out)
-    threading.Thread(target=lambda: list(iter(lambda: os.read(ours, 4096), b"")), daemon=True).start()
+    os.close(theirs)
+    open_still = [tell]
 
-    def watch(event, args, closed=[]):  # noqa: B006
-        if not closed and event == "open" and ".step-00000006.new/state.json" in str(args[0]):
-            closed.append(True)
-            os.close(ours)
+    def watch(event, args):
+        if open_still and event == "open" and ".step-00000006.new/state.json" in str(args[0]):
+            os.close(open_still.pop())
+            os.waitpid(terminal, 0)
             os.kill(os.getpid(), signal.SIGHUP)
 
     sys.addaudithook(watch)

@@ -88,6 +88,7 @@ def _headline(records: Sequence[Record]) -> list[Fact]:
 def _table(records: Sequence[Record]) -> Table:
     shown = [key for key in MEASURES if any(key in (record.result or {}) for record in records)]
     data = not _alike(records)
+    marked = len(set(map(_data, records))) < len({record.measured for record in records})
     head = ["run", *["data"] * data, *(label(key) for key in shown), "members", "loss", "parameters", "seconds"]
     if open_runs := not all(record.finished for record in records):
         head.append("state")
@@ -98,7 +99,7 @@ def _table(records: Sequence[Record]) -> Table:
         rows.append(
             [
                 Cell(record.title),
-                *[Cell(_data(record))] * data,
+                *[Cell(_data(record, marked))] * data,
                 *(_number(result.get(key), ".2f" if record.data.problem.unit else ".4g") for key in shown),
                 Cell(str(record.config.members), record.config.members),
                 Cell(f"{loss.name}{k}"),
@@ -113,11 +114,15 @@ def _table(records: Sequence[Record]) -> Table:
     return Table("All runs", head, rows, sortable=True, note=note)
 
 
-def _data(record: Record) -> str:
+def _data(record: Record, marked: bool = False) -> str:
+    """What a run was measured on, with a mark of the examples where the rest does not tell runs apart."""
     groups = len(record.data.problem.groups)
     classes = f", {groups:,}\N{NO-BREAK SPACE}classes" if groups > 1 else ""
-    split = f", {record.result['split']} set, {record.measured}" if record.result else ""
-    return f"{record.data.name}{classes}{split}"
+    if not record.result:
+        return f"{record.data.name}{classes}"
+    known = not marked and "examples" in record.result
+    examples = f"{record.result['examples']:,} examples" if known else record.measured
+    return f"{record.data.name}{classes}, {record.result['split']} set, {examples}"
 
 
 def _number(value: Any, form: str) -> Cell:

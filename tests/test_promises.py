@@ -113,7 +113,9 @@ BY_WINS = [losses.LOSSES[known.name](normalize="wins") for known in KNOWN if "no
 def test_the_losses_that_there_are_keep_theirs(loss):
     outputs, y = torch.randn(8, 5), torch.arange(8) % 5
     for iteration in (0, 40, 99):
-        promises.check(loss.at(iteration, 100, 4), outputs, y, 4, weighted=not loss.averaged)
+        (found,) = promises.check(loss.at(iteration, 100, 4), outputs, y, 4, weighted=not loss.averaged)
+        assert found.shape == (4, 32, 5) and found.isfinite().all()  # the examples, again and again
+        assert found.any(2).any(0).all()  # each teaches somebody
 
 
 def test_a_schedule_may_say_the_loss_of_one_member():

@@ -35,6 +35,7 @@ from mheads.errors import UserError
 from mheads.experiment import Experiment
 from mheads.losses.mcl import assign
 from mheads.measuring import EVALUATION_ROWS
+from mheads.metrics import top
 from mheads.plain import from_json
 from mheads.progress import Watcher
 from mheads.run_folder import RunFolder
@@ -173,6 +174,7 @@ def _reassign(
     return {
         "round": number,
         **{key: result[key] for key in ("problem", "split", "members", "single", "ensemble_mean", "oracle")},
+        "top_m": top(result, config.members),
         "examples": before.bincount(minlength=len(losses)).tolist(),
         "objective": losses.double().min(0).values.sum().item(),
         "changed": int((before != after).sum()),

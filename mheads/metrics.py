@@ -7,7 +7,7 @@ be recomputed from saved outputs to the last digit shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 BINS = 15  # of the expected calibration error
+LEAST_K = 10  # top_k goes at least so far, so that one network can be compared with an Oracle of several
+NEAR_CHANCE = 0.1  # of the way from chance to 100 %
 TOGETHER = ("ensemble_mean", "ensemble_scored")  # what the members answer together
 CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
 
@@ -85,7 +87,7 @@ class Result(PercentResult):
     ensemble_mean_scores: float  # of the mean of the logits
     oracle: float  # at least one member is right
     oracle_by_loss: float  # the owner, the member with the lowest loss on the example, is right
-    top_m: dict[str, list[float]]  # single, ensemble_mean: the true class is among the best 1, 2, .. min(M, C)
+    top_k: dict[str, list[float]]  # single, ensemble_mean: the true class is among the best 1, 2, .. of max(M, 10)
     nll: dict[str, float]  # single, ensemble_mean: mean of -log p(true class)
     calibration_error: dict[str, float]  # single, ensemble_mean: mean |accuracy - confidence| over 15 bins
     disagreement: float  # answers that differ, mean over pairs of members
@@ -93,15 +95,27 @@ class Result(PercentResult):
     ownership: list[list[int]]  # [M][C] examples of each class that each member owns
     examples: int
     ensemble_scored: float | None = None
+    oracle_chance: float | None = None  # the Oracle of members that always give one class each, see `chance_of_oracle`
 
     def rounded(self, name: str, x: float) -> float:
         return round(x, 6) if name == "nll" else super().rounded(name, x)
+
+    def headline(self) -> dict[str, str]:
+        shown = super().headline()
+        if (beside := top(vars(self), len(self.members))) is None or len(self.members) == 1:
+            return shown
+        members = shown.pop("members")
+        return {**shown, f"top-{len(self.members)}": f"{beside:.2f}", "members": members}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return super().from_dict({"top_k": values.get("top_m"), **values})  # earlier runs called it top_m
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> Result:
         """The result where nothing was evaluated."""
         nan, pair = math.nan, {"single": math.nan, "ensemble_mean": math.nan}
-        top = {name: [nan] * min(members, classes) for name in pair}
+        top = {name: [nan] * min(max(members, LEAST_K), classes) for name in pair}
         square, owned = [[nan] * members] * members, [[0] * classes] * members
         return cls([nan] * members, nan, nan, nan, nan, nan, top, pair, pair, nan, square, owned, 0)
 
@@ -127,6 +141,7 @@ class Metrics:
         self._binned = torch.zeros(predictors, BINS, dtype=torch.float64)
         self._ownership = torch.zeros(members, classes, dtype=torch.long)
         self._differ = torch.zeros(members, members, dtype=torch.long)
+        self._labels = torch.zeros(classes, dtype=torch.long)
         self._scores_right = self._oracle_right = self._owner_right = 0
 
     def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
@@ -162,6 +177,7 @@ class Metrics:
         owner, owned = owner_of(losses)
 
         self.examples += len(y)
+        self._labels += torch.bincount(y, minlength=self.classes)
         add_counts(self._ranks, torch.arange(len(ranks))[:, None], ranks)
         self._losses += torch.cat([losses, *(loss[None] for loss in their_losses)]).sum(1)
         self._bin(confidence, ranks == 0)
@@ -182,7 +198,7 @@ class Metrics:
         """The metrics of all examples so far."""
         if self.examples == 0:
             raise ValueError("no examples to measure")
-        top = self._percent(self._ranks.cumsum(1)[:, : min(self.members, self.classes)].double())
+        top = self._percent(self._ranks.cumsum(1)[:, : min(max(self.members, LEAST_K), self.classes)].double())
         pairs = self._percent(self._differ.double())
         num_pairs = max(self.members * (self.members - 1), 1)
         m = self.members
@@ -194,7 +210,7 @@ class Metrics:
             ensemble_mean_scores=self._percent(self._scores_right),
             oracle=self._percent(self._oracle_right),
             oracle_by_loss=self._percent(self._owner_right),
-            top_m={"single": top[:m].mean(0).tolist(), "ensemble_mean": top[m].tolist(), **scored},
+            top_k={"single": top[:m].mean(0).tolist(), "ensemble_mean": top[m].tolist(), **scored},
             nll=self._by_answer(self._losses / self.examples),
             calibration_error=self._by_answer(self._percent((self._right - self._confidence).abs().sum(1))),
             disagreement=pairs.sum().item() / num_pairs,
@@ -202,6 +218,7 @@ class Metrics:
             ownership=self._ownership.tolist(),
             examples=self.examples,
             ensemble_scored=scored["ensemble_scored"][0] if scored else None,
+            oracle_chance=chance_of_oracle(self._labels, self.members),
         )
 
     def reliability(self) -> dict[str, dict[str, list[float]]]:
@@ -238,6 +255,32 @@ def compute(outputs: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Result:
     for rows, labels in zip(outputs.split(CHUNK, 1), y.split(CHUNK), strict=True):
         metrics.update(rows, labels)
     return metrics.result()
+
+
+def top(result: Mapping[str, Any], k: int, who: str = "ensemble_mean") -> float | None:
+    """How often the truth is among the k best classes of an answer, from a result as JSON has it.
+
+    With k = M that is what an Oracle of M answers compares with. None where it is not known: there are no classes, or
+    an earlier version kept fewer.
+    """
+    known = (result.get("top_k") or result.get("top_m") or {}).get(who)
+    if not known:
+        return None
+    k = min(k, len(result["ownership"][0]))  # there are no more classes
+    return known[k - 1] if k <= len(known) else None
+
+
+def chance_of_oracle(labels: Tensor, members: int) -> float:
+    """The Oracle, in percent, of members that always give one class each, the M most frequent ones: [C] counts."""
+    return 100 * labels.sort(descending=True).values[:members].sum().item() / labels.sum().item()
+
+
+def near_chance(result: Mapping[str, Any]) -> bool:
+    """Whether the Oracle of several members is hardly above that of constant ones."""
+    oracle, chance = result.get("oracle"), result.get("oracle_chance")
+    if oracle is None or chance is None or len(result["members"]) == 1:
+        return False
+    return oracle <= chance + NEAR_CHANCE * (100 - chance)
 
 
 def _rank(scores: Tensor, y: Tensor) -> Tensor:

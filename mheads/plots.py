@@ -14,7 +14,7 @@ from mheads.errors import UserError
 from mheads.files import check_output
 from mheads.problems import Classification
 from mheads.progress import Watcher
-from mheads.record import Record, read_all
+from mheads.record import Record, one_network, read_all
 from mheads.report import charts, figures
 from mheads.report.figures import Figure
 
@@ -73,7 +73,8 @@ def choices(records: Sequence[Record], *_: Any) -> Figure:
         if "k" not in loss.options and loss.name != "independent":
             raise UserError(f"{record.folder.path} was trained with {loss.name}, which has no k: leave it out")
         runs[loss.options.get("k", record.config.members)].append(record.evaluated())
-    return charts.choices_figure(runs, _measure(records))
+    members = max(record.config.members for record in records)
+    return charts.choices_figure(runs, _measure(records), _baseline(records, members))
 
 
 def splits(records: Sequence[Record], *_: Any) -> Figure:
@@ -92,13 +93,20 @@ def splits(records: Sequence[Record], *_: Any) -> Figure:
     return charts.splits_figure({name: runs[name] for name in sorted(runs, key=least.__getitem__)}, _measure(records))
 
 
+def _baseline(records: Sequence[Record], members: int) -> tuple[str, float] | None:
+    """What an Oracle of so many members compares with, by name."""
+    found = one_network(records, members) if members > 1 else None
+    return None if found is None else (f"top-{members} of one network ({found[0]})", found[1])
+
+
 def answers(records: Sequence[Record], *_: Any) -> Figure:
     """Oracle against the answer that the ensemble gives: with scores the one that they weigh."""
     _refuse_others(records, _on)
     found = {record.title: record.evaluated() for record in records}
     pairs = {name: (r.get("ensemble_scored", r["ensemble_mean"]), r["oracle"]) for name, r in found.items()}
     points = {name: tuple(np.array(pair, float)) for name, pair in pairs.items()}  # None, not finite, becomes NaN
-    return charts.answers_figure(points, _measure(records))
+    members = max(record.config.members for record in records)
+    return charts.answers_figure(points, _measure(records), _baseline(records, members))
 
 
 def disagreement(records: Sequence[Record], *_: Any) -> Figure:

@@ -13,6 +13,7 @@ from mheads import files
 from mheads.config import Config
 from mheads.errors import UserError
 from mheads.log import Log
+from mheads.metrics import top
 from mheads.plain import from_json
 from mheads.run_folder import DataFacts, RunFolder
 
@@ -85,6 +86,20 @@ class Record:
         found = self.assignments()
         fine = len(found.get("moments", ())) > len(found["iterations"])
         return (found["moments"], found["steps"]) if fine else (found["iterations"], found["train"])
+
+
+def one_network(records: Sequence[Record], k: int) -> tuple[str, float] | None:
+    """What one network reaches with k guesses, which an Oracle of k answers compares with: (whose it is, its top-k).
+
+    That of the first run of one member, else of the mean member of independent ones; None if no run tells.
+    """
+    for alone in (True, False):
+        for record in records:
+            members = record.config.members
+            fits = members == 1 if alone else record.config.loss.name == "independent"
+            if fits and record.result and (value := top(record.result, k, "single")) is not None:
+                return (record.title if alone else f"the mean member of {record.title}"), value
+    return None
 
 
 def read_all(paths: Sequence[Path], lenient: bool = False) -> list[Record]:

@@ -309,9 +309,11 @@ def test_what_no_gradient_reaches_stays_as_it_is(text, keys, still, files, mhead
 def test_accuracies_that_are_not_measured_are_noted(files):
     accuracy = layer("top", "Accuracy", ["i", "label"], None, "include { phase: TEST } accuracy_param { top_k: %d }")
     text, keys = data() + ip("i", "data", 5) + nets.ends("i"), ["data.name=npz", "data.path=classes.npz"]
-    note = "layer 'top' (Accuracy) of line 20: top_k: 3 is not measured; result.json has top_m, up to members"
-    assert convert(files(text + accuracy % 3), None, keys).notes == [note]
-    assert convert("net.prototxt", None, [*keys, "members=3"]).notes == []
+    assert convert(files(text + accuracy % 3), None, keys).notes == []
+    many = data() + ip("i", "data", 20) + nets.ends("i") + accuracy % 11
+    note = "layer 'top' (Accuracy) of line 20: top_k: 11 is not measured; result.json has top_k up to 10"
+    assert convert(files(many), None, keys).notes == [note]
+    assert convert("net.prototxt", None, [*keys, "members=11"]).notes == []
     with pytest.raises(UserError, match=r"line 20, column 1: layer 'top' \(Accuracy\): top_k: 6 of 5 classes"):
         convert(files(text + accuracy % 6), None, keys)
 

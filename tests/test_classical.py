@@ -97,8 +97,8 @@ def test_the_command_shows_a_table_of_its_rounds(rounds):
     for entry in figures(rounds[0]):
         assert [
             str(entry["round"]), *(f"{a:.1f}" for a in entry["members"]), f"{entry['ensemble_mean']:.2f}",
-            f"{entry['oracle']:.2f}", *(f"{n / 1.5:.0f}" for n in entry["examples"]), f"{entry['objective']:.4g}",
-            str(entry["changed"]),
+            f"{entry['oracle']:.2f}", f"{entry['top_m']:.2f}", *(f"{n / 1.5:.0f}" for n in entry["examples"]),
+            f"{entry['objective']:.4g}", str(entry["changed"]),
         ] in lines  # fmt: skip
     assert "clustering 150 inputs by k-means" in out
 

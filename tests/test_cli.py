@@ -317,7 +317,9 @@ def recomputed(outputs, labels):
     predictors = [*p, p.mean(0)]
     loss = -np.log(np.stack(predictors)[:, np.arange(n), labels])  # [M + 1, N]
     best = [np.argsort(-q, -1, kind="stable") for q in predictors]
-    top = np.array([[percent((b[:, : j + 1] == labels[:, None]).any(1)) for j in range(min(m, c))] for b in best])
+    top = np.array(
+        [[percent((b[:, : j + 1] == labels[:, None]).any(1)) for j in range(min(max(m, 10), c))] for b in best]
+    )
     answers = np.stack([b[:, 0] for b in best[:m]])
     owner = loss[:m].argmin(0)
 
@@ -337,13 +339,14 @@ def recomputed(outputs, labels):
         "ensemble_mean_scores": percent(logits.mean(0).argmax(-1) == labels),
         "oracle": percent((answers == labels).any(0)),
         "oracle_by_loss": percent(answers[owner, np.arange(n)] == labels),
-        "top_m": {"single": top[:m].mean(0), "ensemble_mean": top[m]},
+        "top_k": {"single": top[:m].mean(0), "ensemble_mean": top[m]},
         "nll": {"single": loss[:m].mean(), "ensemble_mean": loss[m].mean()},
         "calibration_error": {"single": np.mean(errors[:m]), "ensemble_mean": errors[m]},
         "disagreement": pairs.sum() / (m * (m - 1)),
         "disagreement_pairs": pairs,
         "ownership": ownership,
         "examples": n,
+        "oracle_chance": 100 * np.sort(np.bincount(labels))[::-1][:m].sum() / n,
     }
 
 

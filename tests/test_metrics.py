@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mheads.metrics import Metrics, Result, compute
+from mheads.metrics import Metrics, Result, compute, near_chance, top
+from mheads.problems import Classification
 
 
 def log_softmax(x):
@@ -49,7 +51,7 @@ def reference(outputs: np.ndarray, y: np.ndarray) -> dict:
     answers = outputs.argmax(-1)
     pairs = [[100 * float((answers[a] != answers[b]).mean()) for b in member_range] for a in member_range]
     distinct = [pairs[a][b] for a in member_range for b in member_range if a < b]
-    best = range(1, min(num_members, num_classes) + 1)
+    best = range(1, min(max(num_members, 10), num_classes) + 1)
     return {
         "members": [100 * float((ranks[m] == 0).mean()) for m in member_range],
         "single": 100 * float((ranks == 0).mean()),
@@ -57,7 +59,7 @@ def reference(outputs: np.ndarray, y: np.ndarray) -> dict:
         "ensemble_mean_scores": 100 * float(np.mean([rank(mean_scores[i], y[i]) == 0 for i in range(n)])),
         "oracle": 100 * float((ranks == 0).any(0).mean()),
         "oracle_by_loss": 100 * float(np.mean([ranks[owner[i], i] == 0 for i in range(n)])),
-        "top_m": {
+        "top_k": {
             "single": [100 * float((ranks < j).mean()) for j in best],
             "ensemble_mean": [100 * float((mean_ranks < j).mean()) for j in best],
         },
@@ -73,6 +75,7 @@ def reference(outputs: np.ndarray, y: np.ndarray) -> dict:
         "disagreement_pairs": pairs,
         "ownership": ownership.tolist(),
         "examples": n,
+        "oracle_chance": 100 * float(np.sort(np.bincount(y))[::-1][:num_members].sum()) / n,
     }
 
 
@@ -122,7 +125,7 @@ def test_hand_made_case():
     assert result["oracle"] == 50
     assert result["oracle_by_loss"] == 50
     assert result["ownership"] == [[0, 0, 1], [0, 1, 0]]  # 0.5 against 0.3, 0.15 against 0.1
-    assert result["top_m"] == {"single": [25, 75], "ensemble_mean": [0, 50]}
+    assert result["top_k"] == {"single": [25, 75, 100], "ensemble_mean": [0, 50, 100]}
     assert result["disagreement"] == 50
     assert result["disagreement_pairs"] == [[0, 50], [50, 0]]
     assert result["nll"]["ensemble_mean"] == pytest.approx(-(log(0.4) + log(0.125)) / 2, abs=1e-6)
@@ -147,7 +150,7 @@ def test_the_oracle_by_loss_may_choose_a_wrong_member():
 def test_of_equal_scores_the_lower_index_answers():
     outputs = torch.zeros(2, 3, 3)
     result = compute(outputs, torch.tensor([0, 1, 2]))
-    assert result.top_m["single"] == pytest.approx([100 / 3, 200 / 3])
+    assert result.top_k["single"] == pytest.approx([100 / 3, 200 / 3, 100])
     assert result.ensemble_mean == pytest.approx(100 / 3)
     assert result.ownership == [[1, 1, 1], [0, 0, 0]]
     assert result.disagreement == 0
@@ -158,8 +161,8 @@ def test_nan_is_never_right_and_never_owns():
     outputs = torch.tensor([[[nan, 0.0], [nan, nan]], [[-1.0, 1.0], [-5.0, 1.0]], [[nan, nan], [nan, nan]]])
     result = compute(outputs, torch.tensor([0, 0]))
     assert result.members == [0, 0, 0]
-    assert result.top_m["single"] == pytest.approx([0, 100 / 3])  # even among the best 2 of 2
-    assert result.top_m["ensemble_mean"] == [0, 0]
+    assert result.top_k["single"] == pytest.approx([0, 100 / 3])  # even among the best 2 of 2
+    assert result.top_k["ensemble_mean"] == [0, 0]
     assert result.oracle == 0
     assert result.ownership == [[0, 0], [2, 0], [0, 0]]
     assert math.isnan(result.nll["single"])
@@ -192,7 +195,7 @@ def test_confident_and_right_is_calibrated():
 
 def test_a_single_member_is_its_own_ensemble():
     result = compute(*random_case(1, 40, 5)).to_dict()
-    for name in ("nll", "calibration_error", "top_m"):
+    for name in ("nll", "calibration_error", "top_k"):
         assert result[name]["single"] == result[name]["ensemble_mean"]
     assert result["single"] == result["ensemble_mean"] == result["oracle"] == result["oracle_by_loss"]
     assert (result["disagreement"], result["disagreement_pairs"]) == (0, [[0]])
@@ -250,3 +253,51 @@ def test_mistakes_are_explained(outputs, y, message):
 def test_update_refuses_another_shape():
     with pytest.raises(ValueError, match=r"outputs are \(2, 3, 5\), expected \(M, b, C\) = \(2, 3, 4\)"):
         Metrics(2, 4).update(torch.zeros(2, 3, 5), torch.zeros(3, dtype=torch.long))
+
+
+def test_one_network_is_measured_with_as_many_guesses_as_an_ensemble_has_members():
+    outputs, y = random_case(1, 60, 12)
+    found = compute(outputs, y).to_dict()
+    best = np.argsort(-outputs[0], -1)
+    for k in (1, 4, 10):
+        right = (best[:, :k] == y[:, None]).any(1)
+        assert top(found, k) == top(found, k, "single") == pytest.approx(100 * right.mean(), abs=1e-4)
+    assert top(found, 11) is None  # which no ensemble of fewer members compares with
+    few = compute(*random_case(1, 60, 3)).to_dict()
+    assert top(few, 3) == top(few, 8) == 100  # there are three classes
+
+
+def test_results_of_earlier_versions_have_their_top_m():
+    found = compute(*random_case(4, 60, 12)).to_dict()
+    kept = {who: values[:4] for who, values in found.pop("top_k").items()}
+    old = {**{key: value for key, value in found.items() if key != "oracle_chance"}, "top_m": kept}
+    assert top(old, 4) == kept["ensemble_mean"][3]
+    assert top(old, 5) is None
+    assert not near_chance(old)
+    assert Result.from_dict(old).top_k == kept
+    assert "top-4" in Result.from_dict(old).headline()
+
+
+def test_constant_members_have_the_oracle_of_the_most_frequent_classes():
+    y = torch.tensor([0] * 5 + [1] * 4 + [2] * 1)
+    outputs = torch.full((2, 10, 3), -5.0)
+    outputs[0, :, 0] = outputs[1, :, 1] = 5.0  # member 0 always says 0, member 1 always 1
+    found = compute(outputs, y).to_dict()
+    assert found["oracle"] == found["oracle_chance"] == 90
+    assert near_chance(found)
+    assert ("chance", "2 members that always give one class each have an Oracle of 90.00 %") in Classification.rows(
+        {**found, "problem": "classification"}
+    )
+    outputs[0] = outputs[1] = torch.nn.functional.one_hot(y).float() * 9
+    right = compute(outputs, y).to_dict()
+    assert (right["oracle"], right["oracle_chance"]) == (100, 90)
+    assert not near_chance(right)
+    assert "chance" not in dict(Classification.rows({**right, "problem": "classification"}))
+
+
+def test_a_table_shows_what_an_oracle_compares_with():
+    several = dict(Classification.rows(compute(*random_case(4, 60, 12)).to_dict()))
+    assert re.fullmatch(r"mean member \d+\.\d\d %, Ensemble-Mean \d+\.\d\d %", several["top-4"])
+    one = compute(*random_case(1, 60, 12)).to_dict()
+    shown = dict(Classification.rows(one))["top-2 to top-5"]
+    assert shown == "  ".join(f"{value:.2f}" for value in one["top_k"]["single"][1:5]) + " %"

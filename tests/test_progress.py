@@ -42,5 +42,6 @@ def test_an_evaluation_names_its_figures(shown):
         "iteration",
         "Ensemble-Mean",
         "Oracle",
+        "top-2",
         "members",
     ]

@@ -114,9 +114,9 @@ def test_a_page_has_every_section_and_asks_nobody_for_anything(mheads, runs):
 def test_the_numbers_are_those_of_the_result(runs):
     record = Record.read(runs["mcl_k1"])
     made = report._page([record], Silent(), trust=False)
-    assert [entry[1] for entry in made.headline] == [
-        f"{record.result[key]:.2f}" for key in ("ensemble_mean", "oracle", "single")
-    ]
+    beside = record.result["top_k"]["ensemble_mean"][record.config.members - 1]
+    shown = [record.result["ensemble_mean"], record.result["oracle"], beside, record.result["single"]]
+    assert [entry[1] for entry in made.headline] == [f"{value:.2f}" for value in shown]
     sections = {section.name: section for section in made.sections}
     learned, owned = (part.grids[0] for part in sections["ownership"].parts)
     counts = np.asarray(record.result["ownership"])

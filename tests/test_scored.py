@@ -225,7 +225,7 @@ def test_the_scored_answer_to_classes(drawn):
         result = measured(problem, z, targets, weights)
         assert result.ensemble_scored == pytest.approx(100 * (p.argmax(-1) == y).mean())
         assert result.nll["ensemble_scored"] == pytest.approx(-np.log(p[np.arange(9), y]).mean())
-        assert result.top_m["ensemble_scored"][-1] == pytest.approx(
+        assert result.top_k["ensemble_scored"][-1] == pytest.approx(
             100 * np.mean([y[i] in np.argsort(-p[i])[:M] for i in range(9)])
         )
         assert result.calibration_error["ensemble_scored"] > 0

@@ -109,8 +109,8 @@ def test_binary_trees_are_balanced(members, tree):
 
 
 def test_k_goes_up_to_the_number_of_members():
-    assert rows("mcl", "cifar10_quick") == ["mcl_k1", "mcl_k2", "mcl_k3", "mcl_k4", "mcl_k1_same"]
-    assert rows("mcl", "caffenet")[:5] == ["mcl_k1", "mcl_k2", "mcl_k3", "mcl_k4", "mcl_k5"]
+    assert rows("mcl", "cifar10_quick") == ["one_network", "mcl_k1", "mcl_k2", "mcl_k3", "mcl_k4", "mcl_k1_same"]
+    assert rows("mcl", "caffenet")[:6] == ["one_network", "mcl_k1", "mcl_k2", "mcl_k3", "mcl_k4", "mcl_k5"]
     _, table = planned("mcl", "digits", "members=3")
     assert table.claims[0].order == ["mcl_k1", "mcl_k2", "mcl_k3"]
     assert table.claims[1].order == ["mcl_k3", "mcl_k2", "mcl_k1"]

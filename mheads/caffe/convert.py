@@ -23,6 +23,7 @@ from mheads.caffe.trees import plan_of
 from mheads.config import Config
 from mheads.errors import UserError
 from mheads.losses import LOSSES
+from mheads.metrics import LEAST_K
 
 MODEL = "mheads.caffe.network:network"
 FILLED = {
@@ -167,9 +168,9 @@ def _note_accuracies(tree: dict[str, Any], plan: Plan, classes: dict[str, int], 
             continue
         if k > classes.get(next(iter(layer.bottoms), ""), k):
             raise layer.refuse(f"top_k: {k} of {classes[layer.bottoms[0]]} classes: give at most as many")
-        if k > tree["members"]:
+        if k > (most := max(tree["members"], LEAST_K)):
             notes.append(
-                f"{layer} of line {layer.line}: top_k: {k} is not measured; result.json has top_m, up to members"
+                f"{layer} of line {layer.line}: top_k: {k} is not measured; result.json has top_k up to {most}"
             )
 
 

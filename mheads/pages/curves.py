@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mheads.log import Log
-from mheads.metrics import BINS
+from mheads.metrics import BINS, top
 from mheads.record import Record
 from mheads.report.page import Chart, Missing, Part
 from mheads.report.svg import Line, bars, line_chart, series
@@ -28,6 +28,9 @@ def measures(record: Record) -> Part:
         for key, name, style in (*TOGETHER, ORACLE):
             if all(key in line for line in lines):
                 found.append(Line(name, at, [line[key] for line in lines], style))
+        beside = [top(line, members) for line in lines]
+        if None not in beside:
+            found.append(Line(f"top-{members} of Ensemble-Mean", at, beside, "faint dashed"))
     measure = record.data.problem.measure
     split = lines[-1]["split"]
     return _chart(f"{measure.partition(',')[0].capitalize()} on the {split} set", found, measure)

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from mheads.engine.cost import costs_on, example_of
 from mheads.errors import UserError
+from mheads.metrics import top
 from mheads.pages import curves, words
 from mheads.pages.agreement import agreement
 from mheads.pages.detections import class_table
@@ -109,9 +110,13 @@ def headline(record: Record) -> list[tuple[str, str, str, str]]:
     if len(result["members"]) == 1:
         return [entry(what[0].upper() + what[1:], "ensemble_mean", "of the one network")]
     together = "ensemble_scored" if "ensemble_scored" in result else "ensemble_mean"
+    members = len(result["members"])
+    beside = top(result, members)
+    meaning = f"the truth is among the {members} best classes of the Ensemble-Mean: what the Oracle compares with"
     return [
         entry(label(together), together, f"{what} of what the members answer together"),
         entry("Oracle", "oracle", f"{what} if the best member is picked for each example"),
+        *([] if beside is None else [(f"top-{members}", format(beside, form), unit, meaning)]),
         entry("Mean member", "single", f"{what} of a member alone, on average"),
     ]
 

@@ -7,11 +7,12 @@ from typing import Any
 
 from mheads import config as configs
 from mheads.errors import UserError
+from mheads.metrics import top
 from mheads.pages import curves, words
 from mheads.pages.evidence import pictures
 from mheads.pages.one import OWNED, owned_title, ownership
 from mheads.progress import Watcher
-from mheads.record import Record
+from mheads.record import Record, one_network
 from mheads.report.page import Cell, Grids, Missing, Page, Part, Section, Table
 from mheads.suites.findings import label
 
@@ -82,18 +83,29 @@ def _headline(records: Sequence[Record]) -> list[Fact]:
         if known:
             value, who = (max if problem.unit else min)(known, key=lambda pair: pair[0])
             found.append((f"Best {label(key)}", format(value, ".2f" if problem.unit else ".4g"), problem.unit, who))
+    most = _most_members(records)
+    if most > 1 and (baseline := one_network(records, most)):
+        who, value = baseline
+        found.append((f"One network's top-{most}", format(value, ".2f"), problem.unit, who))
     return found
+
+
+def _most_members(records: Sequence[Record]) -> int:
+    return max(record.config.members for record in records)
 
 
 def _table(records: Sequence[Record]) -> Table:
     shown = [key for key in MEASURES if any(key in (record.result or {}) for record in records)]
     data = not _alike(records)
     marked = len(set(map(_data, records))) < len({record.measured for record in records})
-    head = ["run", *["data"] * data, *(label(key) for key in shown), "members", "loss", "parameters", "seconds"]
+    most = _most_members(records)
+    beside = [top(record.result or {}, most) for record in records]
+    fair = [f"top-{most}"] if most > 1 and any(value is not None for value in beside) else []
+    head = ["run", *["data"] * data, *(label(key) for key in shown), *fair, "members", "loss", "parameters", "seconds"]
     if open_runs := not all(record.finished for record in records):
         head.append("state")
     rows = []
-    for record in records:
+    for record, value in zip(records, beside, strict=True):
         result, loss = record.result or {}, record.config.loss
         k = f",\N{NO-BREAK SPACE}k={loss.options['k']}" if "k" in loss.options else ""
         rows.append(
@@ -101,6 +113,7 @@ def _table(records: Sequence[Record]) -> Table:
                 Cell(record.title),
                 *[Cell(_data(record, marked))] * data,
                 *(_number(result.get(key), ".2f" if record.data.problem.unit else ".4g") for key in shown),
+                *(_number(value, ".2f") for _ in fair),
                 Cell(str(record.config.members), record.config.members),
                 Cell(f"{loss.name}{k}"),
                 _number(result.get("parameters"), ",.0f"),
@@ -111,6 +124,11 @@ def _table(records: Sequence[Record]) -> Table:
     unit = records[0].data.problem.measure
     splits = sorted({record.result["split"] for record in records if record.result})
     note = f"{unit[0].upper()}{unit[1:]}, on the {' and '.join(splits)} set." if splits else ""
+    if fair:
+        note += (
+            f" Top-{most}: the truth is among the {most} best classes of the run's one answer. An Oracle of {most} "
+            f"members gives {most} answers too, so it compares with the top-{most} of one network."
+        )
     return Table("All runs", head, rows, sortable=True, note=note)
 
 

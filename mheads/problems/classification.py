@@ -12,10 +12,12 @@ from torch import Tensor
 
 from mheads import values
 from mheads.errors import UserError
-from mheads.metrics import Metrics, Result
+from mheads.metrics import Metrics, Result, near_chance, top
 from mheads.problems.member_losses import cross_entropies
 from mheads.problems.problem import ANSWERS, more_classes, number, percent_rows, together
 from mheads.values import Value
+
+SHOWN_K = 5  # the last top-k that a table shows of one network
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Classification:
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-        found = percent_rows(summary, "members")
+        found = percent_rows(summary, "members") + _fair_rows(summary)
         if len(summary["members"]) > 1:
             found.append(("disagreement", f"{summary['disagreement']:.2f} %"))
         for key, name, form, unit in (
@@ -101,6 +103,22 @@ class Classification:
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Classification:
         return cls(tuple(map(str, facts["classes"])), facts.get("of_scores", False))
+
+
+def _fair_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """What an Oracle of M answers compares with: the M best classes of one answer, and members that are constant."""
+    m = len(summary["members"])
+    if m == 1:
+        ks = range(2, 1 + min(SHOWN_K, len(summary["ownership"][0])))
+        known = [value for k in ks if (value := top(summary, k)) is not None]
+        return [(f"top-2 to top-{1 + len(known)}", "  ".join(map(number, known)) + " %")] if known else []
+    who = {"single": "mean member", **ANSWERS}
+    named = {name: value for key, name in who.items() if (value := top(summary, m, key)) is not None}
+    found = [(f"top-{m}", ", ".join(f"{name} {number(value)} %" for name, value in named.items()))] if named else []
+    if near_chance(summary):
+        chance = number(summary["oracle_chance"])
+        found.append(("chance", f"{m} members that always give one class each have an Oracle of {chance} %"))
+    return found
 
 
 PROBABILITIES = (

@@ -47,7 +47,10 @@ def wins_figure(steps: Results) -> Figure:
     return figure
 
 
-def choices_figure(runs: Mapping[int, Results], measure: str = "accuracy, %") -> Figure:
+Baseline = tuple[str, float] | None  # what an Oracle compares with, by name
+
+
+def choices_figure(runs: Mapping[int, Results], measure: str = "accuracy, %", baseline: Baseline = None) -> Figure:
     """Oracle, Ensemble-Mean and members against k, how many members learn from an example.
 
     runs: the results of each k; several are trials, drawn as their mean and deviation.
@@ -60,6 +63,7 @@ def choices_figure(runs: Mapping[int, Results], measure: str = "accuracy, %") ->
         label = "members" if k == ks[0] else None
         panel.plot([k] * len(members), members, "o", color="0.6", markersize=3, zorder=1, label=label)
     _measures(panel, ks, [runs[k] for k in ks])
+    _draw_baseline(panel, baseline)
     panel.set_xticks(ks)
     _finish(panel, "k: members that learn from an example", measure)
     panel.legend(fontsize=8, frameon=False)
@@ -97,7 +101,9 @@ def splits_figure(runs: Mapping[str, Results], measure: str = "accuracy, %") -> 
     return figure
 
 
-def answers_figure(runs: Mapping[str, tuple[float, float]], measure: str = "accuracy, %") -> Figure:
+def answers_figure(
+    runs: Mapping[str, tuple[float, float]], measure: str = "accuracy, %", baseline: Baseline = None
+) -> Figure:
     """One answer or several: how good the Ensemble-Mean of each run is, and how good its Oracle.
 
     runs: both, by title. What gains on one side mostly loses on the other.
@@ -106,6 +112,11 @@ def answers_figure(runs: Mapping[str, tuple[float, float]], measure: str = "accu
     panel = figure.subplots()
     for i, point in enumerate(runs.values()):
         panel.plot(*point, "o", color=colour(i), markersize=5)
+    _draw_baseline(panel, baseline)
+    if baseline is not None:
+        place: dict[str, Any] = {"xy": (1, baseline[1]), "xycoords": ("axes fraction", "data")}
+        offset: dict[str, Any] = {"xytext": (0, 2), "textcoords": "offset points", "ha": "right", "va": "bottom"}
+        panel.annotate(written(baseline[0]), **place, **offset, fontsize=7.5, color="0.35", parse_math=False)
     panel.margins(x=0.14, y=0.08)
     panel.grid(color="0.93", linewidth=0.8)
     panel.set_axisbelow(True)
@@ -114,7 +125,7 @@ def answers_figure(runs: Mapping[str, tuple[float, float]], measure: str = "accu
     taken = [_box(panel, point) for point in runs.values()]
     for i, (name, point) in enumerate(runs.items()):
         for far, (across, up) in product((6, 16, 28, 40), SIDES):
-            place: dict[str, Any] = {"xy": point, "xytext": (far * across, far * up), "textcoords": "offset points"}
+            place = {"xy": point, "xytext": (far * across, far * up), "textcoords": "offset points"}
             style: dict[str, Any] = {"ha": SIDEWAYS[across], "va": UPWARD[up], "color": colour(i), "fontsize": 7.5}
             text = panel.annotate(written(shorten(name)), **place, **style, parse_math=False)
             text.set_in_layout(False)  # which would move the panel, and all points with it
@@ -204,6 +215,12 @@ def _measures(
         spread: dict[str, Any] = {"yerr": deviations, "capsize": 3} if any(deviations) else {}
         drawn: dict[str, Any] = {"color": colour(i), "linewidth": 1.8, "marker": "o", "markersize": 4, "label": name}
         panel.errorbar(at, means, linestyle=style, zorder=3, **drawn, **spread)
+
+
+def _draw_baseline(panel: Axes, baseline: Baseline) -> None:
+    if baseline is not None:
+        name, value = baseline
+        panel.axhline(value, color="0.35", linestyle=":", linewidth=1.2, zorder=2, label=name)
 
 
 def _finish(panel: Axes, x: str, y: str) -> None:

@@ -20,6 +20,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from mheads.files import saving
+from mheads.metrics import top
 
 # Okabe and Ito's colours, which every kind of colour vision can tell apart; their yellow, too pale for a line on white,
 # is darker here, and their black is for what all members do together.
@@ -137,6 +138,10 @@ def history_figure(
             continue  # one member is all of these
         values = [line[key] for line in evaluations]
         right.plot(at, values, dashes, color="black", linewidth=2, marker=marker, markersize=4, label=name)
+    beside = [top(line, len(members)) for line in evaluations]
+    if len(members) > 1 and evaluations and None not in beside:
+        name = f"top-{len(members)} of Ensemble-Mean"
+        right.plot(at, beside, "-.", color="0.55", linewidth=1.5, marker=marker, markersize=3, label=name)
     right.set_ylabel(measure, fontsize=8)
     for panel in panels:
         panel.set_xlabel("iteration", fontsize=8)

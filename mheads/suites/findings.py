@@ -20,6 +20,7 @@ LABELS = {
     "ensemble_mean_scores": "mean of scores",
     "ensemble_scored": "Ensemble-Scored",
     "oracle": "Oracle",
+    "top_m": "top-M",
     "on_proposals": "boxes as proposed",
     "train_loss": "training loss",
     "member_train_loss": "training loss of a member",
@@ -79,11 +80,14 @@ def _runs(document: dict[str, Any], row: str) -> list[dict[str, Any]]:
 
 def _values(document: dict[str, Any], row: str, metric: str) -> list[Any]:
     source = _entry(document, row).get("metrics", {}).get(metric, metric)
-    found = (_value(run["result"], source) for run in _runs(document, row))
+    found = (_value(run["result"], source, document.get("members", 0)) for run in _runs(document, row))
     return [value for value in found if value is not None]
 
 
-def _value(result: dict[str, Any], metric: str) -> Any:
+def _value(result: dict[str, Any], metric: str, num_members: int) -> Any:
+    if metric.startswith("top_m"):  # as many guesses of one answer as the Oracle of the table has
+        known = result.get(metric.replace("top_m", "top_k"), [])
+        return known[num_members - 1] if 1 <= num_members <= len(known) else None
     if (of_member := MEMBER.match(metric)) is None:
         return result.get(metric)
     return dict(enumerate(result.get("members", ()))).get(int(of_member[1]))

@@ -174,6 +174,8 @@ def measures(folder: RunFolder, result: dict[str, Any], iterations: int) -> dict
             found |= {f"{key}_{part}": number for part, number in value.items() if _is_number(number)}
         elif _is_number(value) or key in ("members", "problem", "split"):
             found[key] = value
+    for who, values in result.get("top_k", {}).items():
+        found["top_k" if who == "ensemble_mean" else f"top_k_{who}"] = values
     steps = folder.read_log().steps
     late = [line for line in steps if line["iteration"] > result["iterations"] - iterations / 10] or steps[-1:]
     if late:

@@ -323,7 +323,17 @@ def _parse(text: str, name: str, source: str) -> Suite:
 @cache
 def known_metrics() -> tuple[str, ...]:
     """What a column or a claim may name: numbers of results of all kinds, and what `results.measures` adds."""
-    names = ["members", "train_loss", "member_train_loss", "evenness", "iterations", "parameters", "seconds"]
+    names = [
+        "members",
+        "top_m",
+        "top_m_single",
+        "train_loss",
+        "member_train_loss",
+        "evenness",
+        "iterations",
+        "parameters",
+        "seconds",
+    ]
     names += ["peak_memory", "learning_entropy"]  # the rest of `learning` is lists
     for kind in (Result, RegressionResult, MultiLabelResult, SegmentationResult, DetectionResult):
         for field in fields(kind):
@@ -332,7 +342,7 @@ def known_metrics() -> tuple[str, ...]:
                 names += [f"{field.name}_{part}" for part in ("single", *ANSWERS, "oracle")]
             elif not group and "list" not in str(field.type):
                 names.append(field.name)
-    return tuple(dict.fromkeys(name for name in names if not name.startswith("top_m_")))  # which are lists
+    return tuple(dict.fromkeys(name for name in names if not name.startswith("top_k_")))  # which are lists
 
 
 def check_shown(metrics: Mapping[str, str], where: str) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
+from mheads.metrics import top
 from mheads.progress import Pace, Silent, step_line
 from mheads.suites.jobs import Job
 
@@ -43,6 +44,9 @@ class Overview(Silent):
         if result is not None:
             measures = (("mean member", "single"), ("Ensemble-Mean", "ensemble_mean"), ("Oracle", "oracle"))
             texts = [f"{name} {result[key]:.2f}" for name, key in measures if isinstance(result[key], int | float)]
+            members = len(result["members"])
+            if members > 1 and (beside := top(result, members)) is not None:
+                texts.append(f"top-{members} {beside:.2f}")
             self.say("  ".join([f"{self._done}/{self._count}", job.name, *texts, duration(result["seconds"])]))
 
     @contextmanager

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from mheads import problems
 from mheads.data.catalog import DATASETS
+from mheads.metrics import top
 
 
 def result_table(result: dict[str, Any]) -> Table:
@@ -42,10 +43,13 @@ def learning_rows(learning: dict[str, Any]) -> list[tuple[str, str]]:
 
 def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
     """A table of several runs side by side."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     scored = any("ensemble_scored" in result for result in results.values())
     answers = ("Ens.-\nMean", *(["Ens.-\nScored"] if scored else []))
-    for name in ("", "members", "mean\nmember", *answers, "Oracle", "para-\nmeters", "seconds"):
+    most = max(len(result["members"]) for result in results.values())
+    beside = {name: top(result, most) for name, result in results.items()} if most > 1 else {}
+    fair = [f"top-{most}"] if any(value is not None for value in beside.values()) else []
+    for name in ("", "members", "mean\nmember", *answers, "Oracle", *fair, "para-\nmeters", "seconds"):
         table.add_column(name, justify="left" if name in ("", "members") else "right", no_wrap=True)
     for name, result in results.items():
         table.add_row(
@@ -55,6 +59,7 @@ def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
             f"{result['ensemble_mean']:.2f}",
             *([f"{result['ensemble_scored']:.2f}" if "ensemble_scored" in result else ""] if scored else []),
             f"{result['oracle']:.2f}",
+            *["" if beside[name] is None else f"{beside[name]:.2f}" for _ in fair],
             f"{result['parameters']:,}",
             f"{result['seconds']:.1f}",
         )

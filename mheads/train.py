@@ -15,6 +15,7 @@ import torch
 import mheads
 from mheads import identity
 from mheads.checkpoint import Checkpoints
+from mheads.collapse import CollapseWatch
 from mheads.config import Config
 from mheads.data.batch import Batch, Batches
 from mheads.device import peak_memory
@@ -101,6 +102,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             log = MetricsLog(folder.metrics, state.log, watch.warn, board)
             if log.mended:
                 checkpoints.save(state.step, tensors or {}, {**found["state"], "log": log.parts}, again=True)
+        collapse = CollapseWatch(engine, data, watch.warn)
         with handling(engine.ask_to_stop, once=True), watch.training(total, state.step):
             while state.step < total:
                 began = time.perf_counter()
@@ -123,6 +125,8 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 state.step += 1
                 logged = state.step % config.log.every == 0 or state.step == total
                 norms = gradient_norms(engine) if logged else {}
+                if logged:
+                    collapse.look(state.step)
                 if log is not None:
                     state.add(report, batch, time.perf_counter() - began)
                     watch.step(state.step, report.loss, rate, len(batch), state.diagnostics.winners())
@@ -136,6 +140,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                     result = measure(engine, data.test, data.preprocess, data.problem, watch)
                     if log is not None and result is not None:
                         state.own(result, experiment, folder, log, watch)
+                        collapse.judge(state.step, total, result)
                 due = config.log.checkpoint_every
                 if (due and state.step % due == 0 and state.step < total) or report.stop:
                     tensors = engine.gather(state.tensors(net, optimizer))
@@ -154,6 +159,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             result = measure(engine, data.test, data.preprocess, data.problem, watch)
             if log is None or result is None:
                 return {}
+            collapse.judge(state.step, total, result)
             if state.step not in state.history.iterations:
                 state.own(result, experiment, folder, log, watch)
                 checkpoints.save(state.step, *state.capture(tensors, optimizer, schedule, log), again=True)

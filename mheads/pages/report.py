@@ -20,6 +20,7 @@ from mheads.run_folder import RunFolder
 from mheads.suites import findings, results, tables
 from mheads.suites.jobs import FOLDER, Options, Planner
 from mheads.suites.suite import read
+from mheads.suites.verdicts import TEST, how_tested, verdicts
 
 REFRESH = 5  # seconds after which an open page of a run that goes on is loaded again
 POLL = 1.0  # seconds between two looks at its folder, at least
@@ -140,10 +141,13 @@ def _beside(document: results.Document) -> list[Section]:
         cells = [Cell(text) for text in tables.cells(document, entry["name"])]
         rows.append([Cell(entry["name"]), Cell(str(trials) if trials else ""), *cells])
     heads = ["row", "trials", *tables.heads(document)]
-    found = [Section("table", "Beside the paper", [Table("Our runs and the paper's figures", heads, rows)])]
-    if claims := findings.verdicts(document):
+    why = findings.why_no_paper(document)
+    title, what = ("The table", "Our runs") if why else ("Beside the paper", "Our runs and the paper's figures")
+    found = [Section("table", title, [Table(what, heads, rows, note=why)])]
+    if claims := verdicts(document):
         lines = [[Cell(claim.claim), Cell(claim.word), Cell(claim.figures)] for claim in claims]
-        table = Table("What the paper claims, and whether it holds here", ["claim", "here", "figures"], lines)
+        tested = f"{how_tested(claims)} {TEST}".strip()
+        table = Table("What is claimed, and what our runs say of it", ["claim", "here", "figures"], lines, note=tested)
         found.append(Section("claims", "What holds", [table]))
     return found
 

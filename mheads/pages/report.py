@@ -7,12 +7,13 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from mheads.errors import UserError
 from mheads.files import check_output, write_atomically
 from mheads.pages.one import page_of
-from mheads.pages.several import Fact, page_of_all
+from mheads.pages.several import Fact, best_of, page_of_all
 from mheads.progress import Silent, Watcher
 from mheads.record import Record, read_all
 from mheads.report.page import Cell, Page, Section, Table
@@ -121,15 +122,16 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
 
 
 def _best(document: results.Document) -> list[Fact]:
-    """The rows with the best means over their trials."""
-    found = []
+    """The rows with the best means over their trials: all that have them."""
+    found, percent = [], findings.in_percent(document)
     for metric in ("ensemble_mean", "oracle"):
         rows = {entry["name"]: findings.trials(document, entry["name"], metric) for entry in document["rows"]}
         means = {row: trials.mean for row, trials in rows.items() if trials is not None}
         if means:
-            row = (max if findings.higher_is_better(document, metric) else min)(means, key=means.__getitem__)
-            unit = "%" if findings.in_percent(document) else ""
-            found.append((f"Best {findings.label(metric)}", findings.ours(document, row, metric), unit, row))
+            higher = findings.higher_is_better(document, metric)
+            value, who = best_of(means, higher, partial(findings.number, metric=metric, percent=percent))
+            value = findings.ours(document, who[0], metric) if len(who) == 1 else value
+            found.append((f"Best {findings.label(metric)}", value, "%" if percent else "", ", ".join(who)))
     return found
 
 

@@ -130,7 +130,9 @@ def _differences(document: dict[str, Any]) -> list[str]:
         found.append(f"{document['validation']:,} training examples are held out")
         if not document.get("test"):
             found.append("they are what is measured on")
-    return found + [f"{given} is set" for given in document["overrides"] if any(map(_decides, configs.keys_of(given)))]
+    if given := [text for text in document["overrides"] if any(map(_decides, configs.keys_of(text)))]:
+        found.append(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} set")
+    return found
 
 
 def _decides(key: str) -> bool:

@@ -100,13 +100,14 @@ def _baseline(records: Sequence[Record], members: int) -> tuple[str, float] | No
 
 
 def answers(records: Sequence[Record], *_: Any) -> Figure:
-    """Oracle against the answer that the ensemble gives: with scores the one that they weigh."""
+    """Oracle against the one answer that the ensemble gives: with scores the one that they weigh."""
     _refuse_others(records, _on)
     found = {record.title: record.evaluated() for record in records}
     pairs = {name: (r.get("ensemble_scored", r["ensemble_mean"]), r["oracle"]) for name, r in found.items()}
     points = {name: tuple(np.array(pair, float)) for name, pair in pairs.items()}  # None, not finite, becomes NaN
+    scored = [name for name, result in found.items() if "ensemble_scored" in result]
     members = max(record.config.members for record in records)
-    return charts.answers_figure(points, _measure(records), _baseline(records, members))
+    return charts.answers_figure(points, _measure(records), scored, _baseline(records, members))
 
 
 def disagreement(records: Sequence[Record], *_: Any) -> Figure:

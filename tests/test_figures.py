@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import re
 from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 from commands import Running
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from mheads.errors import UserError
-from mheads.report import figures
+from mheads.report import figures, svg
 from mheads.report.figures import history_figure, ownership_figure, save, suite_figure
+from mheads.report.overlaps import Hidden, equal, hidden
 
 DIGITS = [str(digit) for digit in range(10)]
 
@@ -198,3 +202,95 @@ def test_a_suite_has_panels_and_rows_for_what_is_known():
     assert [panel.get_xlabel() for panel in shown] == ["Oracle", "Ensemble-Mean"]
     assert [text.get_text() for text in shown[0].get_yticklabels()] == ["one", "three"]
     assert len(suite_figure(["one"], {"Oracle": [nothing]}, "not run yet").axes) == 1
+
+
+# Losses, and lines that lie on each other.
+
+
+def history(trained, members, *, mean=1.0, oracle=2.0):
+    """The panels of a history whose steps have these losses, and whose evaluations are all alike."""
+    logged = enumerate(zip(trained, members, strict=True))
+    steps = [{"iteration": i, "loss": loss, "member_losses": own} for i, (loss, own) in logged]
+    own = [0.5] * len(members[0])
+    evaluations = [{"iteration": i, "members": own, "ensemble_mean": mean, "oracle": oracle} for i in range(3)]
+    return history_figure(steps, evaluations).axes
+
+
+def test_the_history_shows_the_loss_that_is_trained():
+    left, _ = history([0.7, 0.1, 0.01], [[6, 7], [16, 17], [9, 8]])
+    assert [line.get_label() for line in left.lines] == ["member 0", "member 1", "trained loss"]
+    trained = left.lines[-1]
+    assert list(trained.get_ydata()) == [0.7, 0.1, 0.01] and trained.get_linewidth() > left.lines[0].get_linewidth()
+    assert left.get_yscale() == "log"  # or it would lie on the floor
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["member 0", "member 1", "trained loss"]
+
+
+def test_a_sum_over_members_is_shown_for_one_of_them():
+    left, _ = history([8.0, 4.0, 3.0], [[5, 3], [2, 2], [1.5, 1.5]])
+    assert left.lines[-1].get_label() == "trained loss / 2" and list(left.lines[-1].get_ydata()) == [4, 2, 1.5]
+    left, _ = history([3.0, 2.0], [[3.0], [2.0]])
+    assert left.lines[-1].get_label() == "trained loss" and left.get_yscale() == "linear"
+
+
+def test_losses_below_zero_are_on_a_plain_axis():
+    left, _ = history([-50.0, 0.1, 9.0], [[1.0, -3.0]] * 3)
+    assert left.get_yscale() == "linear" and list(left.lines[-1].get_ydata()) == [-50.0, 0.1, 9.0]
+
+
+def drawn_again(panel):
+    """(colour, x, y) of what is drawn once more over the line that hides it."""
+    return [
+        (tuple(found.get_color()[0][:3]), *found.get_segments()[0].T.tolist())
+        for found in panel.collections
+        if isinstance(found, LineCollection)
+    ]
+
+
+def test_lines_that_lie_on_each_other_are_all_seen():
+    left, right = history([4.0, 3.0, 2.0], [[4.0, 9.0], [3.0, 9.0], [1.0, 9.0]], mean=2.0)
+    first = drawn_again(left)
+    assert first == [(to_rgb("#0072B2"), [0, 1], [4, 3])]  # member 0, as long as it is what is trained
+    members, mean = drawn_again(right)
+    assert members == (to_rgb("#0072B2"), [0, 1, 2], [0.5] * 3) and mean == ((0, 0, 0), [0, 1, 2], [2.0] * 3)
+    wide = [found.get_linewidth()[0] for found in right.collections]
+    assert wide[1] > right.lines[-1].get_linewidth()  # black on black is told by its width
+    assert right.lines[-1].get_fillstyle() == "none"  # and one point of the Oracle is a ring
+    assert drawn_again(history([4.0], [[5.0, 6.0]])[0]) == []
+
+
+def test_hidden_lines_take_turns():
+    x = [1, 2, 3, 4]
+    lines = [(x, [5, 5, 5, 1]), (x, [5, 5, 5, 9]), (x, [0, 5, 5, None]), (x[1:], [5, 5, 9])]
+    found = {(part.line, part.turn, part.turns, tuple(part.x)): part for part in hidden(lines, 10)}
+    assert list(found) == [
+        (0, 0, 2, (1, 2)),
+        (0, 0, 4, (2, 3)), (1, 1, 4, (2, 3)), (2, 2, 4, (2, 3)),
+        (1, 0, 2, (3, 4)),
+    ]  # fmt: skip
+    # Each has a quarter of the way, and the last one, which is on top, shows through in its own.
+    (length, gap), *_ = [part.dashes[1] for key, part in found.items() if key[2] == 4]
+    starts = [-part.dashes[0] % (length + gap) for key, part in found.items() if key[2] == 4]
+    assert starts == [0, length, 2 * length] and gap == 3 * length
+    assert hidden([([1], [5.0]), ([1], [5.0]), ([1], [6.0])], 10) == [Hidden(0, 0, 2, [1], [5.0])]
+    assert hidden([(x, [5.0] * 4)] * 13, 10) == []
+
+
+def test_lines_that_are_equal_from_end_to_end_are_named():
+    x = [1, 2, 3]
+    lines = [(x, [1, 2, 3]), (x, [1, 2, 3.001]), (x, [1.0, 2.0, 3.0]), (x, [None] * 3), (x, [None] * 3)]
+    assert equal(["a", "b", "c", "d", "e"], lines) == "a = c"
+
+
+def test_the_lines_of_a_page_are_all_seen_too():
+    lines = [svg.Line("mean", [1, 2, 3], [7, 8, 9], "ink"), svg.Line("Oracle", [1, 2, 3], [9, 8, 9], "ink dashed")]
+    assert ' again"' not in str(svg.line_chart([lines[0], svg.Line("Oracle", [1, 2, 3], [9, 8, 8])], "x", "y"))
+    lines.append(svg.Line("<member>", [2, 3], [8, 9], "s1"))
+    drawn = str(svg.line_chart(lines, "x", "y"))
+    (one, two) = re.findall(r'<g class="line ([^"]*) again"><title>(.*?)</title><path style="(.*?)" d="M(.*?)"', drawn)
+    assert (one[:2], two[:2]) == (("ink", "mean"), ("ink dashed", "Oracle"))
+    assert one[2] == "stroke-dasharray: 8.0 16.0; stroke-dashoffset: 24.0" and two[2].endswith("offset: 16.0")
+    assert one[3] == two[3]
+    dots = [svg.Line(name, [1], [5.0], style) for name, style in (("a", "s0"), ("b", "s1"), ("c", "s2"))]
+    drawn = str(svg.line_chart(dots, "x", "y"))
+    widths = re.findall(r'again"><title>.</title><path class="dot" style="stroke-width: (.*?)"', drawn)
+    assert widths == ["5.3", "2.7"]  # two thirds and a third of the dot on top

@@ -1,5 +1,6 @@
 """Figures of runs: what they draw, from which files, and what they refuse."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from commands import process
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
 from mheads import config as configs
-from mheads import metrics
+from mheads import metrics, plots
 from mheads.progress import Silent
 from mheads.record import Record, read_all
 from mheads.report import charts
@@ -184,6 +187,23 @@ def test_trials_are_drawn_as_mean_and_deviation():
     assert members == [[30.0], [10.0, 20.0]]
 
 
+def test_an_oracle_that_is_no_better_than_the_mean_is_seen_beside_it():
+    """Of one member, or of members that are alike."""
+
+    def result(value):
+        return {"members": [value] * 2, "single": value, "ensemble_mean": value, "oracle": value, "parameters": 5}
+
+    for panel in (
+        charts.choices_figure({1: [result(30.0)], 2: [result(20.0)]}).axes[0],
+        charts.splits_figure({"none": [result(30.0)], "single": [result(20.0)]}).axes[0],
+    ):
+        (again,) = (found for found in panel.collections if isinstance(found, LineCollection))
+        first, second = (line for line in panel.lines if line.get_linestyle() != "None")
+        assert again.get_segments()[0].tolist() == [list(point) for point in zip(*first.get_data(), strict=True)]
+        assert to_hex(again.get_color()[0]) == first.get_color().lower() != second.get_color().lower()
+        assert first.get_markersize() > second.get_markersize() and first.get_fillstyle() == "none"
+
+
 def test_names_of_answers_are_apart_and_inside_the_figure():
     places = np.random.default_rng(0).normal(80, 0.4, (12, 2))
     drawn = charts.answers_figure({f"a longer name {i}": tuple(place) for i, place in enumerate(places)})
@@ -193,6 +213,38 @@ def test_names_of_answers_are_apart_and_inside_the_figure():
     boxes = [text.get_window_extent() for text in texts]
     assert not any(one.overlaps(other) for one, other in combinations(boxes, 2))
     assert all(box.x0 >= 0 and box.x1 <= drawn.bbox.x1 for box in boxes)
+
+
+@pytest.mark.parametrize(
+    ("scored", "axis", "named"),
+    [
+        ((), "Ensemble-Mean (one answer), accuracy, %", []),
+        (("a", "b", "c"), "Ensemble-Scored (one answer), accuracy, %", []),
+        (("b",), "one answer, accuracy, %", ["Ensemble-Mean", "Ensemble-Scored"]),
+    ],
+)
+def test_the_axis_of_answers_says_what_runs_answer_with(scored, axis, named):
+    figure = charts.answers_figure({"a": (80.0, 90.0), "b": (81.0, 91.0), "c": (80.0, 90.0)}, scored=scored)
+    (panel,) = figure.axes
+    assert panel.get_xlabel() == axis
+    markers = ["s" if name in scored else "o" for name in "abc"]
+    assert [line.get_marker() for line in panel.lines] == markers
+    assert [text.get_text() for legend in figure.legends for text in legend.get_texts()] == named
+    keys = [handle.get_marker() for legend in figure.legends for handle in legend.legend_handles]
+    assert keys == ["o", "s"][: len(named)]
+    sizes = [line.get_markersize() for line in panel.lines]
+    assert sizes[0] > sizes[2]  # what lies below another is seen around it
+
+
+def test_a_run_with_scores_is_drawn_by_them(runs):
+    plain, scored = (Record.read(runs[name]) for name in ("mcl_k1", "tree"))
+    scored = dataclasses.replace(scored, result=scored.result | {"ensemble_scored": 12.5})
+    (panel,) = plots.answers([plain, scored]).axes
+    assert [line.get_xdata()[0] for line in panel.lines[:2]] == [plain.result["ensemble_mean"], 12.5]
+    assert [line.get_marker() for line in panel.lines[:2]] == [
+        "o",
+        "s",
+    ] and panel.get_xlabel() == "one answer, accuracy, %"
 
 
 def test_reliability_is_counted_in_bins_of_confidence():
@@ -218,3 +270,17 @@ def test_result_and_log_of_a_finished_run_are_those_of_its_files(runs):
     assert record.finished
     assert record.result["oracle"] == json.loads((runs["single"] / "result.json").read_text())["oracle"]
     assert record.assignments()["test"].shape == (2, 1, 10)
+
+
+def test_figures_of_an_oracle_show_the_guesses_of_one_network(runs):
+    """A dotted line where as many guesses of one network are as the ensembles have members."""
+    alone, several = Record.read(runs["independent"]), Record.read(runs["mcl_k1"])
+    members = several.config.members
+    level = alone.result["top_k"]["single"][members - 1]
+    for figure in (plots.answers([alone, several]), plots.choices([alone, several])):
+        (panel,) = figure.axes
+        (line,) = [line for line in panel.lines if line.get_linestyle() == ":"]
+        assert list(line.get_ydata()) == [level, level]
+        assert line.get_label() == f"top-{members} of one network (the mean member of {alone.title})"
+    (panel,) = plots.answers([several]).axes
+    assert not [line for line in panel.lines if line.get_linestyle() == ":"]  # MCL's members are not one network

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from rich.console import Console
 from mheads import config as configs
 from mheads import demo, evaluation
 from mheads.errors import UserError
+from mheads.log import Log
 from mheads.metrics import compute
-from mheads.pages import curves, evidence, report, words
+from mheads.pages import curves, evidence, one, report, several, words
 from mheads.pages.one import page_of
+from mheads.problems import Classification
 from mheads.progress import Silent, Terminal
 from mheads.record import Record
 from mheads.report import page, svg
@@ -143,11 +146,12 @@ def test_confusion_and_hardest_examples_follow_from_the_outputs(runs):
         assert counts.sum() == len(labels)
         assert np.trace(counts) == (answers == labels).sum()
         assert counts[3, 5] == ((labels == 3) & (answers == 5)).sum()
-    wrong = p[1:].argmax(-1) != labels
-    sure = (p[1:].amax(-1) * wrong).sum(0) / wrong.sum(0).clamp(min=1)
-    order = sorted(range(len(labels)), key=lambda i: (-int(wrong[:, i].sum()), -float(sure[i]), i))
+    wrong = p.argmax(-1) != labels
+    of_truth = [float(p[0, i, label]) for i, label in enumerate(labels)]
+    order = sorted(range(len(labels)), key=lambda i: (not wrong[0, i], of_truth[i], i))
     assert [example.number for example in found.hardest] == order[:24]
     first = found.hardest[0]
+    assert first.probability == pytest.approx(100 * of_truth[order[0]])
     assert first.truth == record.data.problem.groups[labels[order[0]]]
     assert [answer.who for answer in first.answers] == ["mean", *(f"member {m}" for m in range(4))]
     assert first.answers[2].confidence == pytest.approx(100 * float(p[2, order[0]].max()))
@@ -598,3 +602,100 @@ def _themes_change(browser):
         shades[theme] = browser.js(ink)
         browser("Emulation.setEmulatedMedia", media="")
     assert shades["dark"] == shades["light"] != browser.js(ink)
+
+
+# What a page says of several runs, and of lines.
+
+
+def test_the_hardest_examples_are_the_ensembles_and_not_those_of_most_members():
+    examples = [  # the truth, and the probabilities of three members
+        (0, [[0.98, 0.01, 0.01], [0.33, 0.34, 0.33], [0.33, 0.34, 0.33]]),  # two are wrong, their mean is right: 0.547
+        (1, [[0.90, 0.05, 0.05], [0.30, 0.40, 0.30], [0.30, 0.40, 0.30]]),  # one is wrong, and the mean too: 0.283
+        (0, [[0.90, 0.05, 0.05], [0.90, 0.05, 0.05], [0.20, 0.70, 0.10]]),  # 0.667
+        (0, [[0.45, 0.50, 0.05]] * 3),  # all are wrong, if only just: 0.45
+        (0, [[0.50, 0.20, 0.30], [0.28, 0.36, 0.36], [0.30, 0.40, 0.30]]),  # right, although 0.36
+        (2, [[0.20, 0.20, 0.60]] * 3),  # nobody is wrong
+    ]
+    labels = np.array([truth for truth, _ in examples])
+    p = torch.tensor([found for _, found in examples]).double().transpose(0, 1)  # [M, N, C]
+    sure, said = torch.cat([p.mean(0)[None], p]).max(-1)
+    of_truth = p.mean(0)[range(len(labels)), labels]
+    table = SimpleNamespace(shape=(4,))
+    found = evidence._hardest(
+        table, ["a", "b", "c"], ["Ensemble-Mean"], said.numpy(), sure.numpy(), labels, of_truth.numpy()
+    )
+    assert [example.number for example in found] == [1, 3, 4, 0, 2]
+    assert [example.answers[0].right for example in found] == [False, False, True, True, True]
+    assert found[0].probability == pytest.approx(100 * (0.05 + 0.4 + 0.4) / 3)
+
+
+def recorded(title, *results, steps=()):
+    """A finished run that was evaluated to these results, without its folder."""
+    problem = Classification(("a", "b"))
+    evaluations = [{"iteration": i, "split": "test", **result} for i, result in enumerate(results)]
+    data = SimpleNamespace(problem=problem, name="digits", fingerprint="1", shape=(4,))
+    log, config = Log(list(steps), evaluations), configs.load("digits")
+    last = results[-1] | {"split": "test"} if results else None
+    return Record(title, SimpleNamespace(path=title, problems=dict), config, data, log, last, True)
+
+
+def test_all_runs_that_are_equal_as_shown_are_the_best():
+    runs = [
+        recorded("one", {"ensemble_mean": 99.171, "oracle": 99.4}),
+        recorded("two", {"ensemble_mean": 98.0, "oracle": 99.5}),
+        recorded("three", {"ensemble_mean": 99.169, "oracle": 99.4}),
+    ]
+    assert several._headline(runs) == [
+        ("Best Ensemble-Mean", "99.17", "%", "one, three"),
+        ("Best Oracle", "99.50", "%", "two"),
+    ]
+    assert several.best_of({"a": 0.5, "b": 0.25, "c": 0.2501}, False, "{:.2f}".format) == ("0.25", ["b", "c"])
+
+
+def test_all_rows_of_a_suite_that_are_equal_as_shown_are_the_best():
+    result = {"problem": "classification", "oracle": 90.0}
+    document = {
+        "rows": [{"name": name, "run": name} for name in "abc"],
+        "runs": {name: [{"seed": 0, "result": result | {"ensemble_mean": mean}}]
+                 for name, mean in (("a", 80.0), ("b", 81.0), ("c", 81.001))},
+    }  # fmt: skip
+    assert [(value, who) for _, value, _, who in report._best(document)] == [("81.00", "b, c"), ("90.00", "a, b, c")]
+
+
+def test_runs_with_scores_are_compared_by_what_they_answer_with_and_say_so():
+    mean = recorded("plain", {"ensemble_mean": 90.0, "oracle": 95.0}, {"ensemble_mean": 91.0, "oracle": 96.0})
+    results = [{"ensemble_mean": 10.0 + i, "ensemble_scored": 92.0 + i, "oracle": 97.0} for i in (0, 1)]
+    scored = recorded("scored", *results)
+    assert several._headline([mean, scored])[0] == ("Best one answer", "93.00", "%", "scored (Ensemble-Scored)")
+    chart = curves.one_answer([mean, scored])
+    assert (chart.title, [name for _, name in chart.legend]) == (
+        "One answer", ["plain, Ensemble-Mean", "scored, Ensemble-Scored"],
+    )  # fmt: skip
+    assert "plain, Ensemble-Mean: from 90 to 91; scored, Ensemble-Scored: from 92 to 93" in str(chart.svg)
+    chart = curves.one_answer([mean, mean])
+    assert (chart.title, [name for _, name in chart.legend]) == ("Ensemble-Mean", ["plain", "plain"])
+
+
+def test_the_loss_that_is_trained_is_drawn_beside_the_members_own():
+    steps = [
+        {"iteration": i, "loss": loss, "member_losses": [own, own + 1]}
+        for i, loss, own in ((1, 0.7, 6.0), (2, 0.1, 16.0), (3, 0.01, 9.0))
+    ]
+    chart = curves.losses(Log(steps, []))
+    assert [name for _, name in chart.legend] == ["member 0", "member 1", "trained loss"]
+    assert ("ink", "trained loss") in chart.legend
+    assert "trained loss: from 0.7 to 0.01" in str(chart.svg) and "may rise meanwhile" in chart.note
+    # By the logarithm, a third of the way from 0.01 to 10 is 0.1.
+    assert [text for text in re.findall(r'class="end">([^<]*)<', str(chart.svg)) if "." in text] == ["0.01", "0.1"]
+    old = [{key: value for key, value in step.items() if key != "loss"} for step in steps]
+    assert [name for _, name in curves.losses(Log(old, [])).legend] == ["member 0", "member 1"]
+
+
+def test_a_run_that_is_not_finished_is_not_set_beside_the_paper():
+    config = configs.load("cifar10_quick", ["loss.name=mcl", "loss.k=1"])
+    result = {"members": [30.0] * 4, "single": 30.0, "ensemble_mean": 40.0, "oracle": 80.0, "examples": 9}
+    for finished, head in ((True, ["measure", "here", "paper", "difference"]), (False, ["measure", "here"])):
+        record = dataclasses.replace(recorded("run", result), config=config, finished=finished)
+        record.data.problem = SimpleNamespace(name="classification", rows=lambda result: [("Oracle", "80.00 %")])
+        (table,) = one._results(record)
+        assert table.head == head

@@ -14,6 +14,7 @@ from mheads.suites.jobs import Options, Planner, difference, public, scaling
 from mheads.suites.results import command, evenness, make
 from mheads.suites.suite import SUITES, Claim, known_metrics, read, read_figure
 from mheads.suites.tables import markdown
+from mheads.suites.verdicts import verdicts
 from mheads.suites.words import binary
 
 PAPER = ("cifar10_quick", "nin_cifar100", "caffenet", "nin_ilsvrc")
@@ -138,7 +139,7 @@ def test_a_row_of_a_layer_that_this_network_lacks_is_told(tmp_path):
     claim = Claim(order=["at_conv1", "at_cnov2"], by="oracle")
     planner = Planner(Options("digits"))
     found = make(planner.table(suite.model_copy(update={"claims": [claim]})), planner, 1)
-    assert findings.verdicts(found)[0].figures == "at_conv1 not run, at_cnov2 is no row here"
+    assert verdicts(found)[0].figures == "at_conv1 not run, at_cnov2 is no row here"
 
 
 def test_every_number_of_a_result_may_be_a_metric():
@@ -265,7 +266,8 @@ def document(values, claims=(), problem="classification", **rows_of):
         if found
     }
     entries = [{"name": row, "run": row, **rows_of.get(row, {})} for row in values]
-    return {"rows": entries, "claims": list(claims), "runs": runs, "metrics": ["oracle"]}
+    how = {"scale": 1, "validation": 0, "overrides": []}
+    return {"rows": entries, "claims": list(claims), "runs": runs, "metrics": ["oracle"], **how}
 
 
 def test_means_deviations_and_differences():
@@ -308,26 +310,31 @@ def test_a_row_shows_another_metric_of_anothers_run():
 @pytest.mark.parametrize(
     ("values", "word", "figures"),
     [
-        ({"a": [3.0], "b": [2.0, 1.0], "c": [1.0]}, "holds", "a 3.00, b 1.50, c 1.00"),
-        ({"a": [3.0], "b": [1.0], "c": [2.0]}, "does not hold", "a 3.00, b 1.00, c 2.00"),
-        ({"a": [3.0], "b": [3.0], "c": [2.0]}, "does not hold", "a 3.00, b 3.00, c 2.00"),
-        ({"a": [3.0], "b": [], "c": [2.0]}, "holds so far", "a 3.00, c 2.00, b not run"),
-        ({"a": [1.0], "b": [], "c": [2.0]}, "does not hold", "a 1.00, c 2.00, b not run"),
+        (
+            {"a": [3.0], "b": [2.0, 1.0], "c": [1.0]},
+            "in this order, one seed",
+            "a 3.00, b 2.00, c 1.00; 1 seed in common",
+        ),
+        ({"a": [3.0], "b": [1.0], "c": [2.0]}, "in another order, one seed", "a 3.00, b 1.00, c 2.00"),
+        ({"a": [3.001], "b": [3.0], "c": [2.0]}, "in this order but for ties, one seed", "a 3.00, b 3.00, c 2.00"),
+        ({"a": [3.0], "b": [3.001], "c": [2.0]}, "in this order but for ties, one seed", "a 3.00, b 3.00, c 2.00"),
+        ({"a": [3.0], "b": [], "c": [2.0]}, "in this order so far, one seed", "a 3.00, c 2.00, b not run"),
+        ({"a": [1.0], "b": [], "c": [2.0]}, "in another order, one seed", "a 1.00, c 2.00, b not run"),
         ({"a": [3.0], "b": [], "c": []}, "open", "a 3.00, b not run, c not run"),
     ],
 )
-def test_an_order_holds_from_best_to_worst(values, word, figures):
+def test_an_order_in_one_seed_is_seen_and_not_proved(values, word, figures):
     claim = {"order": ["a", "b", "c"], "by": "oracle"}
-    (verdict,) = findings.verdicts(document(values, [claim]))
+    (verdict,) = verdicts(document(values, [claim]))
     assert (verdict.claim, verdict.word, verdict.figures) == ("Oracle: a > b > c", word, figures)
 
 
 def test_many_claims_that_are_open_are_told_together():
     claims = [{"left": f"{row}.oracle", "is": "better", "right": "a.oracle"} for row in "bcdefgh"]
-    found = findings.verdicts(document({"a": [1.0], "b": [2.0], **{row: [] for row in "cdefgh"}}, claims))
-    assert [verdict.word for verdict in found] == ["holds", "open"]
+    found = verdicts(document({"a": [1.0], "b": [2.0], **{row: [] for row in "cdefgh"}}, claims))
+    assert [verdict.word for verdict in found] == ["higher, one seed", "open"]
     assert found[1].claim.startswith("6 claims") and found[1].figures.startswith("c not run, d not run, ")
-    assert len(findings.verdicts(document({"a": [1.0], **{row: [] for row in "bcdef"}}, claims[:5]))) == 5
+    assert len(verdicts(document({"a": [1.0], **{row: [] for row in "bcdef"}}, claims[:5]))) == 5
 
 
 def test_of_errors_the_lower_is_better():
@@ -340,7 +347,7 @@ def test_of_errors_the_lower_is_better():
         ("classification", ["does not hold", "does not hold", "does not hold"]),
         ("regression", ["holds", "holds", "does not hold"]),
     ):
-        found = findings.verdicts(document({"a": [1.0], "b": [2.0]}, claims, problem))
+        found = verdicts(document({"a": [1.0, 1.1, 1.0], "b": [2.0, 2.0, 2.1]}, claims, problem))
         assert [verdict.word for verdict in found] == words
         assert found[0].claim == ("Oracle: a < b" if problem == "regression" else "Oracle: a > b")
 
@@ -363,8 +370,8 @@ def test_which_way_is_better_is_the_metrics_own(problem, metric, lower):
     found = document({"a": [1.0], "b": [2.0]}, claims, problem)
     for row, value in (("a", 0.25), ("b", 0.5)):
         found["runs"][row][0]["result"][metric] = value
-    assert [verdict.holds for verdict in findings.verdicts(found)] == [lower, lower]
-    assert (" < " if lower else " > ") in findings.verdicts(found)[0].claim
+    assert [verdict.agrees for verdict in verdicts(found)] == [lower, lower]
+    assert (" < " if lower else " > ") in verdicts(found)[0].claim
 
 
 @pytest.mark.parametrize(
@@ -388,8 +395,8 @@ def test_which_way_is_better_is_the_metrics_own(problem, metric, lower):
 )
 def test_relations_of_two_terms(relation, right, holds):
     claim = {"left": "a.oracle", "is": relation, "right": right, "within": 0.5}
-    (verdict,) = findings.verdicts(document({"a": [3.0], "b": [2.0]}, [claim]))
-    assert verdict.holds is holds
+    (verdict,) = verdicts(document({"a": [3.0], "b": [2.0]}, [claim]))
+    assert verdict.agrees is holds
     said = f"{relation} than" if "bet" in relation or "wor" in relation else relation
     assert verdict.claim == f"a.oracle is {said} {right}"
     assert verdict.figures.startswith(f"a.oracle 3.00, {right} ")
@@ -400,8 +407,8 @@ def test_one_member_is_a_metric_by_its_number():
               {"left": "a.member_0", "is": "below", "right": "a.member_2"}]  # fmt: skip
     found = document({"a": [3.0]}, claims)
     found["runs"]["a"][0]["result"]["members"] = [1.0, 5.0]
-    assert [verdict.holds for verdict in findings.verdicts(found)] == [True, None]
-    assert findings.verdicts(found)[1].figures == "a has no member 2"
+    assert [verdict.agrees for verdict in verdicts(found)] == [True, None]
+    assert verdicts(found)[1].figures == "a has no member 2"
 
 
 @pytest.mark.parametrize(
@@ -424,16 +431,16 @@ def test_no_claim_is_against_the_papers_own_figures(suite, recipe, of_paper):
         runs[row] = [{"seed": 0, "result": result | {"problem": "classification"}}] if result else []
         entries.append({"name": row, "run": row})
     claims = [claim.model_dump(by_alias=True, exclude_defaults=True) for claim in table.claims]
-    found = findings.verdicts({"rows": entries, "runs": runs, "claims": claims, "metrics": []})
-    assert [verdict for verdict in found if verdict.holds is False] == []
+    found = verdicts({"rows": entries, "runs": runs, "claims": claims, "metrics": []})
+    assert [verdict for verdict in found if verdict.agrees is False] == []
 
 
 def test_a_claim_is_open_where_a_row_or_a_metric_is_missing():
     claims = [{"left": "a.oracle", "is": "better", "right": "b.oracle"},
               {"left": "a.train_loss", "is": "about", "right": "a.oracle"}]  # fmt: skip
-    first, second = findings.verdicts(document({"a": [3.0], "b": []}, claims))
-    assert (first.holds, first.figures) == (None, "b not run")
-    assert (second.holds, second.figures) == (None, "a has no training loss")
+    first, second = verdicts(document({"a": [3.0], "b": []}, claims))
+    assert (first.agrees, first.figures) == (None, "b not run")
+    assert (second.agrees, second.figures) == (None, "a has no training loss")
 
 
 def test_a_bar_or_a_line_break_does_not_break_the_table_of_claims():
@@ -548,7 +555,7 @@ def test_a_claim_may_compare_with_a_number():
     assert claim.right == "50" and list(claim.places()) == [("left", "a", "oracle")]
     for number, holds in (("2.9", True), ("3", False)):
         made = {"left": "a.oracle", "is": "better", "right": number}
-        (verdict,) = findings.verdicts(document({"a": [3.0]}, [made]))
-        assert (verdict.holds, verdict.figures) == (holds, "a.oracle 3.00")
+        (verdict,) = verdicts(document({"a": [3.0]}, [made]))
+        assert (verdict.agrees, verdict.figures) == (holds, "a.oracle 3.00")
     with pytest.raises(ValueError, match=r"left is 50: give row.metric there"):
         Claim.model_validate({"left": "50", "is": "above", "right": "a.oracle"})

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mheads.log import Log
 from mheads.metrics import BINS, top
 from mheads.record import Record
+from mheads.report.figures import spans_decades, trained_loss
 from mheads.report.page import Chart, Missing, Part
-from mheads.report.svg import Line, bars, line_chart, series
+from mheads.report.svg import Line, bars, equal_lines, line_chart, series
 
 MANY_MEMBERS = 12  # from here on the members' lines are thin and not named
 TOGETHER = (("ensemble_mean", "Ensemble-Mean", "ink"), ("ensemble_scored", "Ensemble-Scored", "ink dotted"))
 ORACLE = ("oracle", "Oracle", "ink dashed")
+TRAINED = (
+    "The trained loss is what the optimizer makes smaller. A member's own is over all examples, those that it does not "
+    "learn from too, and may rise meanwhile."
+)
 
 
 def measures(record: Record) -> Part:
@@ -37,11 +43,18 @@ def measures(record: Record) -> Part:
 
 
 def losses(log: Log) -> Part:
-    """Each member's loss on the training batches."""
+    """What is trained, and each member's own loss, on the training batches."""
     if not log.steps:
         return Missing("There is no step in metrics.jsonl yet; a smaller log.every writes more.")
     at = [line["iteration"] for line in log.steps]
-    return _chart("Loss on the training batches", _members(at, [line["member_losses"] for line in log.steps]), "loss")
+    lines = _members(at, [line["member_losses"] for line in log.steps])
+    if trained := trained_loss(log.steps):
+        lines.append(Line(trained[0], at, trained[1], "ink"))
+    chart = _chart(
+        "Loss on the training batches", lines, "loss", decades=spans_decades([y for line in lines for y in line.y])
+    )
+    own = TRAINED if len(lines) > 2 and lines[-1].name == "trained loss" else ""
+    return replace(chart, note=f"{own} {chart.note}".strip())
 
 
 def wins(log: Log) -> Part:
@@ -88,15 +101,29 @@ def reliability(bins: Mapping[str, Mapping[str, Sequence[float]]], members: int)
 
 def compared(records: Sequence[Record], key: str, name: str) -> Part:
     """One measure of several runs against the iteration."""
+    return _compared(records, [(record.title, key) for record in records], name)
+
+
+def one_answer(records: Sequence[Record]) -> Part:
+    """What each run answers with against the iteration: Ensemble-Scored where members have scores, else the mean."""
+    scored = [any("ensemble_scored" in line for line in record.log.evaluations) for record in records]
+    if not any(scored):
+        return compared(records, "ensemble_mean", "Ensemble-Mean")
+    shown = [TOGETHER[has_scores][:2] for has_scores in scored]
+    lines = [(f"{record.title}, {who}", key) for record, (key, who) in zip(records, shown, strict=True)]
+    return _compared(records, lines, "One answer")
+
+
+def _compared(records: Sequence[Record], shown: Sequence[tuple[str, str]], title: str) -> Part:
+    """A line for each run: its name, and the key of what it shows."""
     lines = []
-    for i, record in enumerate(records):
+    for i, (record, (name, key)) in enumerate(zip(records, shown, strict=True)):
         found = [line for line in record.log.evaluations if key in line]
         if found:
-            at = [line["iteration"] for line in found]
-            lines.append(Line(record.title, at, [line[key] for line in found], series(i)))
+            lines.append(Line(name, [line["iteration"] for line in found], [line[key] for line in found], series(i)))
     if not lines:
-        return Missing(f"No run has an evaluation with {name} yet.")
-    return _chart(name, lines, records[0].data.problem.measure)
+        return Missing(f"No run has an evaluation with {title} yet.")
+    return _chart(title, lines, records[0].data.problem.measure)
 
 
 def _members(at: Sequence[float], values: Sequence[Sequence[float | None]]) -> list[Line]:
@@ -105,9 +132,14 @@ def _members(at: Sequence[float], values: Sequence[Sequence[float | None]]) -> l
     return [Line(f"member {m}", at, [row[m] for row in values], series(m) + thin) for m in range(number)]
 
 
-def _chart(title: str, lines: Sequence[Line], y_label: str, y_range: Any = None) -> Chart:
+def _same(lines: Sequence[Line]) -> str:
+    found = equal_lines(lines)
+    return f"Equal throughout: {found}." if found else ""
+
+
+def _chart(title: str, lines: Sequence[Line], y_label: str, y_range: Any = None, decades: bool = False) -> Chart:
     members = [line for line in lines if line.name.startswith("member ")]
     named = [line for line in lines if len(members) <= MANY_MEMBERS or line not in members]
-    note = f"{len(members)} members, one thin line each." if len(members) > MANY_MEMBERS else ""
-    svg = line_chart(lines, "iteration", y_label, None, y_range)
+    note = f"{len(members)} members, one thin line each." if len(members) > MANY_MEMBERS else _same(lines)
+    svg = line_chart(lines, "iteration", y_label, None, y_range, decades)
     return Chart(title, svg, [(line.style, line.name) for line in named] if len(lines) > 1 else [], note)

@@ -45,11 +45,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Hard:
-    """An example that most members get wrong; `image` is a data URI, if it is an image."""
+    """An example, and the probability of its true class in the ensemble's answer; `image` is a data URI, if it is an
+    image."""
 
     number: int
     image: str | None
     truth: str
+    probability: float  # in percent
     answers: list[Answer]
 
 
@@ -86,7 +88,7 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
         facts, examples, split = examples_of(record.folder)
     names, members = problem.groups, net.num_members
     together, metrics, confusion = ["Ensemble-Mean"], None, torch.empty(0)
-    answered, sure, true, kept = [], [], [], []
+    answered, sure, true, of_truth, kept = [], [], [], [], []
     few = members * len(examples) * len(names) <= MOST_KEPT
     with closing(parts.threads_engine(record.config, net)) as engine, in_eval_mode([net]):
         for outputs, scores, targets in answers(engine, examples, facts.inputs, problem, watch):
@@ -107,8 +109,9 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
             answered.append(answer)
             sure.append(confidence)
             true.append(labels)
+            of_truth.append(probabilities[0].gather(-1, labels[:, None])[:, 0])
     everything = torch.cat(answered, 1).numpy(), torch.cat(sure, 1).numpy(), torch.cat(true).numpy()
-    hardest = _hardest(examples, names, together, *everything)
+    hardest = _hardest(examples, names, together, *everything, torch.cat(of_truth).numpy())
     outputs_kept = torch.cat(kept, 1) if kept else None
     assert metrics is not None  # there are examples
     reliability = metrics.reliability()
@@ -128,22 +131,30 @@ def looked_at(record: Record, net: TreeNet, evidence: Evidence, watch: Watcher) 
 
 
 def _hardest(
-    examples: Split, names: Sequence[str], together: list[str], said: np.ndarray, sure: np.ndarray, true: np.ndarray
+    examples: Split,
+    names: Sequence[str],
+    together: list[str],
+    said: np.ndarray,
+    sure: np.ndarray,
+    true: np.ndarray,
+    of_truth: np.ndarray,
 ) -> list[Hard]:
-    """The examples that most members get wrong, the surest first: answers and confidences [., N], truth [N]."""
-    members = slice(len(together), None)
-    wrong = said[members] != true
-    count = wrong.sum(0)
-    surely = np.where(wrong, np.nan_to_num(sure[members]), 0).sum(0) / np.maximum(count, 1)
-    rows = np.lexsort((-surely, -count))[:HARDEST]
-    rows = rows[count[rows] > 0]
+    """The examples that the ensemble gets wrong, then those that some members do, each by the probability of the truth.
+
+    Answers and confidences [., N]; the truth, and its probability in the ensemble's answer [N].
+    """
+    chances, wrong = np.nan_to_num(of_truth), said != true
+    rows = np.lexsort((chances, ~wrong[0]))
+    rows = rows[wrong[:, rows].any(0)][:HARDEST]
     images = _images(examples, rows)
-    who = [*(name.removeprefix("Ensemble-").lower() for name in together), *(f"member {m}" for m in range(len(wrong)))]
+    members = range(len(said) - len(together))
+    who = [*(name.removeprefix("Ensemble-").lower() for name in together), *(f"member {m}" for m in members)]
     return [
         Hard(
             int(row),
             image,
             names[true[row]],
+            100 * float(chances[row]),
             [
                 Answer(name, names[a], 100 * float(p), bool(a == true[row]))
                 for name, a, p in zip(who, said[:, row], sure[:, row], strict=True)

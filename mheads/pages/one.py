@@ -83,7 +83,10 @@ LOOKED = (
     "What in an image raises the score of its class, for each member; grey is nothing, and all maps of an image have "
     "one scale. Under Multiple Choice Learning the owner of an image responds more than the others."
 )
-HARD = "Those that most members get wrong, and most surely so, with everybody's answer and confidence."
+HARD = (
+    "Those that the ensemble gets wrong, the lowest probability of the true class first, and then those that only some "
+    "members do; with everybody's answer and confidence."
+)
 
 
 def _try(make: Callable[[], Any]) -> tuple[Any, str]:
@@ -152,7 +155,7 @@ def _results(record: Record) -> list[Part]:
     found = [(name, Text.from_markup(text).plain) for name, text in record.data.problem.rows(result)]
     found += learning_rows(result.get("learning") or {})
     more = [class_table(record, result)] if record.data.problem.name == "detection" else []
-    beside = paper_figures(record.config)
+    beside = paper_figures(record.config) if record.finished else None
     note = f"On {result['examples']:,} examples of the {result['split']} set."
     if beside is None:
         rows = [[Cell(name), Cell(text)] for name, text in found]

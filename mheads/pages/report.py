@@ -7,12 +7,13 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from mheads.errors import UserError
 from mheads.files import check_output, write_atomically
 from mheads.pages.one import page_of
-from mheads.pages.several import Fact, page_of_all
+from mheads.pages.several import Fact, best_of, page_of_all
 from mheads.progress import Silent, Watcher
 from mheads.record import Record, read_all
 from mheads.report.page import Cell, Page, Section, Table
@@ -20,6 +21,7 @@ from mheads.run_folder import RunFolder
 from mheads.suites import findings, results, tables
 from mheads.suites.jobs import FOLDER, Options, Planner
 from mheads.suites.suite import read
+from mheads.suites.verdicts import TEST, how_tested, verdicts
 
 REFRESH = 5  # seconds after which an open page of a run that goes on is loaded again
 POLL = 1.0  # seconds between two looks at its folder, at least
@@ -120,15 +122,16 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
 
 
 def _best(document: results.Document) -> list[Fact]:
-    """The rows with the best means over their trials."""
-    found = []
+    """The rows with the best means over their trials: all that have them."""
+    found, percent = [], findings.in_percent(document)
     for metric in ("ensemble_mean", "oracle"):
         rows = {entry["name"]: findings.trials(document, entry["name"], metric) for entry in document["rows"]}
         means = {row: trials.mean for row, trials in rows.items() if trials is not None}
         if means:
-            row = (max if findings.higher_is_better(document, metric) else min)(means, key=means.__getitem__)
-            unit = "%" if findings.in_percent(document) else ""
-            found.append((f"Best {findings.label(metric)}", findings.ours(document, row, metric), unit, row))
+            higher = findings.higher_is_better(document, metric)
+            value, who = best_of(means, higher, partial(findings.number, metric=metric, percent=percent))
+            value = findings.ours(document, who[0], metric) if len(who) == 1 else value
+            found.append((f"Best {findings.label(metric)}", value, "%" if percent else "", ", ".join(who)))
     return found
 
 
@@ -140,10 +143,13 @@ def _beside(document: results.Document) -> list[Section]:
         cells = [Cell(text) for text in tables.cells(document, entry["name"])]
         rows.append([Cell(entry["name"]), Cell(str(trials) if trials else ""), *cells])
     heads = ["row", "trials", *tables.heads(document)]
-    found = [Section("table", "Beside the paper", [Table("Our runs and the paper's figures", heads, rows)])]
-    if claims := findings.verdicts(document):
+    why = findings.why_no_paper(document)
+    title, what = ("The table", "Our runs") if why else ("Beside the paper", "Our runs and the paper's figures")
+    found = [Section("table", title, [Table(what, heads, rows, note=why)])]
+    if claims := verdicts(document):
         lines = [[Cell(claim.claim), Cell(claim.word), Cell(claim.figures)] for claim in claims]
-        table = Table("What the paper claims, and whether it holds here", ["claim", "here", "figures"], lines)
+        tested = f"{how_tested(claims)} {TEST}".strip()
+        table = Table("What is claimed, and what our runs say of it", ["claim", "here", "figures"], lines, note=tested)
         found.append(Section("claims", "What holds", [table]))
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mheads import config as configs
@@ -44,9 +44,9 @@ def page_of_all(
         Section("runs", "The runs", [_table(records)], "A click on the head of a column sorts by it."),
         Section("settings", "What is different", [_settings(records)]),
         Section("curves", "Over training", [
-            curves.compared(records, key, name) for key, name in (
-                ("ensemble_mean", "Ensemble-Mean"), ("oracle", "Oracle"), ("single", "Mean member"),
-            )
+            curves.one_answer(records),
+            curves.compared(records, "oracle", "Oracle"),
+            curves.compared(records, "single", "Mean member"),
         ]),
         Section("ownership", owned_title(records), _ownership(records, watch, look), OWNED),
         Section("repeat", "How to repeat it", [_commands(records)]),
@@ -75,23 +75,35 @@ def _alike(records: Sequence[Record]) -> bool:
 
 
 def _headline(records: Sequence[Record]) -> list[Fact]:
-    """The best of the two measures, and whose they are."""
-    problem = records[0].data.problem
-    found = []
+    """The best of the two measures, and whose they are: all that have it."""
+    problem, found = records[0].data.problem, []
+    form = ".2f" if problem.unit else ".4g"
+    results = {record.title: record.result for record in records if record.result}
+    scored = [title for title, result in results.items() if "ensemble_scored" in result]
     for key in ("ensemble_mean", "oracle"):
-        known = [(r.result[key], r.title) for r in records if r.result and r.result.get(key) is not None]
-        if known:
-            value, who = (max if problem.unit else min)(known, key=lambda pair: pair[0])
-            found.append((f"Best {label(key)}", format(value, ".2f" if problem.unit else ".4g"), problem.unit, who))
+        name, known = label(key), {title: result.get(key) for title, result in results.items()}
+        if scored and key == "ensemble_mean":
+            answer = {title: "ensemble_scored" if title in scored else key for title in results}
+            name = "one answer"
+            known = {f"{title} ({label(answer[title])})": results[title].get(answer[title]) for title in results}
+        if there := {title: value for title, value in known.items() if value is not None}:
+            value, who = best_of(there, bool(problem.unit), lambda value: format(value, form))
+            found.append((f"Best {name}", value, problem.unit, ", ".join(who)))
     most = _most_members(records)
     if most > 1 and (baseline := one_network(records, most)):
-        who, value = baseline
-        found.append((f"One network's top-{most}", format(value, ".2f"), problem.unit, who))
+        whose, top_k = baseline
+        found.append((f"One network's top-{most}", format(top_k, ".2f"), problem.unit, whose))
     return found
 
 
 def _most_members(records: Sequence[Record]) -> int:
     return max(record.config.members for record in records)
+
+
+def best_of(values: Mapping[str, float], higher: bool, shown: Callable[[float], str]) -> tuple[str, list[str]]:
+    """The best value as it is shown, and all whose value is shown so."""
+    best = shown((max if higher else min)(values.values()))
+    return best, [name for name, value in values.items() if shown(value) == best]
 
 
 def _table(records: Sequence[Record]) -> Table:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.transforms import Bbox
 
 from mheads.report.figures import (
@@ -22,6 +23,7 @@ from mheads.report.figures import (
     line_style,
     name_lines,
     shorten,
+    show_hidden,
     whole_ticks,
     written,
 )
@@ -43,6 +45,7 @@ def wins_figure(steps: Results) -> Figure:
     panel.set_ylim(bottom=0)
     panel.xaxis.set_major_locator(whole_ticks())
     _finish(panel, "iteration", "examples won, %")
+    show_hidden(panel)
     name_lines(panel, won.shape[1])
     return figure
 
@@ -102,16 +105,21 @@ def splits_figure(runs: Mapping[str, Results], measure: str = "accuracy, %") -> 
 
 
 def answers_figure(
-    runs: Mapping[str, tuple[float, float]], measure: str = "accuracy, %", baseline: Baseline = None
+    runs: Mapping[str, tuple[float, float]],
+    measure: str = "accuracy, %",
+    scored: Collection[str] = (),
+    baseline: Baseline = None,
 ) -> Figure:
-    """One answer or several: how good the Ensemble-Mean of each run is, and how good its Oracle.
+    """One answer or several: how good the one answer of each run is, and how good its Oracle.
 
-    runs: both, by title. What gains on one side mostly loses on the other.
+    runs: both, by title; the answer is the Ensemble-Mean, and Ensemble-Scored of those that `scored` names. What gains
+    on one side mostly loses on the other.
     """
     figure = Figure(figsize=(7, 4.4), dpi=DPI, layout="constrained")
     panel = figure.subplots()
-    for i, point in enumerate(runs.values()):
-        panel.plot(*point, "o", color=colour(i), markersize=5)
+    for i, (name, point) in enumerate(runs.items()):
+        above = list(runs.values())[i + 1 :].count(point)  # that would hide it
+        panel.plot(*point, MARKERS[name in scored], color=colour(i), markersize=5 + 4 * above)
     _draw_baseline(panel, baseline)
     if baseline is not None:
         place: dict[str, Any] = {"xy": (1, baseline[1]), "xycoords": ("axes fraction", "data")}
@@ -120,7 +128,12 @@ def answers_figure(
     panel.margins(x=0.14, y=0.08)
     panel.grid(color="0.93", linewidth=0.8)
     panel.set_axisbelow(True)
-    _finish(panel, f"Ensemble-Mean (one answer), {measure}", f"Oracle (the best of M answers), {measure}")
+    kinds = [ANSWERS[kind] for kind in (False, True) if kind in {name in scored for name in runs}]
+    one = f"{kinds[0]} (one answer)" if len(kinds) == 1 else "one answer"
+    _finish(panel, f"{one}, {measure}", f"Oracle (the best of M answers), {measure}")
+    if len(kinds) > 1:
+        shown = [Line2D([], [], color="0.4", linestyle="", marker=MARKERS[i], label=kinds[i]) for i in (False, True)]
+        figure.legend(handles=shown, loc="outside upper right", ncols=2, fontsize=8, frameon=False)
     figure.draw_without_rendering()  # from here on the panel has its place, so that names can have theirs
     taken = [_box(panel, point) for point in runs.values()]
     for i, (name, point) in enumerate(runs.items()):
@@ -142,6 +155,7 @@ def answers_figure(
     return figure
 
 
+ANSWERS, MARKERS = ("Ensemble-Mean", "Ensemble-Scored"), ("o", "s")  # what a run answers with, and its point
 # Where a name may stand beside its point: the first place that is free is taken.
 SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
 SIDEWAYS, UPWARD = {-1: "right", 0: "center", 1: "left"}, {-1: "top", 0: "center", 1: "bottom"}
@@ -194,6 +208,7 @@ def reliability_figure(bins: Mapping[str, Mapping[str, Sequence[float]]]) -> Fig
         above.plot(confidence, accuracy, "o-", color=colour(i), linewidth=1.5, markersize=4, label=name)
         below.plot(confidence, 100 * examples[there] / examples.sum(), "o-", color=colour(i), linewidth=1, markersize=3)
     above.set(xlim=(0, 102), ylim=(0, 102))
+    show_hidden(above)
     below.set_ylim(bottom=0)
     _finish(above, "", "right answers, %")
     _finish(below, "confidence, %", "examples, %")
@@ -213,8 +228,11 @@ def _measures(
         means = [v.mean() for v in values]
         deviations = [v.std(ddof=1) if len(v) > 1 else 0.0 for v in values]
         spread: dict[str, Any] = {"yerr": deviations, "capsize": 3} if any(deviations) else {}
+        ring: dict[str, Any] = {} if i else {"markersize": 8, "fillstyle": "none"}  # around what may lie on it
         drawn: dict[str, Any] = {"color": colour(i), "linewidth": 1.8, "marker": "o", "markersize": 4, "label": name}
+        drawn |= ring
         panel.errorbar(at, means, linestyle=style, zorder=3, **drawn, **spread)
+    show_hidden(panel)
 
 
 def _draw_baseline(panel: Axes, baseline: Baseline) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure as PlainFigure
 from matplotlib.font_manager import fontManager
 from matplotlib.text import Text
@@ -21,6 +22,7 @@ from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from mheads.files import saving
 from mheads.metrics import top
+from mheads.report.overlaps import hidden
 
 # Okabe and Ito's colours, which every kind of colour vision can tell apart; their yellow, too pale for a line on white,
 # is darker here, and their black is for what all members do together.
@@ -114,10 +116,10 @@ def in_full(axis: Axis) -> None:
 def history_figure(
     steps: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], measure: str = "accuracy, %"
 ) -> Figure:
-    """How training went: each member's loss on the training batches, and the `measure` of the evaluations.
+    """How training went: the losses on the training batches, and the `measure` of the evaluations.
 
-    steps: `iteration` and `member_losses` of each logged step; evaluations: `iteration`, `members`, `ensemble_mean`
-    and `oracle` of each evaluation.
+    steps: `iteration`, `loss` (what is trained) and `member_losses` of each logged step; evaluations: `iteration`,
+    `members`, `ensemble_mean` and `oracle` of each evaluation.
     """
     figure = Figure(figsize=(9 if steps else 5, 3.4), dpi=DPI, layout="constrained")
     panels = figure.subplots(1, 2 if steps else 1, squeeze=False)[0]
@@ -125,6 +127,11 @@ def history_figure(
         at = [line["iteration"] for line in steps]
         for m, losses in enumerate(np.array([line["member_losses"] for line in steps], float).T):
             panels[0].plot(at, losses, **line_style(m), **dots(at), linewidth=1, label=f"member {m}")
+        if trained := trained_loss(steps):
+            panels[0].plot(at, trained[1], color="black", linewidth=2, **dots(at), label=trained[0])
+        if spans_decades([y for line in panels[0].lines for y in line.get_ydata()]):
+            panels[0].set_yscale("log")
+            panels[0].yaxis.set_major_formatter("{x:g}")  # no formula is drawn as one, see `Figure`
         panels[0].set_ylabel("loss on the training batches", fontsize=8)
     right, at = panels[-1], [line["iteration"] for line in evaluations]
     marker = "o" if len(at) < 30 else ""
@@ -137,7 +144,8 @@ def history_figure(
         if len(members) == 1 or not all(key in line for line in evaluations):
             continue  # one member is all of these
         values = [line[key] for line in evaluations]
-        right.plot(at, values, dashes, color="black", linewidth=2, marker=marker, markersize=4, label=name)
+        ring: dict[str, Any] = {"markersize": 7, "fillstyle": "none"} if key == "oracle" else {"markersize": 4}
+        right.plot(at, values, dashes, color="black", linewidth=2, marker=marker, label=name, **ring)
     beside = [top(line, len(members)) for line in evaluations]
     if len(members) > 1 and evaluations and None not in beside:
         name = f"top-{len(members)} of Ensemble-Mean"
@@ -149,8 +157,31 @@ def history_figure(
         panel.spines[["top", "right"]].set_visible(False)
         panel.xaxis.set_major_locator(whole_ticks())
         in_full(panel.yaxis)
+        show_hidden(panel)
         name_lines(panel, len(members))
     return figure
+
+
+def trained_loss(steps: Sequence[Mapping[str, Any]]) -> tuple[str, list[float]] | None:
+    """What the optimizer makes smaller, at each logged step, and what to call it; None in logs that do not have it.
+
+    Under MCL that is the winners' losses: it falls while the members' own rise, on examples that are not theirs. Where
+    all members learn from everything it is their sum, and is shown for one of them, so that both can be seen.
+    """
+    if not steps or not all("loss" in line for line in steps):
+        return None
+    found, members = [round(line["loss"], 6) for line in steps], len(steps[0]["member_losses"])  # as theirs are
+    summed = all(line["loss"] > 0.8 * sum(line["member_losses"]) for line in steps)
+    if members == 1 or not summed:
+        return "trained loss", found
+    return f"trained loss / {members}", [loss / members for loss in found]
+
+
+def spans_decades(values: Sequence[Any]) -> bool:
+    """Whether an axis by the logarithm shows them better: what is small would lie on the floor of another."""
+    found = np.array(values, float).ravel()
+    found = found[np.isfinite(found)]
+    return len(found) > 1 and found.min() > 0 and found.max() > 30 * found.min()
 
 
 def whole_ticks() -> MaxNLocator:
@@ -168,6 +199,26 @@ def name_lines(panel: Axes, members: int) -> None:
     beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if full else {}
     if lines:
         panel.legend(handles=lines, fontsize=7, frameon=False, **beside)
+
+
+def show_hidden(panel: Axes) -> None:
+    """Draws lines that others lie on once more, in wide dashes; call it when the panel has its lines and its range."""
+    lines = [line for line in panel.lines if line.get_linestyle() != "None"]
+    scale = panel.yaxis.get_transform()  # which is that of a logarithm, perhaps
+    points = [(np.asarray(line.get_xdata(), float).tolist(),
+               scale.transform(np.asarray(line.get_ydata(), float)).tolist()) for line in lines]  # fmt: skip
+    low, high = scale.transform(panel.get_ylim())
+    for part in hidden(points, abs(high - low)):
+        line, (offset, dashes) = lines[part.line], part.dashes
+        y = scale.inverted().transform(part.y)
+        shown: dict[str, Any] = {"color": line.get_color(), "zorder": 4}
+        if len(part.x) == 1:
+            panel.scatter(part.x, y, (line.get_markersize() * part.size) ** 2, **shown)
+            continue
+        wide = line.get_linewidth() + 2
+        dashed = offset / wide, tuple(length / wide for length in dashes)  # which are counted in widths
+        path = np.column_stack([part.x, y])
+        panel.add_collection(LineCollection([path], linewidths=wide, linestyles=[dashed], **shown))
 
 
 def dots(at: Sequence[int]) -> dict[str, Any]:

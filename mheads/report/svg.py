@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from markupsafe import Markup
 
+from mheads.report.overlaps import equal, hidden
+
 WIDTH, HEIGHT = 520, 300
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
 MOST_POINTS = 400  # of a line
+DOT = 8  # width of a point that has no line, as in page.css
 SERIES = 8  # colours that the page has; further lines take them again, dashed
 
 
@@ -39,13 +42,17 @@ def line_chart(
     y_label: str,
     x_range: tuple[float, float] | None = None,
     y_range: tuple[float, float] | None = None,
+    decades: bool = False,
 ) -> Markup:
-    """Lines against one axis; the text that describes it is the first and the last value of each."""
-    kept = [_thinned(line) for line in lines]
+    """Lines against one axis, with `decades` by its logarithm; the text that describes it is the first and the last
+    value of each."""
+    described = _described(lines)
+    kept = [_thinned(replace(line, y=_logarithms(line.y)) if decades else line) for line in lines]
     x0, x1 = x_range or _range([x for line in kept for x in line.x])
     x0, x1 = (x0, x1) if x1 > x0 else (x0 - 1, x1 + 1)  # one evaluation stands in the middle
-    rules = _ticks(*(y_range or _range([y for line in kept for y in line.y if y is not None and math.isfinite(y)])))
-    y0, y1 = y_range or (rules[0], rules[-1])
+    found_range = _range([y for line in kept for y in line.y if y is not None and math.isfinite(y)])
+    rules = _decades(*found_range) if decades else _ticks(*(y_range or found_range))
+    y0, y1 = found_range if decades else y_range or (rules[0], rules[-1])
 
     def at(x: float, y: float) -> tuple[float, float]:
         return (
@@ -57,7 +64,8 @@ def line_chart(
     for y in rules:
         px, py = at(x0, y)
         parts.append(Markup('<line class="rule" x1="{}" y1="{}" x2="{}" y2="{}"/>').format(px, py, WIDTH - RIGHT, py))
-        parts.append(Markup('<text x="{}" y="{}" class="end">{}</text>').format(px - 8, py + 4, _number(y)))
+        parts.append(Markup('<text x="{}" y="{}" class="end">{}</text>').format(
+            px - 8, py + 4, f"{10**y:.6g}" if decades else _number(y)))  # fmt: skip
     for x in (tick for tick in _ticks(x0, x1) if x0 <= tick <= x1):
         px, py = at(x, y0)
         anchor = "end" if px > WIDTH - RIGHT - 12 else "middle"
@@ -76,7 +84,19 @@ def line_chart(
     for line in kept:
         found = Markup(" ").join(Markup('<path{} d="{}"/>').format(kind, path) for kind, path in _paths(line, at))
         parts.append(Markup('<g class="line {}"><title>{}</title>{}</g>').format(line.style, line.name, found))
-    return _figure(f"{y_label} against {x_label}. {_described(kept)}", parts, WIDTH, HEIGHT)
+    for part in hidden([(line.x, line.y) for line in kept], y1 - y0):
+        line, (offset, dashes) = kept[part.line], part.dashes
+        dashed = Markup("stroke-dasharray: {} {}; stroke-dashoffset: {}").format(*dashes, offset)
+        style = dashed if len(part.x) > 1 else Markup("stroke-width: {}").format(round(DOT * part.size, 1))
+        ((kind, path),) = _paths(Line("", part.x, part.y), at)
+        found = Markup('<path{} style="{}" d="{}"/>').format(kind, style, path)
+        parts.append(Markup('<g class="line {} again"><title>{}</title>{}</g>').format(line.style, line.name, found))
+    return _figure(f"{y_label} against {x_label}. {described}", parts, WIDTH, HEIGHT)
+
+
+def equal_lines(lines: Sequence[Line]) -> str:
+    """Which of these are the same from end to end, in words."""
+    return equal([line.name for line in lines], [(line.x, line.y) for line in lines])
 
 
 def bars(values: Sequence[float], x_label: str, y_label: str) -> Markup:
@@ -275,6 +295,16 @@ def _ticks(low: float, high: float, about: int = 5) -> list[float]:
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 10) for i in range(first, last + 1)]
+
+
+def _logarithms(values: Sequence[float | None]) -> list[float | None]:
+    return [math.log10(y) if y is not None and y > 0 else None for y in values]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """The logarithms of powers of ten in the range, of at most about eight."""
+    powers = range(math.ceil(low), math.floor(high) + 1)
+    return [float(power) for power in powers[:: len(powers) // 8 + 1]]
 
 
 def _number(value: float) -> str:

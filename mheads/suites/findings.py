@@ -1,4 +1,4 @@
-"""What a table says: means over trials, the paper's figures beside them, and whether what it claims holds here.
+"""What a table says: means over trials, and the paper's figures beside those that can be compared with them.
 
 All of it follows from the document of a suite (see `results.py`), so tables need no runs.
 """
@@ -6,12 +6,11 @@ All of it follows from the document of a suite (see `results.py`), so tables nee
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+from mheads import config as configs
 from mheads import problems
-from mheads.suites.suite import MEMBER, Term, read_figure
+from mheads.suites.suite import MEMBER, read_figure
 
 LABELS = {
     "members": "members",
@@ -26,8 +25,6 @@ LABELS = {
     "member_train_loss": "training loss of a member",
 }
 NOT_RUN = "not run"
-SAID = {relation: f"{relation} than" for relation in ("better", "worse", "no better", "no worse")}
-MOST_OPEN = 5  # claims that have a line each
 # What is better whatever the problem; the others follow it.
 LOWER = (
     *("train_loss", "member_train_loss", "nll", "calibration_error", "mae"),
@@ -56,14 +53,18 @@ def label(metric: str) -> str:
 
 def trials(document: dict[str, Any], row: str, metric: str) -> Trials | None:
     """What the runs of a row give for a metric; None if none of them has it."""
-    found = [value for value in _values(document, row, metric) if isinstance(value, int | float)]
-    return Trials(found) if found else None
+    found = by_seed(document, row, metric)
+    return Trials(list(found.values())) if found else None
+
+
+def by_seed(document: dict[str, Any], row: str, metric: str) -> dict[int, float]:
+    """A number for each trial that has one, by the seed that the trial shares with those of other rows."""
+    return {seed: v for seed, v in _values(document, row, metric).items() if isinstance(v, int | float)}
 
 
 def members(document: dict[str, Any], row: str) -> list[float] | None:
     """The members of the first trial, which means would blur: member 0 is another one in each."""
-    found = _values(document, row, "members")
-    return found[0] if found else None
+    return next(iter(_values(document, row, "members").values()), None)
 
 
 def num_trials(document: dict[str, Any], row: str) -> int:
@@ -78,10 +79,10 @@ def _runs(document: dict[str, Any], row: str) -> list[dict[str, Any]]:
     return sorted(document["runs"].get(_entry(document, row).get("run"), ()), key=lambda run: run["seed"])
 
 
-def _values(document: dict[str, Any], row: str, metric: str) -> list[Any]:
+def _values(document: dict[str, Any], row: str, metric: str) -> dict[int, Any]:
     source = _entry(document, row).get("metrics", {}).get(metric, metric)
-    found = (_value(run["result"], source, document.get("members", 0)) for run in _runs(document, row))
-    return [value for value in found if value is not None]
+    found = {run["seed"]: _value(run["result"], source, document.get("members", 0)) for run in _runs(document, row)}
+    return {seed: value for seed, value in found.items() if value is not None}
 
 
 def _value(result: dict[str, Any], metric: str, num_members: int) -> Any:
@@ -93,94 +94,58 @@ def _value(result: dict[str, Any], metric: str, num_members: int) -> Any:
     return dict(enumerate(result.get("members", ()))).get(int(of_member[1]))
 
 
+def why_missing(document: dict[str, Any], row: str, metric: str) -> str:
+    """Why a row has no number for a metric."""
+    if not _entry(document, row):
+        return "is no row here"
+    return f"has no {label(metric)}" if num_trials(document, row) else NOT_RUN
+
+
+# The paper's figures.
+
+
 def paper(document: dict[str, Any], row: str, metric: str) -> dict[str, Any] | None:
-    """The paper's figure, see `read_figure`."""
+    """The paper's figure, see `read_figure`; None where these runs cannot be compared with it."""
+    return None if _differences(document) else _figure(document, row, metric)
+
+
+def has_paper(document: dict[str, Any], metric: str) -> bool:
+    return any(paper(document, entry["name"], metric) for entry in document["rows"])
+
+
+def why_no_paper(document: dict[str, Any]) -> str:
+    """Why the paper's figures are not set beside these, in a sentence; empty where they are, or where it has none."""
+    if not any(entry.get("paper") for entry in document["rows"]) or not (found := _differences(document)):
+        return ""
+    return f"The paper's figures are not shown beside these, since its runs are others: here {', '.join(found)}."
+
+
+def _figure(document: dict[str, Any], row: str, metric: str) -> dict[str, Any] | None:
     figure = _entry(document, row).get("paper", {}).get(metric)
     return None if figure is None else read_figure(metric, figure)
 
 
-def has_paper(document: dict[str, Any], metric: str) -> bool:
-    return any(metric in entry.get("paper", {}) for entry in document["rows"])
+def _differences(document: dict[str, Any]) -> list[str]:
+    """What makes these runs other ones than the paper's: a part of the training or of its examples, other settings."""
+    found = []
+    if document["scale"] != 1:
+        found.append(f"training takes {document['scale']:g} of the iterations")
+    if document["validation"]:
+        found.append(f"{document['validation']:,} training examples are held out")
+        if not document.get("test"):
+            found.append("they are what is measured on")
+    if given := [text for text in document["overrides"] if any(map(_decides, configs.keys_of(text)))]:
+        found.append(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} set")
+    return found
 
 
-# Claims.
+def _decides(key: str) -> bool:
+    """Whether another value of this key makes another run, and not the same one elsewhere."""
+    elsewhere = key.startswith("data.") and key in configs.PATHS
+    return key == "optim.iterations" or not (elsewhere or configs.is_free(key, configs.Config()))
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a claim holds in our runs; `holds` is None where they are missing, and `whole` tells if all are there."""
-
-    claim: str
-    holds: bool | None
-    figures: str
-    whole: bool = True
-
-    @property
-    def word(self) -> str:
-        if self.holds is None:
-            return "open"
-        return "does not hold" if not self.holds else "holds" if self.whole else "holds so far"
-
-
-def verdicts(document: dict[str, Any]) -> list[Verdict]:
-    """What is found of each claim; many that nothing is known of are one."""
-    found = [_verdict(document, claim) for claim in document["claims"]]
-    unknown = [verdict for verdict in found if verdict.holds is None]
-    if len(unknown) <= MOST_OPEN:
-        return found
-    missing = dict.fromkeys(part for verdict in unknown for part in verdict.figures.split(", "))
-    together = Verdict(f"{len(unknown)} claims of which nothing is known yet", None, ", ".join(missing))
-    return [*(verdict for verdict in found if verdict.holds is not None), together]
-
-
-def _verdict(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
-    return _relation(document, claim) if claim.get("order") is None else _order(document, claim)
-
-
-def _order(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
-    """From best to worst; rows that have not been run are left out of it, and named."""
-    rows, metric = claim["order"], claim["by"]
-    higher = higher_is_better(document, metric)
-    said = claim.get("say") or f"{label(metric)}: {(' > ' if higher else ' < ').join(rows)}"
-    found = {row: values.mean for row in rows if (values := trials(document, row, metric))}
-    missing = [row for row in rows if row not in found]
-    means = list(found.values())
-    holds = all(a > b if higher else a < b for a, b in pairwise(means)) if len(means) > 1 else None
-    percent = in_percent(document)
-    figures = [f"{row} {number(mean, metric, percent)}" for row, mean in found.items()]
-    figures += [f"{row} {_why_not(document, row, metric)}" for row in missing]
-    return Verdict(said, holds, ", ".join(figures), not missing)
-
-
-def _relation(document: dict[str, Any], claim: dict[str, Any]) -> Verdict:
-    relation = claim["is"]
-    terms = [Term.of(claim[side]) for side in ("left", "right")]
-    said = claim.get("say") or f"{claim['left']} is {SAID.get(relation, relation)} {claim['right']}"
-    parts = {part: trials(document, *part) for term in terms for part in term.parts}
-    if missing := [f"{part[0]} {_why_not(document, *part)}" for part, found in parts.items() if found is None]:
-        return Verdict(said, None, ", ".join(dict.fromkeys(missing)))
-    means = {part: found.mean for part, found in parts.items() if found is not None}
-    left, right = (term.value([means[part] for part in term.parts]) for term in terms)
-    sign = 1 if higher_is_better(document, terms[0].metric) else -1
-    holds = {
-        "better": sign * left > sign * right,
-        "no worse": sign * left >= sign * right,
-        "worse": sign * left < sign * right,
-        "no better": sign * left <= sign * right,
-        "above": left > right,
-        "below": left < right,
-        "about": abs(left - right) <= claim.get("within", 0.25) * abs(right),
-    }[relation]
-    percent = in_percent(document)
-    sides = zip(("left", "right"), (left, right), terms, strict=True)
-    beside = [f"{claim[side]} {number(value, term.metric, percent)}" for side, value, term in sides if term.row]
-    return Verdict(said, holds, ", ".join(beside))
-
-
-def _why_not(document: dict[str, Any], row: str, metric: str) -> str:
-    if not _entry(document, row):
-        return "is no row here"
-    return f"has no {label(metric)}" if num_trials(document, row) else NOT_RUN
+# Which way is better.
 
 
 def higher_is_better(document: dict[str, Any], metric: str) -> bool:
@@ -218,7 +183,7 @@ def ours(document: dict[str, Any], row: str, metric: str) -> str:
     text = number(values.mean, metric, percent)
     if values.std is not None:
         text += f" ± {number(values.std, metric, percent)}"
-    if len(values.values) > 1 and "min" in (paper(document, row, metric) or {}):
+    if len(values.values) > 1 and "min" in (_figure(document, row, metric) or {}):
         lowest, highest = (number(end(values.values), metric, percent) for end in (min, max))
         text += f" ({lowest} to {highest})"
     return text

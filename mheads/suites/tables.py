@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mheads.suites import findings
+from mheads.suites.verdicts import TEST, how_tested, verdicts
 
 Document = dict[str, Any]
-STYLES = {"holds": "green", "holds so far": "cyan", "does not hold": "red", "open": "dim"}
+STYLES = {"holds": "green", "holds so far": "green", "within noise": "yellow", "does not hold": "red", "open": "dim"}
 
 
 def title(document: Document) -> str:
@@ -65,9 +66,14 @@ def shown(document: Document) -> RenderableType:
         found = [cells(document, row)[i].replace(" ± ", " ±") for i in kept]
         table.add_row(escape(row), str(count) if count else "", *found)
     parts: list[RenderableType] = [Text(title(document), style="bold"), table]
-    for verdict in findings.verdicts(document):
-        text = Text(f"{verdict.word}: ", style=STYLES[verdict.word])
+    if why := findings.why_no_paper(document):
+        parts.append(Text(why, style="dim"))
+    found_of_claims = verdicts(document)
+    for verdict in found_of_claims:
+        text = Text(f"{verdict.word}: ", style=STYLES.get(verdict.word, "cyan"))  # which is that of one seed
         parts.append(text.append(f"{verdict.claim} ({verdict.figures})", style="default"))
+    if tested := how_tested(found_of_claims):
+        parts.append(Text(tested, style="dim"))
     return Group(*parts)
 
 
@@ -82,9 +88,13 @@ def markdown(document: Document, picture: str | None = None) -> str:
         row = entry["name"]
         count = findings.num_trials(document, row)
         lines.append(f"| {' | '.join([row, str(count) if count else '', *cells(document, row)])} |")
-    if found := findings.verdicts(document):
+    if why := findings.why_no_paper(document):
+        lines += ["", why]
+    if found := verdicts(document):
         lines += ["", "| claim | here | figures |", "| --- | --- | --- |"]
         lines += [f"| {_cell(verdict.claim)} | {verdict.word} | {_cell(verdict.figures)} |" for verdict in found]
+        if tested := how_tested(found):
+            lines += ["", tested]
     lines += ["", f"    {document['command']}", "", *made_with(document)]
     if picture:
         lines += ["", f"![{title(document)}]({picture})"]
@@ -112,9 +122,11 @@ def made_with(document: Document) -> list[str]:
     ]
 
 
-HEAD = """# Results
+HEAD = f"""# Results
 
-Made by `mheads reproduce` from the JSON files in this folder, which hold every run with its command; `mheads reproduce --tables` makes this page anew. Accuracies are in percent on the test set unless a title says otherwise; ± is the standard deviation over trials (n - 1), and the difference is ours minus the paper's. Rows that have not been run say so. The training loss is the mean of the last tenth of the iterations; evenness is the entropy of the members' shares of the test examples that they own, 1 if all own as many.
+Made by `mheads reproduce` from the JSON files in this folder, which hold every run with its command; `mheads reproduce --tables` makes this page anew. Accuracies are in percent on the test set unless a title says otherwise; ± is the standard deviation over trials (n - 1), and the difference is ours minus the paper's, for runs like the paper's alone. Rows that have not been run say so. The training loss is the mean of the last tenth of the iterations; evenness is the entropy of the members' shares of the test examples that they own, 1 if all own as many.
+
+{TEST}
 """  # noqa: E501
 
 

@@ -45,7 +45,7 @@ class Experiment:
     sampled: dict[str, Any] = field(default_factory=dict, kw_only=True)  # what decides the prior besides the config
 
     def engine(self) -> Engine:
-        return threads_engine(self.config, self.net)
+        return threads_engine(self.config, self.net, self.loss)
 
     def identity(self) -> dict[str, Any]:
         """What decides the result besides the config, as plain data: see `identity.py`."""
@@ -166,13 +166,16 @@ def assemble(
         warn(f"{net.network_name} gives {PROBABILITIES}")
     loss.check(net.num_members, config.sampling.name)
     each = loss.each_batch or not loss.whole_batch
-    parts = micro_batches(config, net) * (1 if each else config.optim.accumulate)
+    parts = micro_batches(config, net, loss) * (1 if each else config.optim.accumulate)
     if (loss.whole_batch or loss.of_whole_batch) and parts > 1:
         why = " (loss.normalize=wins counts over them)" if config.loss.whole_batch else ""
-        remedy = "" if each else " and optim.accumulate=1"
+        asked = config.engine.micro_batches
+        remedies = [] if asked in ("auto", 1) else [f"engine.micro_batches=1 (it is {asked})"]
+        remedies += [] if each else [f"optim.accumulate=1 (it is {config.optim.accumulate})"]
+        who = f"the loss of one member, of = {loss.of_name}," if loss.of_whole_batch else loss.name
         raise UserError(
-            f"{loss.name} looks at whole batches{why}, but a {'batch' if each else 'step'} is cut into "
-            f"{parts} micro-batches: use engine.micro_batches=1{remedy}"
+            f"{who} looks at whole batches{why}, but a {'batch' if each else 'step'} is cut into {parts} parts: use "
+            f"{' and '.join(remedies)}"
         )
     loss = final_loss(loss, data, config)
     prior, groups, priors = _sample(config, net.num_members, data, given, clustered)

@@ -210,18 +210,19 @@ def load_data(config: Config, only: str | None = None) -> Data:
     return replace(data, preprocess=there.preprocess if same else there.preprocess.by_channel())
 
 
-def threads_engine(config: Config, net: TreeNet) -> ThreadsEngine:
-    """The engine of one process."""
+def threads_engine(config: Config, net: TreeNet, loss: Loss | None = None) -> ThreadsEngine:
+    """The engine of one process; to train, it is given the loss."""
     device = resolve(config.device)
     workers = config.engine.workers
     if workers == "auto":
         workers = default_workers(device, available_cores())
-    return ThreadsEngine(net, workers, micro_batches(config, net), config.seed, device, config.optim.accumulate)
+    return ThreadsEngine(net, workers, micro_batches(config, net, loss), config.seed, device, config.optim.accumulate)
 
 
-def micro_batches(config: Config, net: TreeNet) -> int:
-    """How many micro-batches a batch is cut into."""
+def micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) -> int:
+    """How many micro-batches a batch is cut into; a loss of the user's own may need whole batches."""
     asked = config.engine.micro_batches
-    if asked == "auto" and config.loss.whole_batch:
+    whole = config.loss.whole_batch or (loss is not None and (loss.whole_batch or loss.of_whole_batch))
+    if asked == "auto" and whole:
         return 1
     return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked

@@ -220,7 +220,7 @@ def test_a_loss_of_members_is_one_over_the_loss_of_the_net(name, examples, files
         cut = config.model_copy(update={"engine": config.engine.model_copy(update={"micro_batches": 2})})
         with pytest.raises(
             UserError,
-            match=r"mcl looks at whole batches, but a batch is cut into 2 micro-batches: use engine\.micro_batches=1$",
+            match=r"of = of_batch, looks at whole batches, .* cut into 2 parts: use engine\.micro_batches=1 \(it is 2\)$",
         ):
             build(cut)
     found = experiment.loss(experiment.net(x), y, None, batch.ties)

@@ -52,7 +52,12 @@ of_batch.whole_batch = True  # type: ignore[attr-defined]  # `Loss` asks for it
 def whole(terms: Terms, batch: int = 1) -> Loss:
     """Each member by itself, with terms that are divided by how many labels of the batch count."""
     return Loss(
-        "whole", partial(_independent, terms=terms, batch=batch), separable=True, whole_batch=True, each_batch=True
+        "whole",
+        partial(_independent, terms=terms, batch=batch),
+        separable=True,
+        whole_batch=True,
+        each_batch=True,
+        masks=True,
     )
 
 
@@ -65,6 +70,7 @@ def combined(coefficients: list[float], terms: Terms, batch: int = 1) -> Loss:
         averaged=True,
         whole_batch=needs_whole_batch(terms),
         each_batch=True,
+        masks=True,
         check_members=partial(_check_members, count=len(coefficients)),
     )
 

@@ -35,7 +35,7 @@ class RanksExperiment(Experiment):
         workers = config.engine.workers
         if workers == "auto":
             workers = default_workers(device, self.world.cores)
-        count = parts.micro_batches(config, self.net)
+        count = parts.micro_batches(config, self.net, self.loss)
         lead_reads = config.data.reader == "lead"
         world, placement, accumulate = self.world, self.placement, config.optim.accumulate
         return RanksEngine(
@@ -67,7 +67,7 @@ class WrittenExperiment(Experiment):
     written: Written
 
     def engine(self) -> WrittenEngine:
-        config, count = self.config, parts.micro_batches(self.config, self.net)
+        config, count = self.config, parts.micro_batches(self.config, self.net, self.loss)
         return WrittenEngine(self.net, self.written, count, config.seed, config.optim.accumulate, self.world)
 
 

@@ -125,7 +125,7 @@ class TrainingStep:
         num_rows, rows = values.num_rows(x), None
         # Rows can be left out where those of the input are those of the loss.
         by_row = not node.children and not facts.sided and num_rows == batch.num_rows
-        if by_row and batch.prior is not None:
+        if by_row and batch.prior is not None and self.loss.skips_rows:
             rows = Rows.where(batch.prior[node.members[0]] > 0, exactly=facts.mixing)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
         wanted = self.stages.wanted[node.name]

@@ -48,6 +48,7 @@ def annealed(
         options=options,
         of=of,
         schedule=partial(_cooled, options),
+        masks=True,
     )
 
 

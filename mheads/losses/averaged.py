@@ -22,7 +22,7 @@ CAFFE_LOG_THRESHOLD = 1e-20
 
 def score_averaged(of: Of = None) -> Loss:
     """The loss of the mean output; for classes the cross-entropy of its softmax: -log softmax(mean_m outputs_m)_y."""
-    return Loss("score_averaged", _score_averaged, averaged=True, of_scores=True, of=of)
+    return Loss("score_averaged", _score_averaged, averaged=True, of_scores=True, of=of, masks=True)
 
 
 def prob_averaged(
@@ -37,7 +37,9 @@ def prob_averaged(
     mean p_y is clamped at 1e-20, -log max(p_y, 1e-20) with the gradient -1 / max(p_y, 1e-20), so that a member sure of
     a wrong class gets next to nothing, and nothing at all where its p_y is 0 in its precision.
     """
-    return Loss("prob_averaged", partial(_prob_averaged, stable=stable), averaged=True, options={"stable": stable})
+    return Loss(
+        "prob_averaged", partial(_prob_averaged, stable=stable), averaged=True, options={"stable": stable}, masks=True
+    )
 
 
 def _score_averaged(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:

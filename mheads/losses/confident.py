@@ -36,6 +36,7 @@ def confident(
         partial(_confident, k=k, beta=beta),
         options={"k": k, "beta": beta},
         check_members=check_k(k),
+        masks=True,
     )
 
 

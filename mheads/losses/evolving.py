@@ -35,6 +35,7 @@ def evolving(until: Until = 0.5, normalize: Normalize = "batch", of: Of = None) 
         options={"until": until, "normalize": normalize},
         of=of,
         schedule=partial(_fallen, until, normalize),
+        masks=True,
     )
 
 

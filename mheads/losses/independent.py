@@ -15,7 +15,7 @@ def independent(of: Of = None) -> Loss:
 
     l_mi is the problem's own loss, -log p_y(m, i) for classes, or `of`.
     """
-    return Loss("independent", _independent, separable=True, of=of)
+    return Loss("independent", _independent, separable=True, of=of, masks=True)
 
 
 def _independent(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mheads import scores, values
 from mheads.errors import UserError
-from mheads.losses.of import Of, member_loss, named
+from mheads.losses.of import Of, masks_rows, member_loss, named
 from mheads.plain import short
 from mheads.problems import MemberLoss, Problem, cross_entropies
 from mheads.values import Value
@@ -51,7 +51,9 @@ class Loss:
     divides their gradients by M and makes priors on examples meaningless. `of_scores`: the mean that it trains is that
     of scores, so that the ensemble answers with it, and not with the mean of probabilities. `check_members`: refuses a
     number of members that it cannot teach. `whole_batch`: the loss of an example depends on the others in its batch,
-    which is therefore not cut; `each_batch`: of the batches that a step accumulates each is one by itself. `options`:
+    which is therefore not cut; `each_batch`: of the batches that a step accumulates each is one by itself. `masks`:
+    outputs of a member on examples whose prior is 0 change nothing in the total, so that they are not computed and are
+    zeros; a loss that does not say so sees them all. `options`:
     the options that it was made with. `schedule`: for a loss that changes over training, its form at an iteration,
     given (iteration, iterations, members); see `at`.
 
@@ -72,6 +74,7 @@ class Loss:
     schedule: Callable[[int, int, int], Loss] | None = None
     whole_batch: bool = False
     each_batch: bool = False
+    masks: bool = False
 
     def on(self, problem: Problem) -> Loss:
         """This loss for a problem; refuses the loss of an example that is for other targets."""
@@ -100,7 +103,8 @@ class Loss:
             raise UserError(f"{self.name} changes over the iterations of training, and these are {iterations}")
         now = self.schedule(iteration, iterations, members)
         of = self.of if now.of is None else now.of
-        return replace(now, name=self.name, of=of, whole_batch=self.whole_batch, each_batch=self.each_batch)
+        kept = {"whole_batch": self.whole_batch, "each_batch": self.each_batch, "masks": self.masks}
+        return replace(now, name=self.name, of=of, **kept)  # type: ignore[arg-type]
 
     @property
     def member_loss(self) -> MemberLoss | None:
@@ -108,10 +112,22 @@ class Loss:
         return self.of  # type: ignore[return-value]
 
     @property
+    def of_name(self) -> str:
+        """`of` as messages call it."""
+        function = self.of.func if isinstance(self.of, partial) else self.of
+        return str(getattr(function, "__name__", short(self.of)))
+
+    @property
     def of_whole_batch(self) -> bool:
         """Whether `of` itself, by an attribute `whole_batch`, looks at whole batches."""
         function = self.of.func if isinstance(self.of, partial) else self.of
         return bool(getattr(function, "whole_batch", False))
+
+    @property
+    def skips_rows(self) -> bool:
+        """Whether a member's outputs on examples whose prior is 0 need not be computed: neither this loss nor `of`,
+        which says so by an attribute `masks` if it is not ours, looks at them."""
+        return self.masks and masks_rows(self.member_loss)
 
     def check(self, members: int, sampling: str) -> None:
         """Refuses a number of members, or a sampling, that it cannot take."""
@@ -125,6 +141,8 @@ class Loss:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "of", member_loss(self.of))
+        if self.of_whole_batch:  # what a member wins teaches it about the rest of the batch too
+            object.__setattr__(self, "winners", None)
         if inspect.isclass(self.function):
             raise UserError(f"loss {self.name!r} is a class: call it, {self.name}()")
         if isinstance(self.function, nn.Module) and any(p.requires_grad for p in self.function.parameters()):
@@ -176,7 +194,7 @@ class Loss:
         if not isinstance(found, Tensor) or found.shape != shape:
             kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
             raise UserError(
-                f"the loss of one member on one example, of = {short(self.of)}, gives a value of {kind}; give the "
+                f"the loss of one member on one example, of = {self.of_name}, gives a value of {kind}; give the "
                 f"losses of all members on all examples, [M, B] (here {list(shape)}: reduction='none', and a mean over "
                 "what belongs to an example?)"
             )

@@ -47,6 +47,7 @@ def mcl(
         options={"k": k, "ce_weight": ce_weight, "normalize": normalize},
         of=of,
         check_members=check_k(k),
+        masks=True,
     )
 
 

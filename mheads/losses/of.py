@@ -54,6 +54,15 @@ def member_loss(of: Of) -> MemberLoss | None:
     return partial(function, **given) if given else function
 
 
+def masks_rows(of: MemberLoss | None) -> bool:
+    """Whether the losses of some examples are the same, and finite, whatever stands for the outputs of others: that of
+    our own ones, and of a user's with an attribute `masks`."""
+    if isinstance(of, partial):
+        return masks_rows(of.func) and masks_rows(of.keywords.get("of"))
+    ours = of is None or str(getattr(of, "__module__", "")).startswith("mheads.")
+    return ours or bool(getattr(of, "masks", False))
+
+
 def named(of: MemberLoss | None) -> str | dict[str, Any] | None:
     """How a config says this function; None where no name does."""
     function, given = (of.func, of.keywords) if isinstance(of, partial) else (of, {})

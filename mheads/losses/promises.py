@@ -10,6 +10,7 @@ from torch import Tensor
 from mheads import seeds, values
 from mheads.errors import UserError
 from mheads.losses.loss import Loss
+from mheads.losses.of import masks_rows
 from mheads.values import Value
 
 
@@ -71,10 +72,13 @@ def _refuse_mixing(
                 sums += 0 if gradient is None else gradient
     for one, other in zip(whole, cut, strict=True):
         if not _close(torch.zeros_like(other) if one is None else one, other):
+            own = loss.takes_of and not masks_rows(loss.member_loss)
+            who = f"the loss of one member, of = {loss.of_name}," if own else f"loss {loss.name!r}"
+            said = "function.whole_batch = True" if own else "mheads.losses.Loss(name, function, whole_batch=True)"
             raise UserError(
-                f"loss {loss.name!r} gives an example another gradient when others in its batch are left out: it looks "
-                "at the whole batch (a mean over it?), and batches are cut. Let it treat each example by itself, or "
-                "say so: mheads.losses.Loss(name, function, whole_batch=True)"
+                f"{who} gives an example another gradient when others in its batch are left out: it looks at the whole "
+                "batch (a mean over it?), and batches are cut. Let it treat each example by itself, or say so: "
+                f"{said}"
             )
 
 
@@ -113,6 +117,8 @@ def _refuse_broken(loss: Loss, same: Value, targets: Value, ties: Tensor, weight
     if not told:
         return
     once, twice = told
+    if loss.skips_rows:
+        _refuse_unmasked(loss, outputs, targets, ties, prior, once)
     if any(g.any() for g in once) and all(_close(b, 4 * a) for a, b in zip(once, twice, strict=True)):
         raise UserError(
             f"loss {loss.name!r} counts the priors and weights of examples twice: losses [M, B] that a function "
@@ -124,6 +130,25 @@ def _refuse_broken(loss: Loss, same: Value, targets: Value, ties: Tensor, weight
             f"loss {loss.name!r} makes its own total and does not look at the priors and weights of examples, which "
             "these data or members have: let its function take (outputs, y, prior, ties) and multiply by prior [M, B], "
             "or return the losses [M, B]"
+        )
+
+
+def _refuse_unmasked(
+    loss: Loss, outputs: Value, targets: Value, ties: Tensor, prior: Tensor, gradients: list[Tensor]
+) -> None:
+    """Refuses a loss that looks at a member's outputs on examples that it does not learn from, but says otherwise."""
+    hidden = prior == 0  # [M, B]
+
+    def blank(t: Tensor) -> Tensor:
+        return t.detach().masked_fill(hidden.view(*hidden.shape, *[1] * (t.dim() - 2)), 0)
+
+    zeros = values.map_leaves(blank, outputs)
+    leaves = [t.requires_grad_() for t in _floats(zeros)]
+    without = _gradients(loss(zeros, targets, prior, ties).total, leaves)
+    if not all(_close(a[~hidden], b[~hidden]) for a, b in zip(gradients, without, strict=True)):
+        raise UserError(
+            f"loss {loss.name!r} promises masks=True, that a member's outputs on examples whose prior is 0 change "
+            "nothing, and gives other gradients without them: leave masks out"
         )
 
 

@@ -37,6 +37,7 @@ def relaxed(
         whole_batch=check_normalize(normalize),
         options={"epsilon": epsilon, "normalize": normalize},
         of=of,
+        masks=True,
     )
 
 

@@ -39,6 +39,7 @@ def scored(
         options={"k": k, "score_weight": score_weight, "normalize": normalize},
         of=of,
         check_members=check_k(k),
+        masks=True,
     )
 
 

@@ -57,7 +57,7 @@ def job_of(config: Config) -> RecipeJob:
     tree = net.tree
     loss = build_loss(config)
     rows = config.optim.batch_size * config.optim.accumulate
-    parts = min(micro_batches(config, net) * config.optim.accumulate, rows)
+    parts = min(micro_batches(config, net, loss) * config.optim.accumulate, rows)
     share = min(1.0, (loss.winners or tree.num_members) / tree.num_members)
     in_order = bool(net.batch_statistics_layers())
     return RecipeJob(tree, rows, parts, loss.separable, share, in_order, config=config, net=net)

@@ -377,6 +377,8 @@ def evaluate(
         return outputs_of_one(models, batch) if isinstance(models, TreeNet) else outputs_of_all(members, batch)
 
     split, solved = labelled(test, "the test examples", classes=classes, name=problem)
+    if problem == "auto":
+        datasets.warn_of_flags(split.targets, solved)
     engine, plain = Models(forward), Preprocess()
     with in_eval_mode(modules):
         found, _, _ = next(answers(engine, split, plain, solved, rows=batch_size))

@@ -170,6 +170,7 @@ def fit(
         config = configs.validate(
             {
                 "model": net.network_path,
+                "model_args": net.network_args,
                 "members": net.num_members,
                 "split": net.spec,
                 "init_map": dict(init_map or {}),

@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from mheads import plain
+from mheads import models, plain
 from mheads.errors import UserError
 from mheads.hints import meaning
 from mheads.losses import LOSSES, MEMBER_LOSSES, of, options
@@ -253,7 +253,9 @@ MAX_ROWS = 10_000_000  # of a step
 class Config(_Section):
     """One experiment."""
 
-    model: str = _option("digits", "a network's name, or package.module:factory of your own")
+    model: Annotated[str, AfterValidator(models.checked)] = _option(
+        "digits", "a network's name, or package.module:factory of your own"
+    )
     model_args: dict[str, Any] = _option({}, "arguments of the network's factory")
     members: int = _option(4, "how many members", ge=1, le=10_000)
     split: Annotated[str | int | list[Any] | dict[str, Any] | None, BeforeValidator(_no_truth_value)] = _option(

@@ -228,6 +228,8 @@ class RunFolder:
         alike = ["init"] * (what["start"] is not None and there.get("start") == what["start"])
         if what["sampling"] and identity.same_sampling(there, what):
             alike += ["sampling.generalist", "sampling.path", "teacher.answers"]
+        if before.model.startswith("__main__:<"):  # no name at all, as built-in networks with arguments had once:
+            alike += ["model", "model_args"]  # the identity below tells them apart
         lines = [
             _difference(k, old[k], new[k])
             for k in configs.differing(before, config)

@@ -596,7 +596,7 @@ def main() -> None:
             return  # only training is spread over ranks: one rank is enough for any other command
         app()
     except UserError as error:
-        errors.print(f"[red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        errors.complain(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -604,7 +604,7 @@ def main() -> None:
         told = of_the_system(error)
         if told is error:
             raise
-        errors.print(f"[red]error:[/] {_escape(str(told))}", soft_wrap=True)
+        errors.complain(str(told))
         sys.exit(2)
     except BaseException as error:
         code = getattr(error, "exit_code", None)  # train.Stopped: saved and stopped by a signal
@@ -619,9 +619,3 @@ def _require_current_folder() -> None:
         os.getcwd()
     except OSError as error:
         raise UserError(f"the current folder is gone ({error.strerror}): change to one that is there") from error
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

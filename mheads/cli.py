@@ -29,7 +29,7 @@ app.add_typer(detect_app, name="detect", rich_help_panel="Train and look")
 console = Console()
 errors = Console(stderr=True)
 
-Recipe = Annotated[str, typer.Argument(help="A recipe's name (digits, cifar10_quick, ...) or the path of a YAML file.")]
+Recipe = Annotated[str, typer.Argument(help="A recipe's name (digits, ...) or the path of a YAML file that you trust.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, dotted: loss.k=2.")
 ]
@@ -249,8 +249,11 @@ def predict(
     from mheads.predictions import predict_files
     from mheads.progress import Terminal
 
-    for answers in predict_files(run, files, resize, Terminal(console), trust, output):
+    left_out: list[str] = []
+    for answers in predict_files(run, files, resize, Terminal(console), trust, output, left_out):
         console.print(answers)
+    if left_out:
+        raise typer.Exit(1)
 
 
 @app.command(rich_help_panel="Train and look")

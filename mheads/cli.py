@@ -146,9 +146,12 @@ def classical(
 
     config = configs.load(recipe, overrides or [])
     from mheads.classical import train_rounds
+    from mheads.idle import refuse_idle
     from mheads.terminal.classical import RoundTerminal, rounds_table
 
     path = folder.expanduser() if folder else Path("runs") / f"classical-{Path(recipe).stem}-{config.digest()}"
+    if not path.exists():
+        refuse_idle(config, overrides or [])
     found = train_rounds(config, path, lambda label: RoundTerminal(console, label, bar=not quiet), rounds, tolerance)
     console.print(rounds_table(found))
 
@@ -202,7 +205,10 @@ def show_config(
     from mheads import config as configs
 
     config = configs.load(recipe, overrides or [])
+    from mheads.idle import refuse_idle
     from mheads.terminal.recipes import annotated
+
+    refuse_idle(config, overrides or [])
 
     console.print(annotated(config) if describe else config.to_yaml().rstrip(), markup=False, soft_wrap=True)
 

@@ -552,26 +552,17 @@ def keys_of(given: str) -> list[str]:
     """The keys that `key=value` sets: those in it if it is a section, loss.name for loss=mcl."""
     key, _, text = given.partition("=")
     try:
-        value = plain.from_yaml(text)
+        return keys_in(key, plain.from_yaml(text))
     except ValueError:  # told by whoever loads it
         return [key]
-    if key not in SECTIONS:
+
+
+def keys_in(key: str, value: Any) -> list[str]:
+    """The keys that this value of a key sets."""
+    inner = _named(value) if key in SECTIONS else value
+    if key not in SECTIONS or not isinstance(inner, dict):
         return [key]
-    inner = _named(value)
-    return [f"{key}.{name}" for name in inner] if isinstance(inner, dict) else [key]
-
-
-def refuse_idle(config: Config, overrides: Sequence[str]) -> None:
-    """Refuses options that were given for another loss than the one that will train, and would do nothing."""
-    known = options.keys(LOSSES)
-    for key in (key for given in overrides for key in keys_of(given)):
-        section, _, name = key.partition(".")
-        if section == "loss" and name in known and name not in config.loss.options:
-            owners = known[name][1]
-            raise UserError(
-                f"{key} is an option of {', '.join(owners)}, and the loss is {config.loss.name}: give "
-                f"loss={owners[0]} too, or leave it out"
-            )
+    return [one for name, part in inner.items() for one in keys_in(f"{key}.{name}", part)]
 
 
 def _number(text: str) -> Any:

@@ -90,6 +90,7 @@ class RunFolder:
     """The files of a run."""
 
     def __init__(self, path: Path) -> None:
+        path = Path(os.path.expanduser(path))
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # safetensors opens no such file
             raise UserError(f"the run folder {path}: its name is not UTF-8; give another --folder")
         self.path = path

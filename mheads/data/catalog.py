@@ -198,7 +198,7 @@ def load(
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
     entry = DATASETS[name]
     keys = {
-        "root": None if root is None else Path(root),
+        "root": None if root is None else Path(root).expanduser(),
         "path": None if path is None else Path(path).expanduser(),
         "test_path": None if test_path is None else Path(test_path).expanduser(),
         "pad": pad,

@@ -212,7 +212,10 @@ def fit(
             "fit",
         )
         if run is None or not RunFolder(run).exists():  # one that an older version began goes on
-            refuse_idle_keys(config, configs.differing(config, configs.Config()))
+            given_keys = configs.differing(config, configs.Config())
+            refuse_idle_keys(
+                config, [key for key in given_keys if not key.startswith("loss.")]
+            )  # of a loss that is made
         # Only now: a call that is refused for what it asks has changed nothing.
         config = config.model_copy(update={"init": _initialise(net, init, run, watch, init_map)})
         experiment = experiments.assemble(config, net, loss, data, given=given, answers=answers)

@@ -18,7 +18,7 @@ ALIASES = {
     "train=(inputs, labels)": "x y X inputs labels targets data dataset datamodule train_data train_dataset "
     "train_dataloader train_dataloaders train_loader X_train x_train y_train train_ds",
     "test=(inputs, labels)": "val val_data validation_data valid eval_set test_data val_dataset eval_dataset "
-    "test_dataset val_dataloader val_dataloaders test_dataloaders val_loader test_loader X_val X_test x_test y_val y_test",
+    "test_dataset val_dataloader val_dataloaders test_dataloaders val_loader X_val X_test x_test y_val y_test",
     "validation": "validation_split validation_fraction val_split val_size test_size holdout",
     "weights": "sample_weight sample_weights class_weight class_weights example_weights",
     "iterations": "max_iter max_steps num_steps steps steps_per_epoch total_steps max_iterations",

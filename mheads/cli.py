@@ -600,6 +600,10 @@ def main() -> None:
         from mheads.distributed.launch import detect
 
         launch = detect()
+        if launch is not None:
+            # When a rank is lost, torch's own warnings are pages of addresses in its libraries. It reads this only when
+            # it is imported, below.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         trains = sys.argv[1:2] == ["train"] or sys.argv[1:3] == ["detect", "train"]
         if launch is not None and launch.rank > 0 and not trains:
             return  # only training is spread over ranks: one rank is enough for any other command

@@ -58,8 +58,6 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
     if launch is None or launch.size == 1:
         yield Alone()
         return
-    # When a rank is lost, torch's own warnings are pages of addresses in its libraries.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not _seen_by_somebody():
         os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
     from mheads.distributed.watch import EXIT_CODE, TIMEOUT, RankFailure, leave

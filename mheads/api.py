@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from mheads.distributed.launch import detect
 from mheads.elsewhere import outputs_of_all, outputs_of_one
 from mheads.errors import UserError
 from mheads.errors import warn as told
+from mheads.idle import refuse_idle_keys
 from mheads.keywords import refuse_unknown, speaking_python
 from mheads.losses import LOSSES, Loss, independent, of
 from mheads.measuring import Models, answers, in_eval_mode, measure
@@ -135,6 +137,7 @@ def fit(
         raise UserError(f"epochs={epochs!r}: give a number above 0")
     if run is not None and not isinstance(run, str | Path):
         raise UserError(f"run={run!r}: give the path of a folder")
+    run = None if run is None else Path(os.path.expanduser(run))
     if not isinstance(schedule, str | Mapping):
         raise UserError(
             f"schedule={schedule!r}: give a name such as 'cosine', or a dict such as {{'name': 'step', ...}}"
@@ -167,9 +170,10 @@ def fit(
         usable = isinstance(iterations, int | float) and math.isfinite(iterations)  # or refused below
         few = int(iterations) if usable else 1000
         log = {"evaluate_every": max(1, few // 10), "every": max(1, min(50, few // 20)), **(log or {})}
-        config = configs.validate(
+        config = configs.from_tree(
             {
                 "model": net.network_path,
+                "model_args": net.network_args,
                 "members": net.num_members,
                 "split": net.spec,
                 "init_map": dict(init_map or {}),
@@ -207,6 +211,11 @@ def fit(
             },
             "fit",
         )
+        if run is None or not RunFolder(run).exists():  # one that an older version began goes on
+            given_keys = configs.differing(config, configs.Config())
+            refuse_idle_keys(
+                config, [key for key in given_keys if not key.startswith("loss.")]
+            )  # of a loss that is made
         # Only now: a call that is refused for what it asks has changed nothing.
         config = config.model_copy(update={"init": _initialise(net, init, run, watch, init_map)})
         experiment = experiments.assemble(config, net, loss, data, given=given, answers=answers)
@@ -282,7 +291,7 @@ def _initialise(
         name = f"{configs.GIVEN}{identity.weights(found)}"
         said = str(weights_of.load_into(net, found, "init", renamed))
     elif isinstance(init, str | Path) and init not in ("random", "same"):
-        name = str(Path(init).absolute())
+        name = str(Path(os.path.expanduser(init)).absolute())
         said = donors.start_from(net, name, renamed)
     else:
         raise UserError(
@@ -377,6 +386,8 @@ def evaluate(
         return outputs_of_one(models, batch) if isinstance(models, TreeNet) else outputs_of_all(members, batch)
 
     split, solved = labelled(test, "the test examples", classes=classes, name=problem)
+    if problem == "auto":
+        datasets.warn_of_flags(split.targets, solved)
     engine, plain = Models(forward), Preprocess()
     with in_eval_mode(modules):
         found, _, _ = next(answers(engine, split, plain, solved, rows=batch_size))

@@ -29,7 +29,7 @@ app.add_typer(detect_app, name="detect", rich_help_panel="Train and look")
 console = Console()
 errors = Console(stderr=True)
 
-Recipe = Annotated[str, typer.Argument(help="A recipe's name (digits, cifar10_quick, ...) or the path of a YAML file.")]
+Recipe = Annotated[str, typer.Argument(help="A recipe's name (digits, ...) or the path of a YAML file that you trust.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, dotted: loss.k=2.")
 ]
@@ -146,9 +146,12 @@ def classical(
 
     config = configs.load(recipe, overrides or [])
     from mheads.classical import train_rounds
+    from mheads.idle import refuse_idle
     from mheads.terminal.classical import RoundTerminal, rounds_table
 
     path = folder.expanduser() if folder else Path("runs") / f"classical-{Path(recipe).stem}-{config.digest()}"
+    if not path.exists():
+        refuse_idle(config, overrides or [])
     found = train_rounds(config, path, lambda label: RoundTerminal(console, label, bar=not quiet), rounds, tolerance)
     console.print(rounds_table(found))
 
@@ -202,7 +205,10 @@ def show_config(
     from mheads import config as configs
 
     config = configs.load(recipe, overrides or [])
+    from mheads.idle import refuse_idle
     from mheads.terminal.recipes import annotated
+
+    refuse_idle(config, overrides or [])
 
     console.print(annotated(config) if describe else config.to_yaml().rstrip(), markup=False, soft_wrap=True)
 
@@ -249,8 +255,11 @@ def predict(
     from mheads.predictions import predict_files
     from mheads.progress import Terminal
 
-    for answers in predict_files(run, files, resize, Terminal(console), trust, output):
+    left_out: list[str] = []
+    for answers in predict_files(run, files, resize, Terminal(console), trust, output, left_out):
         console.print(answers)
+    if left_out:
+        raise typer.Exit(1)
 
 
 @app.command(rich_help_panel="Train and look")
@@ -591,12 +600,16 @@ def main() -> None:
         from mheads.distributed.launch import detect
 
         launch = detect()
+        if launch is not None:
+            # When a rank is lost, torch's own warnings are pages of addresses in its libraries. It reads this only when
+            # it is imported, below.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         trains = sys.argv[1:2] == ["train"] or sys.argv[1:3] == ["detect", "train"]
         if launch is not None and launch.rank > 0 and not trains:
             return  # only training is spread over ranks: one rank is enough for any other command
         app()
     except UserError as error:
-        errors.print(f"[red]error:[/] {_escape(str(error))}", soft_wrap=True)
+        errors.complain(str(error))
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -604,7 +617,7 @@ def main() -> None:
         told = of_the_system(error)
         if told is error:
             raise
-        errors.print(f"[red]error:[/] {_escape(str(told))}", soft_wrap=True)
+        errors.complain(str(told))
         sys.exit(2)
     except BaseException as error:
         code = getattr(error, "exit_code", None)  # train.Stopped: saved and stopped by a signal
@@ -619,9 +632,3 @@ def _require_current_folder() -> None:
         os.getcwd()
     except OSError as error:
         raise UserError(f"the current folder is gone ({error.strerror}): change to one that is there") from error
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

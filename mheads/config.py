@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from mheads import plain
+from mheads import models, plain
 from mheads.errors import UserError
 from mheads.hints import meaning
 from mheads.losses import LOSSES, MEMBER_LOSSES, of, options
@@ -253,7 +253,9 @@ MAX_ROWS = 10_000_000  # of a step
 class Config(_Section):
     """One experiment."""
 
-    model: str = _option("digits", "a network's name, or package.module:factory of your own")
+    model: Annotated[str, AfterValidator(models.checked)] = _option(
+        "digits", "a network's name, or package.module:factory of your own"
+    )
     model_args: dict[str, Any] = _option({}, "arguments of the network's factory")
     members: int = _option(4, "how many members", ge=1, le=10_000)
     split: Annotated[str | int | list[Any] | dict[str, Any] | None, BeforeValidator(_no_truth_value)] = _option(
@@ -550,26 +552,17 @@ def keys_of(given: str) -> list[str]:
     """The keys that `key=value` sets: those in it if it is a section, loss.name for loss=mcl."""
     key, _, text = given.partition("=")
     try:
-        value = plain.from_yaml(text)
+        return keys_in(key, plain.from_yaml(text))
     except ValueError:  # told by whoever loads it
         return [key]
-    if key not in SECTIONS:
+
+
+def keys_in(key: str, value: Any) -> list[str]:
+    """The keys that this value of a key sets."""
+    inner = _named(value) if key in SECTIONS else value
+    if key not in SECTIONS or not isinstance(inner, dict):
         return [key]
-    inner = _named(value)
-    return [f"{key}.{name}" for name in inner] if isinstance(inner, dict) else [key]
-
-
-def refuse_idle(config: Config, overrides: Sequence[str]) -> None:
-    """Refuses options that were given for another loss than the one that will train, and would do nothing."""
-    known = options.keys(LOSSES)
-    for key in (key for given in overrides for key in keys_of(given)):
-        section, _, name = key.partition(".")
-        if section == "loss" and name in known and name not in config.loss.options:
-            owners = known[name][1]
-            raise UserError(
-                f"{key} is an option of {', '.join(owners)}, and the loss is {config.loss.name}: give "
-                f"loss={owners[0]} too, or leave it out"
-            )
+    return [one for name, part in inner.items() for one in keys_in(f"{key}.{name}", part)]
 
 
 def _number(text: str) -> Any:

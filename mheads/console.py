@@ -6,10 +6,14 @@ import errno
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 
 import rich.console
 from rich.console import ConsoleDimensions
 from rich.segment import Segment
+from rich.text import Text
+
+from mheads.signals import output_closed
 
 # Control characters but for newlines and tabs, marks that turn the direction of text, and halves of surrogate pairs,
 # which is how Python shows the bytes of a path that is not UTF-8.
@@ -24,10 +28,17 @@ def clean(text: str) -> str:
 
 
 class Console(rich.console.Console):
-    """Rich's console with all printed text cleaned: only rich's own styles and movements reach the terminal."""
+    """Rich's console with all printed text cleaned: only rich's own styles and movements reach the terminal.
+
+    Text is shown as it is: `[red]` and `:boom:` in a name are no markup. Our own styles are in rich's `Text`.
+    """
 
     def __init__(self, *, stderr: bool = False) -> None:
-        super().__init__(stderr=stderr, highlight=False)
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def complain(self, message: str, what: str = "error:", who: str = "") -> None:
+        """Prints what went wrong, in red what that is, and who says it."""
+        self.print(Text.assemble((who, "bold"), " " if who else "", (what, "red"), f" {message}"), soft_wrap=True)
 
     @property  # type: ignore[misc]  # its width may be set, the whole is not
     def size(self) -> ConsoleDimensions:
@@ -44,6 +55,16 @@ class Console(rich.console.Console):
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
+
+    def on_broken_pipe(self) -> None:
+        """Writes no more to a pipe whose other end is closed, as `| head -1` does; for want of stderr nothing ends."""
+        self.quiet = True
+        with suppress(OSError, ValueError):  # it may be no file of the system
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.file.fileno())  # what Python still holds goes there in the end
+            os.close(nowhere)
+        if not self.stderr:
+            output_closed()
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from mheads import config as configs
 from mheads.data import load
@@ -41,7 +41,7 @@ def run_demo(folder: Path, console: Console) -> None:
         config = configs.load("digits", overrides)
         run = RunFolder(folder / title.replace(",", "").replace("=", "").replace(" ", "-").lower())
         console.print(
-            f"[bold]{title}[/]  mheads train digits {' '.join(overrides)} -f {escape(str(run.path))}", soft_wrap=True
+            Text.assemble((title, "bold"), f"  mheads train digits {' '.join(overrides)} -f {run.path}"), soft_wrap=True
         )
         results[title] = train_config(config, run, Terminal(console))
         records.append(Record.read(run.path, title))
@@ -52,5 +52,5 @@ def run_demo(folder: Path, console: Console) -> None:
     console.print(ABOUT)
     page = folder / "report.html"
     write_atomically(page, page_of_all(records, Silent(), title="Four ways to use four networks", about=ABOUT).html())
-    console.print(f"Who owns which digit: {escape(str(picture))}", soft_wrap=True)
-    console.print(f"All of it, to open in a browser: {escape(str(page))}", soft_wrap=True)
+    console.print(f"Who owns which digit: {picture}", soft_wrap=True)
+    console.print(f"All of it, to open in a browser: {page}", soft_wrap=True)

@@ -287,7 +287,7 @@ def cluster_classes(config: Config) -> dict[str, Any]:
             "probabilities to mheads.data.confusable, and the groups that it returns to sampling.groups"
         )
     same = (there.model, there.model_args) == (config.model, config.model_args)  # which the user has named
-    if there.model not in models.OURS and not same:
+    if not models.is_ours(there.model, there.model_args) and not same:
         theirs, ours = (
             f"{one.model} with model_args = {one.model_args!r}" if there.model == config.model else one.model
             for one in (there, config)

@@ -15,7 +15,6 @@ from itertools import islice, pairwise
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from mheads import values
@@ -23,6 +22,7 @@ from mheads.chain import Chain, Freezable, Layer, Row, calls_its_children, is_se
 from mheads.dropout import FUNCTIONS, is_dropout, replace_dropout
 from mheads.errors import UserError
 from mheads.modules import children, has_fixed_statistics
+from mheads.nodes import At, is_row_count, is_size, rebuild, refer, resolve, rewrite, sink, tabulate
 from mheads.trace import TRAINING, CannotFollowError, Traced, trace
 from mheads.values import Value
 
@@ -119,6 +119,15 @@ class GraphChain:
     def __post_init__(self) -> None:
         self._codes: dict[tuple[int, int], Code] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphChain:
+        return self  # it never changes, and stages take copies of its constants
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows, at = tabulate(self.pieces[0].given.graph)
+        pieces = [([at[node] for node in p.nodes], at[p.given], refer(p.gives, at)) for p in self.pieces]
+        others = {**vars(self), "row_counts": None, "pieces": None}
+        return _rebuilt, (rows, pieces, [at[node] for node in self.row_counts], others)
+
     @staticmethod
     def of(network: nn.Module, traced: Traced) -> GraphChain:
         return _Cutting(network, traced).chain()
@@ -211,6 +220,20 @@ class GraphChain:
         return Code(code.src, code.globals)
 
 
+def _rebuilt(
+    rows: list[tuple[Any, ...]], pieces: list[tuple[list[At], At, Any]], row_counts: list[At], others: dict[str, Any]
+) -> GraphChain:
+    nodes = rebuild(rows)
+    chain = GraphChain.__new__(GraphChain)
+    vars(chain).update(others)
+    chain.pieces = [
+        Piece([nodes[at.row] for at in inside], nodes[given.row], resolve(gives, nodes))
+        for inside, given, gives in pieces
+    ]
+    chain.row_counts = frozenset(nodes[at.row] for at in row_counts)
+    return chain
+
+
 class _Uses:
     """Which nodes use which weights: where one is used twice, nothing between can be cut.
 
@@ -243,15 +266,15 @@ class _Cutting:
 
     def __init__(self, network: nn.Module, traced: Traced) -> None:
         self.network, self.traced, graph = network, traced, traced.graph
-        _rewrite(graph)
-        self.row_counts = frozenset(node for node in graph.nodes if _is_row_count(node))
-        _sink(graph, self.row_counts)
+        rewrite(graph)
+        self.row_counts = frozenset(node for node in graph.nodes if is_row_count(node))
+        sink(graph, self.row_counts)
         placeholder, *_, output = graph.nodes
         self.given, self.gives = placeholder, output.args[0]
         # The number of rows of the input is known everywhere: asking for it is no use of the input.
         of_input = {node for node in self.row_counts if node.all_input_nodes == [placeholder]}
         of_input |= {n for n in self.row_counts - of_input if n.all_input_nodes[0].all_input_nodes == [placeholder]}
-        sizes = {node for node in placeholder.users if _is_size(node) and of_input.issuperset(node.users)}
+        sizes = {node for node in placeholder.users if is_size(node) and of_input.issuperset(node.users)}
         known, kinds = of_input | sizes, ("placeholder", "get_attr", "output")
         self.nodes = [node for node in graph.nodes if node.op not in kinds and node not in known]
         self.uses = _Uses(network, self.nodes)
@@ -354,58 +377,13 @@ class _Cutting:
             return f"the {'input' if node.op == 'placeholder' else 'output'}"
         if node.op == "call_module":
             return repr(str(node.target))
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_size(node.args[0]):
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node) and is_size(node.args[0]):
             return f"size {node.args[1]} of {self._label(node.args[0].args[0])}"  # type: ignore[arg-type]
         name = getattr(node.target, "__name__", str(node.target))
         if node.meta["inside"]:
             return f"{name} in {node.meta['inside']!r}"
         before = [path for path, end in self.traced.ends if self.at[end] <= self.at[node]]
         return f"{name} after {before[-1]!r}" if before else name
-
-
-def _rewrite(graph: fx.Graph) -> None:
-    """Functions that need another form here."""
-    for node in graph.nodes:
-        if node.op == "call_method" and node.target == "view":
-            # Images are channels-last here, which a view of other sizes does not take.
-            if not any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
-                node.target = "reshape"
-        elif node.op == "call_function" and node.target in FUNCTIONS:
-            node.target = FUNCTIONS[node.target]
-    sizes = [node for node in graph.nodes if _is_size(node)]
-    for size in sizes:  # parts of a size are taken at once: the size itself then goes no further
-        for user in list(size.users):
-            if user.target is operator.getitem:
-                size.append(user)
-
-
-def _is_size(node: fx.Node) -> bool:
-    if node.op == "call_method" and node.target == "size":
-        return len(node.args) == 1 and not node.kwargs
-    return node.op == "call_function" and node.target is getattr and node.args[1:] == ("shape",)
-
-
-def _is_row_count(node: fx.Node) -> bool:
-    """Whether a node gives the number of rows of a value. Examples come first wherever a network can be cut."""
-    if node.op == "call_method" and node.target == "size":
-        return node.args[1:] == (0,)
-    if node.op == "call_function" and node.target is operator.getitem:
-        return isinstance(node.args[0], fx.Node) and _is_size(node.args[0]) and node.args[1:] == (0,)
-    return False
-
-
-def _sink(graph: fx.Graph, row_counts: frozenset[fx.Node]) -> None:
-    """Moves what is computed from weights alone to where it is used."""
-    fixed = set(row_counts)
-    moved = []
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            fixed.add(node)
-        elif node.users and node.all_input_nodes and fixed.issuperset(node.all_input_nodes) and node not in fixed:
-            fixed.add(node)
-            moved.append(node)
-    for node in reversed(moved):
-        next(n for n in graph.nodes if n in node.users).prepend(node)
 
 
 def _attributes(node: fx.Node) -> list[str]:

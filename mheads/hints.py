@@ -2,6 +2,7 @@
 
 EPOCHS = "optim.iterations, where iterations = epochs x examples / optim.batch_size"
 RATES = "optim.schedule.name: constant, step, multistep, cosine, plateau, exp, inv, poly or sigmoid"
+BY_HAND = "log.evaluate_every, to see how training goes: nothing else stops it, but Ctrl-C saves"
 
 MEANINGS = {
     "epochs": EPOCHS,
@@ -65,6 +66,34 @@ MEANINGS = {
     "bagging": "sampling.name=bagging",
     "criterion": "loss.name",
     "objective": "loss.name",
+    "sample_weight": "sampling=file, with sampling.path: how much each member learns from each example",
+    "class_weight": "sampling=file, with sampling.path: how much each member learns from each example",
+    "n_jobs": "engine.workers",
+    "gradient_clip_val": "optim.clip",
+    "max_grad_norm": "optim.clip",
+    "clipnorm": "optim.clip",
+    "learning_rate_init": "optim.lr",
+    "eta": "optim.lr",
+    "alpha": "optim.weight_decay",
+    "betas": "optim.momentum and optim.momentum2, of optim.name=adam",
+    "eps": "optim.delta, of optim.name=adam",
+    "warmup_epochs": "optim.schedule.warmup, in iterations",
+    "validation_split": "data.validation, a number of examples",
+    "validation_fraction": "data.validation, a number of examples",
+    "val_split": "data.validation, a number of examples",
+    "preprocess": "data.normalize and data.scale",
+    "preprocessing": "data.normalize and data.scale",
+    "augment": "data.pad and data.mirror",
+    "transform": "data.pad and data.mirror",
+    "bootstrap": "sampling.name=bagging",
+    "early_stopping": BY_HAND,
+    "patience": BY_HAND,
+    "callbacks": BY_HAND,
+    "metrics": "log.evaluate_every: all that the problem has is measured",
+    "transforms": "data.pad and data.mirror",
+    "shuffle": "seed: examples are always drawn anew for each batch, by it",
+    "accelerator": "device",
+    "output_dir": "the option --folder",
     "label_smoothing": "loss.of={name: cross_entropy, smoothing: 0.1}",
     "task": "data.problem",
     "random_state": "seed",

@@ -38,6 +38,7 @@ from torch.nn.parameter import is_lazy
 Code = dict[str, dict[str, Any]]
 _PARSER = threading.Lock()  # Python 3.11 counts the depth of its parser for all threads together
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+_ARGUMENTS = "arguments of "  # of a partial
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -78,7 +79,7 @@ def code(*roots: Any) -> Code:
         seen.append(thing)
         if isinstance(thing, functools.partial):
             held = {str(i): value for i, value in enumerate(thing.args)} | thing.keywords
-            add(f"arguments of {_name(thing.func)}", {"values": _values(held, mutable=True)})
+            add(f"{_ARGUMENTS}{_name(thing.func)}", {"values": _values(held, mutable=True)})
             for inner in (thing.func, *held.values()):
                 walk(inner)
         elif isinstance(thing, types.MethodType):
@@ -116,6 +117,11 @@ def code(*roots: Any) -> Code:
     for root in roots:
         walk(root)
     return found
+
+
+def of_partial(found: Code) -> bool:
+    """Whether what was described is a partial, and not a function that uses one."""
+    return next(iter(found), "").startswith(_ARGUMENTS)
 
 
 def modules(*roots: Any) -> dict[str, str]:

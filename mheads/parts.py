@@ -29,7 +29,9 @@ from mheads.scores import with_scores
 from mheads.treenet import TreeNet
 
 
-def factory(config: Config) -> Callable[[], nn.Module]:
+def factory(config: Config, as_partial: bool = False) -> Callable[[], nn.Module]:
+    """What makes the network of a config. With `as_partial` its identity is that of a partial of its arguments, which
+    `fit` was given."""
     function = models.resolve(config.model)
     try:
         inspect.signature(function).bind(**config.model_args)
@@ -51,7 +53,9 @@ def factory(config: Config) -> Callable[[], nn.Module]:
         return network
 
     make.__name__ = config.model
-    make.__wrapped__ = function  # type: ignore[attr-defined]  # identity.py describes it
+    # identity.py describes what is wrapped; of a run from a config, its config describes the arguments
+    make.__wrapped__ = partial(function, **config.model_args) if as_partial else function  # type: ignore[attr-defined]
+    make.in_config = config.model, config.model_args  # type: ignore[attr-defined]
     return with_scores(make) if config.loss.name == "scored" else make
 
 
@@ -92,7 +96,7 @@ def net_of_run(
                 "give its factory, mheads.load(run, factory). For the command line, put the network into a file of its "
                 "own, such as my_nets.py, import it from there, and train again"
             )
-        if config.model not in models.OURS:
+        if not models.is_ours(config.model, config.model_args):
             where = folder.read_identity().get("place")
             if not trust:
                 raise UserError(
@@ -101,7 +105,7 @@ def net_of_run(
                     "(trust=True in Python), or the factory itself: mheads.load(run, factory)"
                 )
             _look_in(where, config.model)
-        network_factory = factory(config)
+        network_factory = factory(config, as_partial=identity.of_partial(folder.read_identity()["network"]["code"]))
     elif config.loss.name == "scored":
         network_factory = with_scores(network_factory)
     there = folder.read_identity()

@@ -6,6 +6,7 @@ Mistakes raise ValueError with a message that goes after the name of the file.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -132,6 +133,15 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [as_plain(part) for part in value]
     return value.item() if isinstance(value, np.number | np.bool_) else value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether YAML can hold the value, and gives it back as it was."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and is_plain(part) for key, part in value.items())
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def short(value: Any) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -16,10 +14,11 @@ from rich.console import Group
 from torch import Tensor
 
 from mheads import api
+from mheads.answer_files import Answers, write_csv, write_npz
 from mheads.data.arrays import Unlabelled
 from mheads.data.catalog import DATASETS
 from mheads.data.folder import in_threads
-from mheads.data.images import SUFFIXES
+from mheads.data.images import SUFFIXES, UnreadableError
 from mheads.data.split import Beside
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
@@ -27,24 +26,30 @@ from mheads.files import hidden_name, remove, write_atomically
 from mheads.measuring import answers, in_eval_mode
 from mheads.parts import threads_engine
 from mheads.prepared import beside, check, raw_examples
-from mheads.problems import Classification, MultiLabel
+from mheads.problems import Classification
 from mheads.progress import Watcher, telling
 from mheads.run import Run
 from mheads.terminal.answers import answers as shown
 from mheads.terminal.answers import answers_to_image
 
 FEW = 10  # images that get a table each
+WARNED = 10  # images that cannot be read, one by one
 SHOWN = 100  # lines of a table; the rest is for a file
 WRITTEN = (".csv", ".npz")
 
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Images in files, as a split: they are decoded batch by batch, in threads, when they are read."""
+    """Images in files, as a split: they are decoded batch by batch, in threads, when they are read.
+
+    One that was `found` in a folder and cannot be read does not stop the others: it is noted in `unread`, by its row.
+    """
 
     run: Run
     files: Sequence[Path]
     stretch: bool
+    found: frozenset[Path] = frozenset()
+    unread: dict[int, str] = field(default_factory=dict)
 
     @property
     def targets(self) -> np.ndarray:
@@ -59,15 +64,27 @@ class ImageFiles:
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> Tensor:
         channels, height, width = self.shape
-        out = np.empty((len(rows), height, width, channels), np.uint8)
+        out = np.zeros((len(rows), height, width, channels), np.uint8)
 
         def decode(i: int) -> None:
-            out[i] = read_image(self.files[rows[i]], self.run, self.stretch).transpose(1, 2, 0)
+            file = self.files[rows[i]]
+            try:
+                out[i] = read_image(file, self.run, self.stretch).transpose(1, 2, 0)
+            except UnreadableError as error:
+                if file not in self.found:
+                    raise
+                self.unread[int(rows[i])] = str(error)
 
         in_threads(decode, len(rows))
-        if rows[0] == 0:  # the first batch stands for all
-            check(torch.from_numpy(out), self.run.data, "the images")
+        if rows[0] == 0 and len(
+            good := out[[row not in self.unread for row in rows]]
+        ):  # the first batch stands for all
+            check(torch.from_numpy(good), self.run.data, "the images")
         return torch.from_numpy(out)
+
+    @property
+    def readable(self) -> list[Path]:
+        return [file for row, file in enumerate(self.files) if row not in self.unread]
 
     def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
         return Beside(torch.zeros(len(rows)))
@@ -83,6 +100,11 @@ class Asked:
     file: Path | None  # of rows
     examples: Unlabelled | ImageFiles
 
+    @property
+    def unread(self) -> dict[int, str]:
+        """By row, why an image could not be read; known when it was tried."""
+        return self.examples.unread if isinstance(self.examples, ImageFiles) else {}
+
     def name(self, i: int) -> tuple[str, str]:
         """File and row of an example; an image has no row."""
         if isinstance(self.examples, ImageFiles):
@@ -97,8 +119,12 @@ def predict_files(
     watch: Watcher,
     trust: bool = False,
     output: Path | None = None,
+    left_out: list[str] | None = None,
 ) -> Iterator[Group]:
-    """Tables of what every member and the ensemble answer; with `output` none, but the answers in that file."""
+    """Tables of what every member and the ensemble answer; with `output` none, but the answers in that file.
+
+    Images in folders that cannot be read are warned of and added to `left_out`.
+    """
     if output is not None and output.suffix.lower() not in WRITTEN:
         raise UserError(f"{output}: answers are written to .csv, and outputs to .npz; give one of these")
     if output is not None and not output.parent.is_dir():
@@ -112,25 +138,38 @@ def predict_files(
         asked = _asked(run, files, resize)
         if output is not None:
             _write(run, asked, output, watch)
-            count = sum(len(part.examples) for part in asked)
+            count = sum(len(part.examples) - len(part.unread) for part in asked)
+            _warn_of_unread(asked, watch, left_out)
             watch.say(f"{output}: {count:,} example{'s' if count > 1 else ''}")
             return
         found_for = []
         for part in asked:
             _, found, weights = zip(*_answers(run, [part], watch), strict=True)
             found_for.append((part, torch.cat(found, 1), None if weights[0] is None else torch.cat(weights, 1)))
+        _warn_of_unread(asked, watch, left_out)
     for part, whole, counted in found_for:
         yield from _tables(run, part, whole.double(), counted, watch)
+
+
+def _warn_of_unread(asked: Sequence[Asked], watch: Watcher, left_out: list[str] | None) -> None:
+    why = [said for part in asked for _, said in sorted(part.unread.items())]
+    for said in why[:WARNED]:
+        watch.warn(f"left out: {said}")
+    if len(why) > WARNED:
+        watch.warn(f"left out: {len(why) - WARNED:,} more")
+    if left_out is not None:
+        left_out += why
 
 
 def _asked(run: Run, files: Sequence[Path], resize: bool) -> list[Asked]:
     """What there is to ask, in the order of the files; images that follow one another go together."""
     asked: list[Asked] = []
     images: list[Path] = []
+    in_folders: set[Path] = set()
 
     def flush() -> None:
         if images:
-            asked.append(Asked(None, ImageFiles(run, tuple(images), resize)))
+            asked.append(Asked(None, ImageFiles(run, tuple(images), resize, frozenset(in_folders - set(files)))))
             images.clear()
 
     for file in files:
@@ -144,6 +183,7 @@ def _asked(run: Run, files: Sequence[Path], resize: bool) -> list[Asked]:
         for image in found:
             _refuse_no_image(image, run)
         images += found
+        in_folders |= set(found) if file.is_dir() else set()
     flush()
     return asked
 
@@ -155,25 +195,28 @@ def _images_in(folder: Path) -> list[Path]:
     return found
 
 
-Answers = tuple[list[tuple[str, str]], Tensor, Tensor | None]
-
-
 def _answers(run: Run, asked: Sequence[Asked], watch: Watcher) -> Iterator[Answers]:
-    """Names, answers [M, b, ...] and, if members have scores, weights [M, b] of a batch after the other."""
+    """Names, answers [M, b, ...] and, if members have scores, weights [M, b] of a batch after the other.
+
+    Images that could not be read are left out; if none could be, that is an error.
+    """
     with closing(threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
         for part in asked:
             start = 0
             for found, weights, _ in answers(engine, part.examples, run.data.inputs, run.data.problem, watch):
                 count = found.shape[1]
-                names = [part.name(i) for i in range(start, start + count)]
-                yield names, found.cpu(), None if weights is None else weights.cpu()
+                kept = [i for i in range(count) if start + i not in part.unread]
+                names = [part.name(start + i) for i in kept]
+                yield names, found.cpu()[:, kept], None if weights is None else weights.cpu()[:, kept]
                 start += count
+            if part.unread and len(part.unread) == len(part.examples):
+                raise UserError(f"none of {len(part.unread):,} images can be read: {next(iter(part.unread.values()))}")
 
 
 def _write(run: Run, asked: Sequence[Asked], path: Path, watch: Watcher) -> None:
     def write(file: IO[bytes]) -> None:
         batches = _answers(run, asked, watch)
-        _write_csv(run, batches, file) if path.suffix.lower() == ".csv" else _write_npz(run, batches, file)
+        write_csv(run, batches, file) if path.suffix.lower() == ".csv" else write_npz(run, batches, file)
 
     try:
         write_atomically(path, write)
@@ -181,74 +224,10 @@ def _write(run: Run, asked: Sequence[Asked], path: Path, watch: Watcher) -> None
         remove(hidden_name(path))  # an example that cannot be read leaves no half of a file
 
 
-def _write_csv(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
-    """A line for each example, written as they come: memory does not grow with their number."""
-    problem = run.data.problem
-    text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
-    writer = csv.writer(text)
-    for number, (names, found, weights) in enumerate(batches):
-        found = found.double()
-        if found.dim() != 3:
-            raise UserError(
-                f"a row of a .csv has no room for outputs of shape {tuple(found.shape[2:])} per example: write an .npz"
-            )
-        mean = problem.mean(found)
-        together = [mean] if weights is None else [mean, problem.mean(found, weights)]
-        members = [f"member_{m}" for m in range(len(found))]
-        if isinstance(problem, Classification):
-            votes, best = found.argmax(-1), [p.max(-1) for p in together]
-            scored = [] if weights is None else ["scored_answer", "scored_probability"]
-            columns = ["answer", "probability", *scored, "agreement", *members]
-            agreement = (votes == best[0].indices).double().mean(0)
-            lines = [
-                [text for b in best for text in (problem.classes[b.indices[i]], f"{b.values[i]:.6g}")]
-                + [f"{agreement[i]:.6g}"]
-                + [problem.classes[vote] for vote in votes[:, i]]
-                for i in range(len(names))
-            ]
-        else:
-            labels = problem.classes if isinstance(problem, MultiLabel) else range(found.shape[2])
-            several, who = len(labels) > 1, ["mean", "scored"][: len(together)] + members
-            columns = [f"{one}_{label}" if several else one for one in who for label in labels]
-            said = found.sigmoid() if isinstance(problem, MultiLabel) else found  # probabilities, as their mean is
-            numbers = torch.cat([torch.stack(together), said]).permute(1, 0, 2).flatten(1)  # [b, answers x D]
-            lines = [[f"{x:.9g}" for x in row] for row in numbers]
-        if number == 0:
-            writer.writerow(["file", "row", *columns])
-        writer.writerows([*name, *line] for name, line in zip(names, lines, strict=True))
-    text.detach()
-
-
-def _write_npz(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
-    """outputs [M, N, ...], names [N]; of classes and labels also probabilities [N, C] of the ensemble, and their names.
-
-    Members with scores add weights [M, N], and of classes and labels scored_probabilities [N, C].
-    """
-    names: list[str] = []
-    parts: list[Tensor] = []
-    counted: list[Tensor] = []
-    for found_names, found, weights in batches:
-        names += [f"{name}:{row}" if row else name for name, row in found_names]
-        parts.append(found)
-        counted += [] if weights is None else [weights]
-    outputs = torch.cat(parts, 1)
-    arrays = {"outputs": outputs.numpy(), "names": np.array(names)}
-    problem = run.data.problem
-    if counted:
-        arrays["weights"] = torch.cat(counted, 1).numpy()
-    if isinstance(problem, Classification | MultiLabel):
-        means = torch.cat([problem.mean(part.double()) for part in parts])
-        arrays |= {"probabilities": means.numpy(), "classes": np.array(problem.classes)}
-        if counted:
-            scored = [problem.mean(part.double(), weights) for part, weights in zip(parts, counted, strict=True)]
-            arrays["scored_probabilities"] = torch.cat(scored).numpy()
-    np.savez(file, **arrays)  # type: ignore[arg-type]
-
-
 def _tables(run: Run, part: Asked, found: Tensor, weights: Tensor | None, watch: Watcher) -> Iterator[Group]:
     """Of answers [M, N, ...] and weights [M, N]: a table for each of a few images, else one with a line for each."""
     problem, count = run.data.problem, found.shape[1]
-    images = part.examples.files if isinstance(part.examples, ImageFiles) else None
+    images = part.examples.readable if isinstance(part.examples, ImageFiles) else None
     if images is not None and count <= FEW:
         for i, image in enumerate(images):
             outputs, count_of = found[:, i : i + 1], None if weights is None else weights[:, i : i + 1]

@@ -84,11 +84,11 @@ class Terminal:
         self.label = label
         self._folder = folder
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24 if console.width >= 110 else 6),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[info]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            TextColumn("{task.fields[info]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=console,
             transient=True,
             refresh_per_second=4,
@@ -271,7 +271,7 @@ def fetching(console: Console, name: str) -> Iterator[Callable[[str, int, int], 
     """A bar for a download: called with what is under way, how much is done, and of how much (0: unknown)."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), DownloadColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(name, total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)

@@ -90,6 +90,7 @@ class RunFolder:
     """The files of a run."""
 
     def __init__(self, path: Path) -> None:
+        path = Path(os.path.expanduser(path))
         if str(path).encode("utf-8", "replace") != os.fsencode(path):  # safetensors opens no such file
             raise UserError(f"the run folder {path}: its name is not UTF-8; give another --folder")
         self.path = path
@@ -228,6 +229,8 @@ class RunFolder:
         alike = ["init"] * (what["start"] is not None and there.get("start") == what["start"])
         if what["sampling"] and identity.same_sampling(there, what):
             alike += ["sampling.generalist", "sampling.path", "teacher.answers"]
+        if before.model.startswith("__main__:<"):  # no name at all, as built-in networks with arguments had once:
+            alike += ["model", "model_args"]  # the identity below tells them apart
         lines = [
             _difference(k, old[k], new[k])
             for k in configs.differing(before, config)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+_told: list[Callable[[int], None]] = []  # whom signals call now, the innermost last
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the terminal is gone
 
 
@@ -33,10 +34,19 @@ def handling(tell: Callable[[int], None], numbers: Sequence[int] = STOP, once: b
 
     ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []  # under nohup
     before = {number: signal.signal(number, handle) for number in numbers if number not in ignored}
+    _told.append(tell)
     try:
         yield
     finally:
+        _told.remove(tell)
         restore()
+
+
+def output_closed() -> None:
+    """Nobody reads what is printed: as at a hang-up, whoever saves what there is does so, and anybody else ends."""
+    if not _told:
+        raise SystemExit(128 + signal.SIGPIPE)
+    _told[-1](signal.SIGPIPE)
 
 
 def _leave_terminal() -> None:

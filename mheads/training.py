@@ -30,8 +30,8 @@ def train_recipe(
         solver, overrides = Path(given[0]), [override for override in overrides if override not in given]
     with session(errors, configs.timeout(recipe, overrides)) as world:
         config, notes = _config(recipe, overrides, solver)
-        configs.refuse_idle(config, overrides)
         # After the config, whose mistakes are told at once: torch takes a second.
+        from mheads.idle import refuse_idle
         from mheads.progress import Silent, Terminal
         from mheads.run_folder import RunFolder
         from mheads.terminal.tables import result_table
@@ -40,6 +40,8 @@ def train_recipe(
         folder = RunFolder(run.expanduser() if run else Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
         if force and folder.path.exists():
             folder = folder.beside()
+        if not folder.exists():  # a run that an older version began with such options goes on
+            refuse_idle(config, overrides)
         watch = Terminal(console, bar=not quiet, folder=True) if world.lead else Silent()
         for note in notes:
             watch.say(note)

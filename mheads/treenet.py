@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mheads import identity, seeds, values
+from mheads import identity, models, seeds, values
 from mheads import probe as probing
 from mheads.chain import Freezable, Layer
 from mheads.device import refuse_beyond_memory
@@ -68,11 +68,7 @@ class TreeNet(nn.Module):
         self._factory = _Factory(network_factory)
         first = self._draw(0)
         self.network_name = getattr(network_factory, "__name__", type(first).__name__)
-        # A lambda, a local function or a built network can only be named, not imported again: mheads.load asks for it.
-        named = inspect.unwrap(network_factory)
-        qualified = getattr(named, "__qualname__", f"<{self.network_name}>")
-        module = getattr(named, "__module__", "__main__") if "<" not in qualified else "__main__"
-        self.network_path = f"{module}:{qualified}"
+        self.network_path, self.network_args = models.named(network_factory) or (self._path(network_factory), {})
         self.chain = chain_of(first, split_names(spec))
         self.layers = self.chain.layers
         if isinstance(as_plain(split), int) and str(split) in (layer.name for layer in self.layers):
@@ -112,6 +108,14 @@ class TreeNet(nn.Module):
         _out_of_place(self)
         for parameter in self.parameters():
             parameter.data = canonical(parameter.data)
+
+    def _path(self, network_factory: Callable[[], nn.Module] | nn.Module) -> str:
+        """Where the factory is found. A lambda, a local function or a built network can only be named, not imported
+        again: mheads.load asks for it."""
+        named = inspect.unwrap(network_factory)
+        qualified = getattr(named, "__qualname__", f"<{self.network_name}>")
+        module = getattr(named, "__module__", "__main__") if "<" not in qualified else "__main__"
+        return f"{module}:{qualified}"
 
     def _refuse_common_statistics(self) -> None:
         """Running statistics of one network in two stages would be updated by one branch and not by the others."""

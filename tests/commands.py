@@ -4,6 +4,7 @@ import json
 import multiprocessing.forkserver
 import os
 import resource
+import signal
 import sys
 import tempfile
 import uuid
@@ -111,6 +112,9 @@ def ranks(size, *args, **options):
 
 def _command(args, streams, stop, max_file_bytes, env, before):
     os.environ |= env
+    # Whoever started the tests may ignore these, as nohup and a shell's `&` do, and all their processes would too.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for path, number in zip(streams, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY), number)
     os.environ["COLUMNS"] = "200"

@@ -11,6 +11,8 @@ hypothesis.settings.load_profile("mheads")
 # Torch's threads that wait for work sleep instead of spinning, which would take the core from an engine's worker. (Read
 # when torch is first imported, here and in every process that a test starts; no number of threads changes.)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Ranks that are lost on purpose leave no pages of addresses; commands see to that themselves (test_launch.py).
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)  # which it has set: tables are as wide as each test says
 

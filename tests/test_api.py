@@ -1,5 +1,7 @@
 """mheads from Python: fit, evaluate, load, and the example."""
 
+import inspect
+import re
 import runpy
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import mheads
+from mheads import UserError, config, data, keywords
 
 X, Y = load_digits(return_X_y=True)
 X = X.reshape(-1, 1, 8, 8).astype(np.float32) / 16
@@ -143,6 +146,56 @@ def fit_plain(*args, **options):
     return mheads.fit(mheads.TreeNet(networks.Plain, 2), *args, **{"train": TRAIN, "test": TEST, **options})
 
 
+HINTS = {  # what users of other libraries try, and what it is here
+    "sample_weight": "weights", "class_weight": "weights", "random_state": "seed", "n_jobs": "workers",
+    "max_iter": "iterations", "learning_rate_init": "lr", "alpha": "weight_decay", "verbose": "show",
+    "warm_start": "init", "validation_fraction": "validation", "X": "train=", "y": "train=", "eval_set": "test=",
+    "early_stopping": "evaluate_every", "bootstrap": "sampling='bagging'",
+    "n_estimators": r"TreeNet\(factory, members",  # scikit-learn, above
+    "validation_data": "test=", "validation_split": "validation", "steps_per_epoch": "iterations", "clipnorm": "clip",
+    "callbacks": "evaluate_every", "metrics": "run.result", "shuffle": "always drawn anew", "x": "train=",  # Keras
+    "max_epochs": "epochs", "max_steps": "iterations", "gradient_clip_val": "clip", "accelerator": "device",
+    "accumulate_grad_batches": "accumulate", "log_every_n_steps": "log={'every'", "default_root_dir": "run",
+    "check_val_every_n_epoch": "log={'evaluate_every'", "val_dataloaders": "test=", "train_dataloader": "train=",
+    "datamodule": "train=", "ckpt_path": "init", "num_workers": "workers", "precision": "precision",
+    "deterministic": "same bits", "model": "TreeNet",  # Lightning
+    "val": "test=", "preprocess": "normalize", "transform": "pad and mirror", "betas": "momentum", "eps": "delta",
+    "scheduler": "schedule", "warmup_steps": "schedule={'warmup'", "learn_rate": "lr", "momentun": "momentum",
+}  # fmt: skip
+
+
+def test_keywords_of_other_libraries_are_answered_with_ours():
+    ours = [*inspect.signature(mheads.fit).parameters]
+    for word, hint in HINTS.items():
+        with pytest.raises(UserError, match=f"fit has no keyword '{word}': .*{hint}") as refused:
+            fit_plain(**{word: 1})
+        said = str(refused.value).partition(": ")[2]
+        if said.startswith("did you mean"):
+            first = re.search(r"[a-z]\w+", said.removeprefix("did you mean "))[0]
+            assert first in ours or "TreeNet" in said
+    for aliases in (*keywords.ALIASES.values(), *keywords.ABSENT):
+        assert not set(aliases.split()) & set(ours)  # no keyword of fit is refused
+    for word in ("sample_weight", "n_jobs", "early_stopping", "preprocess", "val", "gradient_clip_val"):
+        with pytest.raises(UserError, match=f"unknown key '{word}'; here it is "):
+            config.load("digits", [f"{word}=1"])
+
+
+def test_paths_from_home_are_found_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.save(tmp_path / "priors.npy", np.ones((2, len(TRAIN[0]))))
+    by_file = {"name": "file", "path": "~/priors.npy"}
+    run = fit_plain(run="~/run", iterations=2, sampling=by_file)
+    assert (tmp_path / "run" / "result.json").exists()
+    assert mheads.load("~/run", networks.Plain).result == run.result
+    weights = run.net.state_dict()
+    again = fit_plain(init="~/run", iterations=1, lr=1e-20)
+    assert again.config.init == str(tmp_path / "run")
+    for name, tensor in again.net.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name])
+    with pytest.raises(UserError, match=str(tmp_path / "cifar")):
+        data.load("cifar10", root="~/cifar")
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize(
     ("call", "message"),
@@ -166,6 +219,12 @@ def fit_plain(*args, **options):
         (lambda: fit_plain(run=5), "run=5: give the path"),
         (lambda: fit_plain(schedule=int), "schedule=<class 'int'>: give a name"),
         (lambda: fit_plain(learning_rate=1), "no keyword 'learning_rate': did you mean lr"),
+        (lambda: fit_plain(optimizer="adamw", nesterov=True), "nesterov is an option of sgd, and optimizer is adamw"),
+        (lambda: fit_plain(schedule={"name": "cosine", "every": 9}), "option of step, sigmoid, and schedule is cosine"),
+        (
+            lambda: fit_plain(sampling={"name": "bagging", "fraction": 0.5}),
+            "and sampling is bagging: give sampling=sub",
+        ),
         (lambda: fit_plain(num_epochs=1), "did you mean epochs"),
         (lambda: fit_plain(lr=-1), "fit: lr = -1"),
         (lambda: fit_plain("mlc"), "loss='mlc' is not a loss"),

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from commands import TINY, process, result
 from PIL import Image
 
 import mheads as package
+from mheads import config, idle
 from mheads.config import load, recipes
 
 QUICK = ["data.limit=150", "optim.iterations=2", "optim.batch_size=32"]
@@ -179,10 +181,49 @@ def test_a_truncated_or_altered_data_file_is_refused(refused, tmp_path, save, sp
         (["loss.k=2"], "loss.k is an option of mcl, confident, scored, and the loss is independent: give loss=mcl too"),
         (["loss=mcl", "loss.epsilon=0.3"], "loss.epsilon is an option of relaxed, and the loss is mcl"),
         (["loss={name: mcl, beta: 0.3}"], "loss.beta is an option of confident, and the loss is mcl"),
+        (["loss.scale_rate=false"], "loss.scale_rate is an option of score_averaged, prob_averaged, and the loss is"),
+        (["optim.schedule.every=5"], "optim.schedule.every is an option of step, sigmoid, and optim.schedule.name is"),
+        (["optim={schedule: {name: step, at: [5]}}"], "optim.schedule.at is an option of multistep"),
+        (["optim.name=adamw", "optim.momentum=0.9"], "optim.momentum is an option of sgd, adam, adadelta"),
+        (["sampling=bagging", "sampling.fraction=0.5"], "give sampling.name=subset too, or leave it out"),
+        (["data.resize=16"], "data.resize is an option of folder, list, and data.name is digits: give data=folder too"),
+        (["data.regions.most=16"], "data.regions.most is an option of voc"),
+        (["teacher.weight=0.5"], "teacher.weight is about a teacher's answers, and there are none"),
+        (["model=digit"], "model = 'digit': it is not known; there are digits, "),
     ],
 )
-def test_an_option_of_another_loss_is_refused(refused, given, said):
+def test_what_would_do_nothing_is_refused_by_train_and_config(refused, given, said):
     assert said in refused("train", "digits", *given)
+    assert said in refused("config", "digits", *given)
+
+
+NOBODY = ["sampling=full", "optim.name=adamw", "optim.schedule=cosine", "loss=independent", "data=digits"]
+
+
+def test_the_options_that_the_config_describes_as_somebodys_are_refused_for_others():
+    sections = {"sampling": config.Sampling, "optim": config.OptimOptions, "optim.schedule": config.ScheduleOptions}
+    for section, kind in sections.items():
+        names = get_args(kind.model_fields["name"].annotation)
+        for key, field in kind.model_fields.items():
+            before = [part.partition(":")[0] for part in str(field.description).split(";") if ":" in part]
+            owners = [word for words in before for word in words.strip().split(", ") if word in names]
+            assert idle.OPTIONS[f"{section}.name"].get(f"{section}.{key}", ()) == tuple(owners), key
+    for chooser, options in idle.OPTIONS.items():
+        for key, owners in options.items():
+            with pytest.raises(package.UserError, match=f"{key} is an option of {', '.join(owners)}"):
+                idle.refuse_idle_keys(load("digits", NOBODY), [key])
+            if chooser not in ("sampling.name", "data.name"):  # which want files
+                for name in owners:
+                    idle.refuse_idle_keys(load("digits", [*NOBODY, f"{chooser}={name}"]), [key])
+
+
+def test_an_option_that_did_nothing_does_not_keep_a_run_from_going_on(tmp_path, monkeypatch, mheads):
+    command = ["train", "digits", "optim.schedule.every=7", "data.limit=50", "optim.batch_size=10"]
+    with monkeypatch.context() as older:
+        older.setattr(idle, "OPTIONS", {})
+        assert mheads(*command, "optim.iterations=1", "--folder", tmp_path / "run").code == 0
+    done = mheads(*command, "optim.iterations=2", "--folder", tmp_path / "run")
+    assert done.code == 0 and "resuming at iteration 1 of 2" in done.out, done.err
 
 
 def test_specialists_need_classes(refused):

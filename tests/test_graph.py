@@ -211,6 +211,38 @@ def test_a_graph_can_be_copied_pickled_and_trained_by_name():
     torch.testing.assert_close(forked(x)[2], trained.eval()(x))
 
 
+class Deep(nn.Module):
+    """As long as ConvNeXt is: each layer is followed by functions, and each node of the graph holds the next."""
+
+    def __init__(self, depth=60):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + F.gelu(block(x)).permute(1, 0).permute(1, 0).reshape(x.size(0), -1) / 9
+        return x
+
+
+def test_a_deep_graph_can_be_copied_averaged_and_pickled():
+    net, x = TreeNet(Deep, members=2, split="blocks.7"), torch.randn(5, 6)
+    expected = net(x)
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    longer = TreeNet(partial(Deep, 300), members=1, split="blocks.1")  # pickle goes deeper before it gives up
+    assert torch.equal(pickle.loads(pickle.dumps(longer))(x), longer(x))
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), averaged.module):
+        assert torch.equal(other(x), expected)
+        assert torch.equal(other.member(1)(x), expected[1])  # of stages that were not made before
+        earlier = TreeNet(Deep, members=2, split="blocks.3")
+        earlier.copy_weights(other)
+        assert torch.equal(earlier(x), expected)
+        with torch.no_grad():
+            other.member(0).get_parameter("blocks.0.weight").add_(1)
+        assert torch.equal(net(x), expected) and not torch.equal(other(x), expected)
+    averaged.update_parameters(net)
+    torch.testing.assert_close(copy.deepcopy(net.member(0))(x), expected[0])
+
+
 def test_nested_layers_of_a_plain_sequence_are_cut_by_their_path():
     def factory():
         return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), nn.Linear(4, 3))

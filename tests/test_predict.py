@@ -2,6 +2,7 @@
 
 import csv
 import io
+from functools import partial
 from pathlib import Path
 
 import networks
@@ -14,7 +15,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import mheads as package
-from mheads import predictions
+from mheads import answer_files, predictions
+from mheads.models import MODELS
 from mheads.terminal.answers import answers
 
 X, Y = load_digits(return_X_y=True)
@@ -177,6 +179,56 @@ def test_a_folder_of_images_and_a_file_of_arrays_go_to_a_csv_file(mheads, pictur
         assert float(line["probability"]) == pytest.approx(mean[i, answer].item(), rel=1e-4)
         assert float(line["agreement"]) == pytest.approx((votes == answer).double().mean().item(), rel=1e-5)
         assert [line[f"member_{m}"] for m in range(3)] == [f"digit {vote}" for vote in votes]
+
+
+def test_an_image_in_a_folder_that_cannot_be_read_is_left_out(mheads, pictures, tmp_path):
+    run, _, images, _ = pictures
+    for i in range(103):  # two batches
+        Image.fromarray(images[i]).save(tmp_path / f"{i:03}.png")
+    whole = (tmp_path / "050.png").read_bytes()
+    (tmp_path / "050.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "101.png").write_text("no image")
+    rows = [i for i in range(103) if i not in (50, 101)]
+    expected = run.predict(images[rows]).numpy()
+    command = ["predict", "--trust", run.folder, tmp_path]
+    done = mheads(*command, "-o", tmp_path / "out.npz")
+    assert done.code == 1
+    assert "101 examples" in done.out
+    assert all(f"left out: {tmp_path / name} cannot be read as an image" in done.out for name in ("050.png", "101.png"))
+    with np.load(tmp_path / "out.npz") as found:
+        np.testing.assert_allclose(found["outputs"], expected, rtol=1e-4, atol=1e-5)  # of batches of another size
+        assert found["names"].tolist() == [str(tmp_path / f"{i:03}.png") for i in rows]
+    assert mheads(*command, "-o", tmp_path / "out.csv").code == 1
+    assert [Path(line["file"]).name for line in read(tmp_path / "out.csv")] == [f"{i:03}.png" for i in rows]
+    shown = mheads(*command)
+    assert shown.code == 1 and "101 images" in shown.out and "101.png " not in shown.out.replace("101.png cannot", "")
+    named = mheads(*command, tmp_path / "101.png")
+    assert named.code == 2 and "101.png cannot be read" in named.err
+    for file in tmp_path.glob("0*.png"):
+        file.unlink()
+    (tmp_path / "100.png").unlink()
+    (tmp_path / "102.png").unlink()
+    none = mheads(*command, "-o", tmp_path / "none.csv")
+    assert none.code == 2 and "none of 1 images can be read: " in none.err
+    assert not (tmp_path / "none.csv").exists()
+
+
+def test_names_that_a_spreadsheet_would_take_for_formulas_are_quoted(mheads, tmp_path, monkeypatch):
+    classes = ["=cmd()", "+1+1", "@sum", "-2", "plain"]
+    monkeypatch.chdir(tmp_path)
+    x = np.random.default_rng(0).integers(0, 255, (40, 8, 8), np.uint8)
+    net = package.TreeNet(partial(MODELS["digits"], classes=5), members=1)
+    run = package.fit(net, train=(x, np.arange(40) % 5), classes=classes, iterations=1, run="run")
+    Image.fromarray(x[0]).save("=a.png")
+    Image.fromarray(x[0]).save("b=.png")
+    assert mheads("predict", "run", "=a.png", "b=.png", "-o", "out.csv").code == 0
+    lines = read(tmp_path / "out.csv")
+    assert [line["file"] for line in lines] == ["'=a.png", "b=.png"]
+    answer = classes[run.predict(x[:1]).softmax(-1).mean(0)[0].argmax()]
+    assert lines[0]["answer"] == lines[0]["member_0"] == {"-2": "-2", "plain": "plain"}.get(answer, f"'{answer}")
+    cells = {text: answer_files._cell(text) for text in (*classes, "-0.5", "-1e-05", "+3", "-inf", "nan", "\t=x", "")}
+    assert [text for text, cell in cells.items() if cell != text] == ["=cmd()", "+1+1", "@sum", "\t=x"]
+    assert all(cell in (text, f"'{text}") for text, cell in cells.items())
 
 
 def test_outputs_of_many_images_go_to_an_npz_file(mheads, pictures, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+from contextlib import nullcontext
 
 import networks
 import numpy as np
@@ -23,6 +24,7 @@ from commands import (
 from safetensors.torch import load_file
 
 from mheads import checkpoint, config, experiment, files, load
+from mheads.console import Console
 from mheads.errors import UserError
 from mheads.progress import Silent
 from mheads.run_folder import RunFolder
@@ -126,6 +128,44 @@ def test_a_terminal_that_closes_loses_nothing(tmp_path, undisturbed, mheads):
     assert 6 <= saved <= 12
     assert mheads(*command).code == 0
     assert_same_run(run, undisturbed)
+
+
+def into_a_pipe_that_closes():
+    """Has output go to a pipe that nobody reads after the first checkpoint, as that of `| head -1`."""
+    end, out = os.pipe()
+    os.dup2(out, 1)
+    still = [end]
+
+    def watch(event, args):
+        if still and event == "open" and ".step-00000006.new/state.json" in str(args[0]):
+            os.close(still.pop())
+
+    sys.addaudithook(watch)
+
+
+def test_output_that_nobody_reads_stops_training_and_loses_nothing(tmp_path, undisturbed, mheads):
+    run = tmp_path / "run"
+    command = ["train", "digits", *TINY, "--run", run]
+    done = process(*command, before=into_a_pipe_that_closes)
+    assert done.code == 128 + signal.SIGPIPE
+    assert done.err == "stopped by SIGPIPE; saved. The same command goes on from here.\n"
+    saved = int(steps_of(run)[-1].removeprefix("step-"))
+    assert 9 <= saved <= 17  # after an evaluation, of which it could not tell
+    assert mheads(*command).code == 0
+    assert_same_run(run, undisturbed)
+
+
+def test_a_command_whose_output_nobody_reads_ends_as_others_do():
+    for stderr in (False, True):
+        end, out = os.pipe()
+        os.close(end)
+        with os.fdopen(out, "w") as file:
+            console = Console(stderr=stderr)
+            console.file = file
+            with nullcontext() if stderr else pytest.raises(SystemExit) as stopped:
+                console.print("something")
+            console.print("more")  # goes nowhere
+        assert stderr or stopped.value.code == 128 + signal.SIGPIPE
 
 
 def ignoring_hangups():

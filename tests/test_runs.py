@@ -15,13 +15,16 @@ import yaml
 from commands import TINY, Running, assert_same_run, log_lines, ownership, process, result, weights
 from PIL import Image
 from safetensors.torch import load_file
+from sklearn.datasets import load_digits
 
 import mheads as package
 from mheads import config, experiment, identity, parts
 from mheads.errors import UserError
 from mheads.manifest import Manifest
+from mheads.models import MODELS
 from mheads.progress import Silent
 from mheads.run_folder import RunFolder
+from mheads.scores import with_scores
 from mheads.train import train
 
 SMALL = ["data.limit=100", "optim.batch_size=20", "optim.iterations=8", "log.every=1", "log.checkpoint_every=2"]
@@ -77,6 +80,7 @@ STRANGE = {
     "a file to be made": {"model": "pathlib:Path.touch", "model_args": {}},
     "a module that acts when it is imported": {"model": "acts:factory", "model_args": {}},
     "a factory of torch": {"model": "torch.hub:load", "model_args": {"repo_or_dir": ".", "source": "local"}},
+    "code inside a built-in network": {"model": "fast_rcnn", "model_args": {"base": "acts:factory"}},
     "a loss": {"loss": {"name": "acts:loss"}},
 }
 
@@ -96,6 +100,7 @@ def test_a_strangers_run_folder_runs_nothing(mheads, plain, tmp_path, monkeypatc
         assert done.code == (2 if strange else 0), done.err
         if strange:
             assert STRANGE[kind]["model"] in done.err
+            assert all(str(value) in done.err for value in STRANGE[kind]["model_args"].values())
             assert "None of it was run" in done.err
             assert "--trust" in done.err
     if strange:
@@ -116,6 +121,45 @@ def test_code_that_a_run_names_is_run_where_it_is_trusted(mheads, copied):
 def test_a_built_in_network_needs_no_trust(mheads, plain):
     assert mheads("eval", plain).code == 0
     assert len(package.load(plain).result.members) == 3
+
+
+BUILT_IN = {
+    "by itself": (MODELS["digits"], {}, ()),
+    "with arguments": (partial(MODELS["mlp"], features=64, outputs=10, hidden=(8,)), {"flat": True}, ()),
+    "with arguments and scores": (partial(partial(MODELS["digits"], classes=10), channels=1), {}, ("scored",)),
+}
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+def test_a_built_in_network_from_python_needs_no_trust_and_goes_on(kind, tmp_path):
+    """Nor does a run of an older version, whose folder called it by its path, or by no name if it had arguments."""
+    make, given, loss = BUILT_IN[kind]
+    digits = load_digits()
+    x = digits.images[:60].astype(np.float32).reshape(60, *((64,) if given else (1, 8, 8)))
+    options = {"train": (x, digits.target[:60]), "test": (x, digits.target[:60]), "show": False, "batch_size": 20}
+    net = package.TreeNet(with_scores(make) if loss else make, 2)
+    run = package.fit(net, *loss, **options, iterations=3, run=tmp_path / "run")
+    loaded = package.load(tmp_path / "run")  # nor does it warn: that would be an error
+    assert torch.equal(run.predict(x), loaded.predict(x))
+    assert loaded.config.model in MODELS
+    old = tmp_path / "old"
+    for folder in (tmp_path / "run", shutil.copytree(tmp_path / "run", old)):
+        if folder == old:
+            name = "__main__:<Sequential>" if isinstance(make, partial) else "mheads.models.digits:digits"
+            edit_config(folder, model=name, model_args={})
+        again = package.TreeNet(with_scores(make) if loss else make, 2)
+        more = package.fit(again, *loss, **options, iterations=5, run=folder)
+        assert more.summary["iterations"] == 5
+    assert weights(old) == weights(tmp_path / "run")
+    longer = package.fit(package.load(tmp_path / "run").net, *loss, **options, iterations=6, run=tmp_path / "run")
+    assert longer.summary["iterations"] == 6
+
+
+def test_arguments_of_a_network_that_came_from_a_config_are_kept(tmp_path):
+    net = parts.build_net(config.load("digits", ["model_args.classes=12", "members=2"]))
+    x, y = np.zeros((20, 1, 8, 8), np.float32), np.arange(20) % 12
+    package.fit(net, train=(x, y), test=(x, y), iterations=1, batch_size=10, run=tmp_path / "run", show=False)
+    assert package.load(tmp_path / "run").predict(x).shape == (2, 20, 12)
 
 
 # Damage.

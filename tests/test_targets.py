@@ -15,7 +15,7 @@ from sklearn.metrics import average_precision_score, f1_score, jaccard_score, me
 from torch import nn
 
 import mheads
-from mheads import UserError, data, problems
+from mheads import UserError, data, evaluate, problems
 from mheads.losses import independent, mcl, score_averaged
 from mheads.metrics import Result
 from mheads.metrics import compute as compute_classes
@@ -299,6 +299,33 @@ def test_labels_of_items_are_taken_too():
     assert data.from_arrays(Items(X, SOFT), None, problem="soft_labels").problem == SoftLabels(("0", "1", "2"))
     named = data.from_arrays((X, LABELS), None, classes=["a", "b", "c", "d"])
     assert named.problem.classes == ("a", "b", "c", "d")
+
+
+FLAGS = LABELS[:, 0].astype(np.float32)
+
+
+def test_a_yes_or_no_as_floats_is_learned_as_numbers_only_with_a_warning(tmp_path, monkeypatch, mheads):
+    for flags in (FLAGS, FLAGS[:, None].astype(np.float64), torch.tensor(FLAGS).view(-1, 1)):
+        with pytest.warns(UserWarning, match="only 0 and 1.*problem='multilabel'"):
+            found = data.from_arrays((X, flags), None)
+        assert found.problem == Regression(1)  # as it was
+    with pytest.warns(UserWarning, match="data.problem=multilabel"):
+        evaluate([lambda x: x[:, :1]], (X, FLAGS))
+    monkeypatch.chdir(tmp_path)
+    np.savez("flags.npz", x_train=X, y_train=FLAGS, x_test=X, y_test=FLAGS)
+    command = ["train", "diabetes", "data={name: npz, path: flags.npz}", "optim.iterations=1", "model_args.features=3"]
+    done = mheads(*command, "--folder", "one")
+    assert done.code == 0 and "data.problem=multilabel" in done.out + done.err
+    done = mheads(*command, "--folder", "two", "data.problem=regression")
+    assert done.code == 0 and "multilabel" not in done.out + done.err
+
+
+def test_what_is_said_or_is_no_yes_or_no_gives_no_warning():  # a warning is an error here
+    assert data.from_arrays((X, FLAGS), None, problem="multilabel").problem == MultiLabel(("0",))
+    assert data.from_arrays((X, FLAGS), None, problem="regression").problem == Regression(1)
+    assert data.from_arrays((X, FLAGS), None, problem="examples").problem == Regression(3)
+    assert data.from_arrays((X, FLAGS * 2), None).problem == Regression(1)
+    assert data.from_arrays((X, FLAGS.astype(np.int64)), None).problem == Classification(("0", "1"))
 
 
 MANY = np.arange(60 * 6 * 5).reshape(60, 6, 5)

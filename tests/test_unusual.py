@@ -272,7 +272,7 @@ def the_mean_itself(outputs, y):
 
 @pytest.mark.parametrize("loss", [of_the_mean, mcl(k=1, of=the_mean_itself)])
 def test_a_loss_that_looks_at_the_whole_batch_is_refused_until_it_says_so(loss):
-    with pytest.raises(UserError, match=r"looks at the whole batch .* whole_batch ?= ?True"):
+    with pytest.raises(UserError, match=r"looks at the whole batch .*whole_batch ?= ?True"):
         mheads.fit(mheads.TreeNet(small, members=2), loss, iterations=2, **DATA)
     said = Loss("said", of_the_mean, whole_batch=True)
     assert mheads.fit(mheads.TreeNet(small, members=2), said, iterations=2, micro_batches=1, **DATA).result.members

@@ -11,7 +11,7 @@ from mheads.data.sampling import deal, order, priors, stream, weighted
 from mheads.data.seen import Seen
 from mheads.data.sources import as_source, from_arrays
 from mheads.data.split import Data, Split
-from mheads.data.targets import POSED, posed
+from mheads.data.targets import POSED, posed, warn_of_flags
 
 __all__ = [
     "DATASETS",
@@ -36,5 +36,6 @@ __all__ = [
     "read_answers",
     "read_priors",
     "stream",
+    "warn_of_flags",
     "weighted",
 ]

@@ -24,6 +24,7 @@ from mheads.data.listing import hdf5_shape, read_hdf5, read_list
 from mheads.data.npz import npz_shape, read_npz
 from mheads.data.regions import read_voc, region_shape
 from mheads.data.split import Data, Source
+from mheads.data.targets import warn_of_flags
 from mheads.errors import UserError
 from mheads.problems import Problem
 
@@ -197,7 +198,7 @@ def load(
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
     entry = DATASETS[name]
     keys = {
-        "root": None if root is None else Path(root),
+        "root": None if root is None else Path(root).expanduser(),
         "path": None if path is None else Path(path).expanduser(),
         "test_path": None if test_path is None else Path(test_path).expanduser(),
         "pad": pad,
@@ -229,6 +230,8 @@ def load(
         limit=limit,
         statistics=entry.statistics,
     )
+    if problem == "auto":
+        warn_of_flags(data.train.targets, solved)
     return data.of_itself() if problem == "examples" else data
 
 

@@ -15,6 +15,13 @@ TAIL = 65536
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
+class UnreadableError(UserError):
+    """A file that is no image, or a broken one."""
+
+    def __init__(self, path: Path, error: Exception) -> None:
+        super().__init__(f"{path} cannot be read as an image ({error}); replace it or take it out")
+
+
 def eight_bits(image: Image.Image, grey: bool) -> Image.Image:
     """The image in L or RGB; 16-bit levels are scaled to 0..255, not clipped at 255."""
     _refuse_ranges(image)
@@ -46,7 +53,7 @@ def refuse_torn(path: Path) -> None:
                         return
             image.load()
     except UNREADABLE as error:
-        raise UserError(f"{path} cannot be read as an image ({error}); replace it or take it out") from error
+        raise UnreadableError(path, error) from error
 
 
 def pixels_of(image: Image.Image) -> np.ndarray:
@@ -81,7 +88,7 @@ def read_crop(
             resized = eight_bits(image, grey).resize((crop, crop), Image.Resampling.BILINEAR, box=box)
             return np.asarray(resized).reshape(crop, crop, -1)
     except UNREADABLE as error:
-        raise UserError(f"{path} cannot be read as an image ({error}); replace it or take it out") from error
+        raise UnreadableError(path, error) from error
 
 
 def read_sized(file: Path, shape: tuple[int, ...], stretch: bool, where: str, levels: int = 255) -> np.ndarray:
@@ -108,4 +115,4 @@ def read_whole(path: Path, grey: bool) -> Image.Image:
         with Image.open(path) as image:
             return eight_bits(image, grey)
     except UNREADABLE as error:
-        raise UserError(f"{path} cannot be read as an image ({error}); replace it or take it out") from error
+        raise UnreadableError(path, error) from error

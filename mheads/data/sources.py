@@ -34,7 +34,7 @@ from mheads.data.dataset import (
     stack_side,
 )
 from mheads.data.split import Data
-from mheads.data.targets import posed
+from mheads.data.targets import posed, warn_of_flags
 from mheads.errors import UserError
 from mheads.problems import Problem
 
@@ -82,6 +82,8 @@ def from_arrays(
         hold_out=hold_out if test is None and not validation else None,
         weights=weights,
     )
+    if problem == "auto":
+        warn_of_flags(data.train.targets, solved)
     return data.of_itself() if problem == "examples" else data
 
 

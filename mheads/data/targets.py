@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mheads.errors import UserError
+from mheads.errors import UserError, warn
 from mheads.problems import Classification, MultiLabel, Problem, Regression, Segmentation, SoftLabels
 from mheads.problems.member_losses import IGNORED
 
@@ -41,6 +41,17 @@ def posed(splits: Splits, classes: Sequence[str] | None, problem: str = "auto") 
     known, solved = POSED[name](found, names)
     empty = next(iter(known.values()), np.empty(0, np.int64))[:0]
     return {key: replace(split, targets=known.get(key, empty)) for key, split in splits.items()}, solved
+
+
+def warn_of_flags(targets: np.ndarray, problem: Problem) -> None:
+    """Says that a single yes or no, given as 0.0 and 1.0, is learned as a number, since nobody said what it is."""
+    single = isinstance(problem, Regression) and problem.num_values == 1
+    if single and len(targets) and bool(np.isin(targets, (0, 1)).all()):
+        warn(
+            "the labels are only 0 and 1, as floats, and are taken as numbers, with squared errors: "
+            "data.problem=multilabel takes them as no and yes (problem='multilabel' in Python), "
+            "data.problem=regression says that numbers are meant"
+        )
 
 
 def _look(targets: Arrays) -> str:

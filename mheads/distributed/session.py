@@ -8,15 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.markup import escape
-
 from mheads.distributed.launch import detect, hint
 from mheads.errors import UserError, of_the_system
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from mheads.config import Config
+    from mheads.console import Console
     from mheads.distributed.world import World
     from mheads.experiment import Experiment
 
@@ -61,8 +58,6 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
     if launch is None or launch.size == 1:
         yield Alone()
         return
-    # When a rank is lost, torch's own warnings are pages of addresses in its libraries.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not _seen_by_somebody():
         os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
     from mheads.distributed.watch import EXIT_CODE, TIMEOUT, RankFailure, leave
@@ -72,7 +67,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
         world = World(launch, TIMEOUT if timeout is None else timeout)
     except UserError as error:
         # Threads of torch that still wait for an answer would abort a process that ends in the ordinary way.
-        console.print(f"[bold]rank {launch.rank}[/] [red]error:[/] {escape(str(error))}", soft_wrap=True)
+        console.complain(str(error), who=f"rank {launch.rank}")
         leave(2)
     stopped = None
     try:
@@ -113,12 +108,12 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _say(console: Console, world: World, error: BaseException, aloud: bool) -> None:
-    name = "" if world.lead else f"[bold]rank {world.rank}[/] "
+    who = "" if world.lead else f"rank {world.rank}"
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return  # whoever asked for it knows
     if not isinstance(error, UserError):
         import traceback
 
-        console.print(f"{name}[red]failed:[/]\n{escape(traceback.format_exc())}", soft_wrap=True)
+        console.complain(f"\n{traceback.format_exc()}", "failed:", who)
     elif aloud:
-        console.print(f"{name}[red]error:[/] {escape(str(error))}", soft_wrap=True)
+        console.complain(str(error), who=who)

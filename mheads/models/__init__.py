@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from mheads import plain
 from mheads.errors import UserError
 from mheads.models.caffenet import caffenet
 from mheads.models.cifar10_quick import cifar10_quick
@@ -52,9 +55,44 @@ INPUT_SHAPES: dict[str, tuple[int, ...]] = {  # where the factory's defaults dec
     "text": (64,),
 }
 
-OURS = (*MODELS, "mheads.caffe.network:network")  # whose code is ours: a run folder that names one needs no trust
+_PATHS = {f"{make.__module__}:{make.__qualname__}": name for name, make in MODELS.items()}
 
-__all__ = ["INPUT_SHAPES", "MODELS", "OURS", "import_factory", "resolve"]
+__all__ = ["INPUT_SHAPES", "MODELS", "checked", "import_factory", "is_ours", "named", "resolve"]
+
+
+def is_ours(name: str, args: Mapping[str, Any]) -> bool:
+    """Whether the code of a network is all ours: a run folder that names it needs no trust."""
+    if name == "fast_rcnn" and "base" in args:  # which may be anybody's
+        base_args = args.get("base_args")
+        return is_ours(str(args["base"]), base_args if isinstance(base_args, Mapping) else {})
+    return name in MODELS or name == "mheads.caffe.network:network"
+
+
+def named(factory: Any) -> tuple[str, dict[str, Any]] | None:
+    """What a config calls the network that a factory makes, and its arguments; None where no name says it.
+
+    It is a built-in network, such a one with plain arguments in a partial, or made from a config (`parts.factory`).
+    """
+    inner = inspect.unwrap(factory, stop=lambda outer: hasattr(outer, "in_config"))
+    if hasattr(inner, "in_config"):
+        return inner.in_config
+    made, args, given = (inner.func, inner.args, inner.keywords) if isinstance(inner, partial) else (inner, (), {})
+    name = next((name for name, known in MODELS.items() if known is made), None)
+    given = plain.as_plain(given)
+    return (name, given) if name is not None and not args and plain.is_plain(given) else None
+
+
+def checked(name: str) -> str:
+    """The name of a network as a config has it: a built-in one by its short name, whoever else's as it is."""
+    name = _PATHS.get(name, name)
+    if name not in MODELS and ":" not in name:
+        raise ValueError(f"it {_unknown(name)}")
+    return name
+
+
+def _unknown(name: str) -> str:
+    known = sorted(MODELS, key=lambda known: SequenceMatcher(None, name, known).ratio(), reverse=True)
+    return f"is not known; there are {', '.join(known)}, or give one of your own as package.module:factory"
 
 
 def resolve(name: str) -> Callable[..., nn.Module]:
@@ -62,11 +100,7 @@ def resolve(name: str) -> Callable[..., nn.Module]:
     if name in MODELS:
         return MODELS[name]
     if ":" not in name:
-        known = sorted(MODELS, key=lambda known: SequenceMatcher(None, name, known).ratio(), reverse=True)
-        raise UserError(
-            f"model {name!r} is not known; there are {', '.join(known)}, "
-            "or give one of your own as package.module:factory"
-        )
+        raise UserError(f"model {name!r} {_unknown(name)}")
     return import_factory(name, "model")
 
 

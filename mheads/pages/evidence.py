@@ -70,7 +70,7 @@ class Evidence:
 
 def network(record: Record, watch: Watcher, trust: bool) -> TreeNet:
     """The tree of a run with fresh weights; refuses code that only the folder names, unless it is trusted."""
-    if record.config.model not in models.OURS and not trust:
+    if not models.is_ours(record.config.model, record.config.model_args) and not trust:
         raise UserError(
             f"the network is code of the run's own, {record.config.model}, and none of it was run: if you trust it, "
             "give --trust"

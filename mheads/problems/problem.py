@@ -114,8 +114,8 @@ def percent_rows(summary: dict[str, Any], members: str) -> list[tuple[str, str]]
     if several:
         found += [
             ("mean member", f"{number(summary['single'])} %"),
-            *((who, f"[bold]{number(summary[key])} %[/]") for key, who in ANSWERS.items() if key in summary),
-            ("Oracle", f"[bold]{number(summary['oracle'])} %[/]"),
+            *((who, f"{number(summary[key])} %") for key, who in ANSWERS.items() if key in summary),
+            ("Oracle", f"{number(summary['oracle'])} %"),
         ]
     return found
 

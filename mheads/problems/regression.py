@@ -184,7 +184,7 @@ class Regression:
         if len(result.members) > 1:
             found += [
                 ("mean member", f"{result.single:.4g}"),
-                *((who, f"[bold]{text}[/]") for who, text in shown.items() if who != "members"),
+                *((who, text) for who, text in shown.items() if who != "members"),
                 ("spread", f"{result.spread:.4g}, its correlation with the error {result.spread_correlation:.2f}"),
             ]
         if "mae" in summary:  # runs of older versions have none

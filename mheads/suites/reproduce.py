@@ -12,6 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from mheads import files
 from mheads.classical import train_rounds
@@ -105,7 +106,7 @@ class Run:
             self._add(job)
 
     def _add(self, job: Job) -> None:
-        measuring = self.console.status(f"{job.name} on the test set") if self.options.test else nullcontext()
+        measuring = self.console.status(Text(f"{job.name} on the test set")) if self.options.test else nullcontext()
         with measuring:
             results.add(self.document, job, self.planner, self.suite)
 
@@ -199,7 +200,7 @@ class Run:
             done = job.steps_done()
             key = f"{job.path.parent.name}/{job.row} {done}"  # another seed takes as long
             if key not in times:
-                with self.console.status(f"three steps of {job.name}"):
+                with self.console.status(Text(f"three steps of {job.name}")):
                     try:
                         times[key] = timing.seconds(job)
                     except UserError as error:  # it may need a run that is not there yet

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -64,7 +63,7 @@ def shown(document: Document) -> RenderableType:
         row = entry["name"]
         count = findings.num_trials(document, row)
         found = [cells(document, row)[i].replace(" ± ", " ±") for i in kept]
-        table.add_row(escape(row), str(count) if count else "", *found)
+        table.add_row(row, str(count) if count else "", *found)
     parts: list[RenderableType] = [Text(title(document), style="bold"), table]
     if why := findings.why_no_paper(document):
         parts.append(Text(why, style="dim"))

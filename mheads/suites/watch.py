@@ -26,10 +26,10 @@ class Overview(Silent):
         self._done = 0  # runs
         self._seconds, self._steps = 0.0, 0  # what steps have taken so far
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24 if console.width >= 110 else 6),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[info]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+            TextColumn("{task.fields[info]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             console=console,
             transient=True,
             refresh_per_second=4,

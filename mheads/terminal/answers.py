@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from rich import box
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from mheads.problems import Classification, MultiLabel, Problem, Segmentation
 
@@ -41,8 +41,8 @@ def answers(
     for column in ("row" if names is None else "image", *together, *agree, *members):
         table.add_column(column, no_wrap=not isinstance(problem, Segmentation | MultiLabel))
     for row, line in enumerate(lines):
-        table.add_row(str(row) if names is None else escape(names[row]), *line)
-    return Group(escape(title), table)
+        table.add_row(str(row) if names is None else names[row], *line)
+    return Group(title, table)
 
 
 # The cells of each line: what the ensemble says `together` (its mean [N, ...] and, where there is one, its scored
@@ -61,22 +61,22 @@ def answers_to_rows(probabilities: torch.Tensor, classes: Sequence[str], togethe
     """Probabilities [M, N, C] of one class for each example."""
     votes = probabilities.argmax(-1)
     for row, best in enumerate(together[0].argmax(-1)):
-        said = [f"{escape(classes[int(p[row].argmax())])} {100 * p[row].max():.1f}%" for p in together]
+        said = [f"{classes[int(p[row].argmax())]} {100 * p[row].max():.1f}%" for p in together]
         agree = f"{int((votes[:, row] == best).sum())} of {len(votes)}"
-        yield [*said, agree, *(escape(classes[c]) for c in votes[:, row])]
+        yield [*said, agree, *(classes[c] for c in votes[:, row])]
 
 
 def labels_of_rows(probabilities: torch.Tensor, classes: Sequence[str], together: Together) -> Iterator[list[str]]:
     """Probabilities [M, N, C] of several labels: those above 0.5."""
 
     def labels(p: torch.Tensor) -> str:
-        return ", ".join(f"{escape(classes[c])} {100 * p[c]:.1f}%" for c in (p > 0.5).nonzero()[:, 0]) or "none"
+        return ", ".join(f"{classes[c]} {100 * p[c]:.1f}%" for c in (p > 0.5).nonzero()[:, 0]) or "none"
 
     given = probabilities > 0.5
     for row, p in enumerate(together[0]):
         said = [labels(answer[row]) for answer in together]
         agree = f"{int((given[:, row] == (p > 0.5)).all(-1).sum())} of {len(given)}"
-        members = (", ".join(escape(classes[c]) for c in one.nonzero()[:, 0]) or "none" for one in given[:, row])
+        members = (", ".join(classes[c] for c in one.nonzero()[:, 0]) or "none" for one in given[:, row])
         yield [*said, agree, *members]
 
 
@@ -88,7 +88,7 @@ def classes_of_pixels(probabilities: torch.Tensor, classes: Sequence[str], toget
         shares = pixels.flatten().bincount(minlength=len(classes)) / pixels.numel()
         best = shares.topk(min(3, len(classes)))
         pairs = zip(best.values, best.indices, strict=True)
-        return ", ".join(f"{escape(classes[c])} {100 * share:.1f}%" for share, c in pairs if share)
+        return ", ".join(f"{classes[c]} {100 * share:.1f}%" for share, c in pairs if share)
 
     for row, pixels in enumerate(answered[0]):
         same = 100 * (votes[:, row] == pixels).all(0).double().mean()
@@ -102,16 +102,16 @@ def answers_to_image(image: Path, probabilities: torch.Tensor, classes: Sequence
     mean = together[0]
     answer = int(mean.argmax())
     agree = int((votes == answer).sum())
-    said = f"[bold]{escape(classes[answer])}[/] ({100 * mean[answer]:.1f}%)"
-    title = f"{escape(str(image))}: {said}, {agree} of {len(votes)} members agree"
+    share = f" ({100 * mean[answer]:.1f}%), {agree} of {len(votes)} members agree"
+    title = Text.assemble(f"{image}: ", (classes[answer], "bold"), share)
     table = Table(box=box.SIMPLE_HEAD)
     best = min(3, len(classes))
     for name in ("", *(["answer", "second", "third"][:best])):
         table.add_column(name, no_wrap=not name)
-    rows = [(f"member {m}", p) for m, p in enumerate(probabilities)]
-    rows += zip(("[bold]Ensemble-Mean[/]", "[bold]Ensemble-Scored[/]"), together, strict=False)
-    for name, p in rows:
+    rows = [(Text(f"member {m}"), p) for m, p in enumerate(probabilities)]
+    bold = (Text(name, style="bold") for name in ("Ensemble-Mean", "Ensemble-Scored"))
+    for who, p in (*rows, *zip(bold, together, strict=False)):
         top = p.topk(best)
         pairs = zip(top.values, top.indices, strict=True)
-        table.add_row(name, *(f"{escape(classes[c])} {100 * v:.1f}%" for v, c in pairs))
+        table.add_row(who, *(f"{classes[c]} {100 * v:.1f}%" for v, c in pairs))
     return Group(title, table)  # a title of the table's own would be wrapped to its width

@@ -6,12 +6,15 @@ import math
 from typing import Any
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from mheads import problems
 from mheads.data.catalog import DATASETS
 from mheads.metrics import top
+from mheads.problems.problem import ANSWERS
+
+MEASURES = (*ANSWERS.values(), "Oracle")  # of the whole ensemble
 
 
 def result_table(result: dict[str, Any]) -> Table:
@@ -20,7 +23,7 @@ def result_table(result: dict[str, Any]) -> Table:
     table.add_column(style="dim")
     table.add_column(justify="left")
     for name, text in problems.PROBLEMS[result["problem"]].rows(result):
-        table.add_row(name, text)
+        table.add_row(name, Text(text, style="bold" if name in MEASURES else ""))
     for name, text in learning_rows(result.get("learning") or {}):
         table.add_row(name, text)
     table.add_row("parameters", f"{result['parameters']:,}")
@@ -53,7 +56,7 @@ def comparison_table(results: dict[str, dict[str, Any]]) -> Table:
         table.add_column(name, justify="left" if name in ("", "members") else "right", no_wrap=True)
     for name, result in results.items():
         table.add_row(
-            escape(name),
+            name,
             " ".join(f"{a:.1f}" for a in result["members"]),
             f"{result['single']:.2f}",
             f"{result['ensemble_mean']:.2f}",

@@ -5,6 +5,9 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import HERE, TINY, _context, assert_same_run, process, ranks, start_ranks, weights
@@ -102,14 +105,35 @@ def slow_checkpoints():
     Checkpoints.newest = slowly
 
 
+def when_stopped(pid):
+    """A signal is not there at once: waits until all threads of the process stand still."""
+    deadline = time.monotonic() + 60
+    while any(
+        stat.read_text().rpartition(")")[2].split()[0] != "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < deadline, "it does not stop"
+        time.sleep(0.01)
+
+
+def with_a_clock_that_passes(stopped):
+    """Has the watch see an hour pass while this file is made: a stop that no busy machine can take for a slow one."""
+    from mheads.distributed import watch
+
+    real = time.monotonic
+    watch.time = SimpleNamespace(monotonic=lambda: real() + 3600 * stopped.exists())
+
+
 def test_ranks_that_are_all_stopped_for_longer_than_the_timeout_go_on(tmp_path):
     """Ctrl-Z, or a job that its queue suspends."""
-    run = tmp_path / "run"
-    running = start_ranks(3, *LONG, "timeout=1.5", "--run", run)
+    run, stopped = tmp_path / "run", tmp_path / "stopped"
+    before = dict.fromkeys(range(3), partial(with_a_clock_that_passes, stopped))
+    running = start_ranks(3, *LONG, "timeout=30", "--run", run, before=before)
     when_logged(run, 3)
     for one in running:
         os.kill(one.pid, signal.SIGSTOP)
-    time.sleep(2)  # that is the stop
+    for one in running:
+        when_stopped(one.pid)
+    stopped.touch()
     lines = logged(run)
     for one in running:
         os.kill(one.pid, signal.SIGCONT)
@@ -154,35 +178,47 @@ def test_torchrun_restarts_after_each_rank_was_killed_and_ends_with_the_undistur
     """Its agent in a process of its own, which starts its workers as `commands` does: several starts take seconds."""
     run, killed = tmp_path / "run", tmp_path / "killed"
     killed.mkdir()
-    agent = _context.Process(target=restarting, args=([*TRAIN, "--folder", str(run)], killed))
+    agent = _context.Process(target=restarting, args=([*TRAIN, "--folder", str(run)], killed, tmp_path / "said"))
     agent.start()
     agent.join(200)
     agent.kill()
-    assert agent.exitcode == 0
+    assert agent.exitcode == 0, (tmp_path / "said").read_text()
     assert {path.name for path in killed.iterdir()} == {"0", "1"}
     assert weights(run) == weights(undisturbed)
 
 
-def restarting(args, killed):
+def restarting(args, killed, said):
+    into(said)
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     options = {"monitor_interval": 0.1, "start_method": "forkserver"}
     where = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "run_id": str(os.getpid())}
     config = LaunchConfig(1, 1, nproc_per_node=2, max_restarts=2, **options, **where)
-    elastic_launch(config, train_and_die)(args, killed)
+    elastic_launch(config, train_and_die)(args, killed, said)
 
 
-def train_and_die(args, killed):
+def into(file):
+    """Has what this process says go to a file."""
+    for out in (1, 2):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), out)
+
+
+def train_and_die(args, killed, said):
     """Rank r kills itself at its 8th step of attempt r, and goes on from a checkpoint in the next."""
+    into(said)
     from mheads.cli import main
     from mheads.distributed.ranks import RanksEngine
 
     step, rank, attempt = RanksEngine.step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    numbers = []
+    numbers, args_of_run = [], args
 
     def step_and_die(self, number, *args, **options):
         numbers.append(number)
         if len(numbers) == 8 and rank == attempt:
+            checkpoint = Path(args_of_run[-1], "checkpoints", f"step-{6 * (int(attempt) + 1):08}")
+            deadline = time.monotonic() + 60
+            while not checkpoint.exists() and time.monotonic() < deadline:  # a thread of the lead writes it
+                time.sleep(0.01)
             (killed / rank).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return step(self, number, *args, **options)

@@ -1,8 +1,11 @@
 """Launchers as their variables look."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
+from commands import PYTHONPATH
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -188,3 +191,13 @@ def test_the_old_name_of_the_folder_is_still_taken(mheads, tmp_path):
         done = mheads("train", "digits", "optim.iterations=1", "data.limit=100", name, tmp_path / f"run{name}")
         assert done.code == 0
         assert (tmp_path / f"run{name}" / "result.json").is_file()
+
+
+def test_torch_is_told_to_be_brief_about_lost_ranks_before_it_is_imported():
+    """It reads that once: later it prints pages of addresses for each rank that is lost."""
+    code = "import os, sys, mheads.cli as cli; sys.argv = ['mheads', 'train'];"
+    code += "cli.app = lambda: print('torch' in sys.modules, os.environ.get('TORCH_CPP_LOG_LEVEL')); cli.main()"
+    ranks = {**OPEN_MPI, "PYTHONPATH": PYTHONPATH}
+    for environ, expected in ((ranks, "False ERROR"), (ranks | {"TORCH_CPP_LOG_LEVEL": "INFO"}, "False INFO")):
+        found = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+        assert found.stdout.strip() == expected, found.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from mheads import values
 from mheads.data import Data
 from mheads.data.batch import evaluation_batches
 from mheads.engine.engine import Engine
+from mheads.errors import UserError
 from mheads.metrics import near_chance
 from mheads.problems import Result
 
@@ -25,7 +27,8 @@ class CollapseWatch:
 
     def __init__(self, engine: Engine, data: Data, warn: Callable[[str], None]) -> None:
         self._engine, self._problem, self._warn = engine, data.problem, warn
-        examples = data.test if len(data.test) else data.train.fixed()  # type: ignore[attr-defined]  # it is a source
+        # Of training: what only an evaluation reads may be damaged, and training should not end before that.
+        examples = data.train.fixed()  # type: ignore[attr-defined]  # it is a source
         rows = getattr(data.problem, "evaluation_rows", EXAMPLES)
         self._readers = evaluation_batches(examples, data.preprocess, rows)[:1]
         self._constant: set[int] = set()
@@ -36,9 +39,10 @@ class CollapseWatch:
         for outputs, _ in self._engine.outputs(self._readers):
             answers = self._problem.answer(outputs).detach()
             found = constant_members(answers)
-            if iteration >= EARLY and self._problem.unit == "%":  # answers are probabilities
-                together = torch.stack([self._problem.mean(answers[m : m + 1]) for m in range(len(answers))])
-                found = sorted({*found, *constant_members(together, HARDLY, relative=False)})
+            if iteration >= EARLY and self._problem.unit == "%":
+                with suppress(UserError):  # detections have no mean
+                    probabilities = torch.stack([self._problem.mean(answer[None]) for answer in answers])
+                    found = sorted({*found, *constant_members(probabilities, HARDLY, relative=False)})
             new = [m for m in found if m not in self._constant]
             if new and self._inputs_differ():
                 self._constant.update(new)
@@ -47,7 +51,8 @@ class CollapseWatch:
     def judge(self, iteration: int, total: int, result: Result) -> None:
         """Compares the Oracle of an evaluation in the second half of training with that of constant members."""
         early = iteration < max(total / 2, EARLY)
-        if early or self._at_chance or not near_chance(found := result.to_dict()) or found["oracle_chance"] == 100:
+        found = result.to_dict()
+        if early or self._at_chance or "top_k" not in found or not near_chance(found) or found["oracle_chance"] == 100:
             return
         self._at_chance = True
         self._warn(

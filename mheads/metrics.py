@@ -117,7 +117,7 @@ class Result(PercentResult):
         nan, pair = math.nan, {"single": math.nan, "ensemble_mean": math.nan}
         top = {name: [nan] * min(max(members, LEAST_K), classes) for name in pair}
         square, owned = [[nan] * members] * members, [[0] * classes] * members
-        return cls([nan] * members, nan, nan, nan, nan, nan, top, pair, pair, nan, square, owned, 0)
+        return cls([nan] * members, nan, nan, nan, nan, nan, top, pair, pair, nan, square, owned, 0, oracle_chance=nan)
 
 
 class Metrics:

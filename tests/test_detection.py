@@ -229,6 +229,25 @@ def test_the_result_is_that_of_a_plain_computation(experiment):
     assert np.sum(result.ownership) == sum(len(targets[0]) for _, targets in seen)
 
 
+def test_the_oracle_stands_beside_what_it_makes_of_chance(experiment):
+    """Answers that have nothing to do with the regions: what looks at the truth makes much of them all the same."""
+    data, problem = experiment.data, experiment.data.problem
+    generator = torch.Generator().manual_seed(0)
+    known, random = problem.metrics(4), problem.metrics(4)
+    for i in range(len(data.test)):
+        batch = Reader(data.test, data.preprocess, np.array([i]))()
+        answers = torch.randn(4, batch.num_rows, 4 * 5, generator=generator)
+        random.update(answers, batch.targets)
+        answers[..., :4] += 6 * torch.nn.functional.one_hot(batch.targets[0], 4)
+        known.update(answers, batch.targets)
+    known, random = known.result(), random.result()
+    assert random.oracle > random.single + 10  # which is why it needs its chance
+    assert random.oracle_chance == pytest.approx(random.oracle, abs=0.25 * random.oracle)
+    assert known.oracle_chance < 0.8 * known.oracle
+    assert f"Oracle by chance', '{known.oracle_chance:.2f} %" in str(problem.rows(known.to_dict()))
+    assert known.headline()["Oracle"] == f"{known.oracle:.2f} (by chance {known.oracle_chance:.2f})"
+
+
 def plainly(seen, problem, which, predictor, c):
     scores, hits, count, first = [], [], 0, 0
     for answers, (_, _, regions, numbers) in seen:

@@ -86,6 +86,14 @@ def evaluate(
     row = paper_row(runs, columns[0].classes) if measure == "11-point" and split is None and not override else None
     beside = paper()[boxes][row] if row is not None else None
     console.print(precision_table(shown, measure, boxes, beside, row))
+    chances = [result["oracle_chance"] for result in results if result.get("oracle_chance") is not None]
+    if several and chances:
+        mean = sum(chances) / len(chances)
+        console.print(
+            "The Oracle looks at the truth to choose a member for each region. Of answers that are dealt to regions "
+            f"at random it makes {mean:.2f} (11-point, regressed boxes): only what is above that was learned.",
+            soft_wrap=True,
+        )
     if against:
         others = measured(against, watch, override or [], split, trust)
         same_images([*runs, *against], [*results, *others])

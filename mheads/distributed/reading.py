@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -103,6 +103,9 @@ class AbsentSplit:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def fixed(self) -> Self:
+        return self
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         raise AssertionError("data.reader is lead: only rank 0 reads")

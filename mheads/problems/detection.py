@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mheads import boxes as box
-from mheads import values
+from mheads import seeds, values
 from mheads.errors import UserError
 from mheads.metrics import PercentResult, by_predictor, owner_of
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
@@ -50,13 +50,21 @@ class DetectionResult(PercentResult):
     ownership: list[list[int]]  # [M][1 + C] regions of each class on which each member has the lowest loss
     examples: int  # images
     ensemble_scored: float | None = None
+    oracle_chance: float | None = None  # the Oracle of members whose answers are dealt to the regions at random
     images: str = ""  # a digest of sizes and objects, by which others tell whether they were measured on the same
+
+    def headline(self) -> dict[str, str]:
+        chance = "" if self.oracle_chance is None else f" (by chance {self.oracle_chance:.2f})"
+        shown = super().headline()
+        return {**shown, "Oracle": shown["Oracle"] + chance}
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> DetectionResult:
         nan, each = math.nan, by_predictor([math.nan] * (members + 2))
         none = {which: dict.fromkeys(MEASURES, each) for which in BOXES}
-        return cls([nan] * members, nan, nan, nan, nan, nan, none, none, [[0] * (classes + 1)] * members, 0)
+        return cls(
+            [nan] * members, nan, nan, nan, nan, nan, none, none, [[0] * (classes + 1)] * members, 0, oracle_chance=nan
+        )
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,8 @@ class Detection:
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         found = percent_rows(summary, "members, mAP of VOC 2007")
+        if summary.get("oracle_chance") is not None and len(summary["members"]) > 1:
+            found.append(("Oracle by chance", f"{number(summary['oracle_chance'])} %, of answers dealt at random"))
         said = summary["further"]
         for which, measure, name in (
             ("regressed", "all-point", "the same, all points"),
@@ -195,11 +205,14 @@ class DetectionMetrics:
     def _add(self, answers: Tensor, targets: list[Tensor], image: int) -> None:
         self.images[image] = truth = self.problem.truths[image]
         regions = targets[2].double().numpy()
-        outputs = tuple(answers.double().split([len(self.problem.groups), 4 * len(self.problem.groups)], -1))
-        owner, owned = owner_of(region_losses(outputs, targets))
+        owner, owned = owner_of(region_losses(self._split(answers), targets))
         self.ownership.index_put_((owner[owned], targets[0][owned]), torch.ones((), dtype=torch.int64), accumulate=True)
         found = self.problem.read(answers, regions, truth.width, truth.height)
-        probabilities, boxes = (_with_mean_and_oracle(of, owner.numpy()) for of in found)
+        dealt = self.problem.read(self._dealt(answers, targets, image)[None], regions, truth.width, truth.height)
+        probabilities, boxes = (
+            np.concatenate([_with_mean_and_oracle(of, owner.numpy()), by_chance])
+            for of, by_chance in zip(found, dealt, strict=True)
+        )
         proposed = np.broadcast_to(regions[:, None], boxes.shape)
         for which, given in zip(BOXES, (boxes, proposed), strict=True):
             left = Detections.of(probabilities, given)
@@ -208,6 +221,21 @@ class DetectionMetrics:
                 hits = matches(left.boxes[a, c, stay], c + 1, truth)
                 hits = np.where(hits >= 0, hits + self.first[image], hits)
                 self.kept[which, a, c].append(np.stack([left.scores[a, c, stay], hits]))
+
+    def _dealt(self, answers: Tensor, targets: list[Tensor], image: int) -> Tensor:
+        """The Oracle's answers [R, ...] where members know nothing: what each says, of any region of the image.
+
+        The Oracle looks at the truth, so that it finds objects among answers that have nothing to do with them.
+        """
+        generator = seeds.generator("chance", image)
+        orders = [torch.randperm(answers.shape[1], generator=generator) for _ in range(self.members)]
+        dealt = torch.stack([of[order] for of, order in zip(answers, orders, strict=True)])
+        owner, _ = owner_of(region_losses(self._split(dealt), targets))
+        return dealt[owner, torch.arange(dealt.shape[1])]
+
+    def _split(self, answers: Tensor) -> tuple[Tensor, ...]:
+        """Scores and box deltas."""
+        return tuple(answers.double().split([len(self.problem.groups), 4 * len(self.problem.groups)], -1))
 
     def result(self) -> DetectionResult:
         if not self.images:
@@ -218,6 +246,7 @@ class DetectionMetrics:
             each = [[self._of_class(which, a, c) for c in numbers] for a in predictors]
             classes[which] = {name: _by_predictor([[of[name] for of in one] for one in each]) for name in MEASURES}
         further = {which: {name: by_predictor(_means(classes[which][name])) for name in MEASURES} for which in BOXES}
+        chance = np.array([self._of_class(BOXES[0], self.members + 2, c)["11-point"] for c in numbers])
         return DetectionResult(
             **further["regressed"]["11-point"],
             on_proposals=further["proposals"]["11-point"]["ensemble_mean"],
@@ -226,6 +255,7 @@ class DetectionMetrics:
             classes=classes,
             ownership=self.ownership.tolist(),
             examples=len(self.images),
+            oracle_chance=float(np.nanmean(chance)) if not np.isnan(chance).all() else math.nan,
             images=digest(self.images.values()),
         )
 

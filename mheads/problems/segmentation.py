@@ -99,7 +99,7 @@ class SegmentationMetrics:
         counted = self._confusion[0].sum()
         return SegmentationResult(
             **by_predictor((100 * mean_iou(self._confusion)).tolist(), self.scored),
-            pixel_accuracy=by_predictor((100 * self._right / counted).tolist(), self.scored),
+            pixel_accuracy=by_predictor((100 * self._right.double() / counted).tolist(), self.scored),
             ownership=self._ownership.tolist(),
             examples=self.examples,
         )

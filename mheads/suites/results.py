@@ -48,10 +48,10 @@ def file_name(suite: str, options: Options) -> str:
 def make(table: Table, planner: Planner, trials: int) -> Document:
     """The document without runs."""
     options, suite = planner.options, table.suite
-    first = planner.job(suite, table.names[0], options.seed)
-    rows = []
+    rows, members = [], 1
     for row in table.rows:
-        run = planner.key(suite, planner.job(suite, row.name, options.seed))
+        job = planner.job(suite, row.name, options.seed)
+        run, members = planner.key(suite, job), max(members, job.config.members)  # a row may be of one network
         entry: dict[str, Any] = {"name": row.name, "run": run}
         if row.metrics:
             entry["metrics"] = row.metrics
@@ -65,7 +65,7 @@ def make(table: Table, planner: Planner, trials: int) -> Document:
         "suite": suite.name,
         "about": suite.about,
         "recipe": options.short,
-        "members": first.config.members,
+        "members": members,
         "scale": options.scale,
         "validation": options.validation,
         **({"test": True} if options.test else {}),

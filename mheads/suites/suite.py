@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from mheads import plain
+from mheads import files, plain
 from mheads.config import Config
 from mheads.errors import UserError
 from mheads.metrics import Result
@@ -285,8 +285,7 @@ def read(name: str) -> Suite:
             "a YAML file"
         )
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(plain.MAX_TEXT + 1)
+        text = files.read_text(path, most=plain.MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a YAML file: {error}") from error
     return _parse(text, path.stem, str(path))

@@ -19,6 +19,17 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 SPECIAL = {stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
+class NotSavedError(UserError):
+    """Raised where a disk is full, or a folder cannot be written."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.what, self.remedy, self.before = what, remedy, "What was saved before is whole"
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.before}: {self.remedy} and give the same command again"
+
+
 @contextlib.contextmanager
 def saving(path: Path, hidden: Path | None = None) -> Iterator[None]:
     """Turns a full disk or a forbidden folder into a message and removes `hidden`, the unfinished `path`."""
@@ -31,9 +42,9 @@ def saving(path: Path, hidden: Path | None = None) -> Iterator[None]:
         full = error.errno in FULL
         cause = "no space left on the disk" if full else error.strerror or error
         remedy = "free some space" if full else "make the folder writable"
-        raise UserError(
-            f"could not save {path}: {cause}. What was saved before is whole: {remedy} and give the same command again"
-        ) from error
+        if isinstance(error, FileNotFoundError):
+            cause, remedy = "its folder is gone", "bring it back"
+        raise NotSavedError(f"could not save {path}: {cause}", remedy) from error
 
 
 def write_atomically(path: Path, content: bytes | str | Callable[[IO[bytes]], None]) -> None:

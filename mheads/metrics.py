@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from mheads.schemas import Answers, Count, Number, Ranks, check
 
 BINS = 15  # of the expected calibration error
 TOGETHER = ("ensemble_mean", "ensemble_scored")  # what the members answer together
@@ -37,9 +39,30 @@ class PlainResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`, up to its rounding; other keys are ignored, and an older file may lack some."""
-        found = [f.name for f in fields(cls) if f.name in values or f.default is f.default_factory is MISSING]  # type: ignore[arg-type]
-        return cls(**{name: _map(lambda x: math.nan if x is None else x, values[name]) for name in found})
+        """The inverse of `to_dict`, up to its rounding; other keys are ignored, and an older file may lack some.
+
+        Raises ValueError if they are not such values.
+        """
+        found = {name: values[name] for name in (f.name for f in fields(cls)) if name in values}  # type: ignore[arg-type]
+        found = _map(lambda x: math.nan if x is None else x, found)
+        check(cls, found)
+        return cls(**found)
+
+    def check_sizes(self, members: int, groups: int) -> None:
+        """Raises ValueError unless all measures are of so many members, and ownership of so many groups."""
+
+        def each(value: Any, name: str) -> None:
+            for key, part in value.items():
+                if isinstance(part, dict):
+                    each(part, f"{name}{key}.")
+                elif key in ("members", "ownership", "disagreement_pairs") and len(part) != members:
+                    raise ValueError(f"{name}{key} has {len(part)} rows, and the run {members} members")
+
+        each(vars(self), "")
+        for name, width in (("ownership", groups), ("disagreement_pairs", members)):
+            for row in getattr(self, name, ()):
+                if len(row) != width:
+                    raise ValueError(f"{name} has a row of {len(row)} numbers, where {width} should be")
 
     def rounded(self, name: str, x: float) -> float:
         """A number of a field, rounded for JSON to six digits."""
@@ -79,20 +102,20 @@ class Result(PercentResult):
 
     problem: ClassVar[str] = "classification"
 
-    members: list[float]  # accuracy of each
-    single: float
-    ensemble_mean: float
-    ensemble_mean_scores: float  # of the mean of the logits
-    oracle: float  # at least one member is right
-    oracle_by_loss: float  # the owner, the member with the lowest loss on the example, is right
-    top_m: dict[str, list[float]]  # single, ensemble_mean: the true class is among the best 1, 2, .. min(M, C)
-    nll: dict[str, float]  # single, ensemble_mean: mean of -log p(true class)
-    calibration_error: dict[str, float]  # single, ensemble_mean: mean |accuracy - confidence| over 15 bins
-    disagreement: float  # answers that differ, mean over pairs of members
-    disagreement_pairs: list[list[float]]  # [M][M]
-    ownership: list[list[int]]  # [M][C] examples of each class that each member owns
-    examples: int
-    ensemble_scored: float | None = None
+    members: list[Number]  # accuracy of each
+    single: Number
+    ensemble_mean: Number
+    ensemble_mean_scores: Number  # of the mean of the logits
+    oracle: Number  # at least one member is right
+    oracle_by_loss: Number  # the owner, the member with the lowest loss on the example, is right
+    top_m: Ranks  # single, ensemble_mean: the true class is among the best 1, 2, .. min(M, C)
+    nll: Answers  # single, ensemble_mean: mean of -log p(true class)
+    calibration_error: Answers  # single, ensemble_mean: mean |accuracy - confidence| over 15 bins
+    disagreement: Number  # answers that differ, mean over pairs of members
+    disagreement_pairs: list[list[Number]]  # [M][M]
+    ownership: list[list[Count]]  # [M][C] examples of each class that each member owns
+    examples: Count
+    ensemble_scored: Number | None = None
 
     def rounded(self, name: str, x: float) -> float:
         return round(x, 6) if name == "nll" else super().rounded(name, x)

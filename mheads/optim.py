@@ -79,6 +79,16 @@ class Optimizer:
             if isinstance(tensor, Tensor)
         }
 
+    def refuse_misfits(self, tensors: dict[str, Tensor]) -> None:
+        """Raises ValueError if some of these are no state of the parameters here."""
+        shapes = {self.names[id(p)]: p.shape for o in self.stages.values() for g in o.param_groups for p in g["params"]}
+        for key, tensor in tensors.items():
+            name, _, what = key.rpartition(":")
+            wanted = torch.Size([]) if what == "step" else shapes.get(name, tensor.shape)
+            if tensor.shape != wanted or not tensor.is_floating_point():
+                said = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ValueError(f"optim/{key} is {said}, where floats {list(wanted)} should be")
+
     def load_state(self, tensors: dict[str, Tensor], rate: float) -> None:
         found: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in tensors.items():

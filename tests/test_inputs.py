@@ -88,7 +88,7 @@ def test_more_than_the_machine_holds_is_refused_though_it_is_on_the_disk(tmp_pat
     np.save(path, np.zeros(1000))
     monkeypatch.setattr(packed, "ENOUGH", 1000)
     monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1, "SC_PAGE_SIZE": 4096}.__getitem__)
-    with pytest.raises(UserError, match="would become 8 kB in memory, of which at most 4.1 kB"):
+    with pytest.raises(UserError, match=r"would become 8 kB in memory, of which at most 4\.1 kB"):
         given.read_priors(path)
 
 

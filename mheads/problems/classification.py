@@ -27,6 +27,7 @@ class Classification:
     name: ClassVar[str] = "classification"
     unit: ClassVar[str] = "%"
     measure: ClassVar[str] = "accuracy, %"
+    result_type: ClassVar[Any] = Result
     member_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
     @property
@@ -75,9 +76,6 @@ class Classification:
     def metrics(self, members: int, scored: bool = False) -> Metrics:
         return Metrics(members, len(self.classes), scored, self.of_scores)
 
-    def read_result(self, values: dict[str, Any]) -> Result:
-        return Result.from_dict(values)
-
     def unknown(self, members: int) -> Result:
         return Result.unknown(members, len(self.classes))
 
@@ -85,7 +83,7 @@ class Classification:
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         found = percent_rows(summary, "members")
         if len(summary["members"]) > 1:
-            found.append(("disagreement", f"{summary['disagreement']:.2f} %"))
+            found.append(("disagreement", f"{number(summary['disagreement'])} %"))
         for key, name, form, unit in (
             ("nll", "negative log-likelihood", ".4f", ""),
             ("calibration_error", "calibration error", ".2f", " %"),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -325,11 +325,12 @@ def known_metrics() -> tuple[str, ...]:
     names = ["members", "train_loss", "member_train_loss", "evenness", "iterations", "parameters", "seconds"]
     names += ["peak_memory", "learning_entropy"]  # the rest of `learning` is lists
     for kind in (Result, RegressionResult, MultiLabelResult, SegmentationResult, DetectionResult):
+        hints = get_type_hints(kind)
         for field in fields(kind):
-            group = "dict" in str(field.type)
+            group = "dict" in str(hints[field.name])
             if group and field.name not in ("further", "classes"):  # whose parts are groups again
                 names += [f"{field.name}_{part}" for part in ("single", *ANSWERS, "oracle")]
-            elif not group and "list" not in str(field.type):
+            elif not group and "list" not in str(hints[field.name]):
                 names.append(field.name)
     return tuple(dict.fromkeys(name for name in names if not name.startswith("top_m_")))  # which are lists
 

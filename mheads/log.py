@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from mheads import files, schemas
 from mheads.files import saving
 from mheads.plain import from_json
 from mheads.tensorboard import Board
+
+if TYPE_CHECKING:
+    from mheads.problems import Problem
 
 
 class MetricsLog:
@@ -103,13 +106,13 @@ class Log(NamedTuple):
         return Log(steps, evaluations)
 
 
-def check_line(line: bytes, where: str, result_type: Any, members: int, groups: int) -> dict[str, Any]:
-    """A line of metrics.jsonl as plain data; raises ValueError if it is none of a run of so many members and groups."""
+def check_line(line: bytes, where: str, problem: Problem, members: int) -> dict[str, Any]:
+    """A line of metrics.jsonl as plain data; raises ValueError if it is none of a run of so many members."""
     try:
         found = from_json(line)
         if isinstance(found, dict) and "result" in found:
             schemas.check(schemas.Evaluation, found)
-            result_type.from_dict(found["result"]).check_sizes(members, groups)
+            problem.result_type.from_dict(found["result"]).check_sizes(members, len(problem.groups))
             return found
         schemas.check(schemas.Step, found)
         for key, value in found.items():

@@ -29,6 +29,7 @@ from mheads.lock import LOCK
 from mheads.log import Log, check_line, good_lines
 from mheads.manifest import AGAIN, DamageError, Manifest
 from mheads.plain import from_json
+from mheads.problems import Problem
 
 T = TypeVar("T")
 
@@ -133,22 +134,20 @@ class RunFiles:
         self.write(self.result, as_json(result))
 
     def read_result(self) -> dict[str, Any]:
-        sizes = self._sizes()
+        problem, members = self._measured()
 
         def read() -> dict[str, Any]:
             result = _json_of(self.result, schemas.Summary)
-            problem = sizes[0].problem
-            if result["problem"] != problem:
-                raise ValueError(f"problem = {result['problem']!r}, and {self.data.name} says {problem!r}")
-            sizes[0].from_dict(result).check_sizes(*sizes[1:])
+            if result["problem"] != problem.name:
+                raise ValueError(f"problem = {result['problem']!r}, and {self.data.name} says {problem.name!r}")
+            problem.result_type.from_dict(result).check_sizes(members, len(problem.groups))
             return {**result, "seconds": float(result["seconds"])}
 
         return self._checked(self.result, read)
 
-    def _sizes(self) -> tuple[Any, int, int]:
-        """What measures of this run are: of which type, of how many members and groups."""
-        problem = self.read_data().problem
-        return problem.result_type, self.read_config().members, len(problem.groups)
+    def _measured(self) -> tuple[Problem, int]:
+        """What measures of this run are about: the problem, and how many members."""
+        return self.read_data().problem, self.read_config().members
 
     def write_model(self, weights: dict[str, Tensor]) -> None:
         self.write(self.model, to_bytes(weights))
@@ -170,9 +169,9 @@ class RunFiles:
         return self._checked(self.metrics, lambda: self._lines(files.read(self.metrics)))
 
     def _lines(self, content: bytes) -> list[dict[str, Any]]:
-        sizes = self._sizes()
+        problem, members = self._measured()
         lines = content.splitlines()
-        return [check_line(line, f"line {number}", *sizes) for number, line in enumerate(lines, 1)]
+        return [check_line(line, f"line {number}", problem, members) for number, line in enumerate(lines, 1)]
 
     def growing_lines(self, lenient: bool = False) -> list[dict[str, Any]]:
         """The lines of a log that may be growing, up to one that is being written; if `lenient`, or is damaged."""
@@ -180,10 +179,11 @@ class RunFiles:
             content = files.read(self.metrics)
         except FileNotFoundError:
             return []
-        sizes, found = self._sizes(), []
+        problem, members = self._measured()
+        found = []
         for number, line in enumerate(content.splitlines(keepends=True), 1):
             try:
-                found.append(check_line(line, f"line {number}", *sizes))
+                found.append(check_line(line, f"line {number}", problem, members))
             except ValueError as error:
                 if not lenient and _is_json(line):
                     raise DamageError(f"{self.metrics} is damaged ({error}); {AGAIN}") from error
@@ -205,12 +205,12 @@ class RunFiles:
 
     def read_assignments(self) -> dict[str, np.ndarray]:
         """iterations [T], test and train [T, M, C]: see History."""
-        _, members, groups = self._sizes()
+        problem, members = self._measured()
 
         def read() -> dict[str, np.ndarray]:
             with packed.opened(self.assignments) as file:
                 found = dict(file)
-            schemas.check_history(found, members, groups)
+            schemas.check_history(found, members, len(problem.groups))
             return found
 
         return self._checked(self.assignments, read)

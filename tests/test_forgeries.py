@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import shutil
 
 import numpy as np
@@ -286,3 +287,18 @@ def test_numbers_of_a_schema_may_be_infinite_but_not_text_nor_beyond_floats():
     for bad in ("1", True, None, [], 2**53 + 1, 10**400, 1e305):
         with pytest.raises(ValueError, match="should be"):
             schemas.check(schemas.Number, bad)
+
+
+@pytest.mark.parametrize(
+    "name", ["identity.json", "data.safetensors", "manifest.json", "metrics.jsonl", "assignments.npz"]
+)
+def test_a_pipe_in_place_of_a_file_of_a_run_is_a_message(trained, name):
+    run, contents = trained
+    put_back(run, contents)
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(UserError, match=f"{run / name} .*it is a named pipe"):
+        Record.read(run).assignments()
+        package.load(run)
+    (run / name).unlink()
+    put_back(run, contents)

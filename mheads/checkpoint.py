@@ -13,12 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as serialise
@@ -27,12 +28,21 @@ from torch import Tensor
 from mheads import files
 from mheads.files import saving
 from mheads.plain import from_json
+from mheads.schemas import State, check, check_arrays
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError)
+TENSORS = "tensors.safetensors"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     step: int
     tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class _Written(BaseModel):
+    sha256: str
     state: dict[str, Any]
 
 
@@ -46,6 +56,7 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self.run = run
+        self.fits: Callable[[dict[str, Tensor]], None] = lambda tensors: None  # raises ValueError for others
         self.config = ""
         self.identity: dict[str, Any] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="mheads-writer")
@@ -94,7 +105,7 @@ class Checkpoints:
         for i, step in enumerate(steps):
             try:
                 return self._read(step)
-            except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+            except UNREADABLE as error:
                 older = steps[i + 1 : i + 2]
                 back = f"the one before, iteration {older[0]}" if older else "the start: no other is left"
                 warn(f"checkpoint {self.path(step)} is damaged ({error}); going back to {back}")
@@ -115,25 +126,43 @@ class Checkpoints:
         self.path(step).rename(hidden)
         files.remove(hidden)
 
+    def damages(self) -> dict[Path, str]:
+        """Checkpoints that are damaged, and what is wrong with them."""
+        found = {}
+        for step in self.steps():
+            try:
+                self._state(step)
+            except UNREADABLE as error:
+                found[self.path(step)] = str(error)
+        return found
+
     def _read(self, step: int) -> Checkpoint:
+        state, tensors = self._state(step), load_file(self.path(step) / TENSORS)
+        self.fits(tensors)
+        return Checkpoint(step, tensors, state)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """The state in a checkpoint, if nothing in it is damaged."""
         path = self.path(step)
         if path.is_symlink():
             raise ValueError("it is a link")
         written = from_json(files.read(path / "state.json").decode())
-        state = written["state"]
-        if written["sha256"] != _sha256(files.digest(path / "tensors.safetensors"), state):
+        check(_Written, written)
+        state: dict[str, Any] = written["state"]
+        if written["sha256"] != _sha256(files.digest(path / TENSORS), state):
             raise ValueError("its checksum does not match")
         if state["step"] != step:
             raise ValueError(f"it is that of iteration {state['step']}, renamed")
         if self.run is not None and state["identity"]["run"] != self.run:
             raise ValueError("it belongs to another run")
-        return Checkpoint(step, load_file(path / "tensors.safetensors"), state)
+        check(State, state)
+        return state
 
     def _write(self, step: int, tensors: bytes, state: dict[str, Any]) -> None:
         final = self.path(step)
         hidden = files.hidden_name(final)
         with saving(final, hidden):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)  # but not the run folder, if that is gone
             files.remove(hidden)
             hidden.mkdir()
             files.write_new(hidden / "tensors.safetensors", tensors)
@@ -146,6 +175,15 @@ class Checkpoints:
             files.flush(self.folder)
         for old in self.steps()[self.keep :]:
             self._remove(old)
+
+
+def refuse_misfits(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless these tensors are found, of the same shapes, and of numbers of the same kind."""
+    check_arrays(found, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
+    for name, tensor in wanted.items():
+        there = found[name].dtype
+        if there.is_complex or there.is_floating_point != tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} is {there}, where {tensor.dtype} should be")
 
 
 def to_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:

@@ -26,6 +26,7 @@ from torch import Tensor
 from mheads import config as configs
 from mheads import experiment as experiments
 from mheads import files, parts, seeds
+from mheads.baselines import top
 from mheads.config import Config, Sampling
 from mheads.data import Data, read_priors
 from mheads.data.batch import evaluation_batches
@@ -35,7 +36,6 @@ from mheads.errors import UserError
 from mheads.experiment import Experiment
 from mheads.losses.mcl import assign
 from mheads.measuring import EVALUATION_ROWS
-from mheads.metrics import top
 from mheads.plain import from_json
 from mheads.progress import Watcher
 from mheads.run_folder import RunFolder

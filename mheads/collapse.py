@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mheads import values
+from mheads.baselines import near_chance
 from mheads.data import Data
 from mheads.data.batch import evaluation_batches
 from mheads.engine.engine import Engine
 from mheads.errors import UserError
-from mheads.metrics import near_chance
 from mheads.problems import Result
 
 EXAMPLES = 16  # that outputs are compared on

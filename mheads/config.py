@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from mheads import models, plain
+from mheads import files, models, plain
 from mheads.errors import UserError
 from mheads.hints import meaning
 from mheads.losses import LOSSES, MEMBER_LOSSES, of, options
@@ -449,8 +449,7 @@ def _is_file(name: str) -> bool:
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a file."""
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(plain.MAX_TEXT + 1)
+        text = files.read_text(path, most=plain.MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a YAML file: {error}") from error
     return _parse(text, str(path), overrides)

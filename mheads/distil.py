@@ -25,11 +25,12 @@ from mheads.data.given import read_array
 from mheads.distributed.launch import detect
 from mheads.errors import UserError
 from mheads.experiment import assemble
+from mheads.facts import DataFacts
 from mheads.measuring import answers
 from mheads.problems import Classification
 from mheads.progress import Watcher, telling
 from mheads.record import titles
-from mheads.run_folder import FORCE, DataFacts, RunFolder
+from mheads.run_folder import FORCE, RunFolder
 from mheads.train import train_config
 
 # One network from fresh weights; all else is as it was for the members.

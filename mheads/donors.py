@@ -12,7 +12,8 @@ from mheads.caffe import blobs
 from mheads.config import Config
 from mheads.data import Data
 from mheads.errors import UserError
-from mheads.run_folder import DataFacts, RunFolder
+from mheads.facts import DataFacts
+from mheads.run_folder import RunFolder
 from mheads.tree import parse, whole_spec
 from mheads.treenet import TreeNet
 

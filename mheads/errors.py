@@ -12,6 +12,13 @@ _OF_THE_SYSTEM = {
 }  # fmt: skip
 
 
+class SpecialFileError(OSError):
+    """A pipe, a device or a socket where a file is read: one could be waited on for ever."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class UserError(Exception):
     """A mistake in what the user gave: its message says what, where, and what to do next.
 
@@ -34,7 +41,7 @@ def named(error: BaseException) -> str:
 
 def of_the_system(error: OSError) -> Exception:
     """A UserError for what a user can fix (disks, rights, paths); any other error is returned as it is."""
-    if error.errno not in _OF_THE_SYSTEM:
+    if error.errno not in _OF_THE_SYSTEM and not isinstance(error, SpecialFileError):
         return error
     name = str(error.filename or "")
     name = name if len(name) <= 300 else f"{name[:300]}... ({len(name):,} characters)"

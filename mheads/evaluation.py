@@ -22,12 +22,13 @@ from mheads.data.catalog import DATASETS
 from mheads.data.split import Split
 from mheads.errors import UserError
 from mheads.export import export
+from mheads.facts import DataFacts
 from mheads.files import write_atomically
 from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.problems import Detection, Problem
 from mheads.progress import Watcher, telling
 from mheads.run import Run
-from mheads.run_folder import DataFacts, RunFolder
+from mheads.run_folder import RunFolder
 from mheads.train import summary
 from mheads.values import Value
 

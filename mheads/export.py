@@ -32,7 +32,7 @@ from mheads import files, parts, scores
 from mheads.data.catalog import DATASETS
 from mheads.data.preprocess import centre
 from mheads.errors import UserError, named
-from mheads.run_folder import DataFacts
+from mheads.facts import DataFacts
 from mheads.treenet import TreeNet
 from mheads.values import Value
 

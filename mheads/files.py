@@ -1,19 +1,33 @@
-"""Writes files that are whole or absent, and never follows a link."""
+"""Writes files that are whole or absent, and never follows a link; reads regular files alone, which cannot block."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import hashlib
+import io
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from mheads.errors import UserError
+from mheads.errors import SpecialFileError, UserError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+SPECIAL = {stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
+
+
+class NotSavedError(UserError):
+    """Raised where a disk is full, or a folder cannot be written."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.what, self.remedy, self.before = what, remedy, "What was saved before is whole"
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.before}: {self.remedy} and give the same command again"
 
 
 @contextlib.contextmanager
@@ -28,9 +42,9 @@ def saving(path: Path, hidden: Path | None = None) -> Iterator[None]:
         full = error.errno in FULL
         cause = "no space left on the disk" if full else error.strerror or error
         remedy = "free some space" if full else "make the folder writable"
-        raise UserError(
-            f"could not save {path}: {cause}. What was saved before is whole: {remedy} and give the same command again"
-        ) from error
+        if isinstance(error, FileNotFoundError):
+            cause, remedy = "its folder is gone", "bring it back"
+        raise NotSavedError(f"could not save {path}: {cause}", remedy) from error
 
 
 def write_atomically(path: Path, content: bytes | str | Callable[[IO[bytes]], None]) -> None:
@@ -76,15 +90,34 @@ def open_in_place(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
+def open_file(path: Path, flags: int = 0) -> io.BufferedReader:
+    """Opens a file that somebody hands in; what is none is refused, since reading a pipe may never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)  # without it, opening a pipe waits for a writer
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind == stat.S_IFREG:
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    said = f"it is a {SPECIAL.get(kind, 'special file')}, not a file: give a copy of what it holds"
+    raise SpecialFileError(errno.EINVAL, said, str(path))
+
+
+def read_text(path: Path, encoding: str = "utf-8", most: int = -1) -> str:
+    """The text in a file that somebody hands in, or as much of it; line ends become Python's."""
+    with io.TextIOWrapper(open_file(path), encoding) as file:
+        return file.read(most)
+
+
 def read(path: Path) -> bytes:
     """The content of a file; refuses a link."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+    with open_file(path, os.O_NOFOLLOW) as file:
         return file.read()
 
 
 def digest(path: Path) -> str:
     """The SHA-256 of a file, which need not fit in memory; refuses a link."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+    with open_file(path, os.O_NOFOLLOW) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -7,13 +7,17 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mheads import files
+from mheads import files, schemas
 from mheads.files import saving
+from mheads.plain import from_json
 from mheads.tensorboard import Board
+
+if TYPE_CHECKING:
+    from mheads.problems import Problem
 
 
 class MetricsLog:
@@ -100,6 +104,23 @@ class Log(NamedTuple):
             if "result" in line
         ]
         return Log(steps, evaluations)
+
+
+def check_line(line: bytes, where: str, problem: Problem, members: int) -> dict[str, Any]:
+    """A line of metrics.jsonl as plain data; raises ValueError if it is none of a run of so many members."""
+    try:
+        found = from_json(line)
+        if isinstance(found, dict) and "result" in found:
+            schemas.check(schemas.Evaluation, found)
+            problem.result_type.from_dict(found["result"]).check_sizes(members, len(problem.groups))
+            return found
+        schemas.check(schemas.Step, found)
+        for key, value in found.items():
+            if isinstance(value, list) and len(value) != members:
+                raise ValueError(f"{key} has {len(value)} numbers, and the run {members} members")
+        return found
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 FINEST = 5  # moments of the fine history for each doubling of the iterations, as a power of two

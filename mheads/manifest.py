@@ -16,6 +16,7 @@ from pathlib import Path
 from mheads import files
 from mheads.errors import UserError
 from mheads.plain import from_json
+from mheads.schemas import Digests, check
 
 AGAIN = "the command that trained the run, given again, makes it anew from the newest checkpoint"
 
@@ -33,12 +34,12 @@ class Manifest:
         """The digests that each file may have."""
         try:
             content = from_json(files.read(self.path))
-            digests = {str(name): [str(digest) for digest in known] for name, known in content["files"].items()}
-            sha256 = content["sha256"]
+            check(Digests, content)
+            digests, sha256 = content["files"], content["sha256"]
         except FileNotFoundError:
             raise DamageError(f"{self.path} is missing, so no file of the run can be checked; {AGAIN}") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamageError(f"{self.path} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise DamageError(f"{self.path} is damaged ({error}); {AGAIN}") from error
         if sha256 != _sha256(digests):
             raise DamageError(f"{self.path} is damaged: its checksum does not match; {AGAIN}")
         return digests

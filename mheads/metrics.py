@@ -7,17 +7,19 @@ be recomputed from saved outputs to the last digit shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mheads.baselines import chance_of_oracle, top
+from mheads.schemas import Answers, Count, Number, Ranks, check
+
 BINS = 15  # of the expected calibration error
 LEAST_K = 10  # top_k goes at least so far, so that one network can be compared with an Oracle of several
-NEAR_CHANCE = 0.1  # of the way from chance to 100 %
 TOGETHER = ("ensemble_mean", "ensemble_scored")  # what the members answer together
 CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
 
@@ -39,9 +41,30 @@ class PlainResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`, up to its rounding; other keys are ignored, and an older file may lack some."""
-        found = [f.name for f in fields(cls) if f.name in values or f.default is f.default_factory is MISSING]  # type: ignore[arg-type]
-        return cls(**{name: _map(lambda x: math.nan if x is None else x, values[name]) for name in found})
+        """The inverse of `to_dict`, up to its rounding; other keys are ignored, and an older file may lack some.
+
+        Raises ValueError if they are not such values.
+        """
+        found = {name: values[name] for name in (f.name for f in fields(cls)) if name in values}  # type: ignore[arg-type]
+        found = _map(lambda x: math.nan if x is None else x, found)
+        check(cls, found)
+        return cls(**found)
+
+    def check_sizes(self, members: int, groups: int) -> None:
+        """Raises ValueError unless all measures are of so many members, and ownership of so many groups."""
+
+        def each(value: Any, name: str) -> None:
+            for key, part in value.items():
+                if isinstance(part, dict):
+                    each(part, f"{name}{key}.")
+                elif key in ("members", "ownership", "disagreement_pairs") and len(part) != members:
+                    raise ValueError(f"{name}{key} has {len(part)} rows, and the run {members} members")
+
+        each(vars(self), "")
+        for name, width in (("ownership", groups), ("disagreement_pairs", members)):
+            for row in getattr(self, name, ()):
+                if len(row) != width:
+                    raise ValueError(f"{name} has a row of {len(row)} numbers, where {width} should be")
 
     def rounded(self, name: str, x: float) -> float:
         """A number of a field, rounded for JSON to six digits."""
@@ -81,21 +104,21 @@ class Result(PercentResult):
 
     problem: ClassVar[str] = "classification"
 
-    members: list[float]  # accuracy of each
-    single: float
-    ensemble_mean: float
-    ensemble_mean_scores: float  # of the mean of the logits
-    oracle: float  # at least one member is right
-    oracle_by_loss: float  # the owner, the member with the lowest loss on the example, is right
-    top_k: dict[str, list[float]]  # single, ensemble_mean: the true class is among the best 1, 2, .. of max(M, 10)
-    nll: dict[str, float]  # single, ensemble_mean: mean of -log p(true class)
-    calibration_error: dict[str, float]  # single, ensemble_mean: mean |accuracy - confidence| over 15 bins
-    disagreement: float  # answers that differ, mean over pairs of members
-    disagreement_pairs: list[list[float]]  # [M][M]
-    ownership: list[list[int]]  # [M][C] examples of each class that each member owns
-    examples: int
-    ensemble_scored: float | None = None
-    oracle_chance: float | None = None  # the Oracle of members that always give one class each, see `chance_of_oracle`
+    members: list[Number]  # accuracy of each
+    single: Number
+    ensemble_mean: Number
+    ensemble_mean_scores: Number  # of the mean of the logits
+    oracle: Number  # at least one member is right
+    oracle_by_loss: Number  # the owner, the member with the lowest loss on the example, is right
+    top_k: Ranks  # single, ensemble_mean: the true class is among the best 1, 2, .. of max(M, 10)
+    nll: Answers  # single, ensemble_mean: mean of -log p(true class)
+    calibration_error: Answers  # single, ensemble_mean: mean |accuracy - confidence| over 15 bins
+    disagreement: Number  # answers that differ, mean over pairs of members
+    disagreement_pairs: list[list[Number]]  # [M][M]
+    ownership: list[list[Count]]  # [M][C] examples of each class that each member owns
+    examples: Count
+    ensemble_scored: Number | None = None
+    oracle_chance: Number | None = None  # the Oracle of members that always give one class each, see `chance_of_oracle`
 
     def rounded(self, name: str, x: float) -> float:
         return round(x, 6) if name == "nll" else super().rounded(name, x)
@@ -109,7 +132,7 @@ class Result(PercentResult):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        return super().from_dict({"top_k": values.get("top_m"), **values})  # earlier runs called it top_m
+        return super().from_dict(({"top_k": values["top_m"]} if "top_m" in values else {}) | values)  # as it was called
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> Result:
@@ -255,32 +278,6 @@ def compute(outputs: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Result:
     for rows, labels in zip(outputs.split(CHUNK, 1), y.split(CHUNK), strict=True):
         metrics.update(rows, labels)
     return metrics.result()
-
-
-def top(result: Mapping[str, Any], k: int, who: str = "ensemble_mean") -> float | None:
-    """How often the truth is among the k best classes of an answer, from a result as JSON has it.
-
-    With k = M that is what an Oracle of M answers compares with. None where it is not known: there are no classes, or
-    an earlier version kept fewer.
-    """
-    known = (result.get("top_k") or result.get("top_m") or {}).get(who)
-    if not known:
-        return None
-    k = min(k, len(result["ownership"][0]))  # there are no more classes
-    return known[k - 1] if k <= len(known) else None
-
-
-def chance_of_oracle(labels: Tensor, members: int) -> float:
-    """The Oracle, in percent, of members that always give one class each, the M most frequent ones: [C] counts."""
-    return 100 * labels.sort(descending=True).values[:members].sum().item() / labels.sum().item()
-
-
-def near_chance(result: Mapping[str, Any]) -> bool:
-    """Whether the Oracle of several members is hardly above that of constant ones."""
-    oracle, chance = result.get("oracle"), result.get("oracle_chance")
-    if oracle is None or chance is None or len(result["members"]) == 1:
-        return False
-    return oracle <= chance + NEAR_CHANCE * (100 - chance)
 
 
 def _rank(scores: Tensor, y: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from itertools import product
 from typing import Any
 
 import torch
@@ -78,6 +79,18 @@ class Optimizer:
             for what, tensor in state.items()
             if isinstance(tensor, Tensor)
         }
+
+    def refuse_misfits(self, tensors: dict[str, Tensor]) -> None:
+        """Raises ValueError if these are no state of the parameters here: each has the same, as all are updated."""
+        for optimizer in self.stages.values():
+            shapes = {self.names[id(p)]: p.shape for group in optimizer.param_groups for p in group["params"]}
+            kinds = {key.rpartition(":")[2] for key in tensors if key.rpartition(":")[0] in shapes}
+            for what, (name, shape) in product(sorted(kinds), shapes.items()):
+                tensor = tensors.get(f"{name}:{what}")
+                wanted = torch.Size([]) if what == "step" else shape
+                if tensor is None or tensor.shape != wanted or not tensor.is_floating_point():
+                    said = "is missing" if tensor is None else f"is {tensor.dtype} {list(tensor.shape)}"
+                    raise ValueError(f"optim/{name}:{what} {said}, where floats {list(wanted)} should be")
 
     def load_state(self, tensors: dict[str, Tensor], rate: float) -> None:
         found: dict[str, dict[str, Tensor]] = defaultdict(dict)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Group
 from torch import Tensor
 
-from mheads import api
+from mheads import api, packed
 from mheads.answer_files import Answers, write_csv, write_npz
 from mheads.data.arrays import Unlabelled
 from mheads.data.catalog import DATASETS
@@ -280,6 +280,9 @@ def read_side(path: Path) -> dict[str, np.ndarray]:
     """The side inputs in a .npz file: arrays side_NAME, or side_NAME_test as in a file to train on."""
     if path.suffix.lower() != ".npz":
         return {}
-    with np.load(path, allow_pickle=False) as file:
-        keys = [key for key in file if key.startswith("side_") and not key.endswith("_train")]
-        return {key.removeprefix("side_").removesuffix("_test"): file[key] for key in keys}
+    try:
+        with packed.opened(path) as file:
+            keys = [key for key in file if key.startswith("side_") and not key.endswith("_train")]
+            return {key.removeprefix("side_").removesuffix("_test"): file[key] for key in keys}
+    except ValueError as error:
+        raise UserError(f"{path}: its side inputs cannot be read ({error})") from error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mheads.data.arrays import as_side, stacked
 from mheads.data.seen import survey
 from mheads.errors import UserError
-from mheads.run_folder import DataFacts
+from mheads.facts import DataFacts
 
 
 class Prepared(nn.Module):

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from mheads import files
+from mheads.baselines import top
 from mheads.config import Config
 from mheads.errors import UserError
+from mheads.facts import DataFacts
 from mheads.log import Log
-from mheads.metrics import top
-from mheads.plain import from_json
-from mheads.run_folder import DataFacts, RunFolder
+from mheads.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,16 @@ class Record:
 
     @staticmethod
     def read(path: Path, title: str | None = None, lenient: bool = False) -> Record:
-        """The run in a folder; `lenient` leaves a damaged log out, where it is else refused."""
+        """The run in a folder; `lenient` leaves a damaged log or result out, where they are else refused."""
         folder = RunFolder(path)
         config = folder.read_config()
         data, finished = folder.read_data(), folder.finished(config.pretrain + config.optim.iterations)
         if finished:
             log = Log([], []) if lenient and folder.manifest.problem(folder.metrics) else folder.read_log()
         else:
-            log = Log.of(_lines(folder.metrics))
+            if folder.result.is_file() and not lenient:
+                folder.read_result()  # that of an end before; a damaged one is not taken for a run that goes on
+            log = Log.of(folder.growing_lines(lenient))
         result = folder.read_result() if finished else (log.evaluations[-1] if log.evaluations else None)
         return Record(title or path.resolve().name, folder, config, data, log, result, finished)
 
@@ -113,24 +114,3 @@ def titles(paths: Sequence[Path]) -> list[str]:
     while len({place.parts[-depth:] for place in places}) < len(set(places)):
         depth += 1
     return ["/".join(place.parts[-depth:]) for place in places]
-
-
-KEYS = ({"iteration", "split", "result"}, {"iteration", "member_losses", "share"})  # of an evaluation, and of a step
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log that may be growing."""
-    try:
-        content = files.read(path)
-    except FileNotFoundError:
-        return []
-    found: list[dict[str, Any]] = []
-    for line in content.splitlines(keepends=True):
-        try:
-            read = from_json(line)
-        except ValueError:
-            break  # it is being written, or damaged: what is before it can still be shown
-        if not isinstance(read, dict) or not any(keys <= read.keys() for keys in KEYS):
-            break
-        found.append(read)
-    return found

@@ -23,12 +23,13 @@ from mheads.data.arrays import Unlabelled
 from mheads.data.assemble import side_shapes
 from mheads.data.dataset import DatasetSplit
 from mheads.errors import UserError, warn
+from mheads.facts import DataFacts
 from mheads.log import Log
 from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.parts import threads_engine
 from mheads.prepared import Prepared, beside, check, check_side, raw_examples
 from mheads.problems import Classification, Problem
-from mheads.run_folder import DataFacts, RunFolder
+from mheads.run_folder import RunFolder
 from mheads.treenet import TreeNet
 
 if TYPE_CHECKING:
@@ -199,8 +200,9 @@ def opened(
         else:
             warn("run.result is NaN throughout: there was no evaluation yet; evaluate the run to have one")
             summary |= data.problem.unknown(net.num_members).to_dict()
+    result = data.problem.result_type.from_dict(summary)
     # A relative path would be another folder's after a change of the current one.
-    return Run(folder.path.absolute(), config, net, data, data.problem.read_result(summary), summary, log, temporary)
+    return Run(folder.path.absolute(), config, net, data, result, summary, log, temporary)
 
 
 def labelled(

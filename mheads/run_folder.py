@@ -1,43 +1,31 @@
 """Run folders: one training, one folder on disk. Opening one runs no code; running code that it names needs `trust`.
 
-config.yaml        the resolved config                    metrics.jsonl      a line per log step and evaluation
-data.safetensors   preprocessing, class names             assignments.npz    who owns which class, over training
-identity.json      what network and loss are              checkpoints/       to resume from
-manifest.json      digests of all these                   model.safetensors, result.json   at the end
+`run_files.py` says which files there are.
 """
 
 from __future__ import annotations
 
 import difflib
-import fcntl
-import io
-import json
-import os
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mheads import config as configs
-from mheads import files, identity, problems
-from mheads.checkpoint import Checkpoint, Checkpoints, to_bytes
+from mheads import files, identity
+from mheads.checkpoint import TENSORS, Checkpoint, Checkpoints, refuse_misfits
 from mheads.config import Config
-from mheads.data import Data, Preprocess, Seen
 from mheads.errors import UserError
-from mheads.log import Log, good_lines
-from mheads.manifest import AGAIN, DamageError, Manifest
-from mheads.plain import from_json
-from mheads.problems import Problem
+from mheads.facts import DataFacts
+from mheads.lock import Lock
+from mheads.manifest import AGAIN, DamageError
+from mheads.run_files import RunFiles, as_json
 from mheads.treenet import TreeNet
-from mheads.values import Value
 
 Warn = Callable[[str], None]
 FORCE = ", or --force to start afresh beside it"  # which `mheads train` has
@@ -45,40 +33,10 @@ ELSEWHERE = f"give another run folder{FORCE}"
 
 
 @dataclass(frozen=True)
-class DataFacts:
-    """What a run remembers of its data: enough to predict, and to notice that the data changed."""
-
-    name: str
-    shape: tuple[int, ...]
-    problem: Problem
-    preprocess: Preprocess
-    fingerprint: str
-    seen: Seen | None = None
-    held_out: str | None = None
-    held_out_rows: np.ndarray | None = field(default=None, compare=False)  # of the training examples as they were given
-    side: dict[str, tuple[int, ...]] | None = field(default=None, compare=False)  # shapes; None in older runs
-
-    @staticmethod
-    def of(data: Data) -> DataFacts:
-        shape, problem, held_out = tuple(data.train.shape), data.problem, (data.held_out, data.held_out_rows)
-        return DataFacts(data.name, shape, problem, data.preprocess, data.fingerprint, data.seen, *held_out, data.side)
-
-    def check(self, given: Seen | None, what: str) -> None:
-        """Refuses other examples that cannot be brought to the range that training saw."""
-        if self.seen is not None and given is not None:
-            self.seen.check(given, what)
-
-    def inputs(self, raw: Value, dtype: torch.dtype) -> Tensor:
-        """Other examples as the network takes them: raw values in the units of training, preprocessed as there."""
-        raw, *beside = raw if isinstance(raw, tuple) else (raw,)
-        raw = raw if self.seen is None else self.seen.convert(raw)
-        return self.preprocess((raw, *beside) if beside else raw, dtype)
-
-
-@dataclass(frozen=True)
 class Weights:
     """The newest weights of a run: the final ones, or those of a checkpoint on the way."""
 
+    file: Path
     tensors: dict[str, Tensor]
     iteration: int
     seconds: float
@@ -86,24 +44,12 @@ class Weights:
     log: list[list[Any]] | None  # the parts of metrics.jsonl that a checkpoint knows
 
 
-class RunFolder:
-    """The files of a run."""
+class RunFolder(RunFiles):
+    """The folder of one training: opened to train in it, or for its weights."""
 
     def __init__(self, path: Path) -> None:
-        path = Path(os.path.expanduser(path))
-        if str(path).encode("utf-8", "replace") != os.fsencode(path):  # safetensors opens no such file
-            raise UserError(f"the run folder {path}: its name is not UTF-8; give another --folder")
-        self.path = path
-        self.config = path / "config.yaml"
-        self.data = path / "data.safetensors"
-        self.identity = path / "identity.json"
-        self.metrics = path / "metrics.jsonl"
-        self.assignments = path / "assignments.npz"
-        self.model = path / "model.safetensors"
-        self.result = path / "result.json"
-        self.checkpoints = path / "checkpoints"
-        self.manifest = Manifest(path)
-        self._lock: int | None = None
+        super().__init__(path)
+        self.lock = Lock(path)
         self._begun = self._made = False  # whether this process began the run, and made the folder
 
     # Opening it for training.
@@ -113,7 +59,7 @@ class RunFolder:
 
         `what` describes the network and the loss, see `identity.py`. Files that are damaged are mended.
         """
-        self._refuse_links()
+        self.refuse_links()
         if self.exists():
             self._acquire()
             self._mend(data, warn)
@@ -135,8 +81,8 @@ class RunFolder:
         self._begun = True
         self.manifest.renew()
         try:
-            self._write_facts(data)
-            self._write(self.identity, _json({"run": secrets.token_hex(8), **what}))
+            self.write(self.data, data.to_bytes())
+            self.write(self.identity, as_json({"run": secrets.token_hex(8), **what}))
             self.write_config(config)
         except UserError:
             self.discard()
@@ -157,28 +103,18 @@ class RunFolder:
 
     def discard(self) -> None:
         """Removes what this process began here: a run without a first checkpoint leaves nothing."""
-        if not self._begun or self._lock is None:
+        if not self._begun or not self.lock.held or self.lock.lost():
             return
-        for path in (*vars(self).values(), self.manifest.path, self.path / ".lock"):
+        for path in (*vars(self).values(), self.manifest.path, self.lock.path):
             if isinstance(path, Path) and path != self.path:
                 files.remove(path)
         if self._made:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def _refuse_links(self) -> None:
-        """Refuses links inside the run folder; the folder itself may be one."""
-        for path in (*vars(self).values(), self.manifest.path, self.path / ".lock"):
-            if isinstance(path, Path) and path != self.path and path.is_symlink():
-                raise UserError(
-                    f"{path} is a symbolic link, and inside a run folder none is followed: put the real file or folder "
-                    "there, or link the whole run folder"
-                )
-
     def _acquire(self) -> None:
-        """Locks the folder, so that no two processes train into it; the lock ends with the process, however it ends."""
+        """Locks the folder, so that no two processes train into it."""
         try:
-            self._lock = files.open_in_place(self.path / ".lock")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.lock.acquire()
         except BlockingIOError:
             raise UserError(
                 f"another process is training in {self.path}: wait for it, or give another run folder"
@@ -190,9 +126,16 @@ class RunFolder:
         return UserError(f"cannot write the run folder {self.path}: {error.strerror}; give another one")
 
     def release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self.lock.release()
+
+    def refuse_if_gone(self) -> None:
+        """Refuses to go on if the folder that this process trains in was removed, renamed or replaced meanwhile."""
+        if self.lock.lost() or not self.exists():
+            raise UserError(
+                f"the run folder {self.path} is gone: it was removed, renamed or replaced while training went on. "
+                "That stops here and writes nothing. If it was renamed, give the same command with its new name to go "
+                "on; else the same command begins anew"
+            )
 
     def _mend(self, data: DataFacts, warn: Warn) -> None:
         """Writes a damaged config or identity anew from a checkpoint, and damaged facts of the data from `data`.
@@ -201,7 +144,7 @@ class RunFolder:
         """
         mended = (self.config, self.identity, self.data)
         try:
-            problems = {path: problem for path in mended if (problem := self.manifest.problem(path))}
+            problems = {path: problem for path in mended if (problem := self.problem(path))}
         except DamageError as error:
             if self.newest_checkpoint(lambda message: None) is None:
                 raise DamageError(f"{error}, but there is none; {ELSEWHERE}") from error
@@ -217,10 +160,10 @@ class RunFolder:
                 raise DamageError(f"{path} {problem}, and there is no checkpoint to mend it from; {ELSEWHERE}")
             warn(f"{path} {problem}; written anew")
             if path == self.data:
-                self._write_facts(data)  # identity.json knows whether it is the same data
+                self.write(self.data, data.to_bytes())  # identity.json knows whether it is the same data
             elif checkpoint is not None:
                 state = checkpoint.state
-                self._write(path, state["config"].encode() if path == self.config else _json(state["identity"]))
+                self.write(path, state["config"].encode() if path == self.config else as_json(state["identity"]))
 
     def _refuse_differences(self, config: Config, data: DataFacts, what: dict[str, Any]) -> None:
         before, there = self.read_config(), self.read_identity()
@@ -275,26 +218,10 @@ class RunFolder:
 
     # Its state.
 
-    def exists(self) -> bool:
-        return self.config.is_file()
-
-    def require(self) -> None:
-        if not self.exists():
-            inside = [RunFolder(path) for path in sorted(self.path.glob("*/"))]
-            runs = [str(folder.path) for folder in inside if folder.exists()]
-            hint = f"; it holds {len(runs):,} runs, such as {runs[-1]}" if runs else ""
-            raise UserError(f"{self.path} is not a run folder: it has no {self.config.name}{hint}")
-        self._refuse_links()
-
     def finished(self, total: int) -> bool:
         """Whether it was trained for `total` iterations; a run that gets more keeps its old result until the end."""
-        sound = not any(self.manifest.problem(path) for path in (self.result, self.model))
+        sound = not any(self.problem(path) for path in (self.result, self.model))
         return sound and self.read_result()["iterations"] == total
-
-    def problems(self) -> dict[Path, str]:
-        """Files that are damaged or missing, and what is wrong with them."""
-        paths = (self.path / name for name in self.manifest.digests)
-        return {path: problem for path in paths if (problem := self.manifest.problem(path))}
 
     def newest_checkpoint(self, warn: Warn, run: str | None = None) -> Checkpoint | None:
         return Checkpoints(self.checkpoints, run=run).newest(warn)
@@ -302,147 +229,58 @@ class RunFolder:
     def final_weights(self) -> Weights:
         """The weights of a finished run."""
         self.require()
-        if not self.model.is_file() or not self.result.is_file():
+        if not self.result.is_file():
             raise UserError(
-                f"{self.path} has no {self.model.name}: the run is not finished; "
+                f"{self.path} has no {self.result.name}: the run is not finished; "
                 "give the command that trained it again, and it goes on to the end"
             )
         result = self.read_result()
-        self.manifest.check(self.model)
-        try:
-            return Weights(load_file(self.model), result["iterations"], result["seconds"], True, None)
-        except (OSError, SafetensorError) as error:
-            raise DamageError(f"{self.model} cannot be read ({error}); {AGAIN}") from error
+        tensors = self._checked(self.model, lambda: load_file(self.model))
+        return Weights(self.model, tensors, result["iterations"], result["seconds"], True, None)
 
     def newest_weights(self, warn: Warn) -> Weights:
         """The final weights, or else those of the newest checkpoint, after telling `warn`."""
         self.require()
-        steps = Checkpoints(self.checkpoints).steps()
-        ended = self.result.is_file() and self.model.is_file()
-        if ended and not (steps and steps[0] > self.read_result()["iterations"]):
+        checkpoints = Checkpoints(self.checkpoints, run=self.read_identity()["run"])
+        steps = checkpoints.steps()
+        missing = [path for path in (self.model, self.result) if not path.is_file()]
+        if not missing and not (steps and steps[0] > self.read_result()["iterations"]):
+            for path, problem in checkpoints.damages().items():
+                warn(damaged(path, problem))
             return self.final_weights()
-        found = self.newest_checkpoint(warn, self.read_identity()["run"])
+        found = checkpoints.newest(warn)
         if found is None:
             raise UserError(
                 f"{self.path} has no {self.model.name} and no checkpoint yet: give the command that trained it again, "
                 "and it goes on"
             )
         config = self.read_config()
-        warn(f"{self.path} is not finished: iteration {found.step} of {config.pretrain + config.optim.iterations}")
+        total = config.pretrain + config.optim.iterations
+        if missing and (found.step == total or self.result.is_file()):
+            warn(f"{missing[0]} is missing, and this is the checkpoint of iteration {found.step} of {total}; {AGAIN}")
+        else:
+            warn(f"{self.path} is not finished: iteration {found.step} of {total}")
         weights = {n.removeprefix("model/"): t for n, t in found.tensors.items() if n.startswith("model/")}
-        return Weights(weights, found.step, float(found.state["seconds"]), False, found.state["log"])
+        file = checkpoints.path(found.step) / TENSORS
+        return Weights(file, weights, found.step, float(found.state["seconds"]), False, found.state["log"])
 
     def load_weights(self, net: TreeNet, warn: Warn, final: bool = False) -> Weights:
         """The newest weights, or the `final` ones of a finished run, put into a net of the run's tree."""
         found = self.final_weights() if final else self.newest_weights(warn)
         kinds = {(p.dtype, found.tensors[name].dtype) for name, p in net.named_parameters() if name in found.tensors}
-        if len(kinds) == 1 and len(set(*kinds)) > 1:
+        if len(kinds) == 1 and len(set(*kinds)) > 1 and next(iter(kinds))[1].is_floating_point:
             net.to(dtype=next(iter(kinds))[1])  # there it was converted after it was built
         try:
+            refuse_misfits(net.state_dict(), found.tensors)
             net.load_state_dict(found.tensors)  # copied in place: the strides of the net's own tensors decide bits
-        except RuntimeError as error:
-            raise UserError(f"what {self.path} holds does not fit the network: {error}") from error
+        except (RuntimeError, ValueError) as error:
+            raise UserError(f"{found.file} does not fit the network: {error}") from error
         return found
 
-    # Reading and writing its files.
 
-    def _write(self, path: Path, content: bytes) -> None:
-        self.manifest.expect(path, content)
-        files.write_atomically(path, content)
-
-    def read_config(self) -> Config:
-        self.require()
-        self.manifest.check(self.config)
-        return configs.read(self.config)
-
-    def write_config(self, config: Config) -> None:
-        content = config.to_yaml().encode()
-        if not self.exists() or files.read(self.config) != content:
-            self._write(self.config, content)
-
-    def read_identity(self) -> dict[str, Any]:
-        self.manifest.check(self.identity)
-        try:
-            found = from_json(files.read(self.identity))
-            return {**found, **{key: found[key] for key in ("run", "data", "network", "loss")}}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamageError(f"{self.identity} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
-
-    def _write_facts(self, data: DataFacts) -> None:
-        facts = {
-            "name": data.name,
-            "shape": list(data.shape),
-            "problem": data.problem.to_dict(),
-            "scale": data.preprocess.scale,
-            "bgr": data.preprocess.bgr,
-            "fingerprint": data.fingerprint,
-            "seen": None if data.seen is None else [data.seen.kind, data.seen.low, data.seen.high],
-            "held_out": data.held_out,
-            "side": data.side,
-        }
-        rows = {} if data.held_out_rows is None else {"held_out": torch.from_numpy(data.held_out_rows)}
-        self._write(self.data, to_bytes(data.preprocess.tensors() | rows, {"facts": json.dumps(facts)}))
-
-    def read_data(self) -> DataFacts:
-        self.manifest.check(self.data)
-        try:
-            with safe_open(self.data, "pt") as file:
-                facts = from_json(file.metadata()["facts"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            preprocess = Preprocess.from_tensors(tensors, facts["scale"], facts.get("bgr", False))
-            shape, problem = tuple(facts["shape"]), problems.from_dict(facts["problem"])
-            seen = None if facts["seen"] is None else Seen(*facts["seen"])
-            held_out = (facts["held_out"], tensors["held_out"].numpy() if "held_out" in tensors else None)
-            side = facts.get("side")
-            side = None if side is None else {name: tuple(size) for name, size in side.items()}
-            return DataFacts(facts["name"], shape, problem, preprocess, facts["fingerprint"], seen, *held_out, side)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise DamageError(f"{self.data} cannot be read ({error}): the run folder is damaged; {AGAIN}") from error
-
-    def write_result(self, result: dict[str, Any]) -> None:
-        self._write(self.result, _json(result))
-
-    def read_result(self) -> dict[str, Any]:
-        self.manifest.check(self.result)
-        try:
-            result = from_json(files.read(self.result).decode())
-            problems.PROBLEMS[result["problem"]]  # says how to read the rest
-            return {**result, "iterations": int(result["iterations"]), "seconds": float(result["seconds"])}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamageError(f"{self.result} is damaged ({type(error).__name__}: {error}); {AGAIN}") from error
-
-    def write_model(self, weights: dict[str, Tensor]) -> None:
-        self._write(self.model, to_bytes(weights))
-
-    def read_metrics(self, known: list[list[Any]] | None = None) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: of a finished run all, else those in the parts that a checkpoint knows."""
-        if known is None:
-            self.manifest.check(self.metrics)
-            content = files.read(self.metrics)
-        else:
-            content, bad = good_lines(self.metrics, known)
-            if bad:
-                raise DamageError(f"{self.metrics} is damaged; {AGAIN}")
-        return [from_json(line) for line in content.splitlines()]
-
-    def read_log(self, known: list[list[Any]] | None = None) -> Log:
-        """The content of metrics.jsonl, steps and evaluations apart: see `read_metrics`."""
-        return Log.of(self.read_metrics(known))
-
-    def seal_metrics(self) -> None:
-        """Enters metrics.jsonl in the manifest at the end of training, when no line will follow."""
-        self.manifest.expect(self.metrics, files.read(self.metrics))
-
-    def write_assignments(self, arrays: dict[str, np.ndarray]) -> None:
-        content = io.BytesIO()
-        np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
-        self._write(self.assignments, content.getvalue())
-
-    def read_assignments(self) -> dict[str, np.ndarray]:
-        """iterations [T], test and train [T, M, C]: see History."""
-        self.manifest.check(self.assignments)
-        with np.load(self.assignments, allow_pickle=False) as file:
-            return {name: file[name] for name in file}
+def damaged(checkpoint: Path, problem: str) -> str:
+    """What there is to say of a damaged checkpoint of a run that is finished."""
+    return f"checkpoint {checkpoint} is damaged ({problem}): the run is whole without it, but could not go on from it"
 
 
 def _difference(key: str, old: Any, new: Any) -> str:
@@ -456,7 +294,3 @@ def _difference(key: str, old: Any, new: Any) -> str:
         more = [f"... {len(shown) - 12} more lines"] if len(shown) > 12 else []
         return "\n    ".join([f"{key} differs (- in the folder, + now):", *shown[:12], *more])
     return f"{key}: {old!r} in the folder, {new!r} now"
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1) + "\n").encode()

@@ -17,21 +17,23 @@ from mheads import identity
 from mheads.checkpoint import Checkpoints
 from mheads.collapse import CollapseWatch
 from mheads.config import Config
-from mheads.data.batch import Batch, Batches
+from mheads.data.batch import Batches
 from mheads.device import peak_memory
-from mheads.diagnostics import Diagnostics, clip_scale, gradient_norms, idle_warning
+from mheads.diagnostics import clip_scale, gradient_norms, idle_warning
 from mheads.donors import donor_differences
-from mheads.engine.engine import Engine
 from mheads.engine.tasks import StepReport
 from mheads.errors import UserError
 from mheads.experiment import Experiment, build
-from mheads.log import History, MetricsLog
+from mheads.facts import DataFacts
+from mheads.files import NotSavedError
+from mheads.log import MetricsLog
 from mheads.measuring import measure
 from mheads.optim import Optimizer, Schedule
-from mheads.problems import Problem, Result
+from mheads.problems import Result
 from mheads.progress import Silent, Watcher, telling
-from mheads.run_folder import DataFacts, RunFolder
+from mheads.run_folder import RunFolder, damaged
 from mheads.signals import handling
+from mheads.standing import Standing, part
 from mheads.tensorboard import Board
 from mheads.treenet import TreeNet
 
@@ -77,12 +79,13 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     if experiment.loss.averaged and config.loss.scale_rate and config.optim.name == "sgd":
         lr *= net.num_members  # averaging divides every member's gradient by M, which does not change Adam's step
     schedule = Schedule(config.optim.schedule, lr, config.optim.iterations)
-    state = _Progress(net.num_members, data.problem)
+    state = Standing(net.num_members, data.problem)
     total = config.pretrain + config.optim.iterations
     log: MetricsLog | None = None
     batches: Batches | None = None
     engine = experiment.engine()  # its threads are closed below
     lead = engine.lead
+    checkpoints.fits = lambda tensors: state.refuse_misfits(tensors, net, optimizer)
     try:
         batches = experiment.batches(engine)
         found, tensors = engine.agree(lambda: _open(folder, experiment, checkpoints, total, watch))
@@ -128,6 +131,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 if logged:
                     collapse.look(state.step)
                 if log is not None:
+                    folder.refuse_if_gone()
                     state.add(report, batch, time.perf_counter() - began)
                     watch.step(state.step, report.loss, rate, len(batch), state.diagnostics.winners())
                     if logged:
@@ -160,6 +164,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             if log is None or result is None:
                 return {}
             collapse.judge(state.step, total, result)
+            folder.refuse_if_gone()
             if state.step not in state.history.iterations:
                 state.own(result, experiment, folder, log, watch)
                 checkpoints.save(state.step, *state.capture(tensors, optimizer, schedule, log), again=True)
@@ -169,10 +174,14 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             done = summary(result, net, experiment.evaluated_on, state.step, state.seconds)
             folder.write_result({**done, "learning": state.diagnostics.learning, "peak_memory": peak_memory()})
         return folder.read_result()  # even if a signal asked to stop meanwhile: it is finished
-    except UserError:
+    except UserError as error:
         checkpoints.close()  # one may be under way
+        if log is not None and isinstance(error, NotSavedError):
+            folder.refuse_if_gone()  # which is then the reason
         if lead and not checkpoints.steps():
             folder.discard()
+            if isinstance(error, NotSavedError):
+                error.before = "Nothing was saved yet"
         raise
     finally:
         checkpoints.close()
@@ -200,6 +209,7 @@ def _open(
             watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
         return found, {}
     steps = checkpoints.steps()
+    checkpoints.run = folder.read_identity()["run"]
     found["finished"] = folder.finished(total)
     for path, problem in folder.problems().items():
         if found["finished"] and not steps:
@@ -208,11 +218,12 @@ def _open(
             watch.warn(f"{path} {problem}; made anew")
             found["finished"] = False
     if found["finished"]:
+        for path, problem in checkpoints.damages().items():
+            watch.warn(damaged(path, problem))
         watch.finished(folder.path)
         return found, {}
     if steps and steps[0] > total:
         watch.warn(f"iteration {total} is to be the last: checkpoints after it are removed")
-    checkpoints.run = folder.read_identity()["run"]
     checkpoint = checkpoints.newest(watch.warn, total)
     if checkpoint is None:
         if experiment.start not in (None, identity.weights(experiment.net.state_dict())):
@@ -241,84 +252,6 @@ def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: 
             "python": platform.python_version(),
         },
     }
-
-
-class _Progress:
-    """Where training stands, besides the weights: all of it is in the checkpoint."""
-
-    def __init__(self, members: int, problem: Problem) -> None:
-        self.problem = problem
-        groups = len(problem.groups)
-        self.step = 0
-        self.seconds = 0.0
-        self.log: list[list[Any]] = []  # the parts of metrics.jsonl
-        self.history = History(members, groups)
-        self.owned = np.zeros((members, groups))  # assignment since the last evaluation
-        self.diagnostics = Diagnostics(members)
-
-    def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
-        owned = torch.zeros(self.owned.shape, dtype=torch.float64)
-        owned.index_add_(1, self.problem.group(batch.targets).cpu(), report.assignment.double().cpu())
-        self.owned += owned.numpy()
-        self.history.note(self.step, owned.numpy())
-        self.diagnostics.add(report, batch, seconds)
-        self.seconds += seconds
-
-    def line(self, rate: float, norms: Sequence[float]) -> dict[str, Any]:
-        return self.diagnostics.line(self.step, rate, norms)
-
-    def own(self, result: Result, experiment: Experiment, folder: RunFolder, log: MetricsLog, watch: Watcher) -> None:
-        """Records an evaluation."""
-        self.history.append(self.step, np.asarray(result.ownership, float), self.owned)
-        self.owned = np.zeros_like(self.owned)
-        folder.write_assignments(self.history.arrays())
-        log.write({"iteration": self.step, "split": experiment.evaluated_on, "result": result.to_dict()})
-        watch.evaluated(self.step, result)
-
-    def tensors(self, net: TreeNet, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state of the stages that are here."""
-        tensors = {f"model/{name}": tensor for name, tensor in net.state_dict().items()}
-        return tensors | {f"optim/{name}": tensor for name, tensor in optimizer.state().items()}
-
-    def capture(
-        self, tensors: dict[str, torch.Tensor], optimizer: Optimizer, schedule: Schedule, log: MetricsLog
-    ) -> tuple[dict, dict]:
-        """All that a checkpoint holds: the tensors of all stages and what the lead remembers."""
-        arrays = {**self.history.state(), "owned": self.owned, **self.diagnostics.arrays()}
-        state = {
-            "rate": optimizer.rate,
-            "schedule": schedule.state(),
-            "log": log.mark(),
-            "seconds": self.seconds,
-            **self.diagnostics.state(),
-        }
-        return tensors | {f"progress/{name}": torch.from_numpy(array) for name, array in arrays.items()}, state
-
-    def restore(
-        self,
-        found: dict[str, Any],
-        tensors: dict[str, torch.Tensor],
-        engine: Engine,
-        optimizer: Optimizer,
-        schedule: Schedule,
-    ) -> None:
-        state = found["state"]
-        engine.net.load_state_dict(part(tensors, "model/"))
-        optimizer.load_state(part(tensors, "optim/"), state["rate"])
-        schedule.load_state(state["schedule"])
-        self.step = found["step"]
-        self.seconds = state["seconds"]
-        self.log = state["log"]
-        if engine.lead:
-            arrays = {name: tensor.numpy() for name, tensor in part(tensors, "progress/").items()}
-            self.history.load(arrays)
-            self.owned = arrays["owned"].copy()
-            self.diagnostics.load(arrays, state)
-
-
-def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-    """The tensors whose names begin with the prefix, under the rest of their names."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _refuse_nonfinite_loss(report: StepReport, iteration: int, checkpoints: Checkpoints) -> None:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from mheads import packed
 from mheads.caffe import blobs
 from mheads.errors import UserError
 from mheads.treenet import TreeNet
@@ -23,6 +24,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", *blobs.SUFFIXES)
 def read(path: Path) -> dict[str, Tensor]:
     """The tensors by name in a safetensors file, or in one that torch.save wrote; nothing in it is run."""
     try:
+        packed.refuse_zip_bomb(path)
         if path.suffix == ".safetensors":
             return load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)

@@ -319,6 +319,8 @@ def test_one_trained_model_can_be_forked_into_several(mheads, refused, tmp_path)
     assert len(result(tmp_path / "three")["members"]) == 3
     assert "3 members, this run 2" in refused("train", "digits", *QUICK, "members=2", "init=three", "--run", "two")
     (tmp_path / "one/model.safetensors").unlink()
+    assert "model.safetensors is missing" in refused("train", "digits", *QUICK, "members=2", "init=one", "--run", "two")
+    (tmp_path / "one/result.json").unlink()
     assert "not finished" in refused("train", "digits", *QUICK, "members=2", "init=one", "--run", "two")
 
 

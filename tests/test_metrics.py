@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mheads.metrics import Metrics, Result, compute, near_chance, top
+from mheads.baselines import near_chance, top
+from mheads.metrics import Metrics, Result, compute
 from mheads.problems import Classification
 
 

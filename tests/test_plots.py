@@ -113,7 +113,7 @@ def test_losses_without_k_and_other_classes_are_named(mheads, runs, tmp_path):
         assert "digits on the test set of digits (" in err and "digits on the test set of npz (40 examples" in err
     (two / "result.json").unlink()
     (two / "metrics.jsonl").write_text('5\n{"iteration": 3}\n')  # damaged, and still JSON
-    assert "has no line in its log yet" in mheads("plot", "wins", two).err
+    assert "metrics.jsonl is damaged (line 1: 5: input should be" in mheads("plot", "wins", two).err
 
 
 def test_an_unfinished_run_is_drawn_as_far_as_it_is(mheads, tmp_path):

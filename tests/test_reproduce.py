@@ -231,7 +231,7 @@ def test_a_run_trained_by_hand_is_reused_whatever_its_log_and_workers(mheads, he
     run = RunFolder(folder)
     text = run.config.read_text()
     assert "init_map: {}\n" in text
-    run._write(run.config, text.replace("init_map: {}\n", "").encode())
+    run.write(run.config, text.replace("init_map: {}\n", "").encode())
     before = trained_at(here)
     done = mheads("reproduce", "standard", "--recipe", "digits", "--only", "single", *TINY)
     assert done.code == 0 and "0 runs to train, 1 finished" in done.out

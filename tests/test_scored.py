@@ -204,7 +204,9 @@ def measured(problem, answers, y, weights):
     for rows in (slice(0, 2), slice(2, None)):
         metrics.update(torch.tensor(answers[:, rows]), torch.tensor(y[rows]), torch.tensor(weights[:, rows]))
     result = metrics.result()
-    assert problem.read_result(result.to_dict()).ensemble_scored == pytest.approx(result.ensemble_scored, rel=1e-4)
+    assert problem.result_type.from_dict(result.to_dict()).ensemble_scored == pytest.approx(
+        result.ensemble_scored, rel=1e-4
+    )
     assert "Ensemble-Scored" in result.headline()
     assert "Ensemble-Scored" in dict(problem.rows(result.to_dict()))
     return result

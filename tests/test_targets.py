@@ -100,7 +100,7 @@ def test_a_result_goes_to_json_and_back(name):
     problem = PROBLEMS[name][-1]
     result = measured(problem, *random_case(name, 3, 20, 0))
     stored = json.loads(json.dumps({**result.to_dict(), "seconds": 1}, allow_nan=False))
-    assert problem.read_result(stored).to_dict() == result.to_dict()
+    assert problem.result_type.from_dict(stored).to_dict() == result.to_dict()
     assert result.problem == problem.name
     assert problems.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
     unknown = problem.unknown(3)
@@ -144,7 +144,7 @@ def test_the_result_of_an_older_run_is_read():
     result = RegressionResult.from_dict(old)
     assert result.mae == {}
     assert Regression.rows(old) == [("RMSE of members", "1")]
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="ensemble_mean_scores is missing"):
         Result.from_dict(old)
 
 

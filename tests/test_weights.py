@@ -183,6 +183,7 @@ def test_a_run_can_be_copied_and_pickled_and_outlives_the_first(tmp_path):
 # A net, its folder, and what became of it.
 
 
+@pytest.mark.filterwarnings("ignore:iteration 1. member")  # it has diverged
 def test_what_fails_before_its_first_checkpoint_leaves_neither_folder_nor_a_net_to_go_on_with(tmp_path):
     net = mheads.TreeNet(networks.Plain, members=2)
     (tmp_path / "empty").mkdir()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mheads import files
 from mheads.errors import UserError
+from mheads.packed import refuse_too_large
 from mheads.protobuf import BYTES, FIXED32, FIXED64, VARINT, encoded, field, fields, packed
 
 BINARY, HDF5 = (".caffemodel",), (".h5", ".hdf5")
@@ -37,8 +38,10 @@ def free_name(name: str, taken: Any = ()) -> str:
 def read(path: Path) -> Blobs:
     """The blobs of each layer that has some."""
     try:
+        with files.open_file(path) as file:
+            content = file.read() if path.suffix in BINARY else b""
         if path.suffix in BINARY:
-            found = _read_binary(memoryview(path.read_bytes()))
+            found = _read_binary(memoryview(content))
         else:
             found = _read_hdf5(path)
     except FileNotFoundError:
@@ -180,6 +183,7 @@ def _read_hdf5(path: Path) -> Blobs:
         def visit(name: str, thing: Any) -> None:
             layer, _, number = name.rpartition("/")
             if isinstance(thing, h5py.Dataset) and number.isdecimal():
+                refuse_too_large(4 * thing.size, path)
                 found.setdefault(layer, {})[int(number)] = np.asarray(thing, np.float32)
 
         file["data"].visititems(visit)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mheads import files
 from mheads.caffe import schema
 from mheads.errors import UserError
 
@@ -117,7 +118,7 @@ class Solver:
 def read_file(path: Path) -> str:
     """The text of a specification."""
     try:
-        with path.open("rb") as file:
+        with files.open_file(path) as file:
             data = file.read(4 * MAX_TEXT)
         try:
             return data.decode("utf-8-sig")  # some editors put a mark before the text

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mheads.data.cache import cache_dir
 from mheads.errors import UserError
+from mheads.files import open_file
 
 _writing = threading.Lock()
 PATIENCE = 3.0  # seconds before a terminal is told what is going on
@@ -62,7 +63,7 @@ def _entry(path: Path, known: list | None) -> list:
         stamp = [facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns]
         if known is not None and known[1:] == stamp:
             return known
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return [hashlib.file_digest(file, "sha256").hexdigest(), *stamp]
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); replace it or take it out") from error

@@ -3,15 +3,14 @@ which example with what weight, and what a teacher answers, [N, C]."""
 
 from __future__ import annotations
 
-import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
+from mheads import packed
 from mheads.data.split import Data
 from mheads.errors import UserError
 from mheads.problems import Classification, SoftLabels
@@ -29,16 +28,15 @@ def read_array(path: Path, key: str, option: str, what: str) -> np.ndarray:
     """The array in an .npy file, or the one of this name in an .npz file."""
     saved = f"save it with numpy.savez(path, {key}=...)"
     try:
-        with path.open("rb") as stream:
-            found = np.load(stream, allow_pickle=False)
-            if isinstance(found, np.ndarray):
-                return found
+        with packed.opened(path) as found:
+            if list(found) == [""]:  # an .npy file
+                return found[""]
             if key not in found:
                 raise UserError(f"{path} has no array {key} (it has {', '.join(found) or 'none'}); {saved}")
             return found[key]
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give {option} an .npz or .npy file of {what}") from error
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError, zlib.error) as error:
+    except (ValueError, OSError) as error:
         raise UserError(f"{path} cannot be read as an .npz or .npy file of plain arrays ({error}); {saved}") from error
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from mheads.errors import UserError
+from mheads.files import open_file
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".tif", ".tiff", ".webp")
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}  # what the last bytes of a whole file hold
@@ -41,10 +44,17 @@ def _refuse_ranges(image: Image.Image) -> None:
         raise ValueError(f"its pixels are {kind} of no known range: save it with 8 or 16 bits")
 
 
+@contextmanager
+def opened_image(path: Path) -> Iterator[Image.Image]:
+    """The image in a file, while it is open."""
+    with open_file(path) as file, Image.open(file) as image:
+        yield image
+
+
 def refuse_torn(path: Path) -> None:
     """Refuses a file that is no image, or ends too early. Those that end as they should are not decoded for it."""
     try:
-        with Image.open(path) as image:
+        with opened_image(path) as image:
             _refuse_ranges(image)
             if (end := ENDS.get(image.format or "")) is not None:
                 with path.open("rb") as file:
@@ -70,7 +80,7 @@ def read_crop(
     chance: down and right in [0, 1), which place the crop among the whole-pixel places that it has; None: the centre.
     """
     try:
-        with Image.open(path) as image:
+        with opened_image(path) as image:
             ratio = resize / min(image.size)
             width, height = (max(resize, round(side * ratio)) for side in image.size)
             # JPEGs are decoded at the nearest larger eighth. The last reduced pixel may reach beyond the image: the box
@@ -112,7 +122,7 @@ def read_sized(file: Path, shape: tuple[int, ...], stretch: bool, where: str, le
 def read_whole(path: Path, grey: bool) -> Image.Image:
     """The image of a file in L or RGB, at its own size."""
     try:
-        with Image.open(path) as image:
+        with opened_image(path) as image:
             return eight_bits(image, grey)
     except UNREADABLE as error:
         raise UnreadableError(path, error) from error

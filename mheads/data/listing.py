@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mheads import seeds
+from mheads import files, packed, seeds
 from mheads.data.arrays import ArraySplit
 from mheads.data.folder import FolderSplit
 from mheads.data.sources import read_arrays
@@ -116,9 +116,9 @@ def _arrays(path: Path, arrays: Sequence[str] | None, problem: str) -> tuple[np.
     names = _names(arrays)
     for name in _hdf5_files(path):
         with _opened(name) as file:
-            examples.append(np.asarray(_named(file, names[0], name)))
+            examples.append(_array(file, names[0], name))
             own = arrays is not None and arrays[0] == arrays[1] and problem == "auto"  # no targets but the examples
-            targets.append(np.zeros(len(examples[-1])) if own else np.asarray(_named(file, names[1], name)))
+            targets.append(np.zeros(len(examples[-1])) if own else _array(file, names[1], name))
         if examples[-1].shape[1:] != examples[0].shape[1:] or len(examples[-1]) != len(targets[-1]):
             raise UserError(f"{name}: {examples[-1].shape} examples and {targets[-1].shape} labels do not fit together")
     x, y = np.concatenate(examples), np.concatenate(targets)
@@ -148,6 +148,7 @@ def _opened(path: Path) -> Any:
     except ImportError as error:
         raise UserError("HDF5 files are read with h5py, which is not installed: pip install 'mheads[caffe]'") from error
     try:
+        files.open_file(path).close()  # which no pipe is, and h5py would wait on
         return h5py.File(path, "r")
     except OSError as error:
         raise UserError(f"{path} cannot be read as an HDF5 file ({error})") from error
@@ -162,9 +163,15 @@ def _named(file: Any, names: Sequence[str], where: Path) -> Any:
     return found
 
 
+def _array(file: Any, names: Sequence[str], where: Path) -> np.ndarray:
+    found = _named(file, names, where)
+    packed.refuse_too_large(found.size * found.dtype.itemsize, where)
+    return np.asarray(found)
+
+
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return files.read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a list of files: {error}") from error
 

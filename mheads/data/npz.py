@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
-from zipfile import BadZipFile, ZipFile, is_zipfile
 
 import numpy as np
 
+from mheads import packed
 from mheads.data.arrays import ArraySplit
 from mheads.data.sources import read_arrays
 from mheads.errors import UserError
@@ -27,7 +26,7 @@ def read_npz(
     """
     needed = NEEDED[2:] if only == "test" else NEEDED if need_test else NEEDED[:2]
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+        with packed.opened(path) as file:
             missing = [key for key in needed if key not in file]
             if missing:
                 raise UserError(
@@ -38,11 +37,9 @@ def read_npz(
             arrays = {key: file[key] for key in file if key in (*NEEDED, "classes") or key.startswith("side_")}
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give data.path the .npz file") from error
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError, zlib.error) as error:
-        guessed = "pickle" in str(error) and not is_zipfile(path)  # numpy's guess of a file that is no .npz
-        why = "" if guessed else f" ({error})"
+    except (ValueError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read as an .npz file of plain arrays{why}; save it with numpy.savez,"
+            f"{path} cannot be read as an .npz file of plain arrays ({error}); save it with numpy.savez,"
             " without arrays of objects"
         ) from error
     names = arrays["classes"].ravel().tolist() if "classes" in arrays else None
@@ -65,10 +62,8 @@ def npz_shape(path: Path | None) -> tuple[int, ...] | None:
     if path is None or not path.is_file():
         return None
     try:
-        with ZipFile(path) as file, file.open("x_train.npy") as stream:
-            version = np.lib.format.read_magic(stream)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape = read(stream)[0]
-    except (BadZipFile, KeyError, ValueError, OSError) as error:
+        with packed.opened(path) as file:
+            shape, _ = file.header("x_train")
+    except (ValueError, OSError) as error:
         raise UserError(f"{path} has no array x_train to take the shape of an example from ({error})") from error
     return (1, *shape[1:]) if len(shape) == 3 else tuple(shape[1:])  # images without channels have one

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
-from mheads import seeds
+from mheads import files, packed, seeds
 from mheads.data.cache import cache_dir
 from mheads.data.contents import Shown, digests
 from mheads.data.folder import cores
@@ -145,17 +144,17 @@ def from_file(path: Path, scenes: Sequence[Scene], names: Sequence[str] = ()) ->
     .mat file of the Fast R-CNN release."""
     try:
         if path.suffix == ".mat":
-            path.open("rb").close()  # SciPy says nothing of a file that is missing
+            files.open_file(path).close()  # SciPy says nothing of a file that is missing
             found = _release(path, names or [scene.name for scene in scenes])
         elif path.suffix == ".npz":
-            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
+            with packed.opened(path) as arrays:
+                found = dict(arrays)
         else:
             raise UserError(
                 f"data.regions.proposals = {path}: give {SEARCH}, an .npz file with an array of boxes for each image, "
                 "or a .mat file of the Fast R-CNN release; {part} in the name stands for trainval and test"
             )
-    except (OSError, ValueError, NotImplementedError, BadZipFile) as error:  # SciPy does not read MATLAB's version 7.3
+    except (OSError, ValueError, NotImplementedError) as error:  # SciPy does not read MATLAB's version 7.3
         raise UserError(f"data.regions.proposals = {path} cannot be read: {error}") from error
     return [_boxes(found.get(scene.name), path, scene.name) for scene in scenes]
 

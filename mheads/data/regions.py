@@ -17,7 +17,7 @@ from mheads.data import proposals
 from mheads.data.augment import uniforms
 from mheads.data.contents import digests
 from mheads.data.folder import cores, in_threads
-from mheads.data.images import UNREADABLE, eight_bits
+from mheads.data.images import UNREADABLE, eight_bits, opened_image
 from mheads.data.seen import Seen
 from mheads.data.split import Beside
 from mheads.data.voc import CLASSES, Complaints, Scene, find_devkit, read_list, read_scenes
@@ -186,7 +186,7 @@ class Squares:
 def decoded(path: Path, size: tuple[int, int] | None = None) -> np.ndarray:
     """The pixels of an image, uint8 [H, W, 3], brought to (width, height)."""
     try:
-        with Image.open(path) as image:
+        with opened_image(path) as image:
             pixels = eight_bits(image, grey=False)
             return np.asarray(pixels if size is None else pixels.resize(size, Image.Resampling.BILINEAR))
     except UNREADABLE as error:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import zlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
-from zipfile import BadZipFile
 
 import numpy as np
 
+from mheads import files, packed
 from mheads.errors import UserError
 
 ARRAYS = (".npz", ".csv")
@@ -18,23 +18,23 @@ ARRAYS = (".npz", ".csv")
 def read_array(path: Path, names: Sequence[str]) -> np.ndarray:
     """The first array of these names in a .npz file, or its only one."""
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+        with packed.opened(path) as file:
             name = next((name for name in names if name in file), None)
-            if name is None and len(file.files) != 1:
+            if name is None and len(file) != 1:
                 raise UserError(
                     f"{path} has the arrays {', '.join(file) or 'none'}; call the one with the examples {names[0]}"
                 )
-            return file[name or file.files[0]]
+            return file[next(iter(file)) if name is None else name]
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
-    except (ValueError, OSError, EOFError, BadZipFile, TypeError, zlib.error) as error:
+    except (ValueError, OSError) as error:
         raise UserError(f"{path} cannot be read as an .npz file of plain arrays ({error})") from error
 
 
 def read_csv(path: Path) -> np.ndarray:
     """Rows of numbers [N, F], separated by commas, semicolons or tabs; a header is skipped."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(files.open_file(path), "utf-8-sig", newline="") as file:
             first = file.readline()
             file.seek(0)
             separator = max(",;\t", key=first.count)

@@ -14,14 +14,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
-from PIL import Image
 
 from mheads import boxes as box
 from mheads.data.cache import cache_dir
 from mheads.data.contents import Shown
 from mheads.data.folder import in_threads
-from mheads.data.images import SUFFIXES, UNREADABLE, eight_bits
+from mheads.data.images import SUFFIXES, UNREADABLE, eight_bits, opened_image
 from mheads.errors import UserError, warn
+from mheads.files import open_file, read_text
 from mheads.problems.average_precision import Truth
 
 CLASSES = (
@@ -108,7 +108,7 @@ def read_list(root: Path, part: str, complain: Complaints) -> list[str]:
     """The names of the images of a part; lists of a class say after each name whether it shows one: -1, 0 or 1."""
     listing = root / "ImageSets" / "Main" / f"{part}.txt"
     try:
-        lines = listing.read_text("utf-8-sig").split("\n")
+        lines = read_text(listing, "utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{listing} cannot be read ({error}): it lists the images of {part}, a name in a line"
@@ -144,7 +144,7 @@ def read_scenes(root: Path, names: Sequence[str], classes: Sequence[str], compla
 def _size(path: Path) -> tuple[int, int] | str:
     """Width and height of an image that can be decoded to its end, or what is wrong with it."""
     try:
-        with Image.open(path) as image:
+        with opened_image(path) as image:
             size = image.size
             image.draft("RGB", (1, 1))  # a JPEG at an eighth, which takes as many bytes and less time
             eight_bits(image, grey=False)
@@ -156,7 +156,8 @@ def _size(path: Path) -> tuple[int, int] | str:
 def _truth(file: Path, size: tuple[int, int], classes: Sequence[str], complain: Complaints) -> Truth | None:
     width, height = size
     try:
-        tree = ElementTree.parse(file).getroot()
+        with open_file(file) as stream:
+            tree = ElementTree.parse(stream).getroot()
     except OSError as error:
         missing = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
         complain(f"{file} {missing}: the image is left out")

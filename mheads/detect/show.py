@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags
 
 from mheads import parts
 from mheads.data.batch import Reader
-from mheads.data.images import UNREADABLE
+from mheads.data.images import UNREADABLE, opened_image
 from mheads.data.proposals import of_scenes
 from mheads.data.regions import Drawing, RegionSplit, decoded
 from mheads.data.voc import Scene
@@ -80,7 +80,7 @@ def find_objects(
 
 def _scene(path: Path, watch: Watcher) -> Scene:
     try:
-        with Image.open(path) as image:
+        with opened_image(path) as image:
             width, height = image.size
             turned = image.getexif().get(ORIENTATION, 1) != 1
     except FileNotFoundError:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from mheads.baselines import top
 from mheads.log import Log
-from mheads.metrics import BINS, top
+from mheads.metrics import BINS
 from mheads.record import Record
 from mheads.report.figures import spans_decades, trained_loss
 from mheads.report.page import Chart, Missing, Part

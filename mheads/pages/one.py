@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from mheads.baselines import top
 from mheads.engine.cost import costs_on, example_of
 from mheads.errors import UserError
-from mheads.metrics import top
 from mheads.pages import curves, words
 from mheads.pages.agreement import agreement
 from mheads.pages.detections import class_table

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mheads import config as configs
+from mheads.baselines import top
 from mheads.errors import UserError
-from mheads.metrics import top
 from mheads.pages import curves, words
 from mheads.pages.evidence import pictures
 from mheads.pages.one import OWNED, owned_title, ownership

@@ -45,6 +45,7 @@ __all__ = [
     "are_probabilities",
     "cross_entropies",
     "from_dict",
+    "named",
     "squared_errors",
     "widened",
 ]
@@ -52,4 +53,11 @@ __all__ = [
 
 def from_dict(facts: dict[str, Any]) -> Problem:
     """The problem that a run folder describes."""
-    return PROBLEMS[facts["name"]].from_dict(facts)
+    return named(facts["name"]).from_dict(facts)
+
+
+def named(name: str) -> Any:
+    """The kind of problem that a file names."""
+    if name not in PROBLEMS:
+        raise ValueError(f"problem = {name!r}: there are {', '.join(PROBLEMS)}")
+    return PROBLEMS[name]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mheads import values
+from mheads.baselines import near_chance, top
 from mheads.errors import UserError
-from mheads.metrics import Metrics, Result, near_chance, top
+from mheads.metrics import Metrics, Result
 from mheads.problems.member_losses import cross_entropies
 from mheads.problems.problem import ANSWERS, more_classes, number, percent_rows, together
 from mheads.values import Value
@@ -29,6 +30,7 @@ class Classification:
     name: ClassVar[str] = "classification"
     unit: ClassVar[str] = "%"
     measure: ClassVar[str] = "accuracy, %"
+    result_type: ClassVar[Any] = Result
     member_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
     @property
@@ -77,9 +79,6 @@ class Classification:
     def metrics(self, members: int, scored: bool = False) -> Metrics:
         return Metrics(members, len(self.classes), scored, self.of_scores)
 
-    def read_result(self, values: dict[str, Any]) -> Result:
-        return Result.from_dict(values)
-
     def unknown(self, members: int) -> Result:
         return Result.unknown(members, len(self.classes))
 
@@ -87,7 +86,7 @@ class Classification:
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         found = percent_rows(summary, "members") + _fair_rows(summary)
         if len(summary["members"]) > 1:
-            found.append(("disagreement", f"{summary['disagreement']:.2f} %"))
+            found.append(("disagreement", f"{number(summary['disagreement'])} %"))
         for key, name, form, unit in (
             ("nll", "negative log-likelihood", ".4f", ""),
             ("calibration_error", "calibration error", ".2f", " %"),

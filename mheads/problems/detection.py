@@ -6,11 +6,13 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor
 
 from mheads import boxes as box
@@ -20,6 +22,7 @@ from mheads.metrics import PercentResult, by_predictor, owner_of
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
 from mheads.problems.member_losses import region_losses
 from mheads.problems.problem import number, percent_rows
+from mheads.schemas import Count, Measures, Number, OfClasses, check
 from mheads.values import Value
 
 BACKGROUND = "background"
@@ -27,6 +30,19 @@ BOXES = ("regressed", "proposals")  # what is measured: the boxes that members g
 MOST = 100  # regions of a class and image that are looked at, the best
 SUPPRESS = 0.3  # what overlaps a better box of its class by more than this goes
 FLOOR = 0.001  # detections of a lower probability are not kept: there are thousands in every image
+
+
+def _each(schema: Any) -> AfterValidator:
+    """Of both kinds of boxes, each measure."""
+
+    def validate(value: Any) -> Any:
+        for which, measure in product(BOXES, MEASURES):
+            if measure not in value.get(which, {}):
+                raise ValueError(f"{which}.{measure} is missing")
+            check(schema, value[which][measure])
+        return value
+
+    return AfterValidator(validate)
 
 
 @dataclass(frozen=True)
@@ -39,18 +55,18 @@ class DetectionResult(PercentResult):
 
     problem: ClassVar[str] = "detection"
 
-    members: list[float]  # of each
-    single: float  # the mean of these
-    ensemble_mean: float  # of mean probabilities and mean boxes
-    oracle: float  # each region answered by the member with the lowest loss on it
-    on_proposals: float  # of mean probabilities, with the boxes as proposed
-    single_on_proposals: float  # the mean of that over the members
-    further: dict[str, Any]
-    classes: dict[str, Any]
-    ownership: list[list[int]]  # [M][1 + C] regions of each class on which each member has the lowest loss
-    examples: int  # images
-    ensemble_scored: float | None = None
-    oracle_chance: float | None = None  # the Oracle of members whose answers are dealt to the regions at random
+    members: list[Number]  # of each
+    single: Number  # the mean of these
+    ensemble_mean: Number  # of mean probabilities and mean boxes
+    oracle: Number  # each region answered by the member with the lowest loss on it
+    on_proposals: Number  # of mean probabilities, with the boxes as proposed
+    single_on_proposals: Number  # the mean of that over the members
+    further: Annotated[dict[str, Any], _each(Measures)]
+    classes: Annotated[dict[str, Any], _each(OfClasses)]
+    ownership: list[list[Count]]  # [M][1 + C] regions of each class on which each member has the lowest loss
+    examples: Count  # images
+    ensemble_scored: Number | None = None
+    oracle_chance: Number | None = None  # the Oracle of members whose answers are dealt to the regions at random
     images: str = ""  # a digest of sizes and objects, by which others tell whether they were measured on the same
 
     def headline(self) -> dict[str, str]:
@@ -59,12 +75,31 @@ class DetectionResult(PercentResult):
         return {**shown, "Oracle": shown["Oracle"] + chance}
 
     @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> DetectionResult:
+        found = super().from_dict({"on_proposals": 0.0, "single_on_proposals": 0.0} | values)
+        each = found.further["proposals"]["11-point"]  # of which an older file has no copy
+        copies = {"on_proposals": each["ensemble_mean"], "single_on_proposals": each["single"]}
+        return replace(found, **{name: value for name, value in copies.items() if name not in values})
+
+    def check_sizes(self, members: int, groups: int) -> None:
+        super().check_sizes(members, groups)
+        for which, measure in product(BOXES, MEASURES):
+            each = self.classes[which][measure]
+            for row in (*each["members"], each["ensemble_mean"], each["oracle"]):
+                if len(row) != groups - 1:
+                    raise ValueError(f"classes.{which}.{measure} has {len(row)} classes, and the run {groups - 1}")
+
+    @classmethod
     def unknown(cls, members: int, classes: int) -> DetectionResult:
         nan, each = math.nan, by_predictor([math.nan] * (members + 2))
-        none = {which: dict.fromkeys(MEASURES, each) for which in BOXES}
-        return cls(
-            [nan] * members, nan, nan, nan, nan, nan, none, none, [[0] * (classes + 1)] * members, 0, oracle_chance=nan
-        )
+        of_classes = {
+            "members": [[nan] * classes] * members,
+            "ensemble_mean": [nan] * classes,
+            "oracle": [nan] * classes,
+        }
+        further, every = ({which: dict.fromkeys(MEASURES, part) for which in BOXES} for part in (each, of_classes))
+        owned = [[0] * (classes + 1)] * members
+        return cls([nan] * members, nan, nan, nan, nan, nan, further, every, owned, 0, oracle_chance=nan)
 
 
 @dataclass(frozen=True)
@@ -81,6 +116,7 @@ class Detection:
     name: ClassVar[str] = "detection"
     unit: ClassVar[str] = "%"
     measure: ClassVar[str] = "mean average precision, VOC 2007's 11 points, %"
+    result_type: ClassVar[Any] = DetectionResult
     member_losses: ClassVar[tuple[str, ...]] = ("fast_rcnn",)
     other_losses: ClassVar[tuple[str, ...]] = ("prob_averaged", "confident", "scored")  # that know classes, not boxes
     evaluation_rows: ClassVar[int] = 1  # images differ in size
@@ -124,9 +160,6 @@ class Detection:
             raise UserError("loss scored is not for detection: regions have scores of their own")
         return DetectionMetrics(self, members)
 
-    def read_result(self, values: dict[str, Any]) -> DetectionResult:
-        return DetectionResult.from_dict(values)
-
     def unknown(self, members: int) -> DetectionResult:
         return DetectionResult.unknown(members, len(self.classes))
 
@@ -154,6 +187,8 @@ class Detection:
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Detection:
         means, deviations = (tuple(tuple(map(float, row)) for row in facts[key]) for key in ("means", "deviations"))
+        if {len(means), len(deviations)} != {1 + len(facts["classes"])}:
+            raise ValueError("problem.means and problem.deviations should have a row for each class and the background")
         return cls(tuple(map(str, facts["classes"])), means, deviations)
 
     def read(self, answers: Tensor, regions: np.ndarray, width: int, height: int) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ from mheads.errors import UserError
 from mheads.metrics import PercentResult, by_predictor, mean_members, owner_of, weighted_mean
 from mheads.problems.member_losses import binary_cross_entropies
 from mheads.problems.problem import further_row, more_classes, percent_rows, refuse_other_width, together
+from mheads.schemas import Count, Measures, Number
 from mheads.values import Value
 
 
@@ -24,15 +25,15 @@ class MultiLabelResult(PercentResult):
 
     problem: ClassVar[str] = "multilabel"
 
-    members: list[float]  # of each
-    single: float  # the mean of these
-    ensemble_mean: float  # of the mean of the members' probabilities
-    oracle: float  # of the scores of the member with the lowest loss on each example
-    f1_micro: dict[str, Any]  # of all labels of all classes together
-    f1_macro: dict[str, Any]  # the mean of that of each class
-    ownership: list[list[int]]  # [M][1] examples on which each member has the lowest loss
-    examples: int
-    ensemble_scored: float | None = None  # of the mean weighted by the members' scores
+    members: list[Number]  # of each
+    single: Number  # the mean of these
+    ensemble_mean: Number  # of the mean of the members' probabilities
+    oracle: Number  # of the scores of the member with the lowest loss on each example
+    f1_micro: Measures  # of all labels of all classes together
+    f1_macro: Measures  # the mean of that of each class
+    ownership: list[list[Count]]  # [M][1] examples on which each member has the lowest loss
+    examples: Count
+    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
 
     @classmethod
     def unknown(cls, members: int) -> MultiLabelResult:
@@ -115,6 +116,7 @@ class MultiLabel:
     name: ClassVar[str] = "multilabel"
     unit: ClassVar[str] = "%"
     measure: ClassVar[str] = "mean average precision, %"
+    result_type: ClassVar[Any] = MultiLabelResult
     member_losses: ClassVar[tuple[str, ...]] = ("bce",)
 
     @property
@@ -155,9 +157,6 @@ class MultiLabel:
 
     def metrics(self, members: int, scored: bool = False) -> MultiLabelMetrics:
         return MultiLabelMetrics(members, len(self.classes), scored, self.of_scores)
-
-    def read_result(self, values: dict[str, Any]) -> MultiLabelResult:
-        return MultiLabelResult.from_dict(values)
 
     def unknown(self, members: int) -> MultiLabelResult:
         return MultiLabelResult.unknown(members)

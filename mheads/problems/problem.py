@@ -44,6 +44,7 @@ class Problem(Protocol):
     name: ClassVar[str]
     unit: ClassVar[str]  # of the measures in the headline: "%", or nothing
     measure: ClassVar[str]  # what is measured in the headline, with its unit
+    result_type: ClassVar[Any]  # a `metrics.PlainResult`
     member_losses: ClassVar[tuple[str, ...]]  # those in `member_losses.py` that fit, its own first
 
     @property
@@ -70,7 +71,6 @@ class Problem(Protocol):
 
     def check_targets(self, targets: np.ndarray, where: str) -> None: ...
     def metrics(self, members: int, scored: bool = False) -> Metrics: ...
-    def read_result(self, values: dict[str, Any]) -> Any: ...
     def unknown(self, members: int) -> Any:
         """The result where nothing was evaluated: NaN throughout."""
 

@@ -15,6 +15,7 @@ from mheads.errors import UserError
 from mheads.metrics import PlainResult, by_predictor, weighted_mean
 from mheads.problems.member_losses import absolute_errors, squared_errors
 from mheads.problems.problem import further_row, mean_or_weighted
+from mheads.schemas import Count, Measures, Number
 from mheads.values import Value
 
 
@@ -24,17 +25,17 @@ class RegressionResult(PlainResult):
 
     problem: ClassVar[str] = "regression"
 
-    members: list[float]  # of each
-    single: float  # the mean of these
-    ensemble_mean: float  # of the mean of the members' outputs
-    oracle: float  # of the member that comes closest on each example
-    spread: float  # how far members are from their mean, root mean square
-    ownership: list[list[int]]  # [M][1] examples on which each member comes closest
-    examples: int
-    mae: dict[str, Any] = field(default_factory=dict)  # mean absolute errors
-    r2: dict[str, Any] = field(default_factory=dict)  # the share of the targets' variance that is explained
-    spread_correlation: float = math.nan  # over examples, of the members' spread with the error of their mean
-    ensemble_scored: float | None = None  # of the mean weighted by the members' scores
+    members: list[Number]  # of each
+    single: Number  # the mean of these
+    ensemble_mean: Number  # of the mean of the members' outputs
+    oracle: Number  # of the member that comes closest on each example
+    spread: Number  # how far members are from their mean, root mean square
+    ownership: list[list[Count]]  # [M][1] examples on which each member comes closest
+    examples: Count
+    mae: Measures = field(default_factory=dict)  # mean absolute errors
+    r2: Measures = field(default_factory=dict)  # the share of the targets' variance that is explained
+    spread_correlation: Number = math.nan  # over examples, of the members' spread with the error of their mean
+    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
 
     def headline(self) -> dict[str, str]:
         scored = {} if self.ensemble_scored is None else {"Ensemble-Scored": f"{self.ensemble_scored:.4g}"}
@@ -124,6 +125,7 @@ class Regression:
     name: ClassVar[str] = "regression"
     unit: ClassVar[str] = ""
     measure: ClassVar[str] = "root mean square error"
+    result_type: ClassVar[Any] = RegressionResult
     member_losses: ClassVar[tuple[str, ...]] = ("mse", "mae", "smooth_l1", "gaussian_nll")
 
     @property
@@ -169,9 +171,6 @@ class Regression:
 
     def metrics(self, members: int, scored: bool = False) -> RegressionMetrics:
         return RegressionMetrics(members, self.num_values, scored)
-
-    def read_result(self, values: dict[str, Any]) -> RegressionResult:
-        return RegressionResult.from_dict(values)
 
     def unknown(self, members: int) -> RegressionResult:
         return RegressionResult.unknown(members)

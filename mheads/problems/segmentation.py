@@ -17,6 +17,7 @@ from mheads.errors import UserError
 from mheads.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of, weighted_mean
 from mheads.problems.member_losses import IGNORED, cross_entropies
 from mheads.problems.problem import further_row, percent_rows, together
+from mheads.schemas import Count, Measures, Number
 from mheads.values import Value
 
 CHUNK = 2**22  # numbers that are looked at together, to bound the memory
@@ -28,14 +29,14 @@ class SegmentationResult(PercentResult):
 
     problem: ClassVar[str] = "segmentation"
 
-    members: list[float]  # of each
-    single: float  # the mean of these
-    ensemble_mean: float  # of the mean of the members' probabilities
-    oracle: float  # of the member with the best mean IoU on each image
-    pixel_accuracy: dict[str, Any]
-    ownership: list[list[int]]  # [M][C] images, by the class of most of their pixels, of which each has the lowest loss
-    examples: int
-    ensemble_scored: float | None = None  # of the mean weighted by the members' scores
+    members: list[Number]  # of each
+    single: Number  # the mean of these
+    ensemble_mean: Number  # of the mean of the members' probabilities
+    oracle: Number  # of the member with the best mean IoU on each image
+    pixel_accuracy: Measures
+    ownership: list[list[Count]]  # [M][C] images, by the class of most pixels, of which each has the lowest loss
+    examples: Count
+    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
 
     @classmethod
     def unknown(cls, members: int, classes: int) -> SegmentationResult:
@@ -134,6 +135,7 @@ class Segmentation:
     name: ClassVar[str] = "segmentation"
     unit: ClassVar[str] = "%"
     measure: ClassVar[str] = "mean IoU, %"
+    result_type: ClassVar[Any] = SegmentationResult
     member_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
     @property
@@ -182,9 +184,6 @@ class Segmentation:
 
     def metrics(self, members: int, scored: bool = False) -> SegmentationMetrics:
         return SegmentationMetrics(members, len(self.classes), scored, self.of_scores)
-
-    def read_result(self, values: dict[str, Any]) -> SegmentationResult:
-        return SegmentationResult.from_dict(values)
 
     def unknown(self, members: int) -> SegmentationResult:
         return SegmentationResult.unknown(members, len(self.classes))

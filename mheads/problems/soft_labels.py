@@ -36,6 +36,7 @@ class SoftLabels(Classification):
     """Targets are probabilities [B, C], answers are scores [M, B, C]."""
 
     name: ClassVar[str] = "soft_labels"
+    result_type: ClassVar[Any] = SoftLabelsResult
 
     def group(self, targets: Value) -> Tensor:
         return super().group(targets).argmax(-1)
@@ -55,9 +56,6 @@ class SoftLabels(Classification):
 
     def metrics(self, members: int, scored: bool = False) -> SoftLabelsMetrics:
         return SoftLabelsMetrics(members, len(self.classes), scored, self.of_scores)
-
-    def read_result(self, values: dict[str, Any]) -> SoftLabelsResult:
-        return SoftLabelsResult.from_dict(values)
 
     def unknown(self, members: int) -> Result:
         return SoftLabelsResult.unknown(members, len(self.classes))

@@ -20,8 +20,8 @@ from matplotlib.font_manager import fontManager
 from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
+from mheads.baselines import top
 from mheads.files import saving
-from mheads.metrics import top
 from mheads.report.overlaps import hidden
 
 # Okabe and Ito's colours, which every kind of colour vision can tell apart; their yellow, too pale for a line on white,

@@ -284,7 +284,7 @@ class _Document(_Part):
 
 def load(path: Path) -> Document:
     try:
-        document: Document = from_json(path.read_bytes())
+        document: Document = from_json(files.read_text(path))
         _Document.model_validate(document)
         return document
     except ValidationError as error:

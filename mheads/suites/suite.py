@@ -15,11 +15,11 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from mheads import plain
+from mheads import files, plain
 from mheads.config import Config
 from mheads.errors import UserError
 from mheads.metrics import Result
@@ -285,8 +285,7 @@ def read(name: str) -> Suite:
             "a YAML file"
         )
     try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(plain.MAX_TEXT + 1)
+        text = files.read_text(path, most=plain.MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a YAML file: {error}") from error
     return _parse(text, path.stem, str(path))
@@ -336,11 +335,12 @@ def known_metrics() -> tuple[str, ...]:
     ]
     names += ["peak_memory", "learning_entropy"]  # the rest of `learning` is lists
     for kind in (Result, RegressionResult, MultiLabelResult, SegmentationResult, DetectionResult):
+        hints = get_type_hints(kind)
         for field in fields(kind):
-            group = "dict" in str(field.type)
+            group = "dict" in str(hints[field.name])
             if group and field.name not in ("further", "classes"):  # whose parts are groups again
                 names += [f"{field.name}_{part}" for part in ("single", *ANSWERS, "oracle")]
-            elif not group and "list" not in str(field.type):
+            elif not group and "list" not in str(hints[field.name]):
                 names.append(field.name)
     return tuple(dict.fromkeys(name for name in names if not name.startswith("top_k_")))  # which are lists
 

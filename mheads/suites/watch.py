@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
-from mheads.metrics import top
+from mheads.baselines import top
 from mheads.progress import Pace, Silent, step_line
 from mheads.suites.jobs import Job
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mheads import problems
+from mheads.baselines import top
 from mheads.data.catalog import DATASETS
-from mheads.metrics import top
 from mheads.problems.problem import ANSWERS
 
 MEASURES = (*ANSWERS.values(), "Oracle")  # of the whole ensemble

@@ -218,6 +218,7 @@ def fit(
             )  # of a loss that is made
         # Only now: a call that is refused for what it asks has changed nothing.
         config = config.model_copy(update={"init": _initialise(net, init, run, watch, init_map)})
+        _refuse_failed(net, run)
         experiment = experiments.assemble(config, net, loss, data, given=given, answers=answers)
         return _train(experiment, run, watch)
 
@@ -333,13 +334,21 @@ def _start_of(net: TreeNet, folder: RunFolder) -> str | None:
     """A digest of the weights that training in this folder starts from: the net's, unless it has started already."""
     now = identity.weights(net.state_dict())
     left, starts = _left.get(net, ("", {}))
-    # Without a checkpoint it would start from what the net holds now.
-    resumes = folder.exists() and Checkpoints(folder.checkpoints).steps()
-    if net.failed and not resumes:
+    resumes = _resumes(folder)
+    return starts.get(folder.path.resolve(), (now, ""))[0] if now == left and resumes else now
+
+
+def _resumes(folder: RunFolder) -> bool:
+    """Whether training goes on from a checkpoint there; without one it starts from what the net holds."""
+    return folder.exists() and bool(Checkpoints(folder.checkpoints).steps())
+
+
+def _refuse_failed(net: TreeNet, run: str | Path | None) -> None:
+    """Refuses a net whose weights an earlier fit has ruined, before anything is tried with them."""
+    if net.failed and (run is None or not _resumes(RunFolder(Path(run)))):
         raise UserError(
             "an earlier fit of this net failed after it had changed the weights: build it anew, or give init="
         )
-    return starts.get(folder.path.resolve(), (now, ""))[0] if now == left and resumes else now
 
 
 def _leave(net: TreeNet, folder: RunFolder, start: str | None, init: str) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mheads import values
 from mheads.baselines import near_chance
-from mheads.data import Data
 from mheads.data.batch import evaluation_batches
 from mheads.engine.engine import Engine
 from mheads.errors import UserError
+from mheads.experiment import Experiment
 from mheads.problems import Result
 
 EXAMPLES = 16  # that outputs are compared on
@@ -25,8 +25,11 @@ HARDLY = 0.02  # a difference in probability that changes no answer
 class CollapseWatch:
     """Looks with each line of the log and at each evaluation; warns of each member, and of the Oracle, once."""
 
-    def __init__(self, engine: Engine, data: Data, warn: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, experiment: Experiment, warn: Callable[[str], None]) -> None:
+        data, sampling = experiment.data, experiment.config.sampling.name
         self._engine, self._problem, self._warn = engine, data.problem, warn
+        # A specialist may give one class to everything: that is all it was shown.
+        self._generalists = experiment.loss.separable and sampling in ("full", "bagging", "subset")
         # Of training: what only an evaluation reads may be damaged, and training should not end before that.
         examples = data.train.fixed()  # type: ignore[attr-defined]  # it is a source
         rows = getattr(data.problem, "evaluation_rows", EXAMPLES)
@@ -39,7 +42,7 @@ class CollapseWatch:
         for outputs, _ in self._engine.outputs(self._readers):
             answers = self._problem.answer(outputs).detach()
             found = constant_members(answers)
-            if iteration >= EARLY and self._problem.unit == "%":
+            if self._generalists and iteration >= EARLY and self._problem.unit == "%":
                 with suppress(UserError):  # detections have no mean
                     probabilities = torch.stack([self._problem.mean(answer[None]) for answer in answers])
                     found = sorted({*found, *constant_members(probabilities, HARDLY, relative=False)})

@@ -105,7 +105,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
             log = MetricsLog(folder.metrics, state.log, watch.warn, board)
             if log.mended:
                 checkpoints.save(state.step, tensors or {}, {**found["state"], "log": log.parts}, again=True)
-        collapse = CollapseWatch(engine, data, watch.warn)
+        collapse = CollapseWatch(engine, experiment, watch.warn)
         with handling(engine.ask_to_stop, once=True), watch.training(total, state.step):
             while state.step < total:
                 began = time.perf_counter()

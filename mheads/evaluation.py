@@ -191,7 +191,7 @@ def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = 
             raise UserError(
                 f"--what {what}: a {file.suffix} holds the weights of one member: give --what member:0, say"
             )
-        blobs.write(file, run.net.member(number))
+        blobs.write(check_place(file), run.net.member(number))
         watch.say(f"{file}: the weights of member {number}, as Caffe keeps them")
         return
     difference = export(run, file, what)

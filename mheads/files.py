@@ -15,6 +15,7 @@ from typing import IO
 from mheads.errors import UserError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextlib.contextmanager
@@ -28,7 +29,8 @@ def saving(path: Path, hidden: Path | None = None) -> Iterator[None]:
                 remove(hidden)
         full = error.errno in FULL
         cause = "no space left on the disk" if full else error.strerror or error
-        remedy = "free some space" if full else "make the folder writable"
+        denied = error.errno in DENIED
+        remedy = "free some space" if full else "make the folder writable" if denied else "set that right"
         raise UserError(
             f"could not save {path}: {cause}. What was saved before is whole: {remedy} and give the same command again"
         ) from error

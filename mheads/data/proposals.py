@@ -25,6 +25,7 @@ from mheads.manifest import DamageError
 
 SEARCH = "selective_search"
 DIGEST = hashlib.sha256().digest_size  # of the bytes before, at the end of a file that is kept
+ABSENT = (FileNotFoundError, NotADirectoryError)
 WIDTH = 500  # that wider images are brought to before they are searched, as in VOC
 
 
@@ -68,13 +69,14 @@ def search(scenes: Sequence[Scene], complain: Callable[[str], None]) -> list[np.
     folder = cache_dir() / "proposals" / f"{SEARCH}-{WIDTH}"
     keys = [key[:32] for key in _digests(scenes)]
     first = {key: i for i, key in reversed(list(enumerate(keys)))}  # copies of an image are searched as one
-    kept, damaged = {}, []
+    kept: dict[str, np.ndarray] = {}
+    damaged = []
     for key in first:
         try:
             kept[key] = _kept(folder / f"{key}.npy")
         except DamageError as error:
             damaged.append(error)
-        except FileNotFoundError:
+        except ABSENT:
             pass
     if damaged:
         warn(f"{damaged[0]} ({len(damaged):,} such files): searched again and replaced")
@@ -100,7 +102,7 @@ def _search_all(folder: Path, missing: dict[str, Scene]) -> dict[str, np.ndarray
         target = folder / f"{key}.npy"
         try:
             boxes = _kept(target)  # another rank may have been faster
-        except (FileNotFoundError, DamageError):
+        except (*ABSENT, DamageError):
             boxes = _search(missing[key])
             _keep(target, boxes, work)
         shown.advance()
@@ -124,14 +126,16 @@ def _keep(target: Path, boxes: np.ndarray, work: Path) -> None:
 
 def _kept(path: Path) -> np.ndarray:
     """The boxes [P, 4] in a file of the cache."""
-    content = path.read_bytes()
-    whole = hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
-    file = io.BytesIO(content)
     try:
+        content = path.read_bytes()
+        whole = hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
+        file = io.BytesIO(content)
         boxes = np.load(file, allow_pickle=False)
         # Earlier versions wrote no checksum.
         if (whole or not file.read()) and boxes.dtype.kind == "i" and boxes.shape[1:] == (4,):
             return boxes
+    except ABSENT:
+        raise
     except Exception as error:  # numpy may raise anything on a damaged header
         raise DamageError(f"{path} is damaged ({named(error)})") from error
     raise DamageError(f"{path} is damaged")

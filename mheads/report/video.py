@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import itertools
 import subprocess
@@ -99,7 +100,7 @@ def _mp4(path: Path, frames: Iterator[np.ndarray], advance: Callable[[int], None
                 pass  # it says why below
         if ffmpeg.returncode:
             said.seek(0)
-            raise UserError(f"ffmpeg could not write {path}: {said.read().decode(errors='replace').strip()}")
+            raise OSError(errno.EIO, f"ffmpeg ended with {said.read().decode(errors='replace').strip()!r}")
 
 
 def _gif(path: Path, frames: Iterator[np.ndarray], count: int, advance: Callable[[int], None]) -> None:

@@ -86,14 +86,9 @@ def scratch(parent: Path, prefix: str = ".", target: Path | None = None) -> Iter
     is removed after a day. If one was killed while it replaced `target`, that is put back first.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    here = f"{prefix}{platform.node()}@"
     with files.locked(parent):  # which keeps others from removing the folder before it is locked
-        for leftover in parent.glob(f"{prefix}*{SUFFIX}"):
-            if _is_abandoned(leftover, leftover.name.startswith(here)):
-                if target is not None and (leftover / OLD).exists() and not target.exists():
-                    (leftover / OLD).rename(target)
-                shutil.rmtree(leftover, ignore_errors=True)
-        work = Path(tempfile.mkdtemp(SUFFIX, here, parent))
+        _sweep(parent, prefix, target)
+        work = Path(tempfile.mkdtemp(SUFFIX, _own(prefix), parent))
         held = os.open(work, os.O_RDONLY)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -104,6 +99,25 @@ def scratch(parent: Path, prefix: str = ".", target: Path | None = None) -> Iter
         os.close(held)
 
 
+def recover(target: Path) -> None:
+    """Removes what processes left that were killed while they built `target`, and puts back what they had moved."""
+    with suppress(OSError), files.locked(target.parent):
+        _sweep(target.parent, f".{target.name}-", target)
+
+
+def _sweep(parent: Path, prefix: str, target: Path | None) -> None:
+    for leftover in parent.glob(f"{prefix}*{SUFFIX}"):
+        if _is_abandoned(leftover, leftover.name.startswith(_own(prefix))):
+            if target is not None and (leftover / OLD).exists() and not target.exists():
+                (leftover / OLD).rename(target)
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _own(prefix: str) -> str:
+    """What the names of this host's folders begin with."""
+    return f"{prefix}{platform.node()}@"
+
+
 def _is_abandoned(folder: Path, here: bool) -> bool:
     """Whether the process that made the folder, on this host or another, is gone."""
     try:
@@ -112,9 +126,13 @@ def _is_abandoned(folder: Path, here: bool) -> bool:
         return False
     try:
         if here:
-            with suppress(OSError):  # one that is held is one of these
+            try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
+            except BlockingIOError:
+                return False  # it is held
+            except OSError:
+                pass  # a file system without locks
         return time.time() - os.fstat(descriptor).st_mtime > STALE_SECONDS
     finally:
         os.close(descriptor)

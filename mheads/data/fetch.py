@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from mheads.data.cache import building, cache_dir, sizes_match, write_manifest
+from mheads.data.cache import building, cache_dir, recover, sizes_match, write_manifest
 from mheads.data.cifar import CIFAR10, CIFAR100, SIDE, Layout, read_cifar, write_records
 from mheads.errors import UserError
 
@@ -73,6 +73,7 @@ def get(name: str, progress: Progress | None = None, force: bool = False) -> Pat
             " (`mheads data list` shows all that there are)"
         )
     remote, target = REMOTES[name], cache_dir() / name
+    recover(target)
     complete = all((target / file).exists() for file in remote.layout.files) and sizes_match(target)
     if force or not complete:
         fetch(remote, target, progress or (lambda what, done, total: None))

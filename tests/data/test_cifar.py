@@ -280,6 +280,7 @@ def test_a_get_leaves_alone_what_another_is_at_and_what_another_host_left_today(
     foreign = cache / ".cifar10-elsewhere@abc.partial"
     with building(cache / "cifar10") as under_way:
         foreign.mkdir()
+        os.utime(under_way.parent, (0, 0))  # a slow network
         data.get("cifar10")
         assert under_way.is_dir() and foreign.is_dir()
     os.utime(foreign, (0, 0))
@@ -306,8 +307,7 @@ def test_a_get_that_is_killed_or_fails_between_two_renames_loses_no_set(small, c
     left.mkdir()
     folder.rename(left / "old")  # as a process leaves it that is killed there
     small(url=UNREACHABLE, npm=None)
-    with pytest.raises(UserError, match="out of reach"):
-        data.get("cifar10")
+    assert data.get("cifar10") == folder  # there is nothing to fetch
     assert (folder / "manifest.json").stat().st_mtime_ns == before
     assert [path.name for path in cache.iterdir()] == ["cifar10"]
 

@@ -184,7 +184,7 @@ def test_proposals_that_earlier_versions_kept_are_read(searched, tmp_path):
 
 def test_what_killed_searches_left_is_removed_but_not_what_another_is_at(searched, tmp_path):
     folder = tmp_path / "cache/proposals/selective_search-500"
-    left = folder / f".{platform.node()}@abc.partial"
+    left = folder.with_name(f".{folder.name}-{platform.node()}@abc.partial")
     left.mkdir(parents=True)
     (left / "half.npy").write_bytes(b"half")
     with caches.scratch(folder) as under_way:
@@ -192,7 +192,8 @@ def test_what_killed_searches_left_is_removed_but_not_what_another_is_at(searche
         first, _ = searched()
         assert under_way.is_dir()
     assert len(names(folder)) == 3 and all(name.endswith(".npy") for name in names(folder))
-    assert searched() == (first, [])
+    left.mkdir()
+    assert searched() == (first, []) and names(folder.parent) == [folder.name]  # also where nothing is searched
 
 
 @pytest.mark.parametrize("at", ["mkdir", "write_bytes", "replace"])

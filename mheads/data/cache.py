@@ -54,7 +54,7 @@ def building(target: Path) -> Iterator[Path]:
     It lies beside `target`, hence on the same file system, and is renamed at the end: even if the process is
     killed, nothing half-made ever has the final name. What was there before is put back by the next that builds it.
     """
-    with storing(target), scratch(target.parent, f".{target.name}-", target) as work:
+    with storing(target), scratch(target) as work:
         folder, old = work / "new", work / OLD
         folder.mkdir()
         yield folder
@@ -72,23 +72,23 @@ def building(target: Path) -> Iterator[Path]:
 
 def store(target: Path, content: bytes) -> None:
     """Writes a file of the cache that is whole or absent; others may write the same one at the same time."""
-    with scratch(target.parent) as work:
+    with scratch(target) as work:
         made = work / target.name
         made.write_bytes(content)
         made.replace(target)
 
 
 @contextmanager
-def scratch(parent: Path, prefix: str = ".", target: Path | None = None) -> Iterator[Path]:
-    """A hidden folder in `parent` for this process alone, removed at the end, as are those that killed processes left.
+def scratch(target: Path) -> Iterator[Path]:
+    """A hidden folder beside `target` for this process alone, removed at the end, as are those that killed ones left.
 
     The owner of one holds a lock on it, which ends with the process. Locks may not reach other hosts: what these left
     is removed after a day. If one was killed while it replaced `target`, that is put back first.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    with files.locked(parent):  # which keeps others from removing the folder before it is locked
-        _sweep(parent, prefix, target)
-        work = Path(tempfile.mkdtemp(SUFFIX, _own(prefix), parent))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with files.locked(target.parent):  # which keeps others from removing the folder before it is locked
+        _sweep(target)
+        work = Path(tempfile.mkdtemp(SUFFIX, _own(target), target.parent))
         held = os.open(work, os.O_RDONLY)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -100,22 +100,22 @@ def scratch(parent: Path, prefix: str = ".", target: Path | None = None) -> Iter
 
 
 def recover(target: Path) -> None:
-    """Removes what processes left that were killed while they built `target`, and puts back what they had moved."""
+    """Removes what processes left that were killed while they made `target`, and puts back what they had moved."""
     with suppress(OSError), files.locked(target.parent):
-        _sweep(target.parent, f".{target.name}-", target)
+        _sweep(target)
 
 
-def _sweep(parent: Path, prefix: str, target: Path | None) -> None:
-    for leftover in parent.glob(f"{prefix}*{SUFFIX}"):
-        if _is_abandoned(leftover, leftover.name.startswith(_own(prefix))):
-            if target is not None and (leftover / OLD).exists() and not target.exists():
+def _sweep(target: Path) -> None:
+    for leftover in target.parent.glob(f".{target.name}-*{SUFFIX}"):
+        if _is_abandoned(leftover, leftover.name.startswith(_own(target))):
+            if (leftover / OLD).exists() and not target.exists():
                 (leftover / OLD).rename(target)
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _own(prefix: str) -> str:
+def _own(target: Path) -> str:
     """What the names of this host's folders begin with."""
-    return f"{prefix}{platform.node()}@"
+    return f".{target.name}-{platform.node()}@"
 
 
 def _is_abandoned(folder: Path, here: bool) -> bool:

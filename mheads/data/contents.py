@@ -80,6 +80,7 @@ def _remembered(store: Path | None) -> dict[str, list]:
     if store is None:
         return {}
     try:
+        cache.recover(store)
         known = unsealed(store.read_text())
         known = known.get("files", known)  # which earlier versions did not have, nor a seal
         return {name: entry for name, entry in known.items() if isinstance(entry, list) and len(entry) == 4}

@@ -16,7 +16,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from mheads import seeds
-from mheads.data.cache import cache_dir, scratch, storing
+from mheads.data.cache import cache_dir, recover, scratch, storing
 from mheads.data.contents import Shown, digests
 from mheads.data.folder import cores
 from mheads.data.voc import Scene
@@ -67,6 +67,7 @@ def search(scenes: Sequence[Scene], complain: Callable[[str], None]) -> list[np.
     In a random order that the image alone decides: OpenCV's comes from a generator that cannot be seeded.
     """
     folder = cache_dir() / "proposals" / f"{SEARCH}-{WIDTH}"
+    recover(folder)
     keys = [key[:32] for key in _digests(scenes)]
     first = {key: i for i, key in reversed(list(enumerate(keys)))}  # copies of an image are searched as one
     kept: dict[str, np.ndarray] = {}
@@ -110,6 +111,7 @@ def _search_all(folder: Path, missing: dict[str, Scene]) -> dict[str, np.ndarray
 
     try:
         with storing(folder), scratch(folder) as work, ThreadPoolExecutor(cores(), "search") as pool:
+            folder.mkdir(exist_ok=True)
             return dict(zip(order, pool.map(partial(one, work=work), order), strict=True))
     finally:
         shown.close()

@@ -8,11 +8,14 @@ for a fifth of the iterations.
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mheads import config
+from mheads.errors import UserError
+from mheads.files import write_atomically
 from mheads.report.charts import answers_figure
 from mheads.report.figures import Figure, save
 from mheads.suites import findings, results, suite
@@ -163,7 +166,20 @@ def answers() -> Figure:
     return answers_figure(points, baseline=beside and (f"top-{found['members']} of one network", beside.mean))
 
 
+def main() -> None:
+    """All is made before anything is written: a damaged file of results changes no page."""
+    try:
+        pages: dict[Path, str] = {}
+        for table in TABLES:
+            pages[table.page] = filled(pages.get(table.page) or table.page.read_text(), table)
+        picture = answers()
+        for page, text in pages.items():
+            write_atomically(page, text)
+        save(picture, ROOT / "docs/images/answers.png")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    for table in TABLES:
-        table.page.write_text(filled(table.page.read_text(), table))
-    save(answers(), ROOT / "docs/images/answers.png")
+    main()

@@ -11,7 +11,6 @@ Everything follows from the config and is written whole or not at all: the same 
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from mheads.errors import UserError
 from mheads.experiment import Experiment
 from mheads.losses.mcl import assign
 from mheads.measuring import EVALUATION_ROWS
-from mheads.plain import from_json
+from mheads.plain import sealed, unsealed
 from mheads.progress import Watcher
 from mheads.run_folder import RunFolder
 from mheads.signals import handling
@@ -233,7 +232,7 @@ def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
             raise UserError(f"{folder} is not empty and has no {SUMMARY}: give another --folder")
         return []
     try:
-        there = from_json(files.read(path))
+        there = unsealed(files.read(path))
         known, old = list(there["rounds"]), dict(there["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): bring it back, or give another --folder") from error
@@ -264,7 +263,7 @@ def _summary(config: Config, found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _write(folder: Path, config: Config, found: list[dict[str, Any]]) -> None:
-    files.write_atomically(folder / SUMMARY, json.dumps(_summary(config, found), indent=1) + "\n")
+    files.write_atomically(folder / SUMMARY, sealed(_summary(config, found), indent=1))
 
 
 def _decides(key: str, config: Config) -> bool:

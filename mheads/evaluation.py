@@ -23,7 +23,7 @@ from mheads.data.split import Split
 from mheads.errors import UserError
 from mheads.export import export
 from mheads.facts import DataFacts
-from mheads.files import write_atomically
+from mheads.files import check_place, write_atomically
 from mheads.measuring import all_answers, in_eval_mode, measure
 from mheads.problems import Detection, Problem
 from mheads.progress import Watcher, telling
@@ -49,8 +49,8 @@ def evaluate_run(
     """
     folder = RunFolder(path)
     config = folder.read_config()
-    if outputs_file is not None and not outputs_file.parent.is_dir():
-        raise UserError(f"cannot write {outputs_file}: there is no folder {outputs_file.parent}")
+    if outputs_file is not None:
+        check_place(outputs_file)
     net = parts.net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
     with telling(watch):
@@ -192,7 +192,7 @@ def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = 
             raise UserError(
                 f"--what {what}: a {file.suffix} holds the weights of one member: give --what member:0, say"
             )
-        blobs.write(file, run.net.member(number))
+        blobs.write(check_place(file), run.net.member(number))
         watch.say(f"{file}: the weights of member {number}, as Caffe keeps them")
         return
     difference = export(run, file, what)

@@ -17,7 +17,6 @@ import importlib.util
 import io
 import json
 import logging
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -105,8 +104,7 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
         raise UserError(f"{path} is a folder: give the name of a file in it, such as {path / 'ensemble.pt2'}")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: the suffix says what is written, .pt2 (torch.export) or .onnx; give one of these")
-    if not path.parent.is_dir():
-        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
+    files.check_place(path)
     if path.suffix == ".onnx" and (lacking := [name for name in _ONNX if importlib.util.find_spec(name) is None]):
         raise UserError(
             f"{path}: writing and checking ONNX needs {', '.join(lacking)}: pip install 'mheads[onnx]'; .pt2 needs none"
@@ -121,19 +119,12 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
     raw = _as_given(run, examples)
     expected = _expected(run, raw, what)
     hidden = path.with_name(f".{path.stem}.new{path.suffix}")  # the suffix says how it is read again
-    with files.saving(path, hidden), _quietly():
-        try:
-            files.remove(hidden)
-            program = _traced(Exported(net, data, what), raw[:2] if len(raw) > 1 else raw.repeat_interleave(2, 0))
-            load = _write_onnx if path.suffix == ".onnx" else _write_pt2
-            found = _in_batches(load(program, hidden, _facts(run, raw, what)), raw, what)
-            steps = 0.0 if net.dtype.itemsize >= 4 else 4 * torch.finfo(net.dtype).eps
-            difference = _difference(found, expected, path, max(TOLERANCE, steps))
-            os.replace(hidden, path)  # a link of that name is replaced, not followed
-            files.flush(path.parent)
-        finally:
-            files.remove(hidden)
-    return difference
+    with files.replacing(path, hidden), _quietly():
+        program = _traced(Exported(net, data, what), raw[:2] if len(raw) > 1 else raw.repeat_interleave(2, 0))
+        load = _write_onnx if path.suffix == ".onnx" else _write_pt2
+        found = _in_batches(load(program, hidden, _facts(run, raw, what)), raw, what)
+        steps = 0.0 if net.dtype.itemsize >= 4 else 4 * torch.finfo(net.dtype).eps
+        return _difference(found, expected, path, max(TOLERANCE, steps))
 
 
 def _member(what: str, members: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import io
 import os
@@ -16,6 +17,7 @@ from typing import IO
 from mheads.errors import SpecialFileError, UserError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 SPECIAL = {stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device"}
 
 
@@ -41,31 +43,68 @@ def saving(path: Path, hidden: Path | None = None) -> Iterator[None]:
                 remove(hidden)
         full = error.errno in FULL
         cause = "no space left on the disk" if full else error.strerror or error
-        remedy = "free some space" if full else "make the folder writable"
+        denied = error.errno in DENIED
+        remedy = "free some space" if full else "make the folder writable" if denied else "set that right"
         if isinstance(error, FileNotFoundError):
             cause, remedy = "its folder is gone", "bring it back"
         raise NotSavedError(f"could not save {path}: {cause}", remedy) from error
 
 
+@contextlib.contextmanager
+def replacing(path: Path, hidden: Path | None = None) -> Iterator[Path]:
+    """A name to write a file to that takes the place of `path` when the block ends well, and vanishes otherwise.
+
+    Readers see the old file or the new one. The name is always the same, so that a process that was killed leaves at
+    most one such file, which the next one removes.
+    """
+    hidden = hidden or hidden_name(path)
+    with saving(path):
+        try:
+            remove(hidden)
+            yield hidden
+            flush(hidden)
+            os.replace(hidden, path)  # a link of that name is replaced, not followed
+            flush(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                remove(hidden)
+            raise
+
+
 def write_atomically(path: Path, content: bytes | str | Callable[[IO[bytes]], None]) -> None:
-    """Writes a file beside its final name, flushes it, and renames it: readers see the old one or the new one."""
-    hidden = hidden_name(path)
-    with saving(path, hidden):
-        remove(hidden)
+    """Writes a file that is whole or absent: see `replacing`."""
+    with replacing(path) as hidden:
         write_new(hidden, content)
-        os.replace(hidden, path)  # a link of that name is replaced, not followed
-        flush(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Inside, no other process is at the folder that asks for the same lock. It ends with the process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system that has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_output(path: Path, suffixes: Sequence[str]) -> Path:
-    """Refuses a file that cannot be written, before any work is done."""
+    """Refuses a kind of file that is not written, or a place where it cannot be, before any work is done."""
     if path.suffix.lower() not in suffixes:
         *others, last = suffixes
         raise UserError(f"{path}: give a file that ends in {', '.join(others)}{' or ' if others else ''}{last}")
+    return check_place(path)
+
+
+def check_place(path: Path) -> Path:
+    """Refuses a place where no file can be written, before any work is done."""
     if path.is_dir():
         raise UserError(f"cannot write {path}: it is a folder; give a file in it, {path / f'name{path.suffix}'}")
     if not path.parent.is_dir():
         raise UserError(f"cannot write {path}: there is no folder {path.parent}; make it, or give another file")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {path}: the folder {path.parent} is not writable; make it so, or give another")
     return path
 
 
@@ -129,9 +168,9 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def flush(folder: Path) -> None:
-    """Flushes the entries of a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Flushes a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -5,6 +5,7 @@ Mistakes raise ValueError with a message that goes after the name of the file.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Hashable
@@ -17,6 +18,7 @@ MAX_TEXT = 1_000_000  # characters
 MAX_DEPTH = 50
 MAX_VALUES = 100_000  # each alias counts as what it stands for
 MAX_DIGITS = 40
+SEAL = "checksum"
 _TAG = "tag:yaml.org,2002:"
 
 
@@ -38,6 +40,29 @@ def from_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def sealed(value: dict[str, Any], **form: Any) -> str:
+    """A JSON text of a mapping and of its checksum, by which `unsealed` notices damage."""
+    return json.dumps({**value, SEAL: _checksum(value)}, **form) + "\n"
+
+
+def unsealed(text: str | bytes) -> dict[str, Any]:
+    """The mapping in a JSON text, checked if it has a checksum: files of earlier versions have none."""
+    found = from_json(text)
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {short(found)}")
+    seal = found.pop(SEAL, None)
+    if seal is not None and seal != _checksum(found):
+        raise ValueError(
+            f"it was altered since it was written and has another {SEAL} than {short(seal)}, which you take out of it "
+            "if you changed it yourself"
+        )
+    return found
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class _Refused(yaml.YAMLError):

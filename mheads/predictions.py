@@ -22,7 +22,7 @@ from mheads.data.images import SUFFIXES, UnreadableError
 from mheads.data.split import Beside
 from mheads.data.tables import ARRAYS, read_array, read_csv
 from mheads.errors import UserError
-from mheads.files import hidden_name, remove, write_atomically
+from mheads.files import check_place, write_atomically
 from mheads.measuring import answers, in_eval_mode
 from mheads.parts import threads_engine
 from mheads.prepared import beside, check, raw_examples
@@ -127,9 +127,7 @@ def predict_files(
     """
     if output is not None and output.suffix.lower() not in WRITTEN:
         raise UserError(f"{output}: answers are written to .csv, and outputs to .npz; give one of these")
-    if output is not None and not output.parent.is_dir():
-        raise UserError(f"cannot write {output}: there is no folder {output.parent}")
-    if output is not None and output.resolve() in [file.resolve() for file in files]:
+    if output is not None and check_place(output).resolve() in [file.resolve() for file in files]:
         raise UserError(f"{output} is also what is asked about: give another file for the answers")
     run = api.load(path, trust=trust, warn=watch.warn)
     if run.data.problem.name == "detection":
@@ -218,10 +216,7 @@ def _write(run: Run, asked: Sequence[Asked], path: Path, watch: Watcher) -> None
         batches = _answers(run, asked, watch)
         write_csv(run, batches, file) if path.suffix.lower() == ".csv" else write_npz(run, batches, file)
 
-    try:
-        write_atomically(path, write)
-    finally:
-        remove(hidden_name(path))  # an example that cannot be read leaves no half of a file
+    write_atomically(path, write)
 
 
 def _tables(run: Run, part: Asked, found: Tensor, weights: Tensor | None, watch: Watcher) -> Iterator[Group]:

@@ -248,6 +248,8 @@ def test_a_folder_of_something_else_is_refused(tmp_path, rounds, mheads):
         done = mheads("classical", *TINY, "--folder", folder)
         assert done.code == 2 and "is not empty and has no classical.json" in done.err
         (folder / "mine.txt").unlink()
-    (tmp_path / "classical.json").write_text("{")
-    done = mheads("classical", *TINY, "--folder", tmp_path)
-    assert done.code == 2 and "classical.json is damaged" in done.err
+    # A figure that was altered is damage as well.
+    for content in ("{", (rounds[0] / "classical.json").read_text().replace('"objective": ', '"objective": 1', 1)):
+        (tmp_path / "classical.json").write_text(content)
+        done = mheads("classical", *TINY, "--folder", tmp_path)
+        assert done.code == 2 and "classical.json is damaged" in done.err

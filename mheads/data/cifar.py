@@ -126,10 +126,11 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> ArraySplit:
 def _classes(layout: Layout, folder: Path) -> tuple[str, ...]:
     if layout.class_file is None or not (folder / layout.class_file).exists():
         return layout.classes
-    names = tuple((folder / layout.class_file).read_text().split())
+    remedy = f"run `mheads data get {layout.name} --force`"
+    content = read_verified(folder / layout.class_file, remedy)
+    names = tuple(content.decode(errors="replace").split())
     if len(names) != len(layout.classes):
         raise UserError(
-            f"{folder / layout.class_file} has {len(names)} names for {len(layout.classes)} classes;"
-            f" run `mheads data get {layout.name} --force`"
+            f"{folder / layout.class_file} has {len(names)} names for {len(layout.classes)} classes; {remedy}"
         )
     return names

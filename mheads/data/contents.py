@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mheads.data.cache import cache_dir
+from mheads.data import cache
 from mheads.errors import UserError
 from mheads.files import open_file
+from mheads.plain import sealed, unsealed
 
 _writing = threading.Lock()
 PATIENCE = 3.0  # seconds before a terminal is told what is going on
@@ -73,7 +72,7 @@ def _store(root: Path) -> Path | None:
     """The file that remembers the digests of a folder; None where there is no place for one."""
     name = hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
     try:
-        return cache_dir() / "contents" / f"{name}.json"
+        return cache.cache_dir() / "contents" / f"{name}.json"
     except (RuntimeError, UserError):  # no home folder
         return None
 
@@ -82,7 +81,9 @@ def _remembered(store: Path | None) -> dict[str, list]:
     if store is None:
         return {}
     try:
-        known = json.loads(store.read_text())
+        cache.recover(store)
+        known = unsealed(store.read_text())
+        known = known.get("files", known)  # which earlier versions did not have, nor a seal
         return {name: entry for name, entry in known.items() if isinstance(entry, list) and len(entry) == 4}
     except (OSError, ValueError, AttributeError):
         return {}  # reading all files again is never wrong
@@ -92,11 +93,9 @@ def _remember(store: Path | None, found: dict[str, list]) -> None:
     if store is None:
         return
     try:
-        store.parent.mkdir(parents=True, exist_ok=True)
-        with _writing, tempfile.TemporaryDirectory(dir=store.parent) as work:
-            made = Path(work, store.name)
-            made.write_text(json.dumps(_remembered(store) | found))  # two splits may share a folder
-            made.replace(store)
+        with _writing:
+            content = sealed({"files": _remembered(store) | found})  # two splits may share a folder
+            cache.store(store, content.encode())
     except OSError:
         pass  # only the next start is slower
 

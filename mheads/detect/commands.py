@@ -117,14 +117,16 @@ def show(
 
     Example: mheads detect show runs/detector street.jpg -o found.png
     """
-    from mheads.detect.show import check_picture, find_objects
+    from mheads.detect.show import find_objects
+    from mheads.files import check_output
+    from mheads.plots import SUFFIXES
     from mheads.progress import Terminal
     from mheads.report.detections import detections_figure
     from mheads.report.figures import save
     from mheads.terminal.detections import object_table
 
     target = output or image.with_name(f"{image.stem}-objects.png")
-    check_picture(target)
+    check_output(target, SUFFIXES)
     pixels, found = find_objects(
         run, image, Terminal(console), proposals=proposals, least=least, boxes=boxes, trust=trust
     )

@@ -17,7 +17,6 @@ from mheads.data.proposals import of_scenes
 from mheads.data.regions import Drawing, RegionSplit, decoded
 from mheads.data.voc import Scene
 from mheads.errors import UserError
-from mheads.plots import SUFFIXES
 from mheads.problems import Detection
 from mheads.problems.average_precision import Truth
 from mheads.problems.detection import Detections
@@ -26,14 +25,6 @@ from mheads.run_folder import RunFolder
 
 MEAN = "Ensemble-Mean"
 ORIENTATION = ExifTags.Base.Orientation
-
-
-def check_picture(target: Path) -> None:
-    """Refuses a file that cannot be drawn to, before anything is computed."""
-    if target.suffix not in SUFFIXES:
-        raise UserError(f"{target}: give a file that ends in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}")
-    if not target.parent.is_dir():
-        raise UserError(f"cannot write {target}: there is no folder {target.parent}")
 
 
 def find_objects(

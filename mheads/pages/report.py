@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from mheads.errors import UserError
-from mheads.files import check_output, write_atomically
+from mheads.files import check_output, check_place, write_atomically
 from mheads.pages.one import page_of
 from mheads.pages.several import Fact, best_of, page_of_all
 from mheads.progress import Silent, Watcher
@@ -33,7 +33,7 @@ def report(paths: Sequence[Path], output: Path | None, watch: Watcher, trust: bo
     if output is not None:
         check_output(output, SUFFIXES)
     records = read_all(paths, lenient=True)
-    output = output or _usual(paths)
+    output = check_place(output or _usual(paths))
     write_atomically(output, _page(records, watch, trust).html())
     return output
 

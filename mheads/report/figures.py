@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -21,7 +20,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from mheads.baselines import top
-from mheads.files import saving
+from mheads.files import write_atomically
 from mheads.report.overlaps import hidden
 
 # Okabe and Ito's colours, which every kind of colour vision can tell apart; their yellow, too pale for a line on white,
@@ -276,13 +275,7 @@ def suite_figure(rows: Sequence[str], panels: Mapping[str, Sequence[Sequence[flo
 def save(figure: Figure, path: str | Path) -> None:
     """Writes the figure in the format of the path's suffix; an older file there stays whole until it is done."""
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with saving(path):
-            figure.savefig(partial, format=path.suffix[1:])
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:]))
 
 
 def written(text: str) -> str:

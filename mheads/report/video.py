@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import itertools
-import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from mheads.errors import UserError
-from mheads.files import check_output, saving
+from mheads.files import check_output, replacing
 from mheads.report.figures import shorten
 
 RATE = 25  # frames per second
@@ -64,16 +64,11 @@ def shares_of(counts: np.ndarray) -> np.ndarray:
 
 def write_video(path: Path, frames: Iterator[np.ndarray], count: int, advance: Callable[[int], None]) -> None:
     """Writes frames to an .mp4 or a .gif; an older file there stays whole until it is done."""
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
-    try:
-        with saving(path):
-            if path.suffix.lower() == ".mp4":
-                _mp4(partial, frames, advance)
-            else:
-                _gif(partial, frames, count, advance)
-            os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as hidden:
+        if path.suffix.lower() == ".mp4":
+            _mp4(hidden, frames, advance)
+        else:
+            _gif(hidden, frames, count, advance)
 
 
 def check_file(path: Path) -> None:
@@ -105,7 +100,7 @@ def _mp4(path: Path, frames: Iterator[np.ndarray], advance: Callable[[int], None
                 pass  # it says why below
         if ffmpeg.returncode:
             said.seek(0)
-            raise UserError(f"ffmpeg could not write {path}: {said.read().decode(errors='replace').strip()}")
+            raise OSError(errno.EIO, f"ffmpeg ended with {said.read().decode(errors='replace').strip()!r}")
 
 
 def _gif(path: Path, frames: Iterator[np.ndarray], count: int, advance: Callable[[int], None]) -> None:

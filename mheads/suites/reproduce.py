@@ -236,7 +236,7 @@ def write_tables(folder: Path, console: Console) -> list[Path]:
 def _write_tables(folder: Path, console: Console, changed: Sequence[Path] | None = None) -> list[Path]:
     documents = results.all_in(folder, partial(_warn, console))
     if not documents:
-        raise _no_results(folder)
+        raise UserError(f"{folder}: none of its .json files can be read as results; bring one back")
     for path, document in documents.items():
         if changed is None or path in changed:
             save(_figure(document), path.with_suffix(".png"))

@@ -13,7 +13,6 @@ Tables and figures are made from these files alone, so that they can be made ane
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
@@ -21,7 +20,7 @@ import os
 import platform
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from mheads import config as configs
 from mheads import files, plain
 from mheads.errors import UserError
 from mheads.evaluation import evaluate_run
-from mheads.plain import from_json
 from mheads.progress import Silent
 from mheads.run_folder import RunFolder
 from mheads.suites.jobs import Job, Options, Planner, public
@@ -284,7 +282,7 @@ class _Document(_Part):
 
 def load(path: Path) -> Document:
     try:
-        document: Document = from_json(files.read_text(path))
+        document: Document = plain.unsealed(files.read_text(path))
         _Document.model_validate(document)
         return document
     except ValidationError as error:
@@ -292,7 +290,7 @@ def load(path: Path) -> Document:
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": ")
     except (OSError, ValueError) as error:
         why = str(error)
-    raise UserError(f"{path} is not a file of results ({why}): move it out of that folder")
+    raise UserError(f"{path} is not a file of results ({why}): bring it back, or move it out of that folder")
 
 
 def merge(document: Document, path: Path, table: Table, planner: Planner, trials: int) -> None:
@@ -377,20 +375,15 @@ def check_writable(path: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes a folder of results; inside, no other process writes to it. The lock ends with the process."""
+    """Makes a folder of results; inside, no other process writes to it."""
     with files.saving(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system that has no locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with files.locked(folder):
         yield
-    finally:
-        os.close(descriptor)
 
 
 def save(document: Document, path: Path) -> None:
-    files.write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    files.write_atomically(path, plain.sealed(document, indent=1, ensure_ascii=False))
 
 
 def all_in(folder: Path, warn: Callable[[str], None]) -> dict[Path, Document]:

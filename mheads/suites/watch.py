@@ -44,7 +44,7 @@ class Overview(Silent):
         if result is not None:
             measures = (("mean member", "single"), ("Ensemble-Mean", "ensemble_mean"), ("Oracle", "oracle"))
             texts = [f"{name} {result[key]:.2f}" for name, key in measures if isinstance(result[key], int | float)]
-            members = len(result["members"])
+            members = len(result.get("members", ()))
             if members > 1 and (beside := top(result, members)) is not None:
                 texts.append(f"top-{members} {beside:.2f}")
             self.say("  ".join([f"{self._done}/{self._count}", job.name, *texts, duration(result["seconds"])]))

@@ -29,8 +29,9 @@ def read_npz(
         with packed.opened(path) as file:
             missing = [key for key in needed if key not in file]
             if missing:
+                there = ", ".join(name or "one without a name" for name in file)
                 raise UserError(
-                    f"{path} has no array {', '.join(missing)} (it has {', '.join(filter(None, file)) or 'one without a name' if len(file) else 'none'});"
+                    f"{path} has no array {', '.join(missing)} (it has {there or 'none'});"
                     f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)}), or give"
                     " data.validation=N, which holds out training examples to test on"
                 )

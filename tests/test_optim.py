@@ -98,6 +98,28 @@ def test_state_survives_saving_and_loading_bit_for_bit(name):
     assert all(key.startswith("stages.") for key in saved)
 
 
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+@pytest.mark.parametrize("rates", [(0.1, 0.1, 0.01, 0.01, 0.01), (0.1, 0.05, 0.2, 0.2, 0.1)])
+def test_a_rate_that_changes_where_training_was_cut_reaches_caffes_momentum(cut, rates):
+    """Caffe's momentum has the rate inside: whoever goes on must know the last one, by numpy."""
+    options = OptimOptions(lr=0.1, momentum=0.9, weight_decay=0.0, caffe_momentum=True)
+    gradients = np.random.default_rng(3).normal(size=(len(rates), 2, 3))
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(3, 2, bias=False)), members=1).double()
+    (parameter,) = net.parameters()
+    weight, v = parameter.detach().numpy().copy(), np.zeros((2, 3))
+    optimizer = Optimizer(net, options)
+    for i, rate in enumerate(rates):
+        if i == cut:
+            saved, last = {name: t.clone() for name, t in optimizer.state().items()}, optimizer.rate
+            optimizer = Optimizer(net, options)
+            optimizer.load_state(saved, last)
+        optimizer.set_rate(rate)
+        optimizer.update("trunk", [torch.from_numpy(gradients[i].copy())])
+        v = 0.9 * v + rate * gradients[i]
+        weight = weight - v
+    np.testing.assert_allclose(parameter.detach().numpy(), weight, rtol=1e-12)
+
+
 def rates(options: dict, iterations: int, lr: float = 1.0) -> list[float]:
     schedule = Schedule(ScheduleOptions(**options), lr, iterations)
     return [schedule.rate(i) for i in range(iterations)]

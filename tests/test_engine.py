@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from functools import partial
@@ -22,7 +23,7 @@ from mheads.dropout import Dropout, keyed_masks
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
 from mheads.engine.stages import Stages
-from mheads.engine.sums import PairwiseSum
+from mheads.engine.sums import PairwiseSum, divides_evenly
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
 from mheads.engine.tasks import ForwardPass, TrainingStep, cuts
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
@@ -200,10 +201,12 @@ def in_any_order(start, rng):
 
 
 @pytest.mark.parametrize("name", ["independent", "mcl k=2"])
-@pytest.mark.parametrize("tree", ["split", "nested"])
-def test_no_bit_depends_on_the_order_in_which_tasks_are_done(name, tree):
-    net = TreeNet(dropout_net, tree={"split": {"conv1": 4}, "nested": {"conv1": [{"conv2": 3}, 1]}}[tree])
-    batch = batch_of(50, 4, torch.float32)
+@pytest.mark.parametrize(
+    ("tree", "dtype"), [({"conv1": 4}, torch.float32), ({"conv1": [{"conv2": 3}, 1]}, torch.float64)], ids=str
+)
+def test_no_bit_depends_on_the_order_in_which_tasks_are_done(name, tree, dtype):
+    net = TreeNet(dropout_net, tree=tree).to(dtype)
+    batch = batch_of(50, 4, dtype)
     report, expected = engine_gradients(net, LOSSES[name], batch, micro_batches=5)
     engine = ThreadsEngine(net, 2, 1, seed=0)
     ((outputs, _),) = engine.outputs([lambda: batch])
@@ -417,6 +420,7 @@ def test_cuts_cover_every_row_once(rows, parts):
     assert [i for start, stop in slices for i in range(start, stop)] == list(range(rows))
     sizes = [stop - start for start, stop in slices]
     assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)  # the larger ones first: where a batch is cut decides bits
 
 
 @given(st.integers(1, 20), st.permutations(range(20)))
@@ -445,6 +449,26 @@ def test_pairwise_sum_takes_a_missing_term_for_zero():
     totals = [pairwise.add(i, [term]) for i, term in enumerate([None, torch.ones(2), None])]
     assert totals[:2] == [None, None]
     assert totals[2][0].tolist() == [1, 1]
+
+
+class Term(str):
+    """Adds to what shows who was added to whom."""
+
+    def __add__(self, other):
+        return Term(f"({self}+{other})")
+
+
+@pytest.mark.parametrize("parts", range(1, 7))
+@pytest.mark.parametrize("size", range(1, 10))
+def test_shares_are_whole_subtrees_of_the_sum_if_it_is_said_that_they_are(parts, size):
+    def total(terms):
+        pairwise = PairwiseSum(len(terms))
+        return [pairwise.add(i, [term]) for i, term in enumerate(terms)][-1][0]
+
+    terms = [Term(i) for i in range(parts * size)]
+    apart = total([total(terms[i : i + size]) for i in range(0, len(terms), size)])
+    assert divides_evenly(len(terms), parts) == (apart == total(terms))
+    assert not any(divides_evenly(len(terms) + rest, parts) for rest in range(1, parts))
 
 
 def test_dropout_masks_depend_on_the_key_and_not_on_the_neighbours():
@@ -627,6 +651,56 @@ def test_frozen_layers_get_no_gradient_and_the_rest_is_unchanged():
     _, got = engine_gradients(net, losses.independent(), batch_of(20, 2))
     assert got["trunk"] == []
     assert len(got["conv1/0"]) == 4
+
+
+@pytest.mark.parametrize("frozen", ["conv1/0", "conv1/0/conv2/0", "conv1/1"])
+def test_gradients_go_through_a_frozen_stage_to_one_that_learns(frozen):
+    net = TreeNet(conv_net, tree=TREES["nested"]).double()
+    for parameter in net.stage(frozen).parameters():
+        parameter.requires_grad_(False)
+    batch = batch_of(20, 3)
+    _, got = engine_gradients(net, losses.independent(), batch)
+    _, expected = plain_gradients(net, losses.independent(), batch)
+    assert got.pop(frozen) == []
+    del expected[frozen]
+    assert_same_gradients(got, expected)
+
+
+def test_what_was_queued_when_a_task_failed_is_not_run():
+    workers = Workers(1)
+    queued, ran = threading.Event(), []
+
+    def fail():
+        queued.wait(60)
+        raise ValueError("no")
+
+    workers.spawn((0,), fail)
+    for i in range(3):
+        workers.spawn((1,), ran.append, i)
+    queued.set()
+    with pytest.raises(ValueError, match="no"):
+        workers.wait()
+    workers.spawn((0,), ran.append, "next")
+    workers.wait()
+    workers.close()
+    assert ran == ["next"]
+
+
+def test_an_evaluation_that_is_left_has_ended():
+    engine = ThreadsEngine(TreeNet(conv_net, members=2), 2, 1, seed=0)
+    batch, begun, ended = batch_of(8, 2, torch.float32), [], []
+
+    def read():
+        begun.append(1)
+        time.sleep(0.05)  # as a slow disk would
+        ended.append(1)
+        return batch
+
+    found = engine.outputs([read] * 30)
+    next(found)
+    found.close()
+    assert len(begun) == len(ended) < 30
+    engine.close()
 
 
 def test_error_in_a_task_reaches_the_caller_and_the_engine_lives_on():

@@ -78,10 +78,12 @@ def test_tensors_may_change_as_soon_as_saving_has_begun(checkpoints):
     free = threading.Event()
     checkpoints._writer.submit(free.wait, 60)
     weight, tied = torch.full((3,), 7.0), torch.arange(6.0)
-    checkpoints.save(7, {"w": weight, "whole": tied, "tail": tied[3:], "same": tied}, {"rate": 0.07})
-    weight.zero_()
-    tied.zero_()
-    free.set()
+    try:
+        checkpoints.save(7, {"w": weight, "whole": tied, "tail": tied[3:], "same": tied}, {"rate": 0.07})
+        weight.zero_()
+        tied.zero_()
+    finally:
+        free.set()
     checkpoints.wait()
     assert newest(checkpoints) == (7, "")
     found = checkpoints.newest(pytest.fail).tensors

@@ -92,7 +92,9 @@ def test_state_survives_saving_and_loading_bit_for_bit(name):
     whole, _ = trained(range(6))
     first, optimizer = trained(range(3))
     saved = {k: v.clone() for k, v in optimizer.state().items()}
+    before = {k: v.clone() for k, v in saved.items()}
     resumed, _ = trained(range(3, 6), (first.state_dict(), saved))
+    assert all(torch.equal(saved[k], before[k]) for k in saved)  # what was loaded is not what is trained on
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(key.startswith("stages.") for key in saved)
@@ -144,6 +146,14 @@ def test_plateau_drops_when_a_window_has_not_improved_by_the_threshold():
     seen.append(schedule.rate(12))
     # 4 -> 3 is progress; 3 -> 2.99 is not: a tenth, and a new window; 2.99 -> 2 is; 2 -> 2 is not.
     assert seen == pytest.approx([1] * 6 + [0.1] * 6 + [0.01])
+
+
+def test_plateau_drops_when_losses_rise():
+    schedule = Schedule(ScheduleOptions(name="plateau", window=1, threshold=0.1, gamma=0.5), 1.0, 100)
+    for loss in (1.0, 2.0, 3.0, 9.0, 8.5):
+        schedule.observe(loss)
+    # 1 -> 2 drops, and 3 begins anew; 3 -> 9 drops, and 8.5 begins anew.
+    assert schedule.rate(5) == 0.25
 
 
 def test_plateau_state_survives_a_checkpoint():

@@ -212,6 +212,37 @@ def test_overlaps_are_those_of_scikit_learn(chunk, monkeypatch):
     assert result.ownership == expected.tolist()
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [MultiLabel(tuple("abcd")), SoftLabels(tuple("abc")), Segmentation(tuple("abc"), (4, 2))],
+    ids=lambda problem: problem.name,
+)
+def test_members_that_learned_by_the_mean_of_their_scores_answer_with_it(problem):
+    """Of three, one is sure: it decides by scores, and is one voice by probabilities."""
+    outputs, y = random_case(problem.name, 3, 60, 5)
+    outputs[0] *= 8
+    o, t = outputs.numpy(), y.numpy()
+    score = o.mean(0)
+    by_probabilities = measured(problem, outputs, y)
+    problem = replace(problem, of_scores=True)
+    result = measured(problem, outputs, y)
+    if problem.name == "multilabel":
+        expected, answers = average_precision_score(t, score, average="macro"), 1 / (1 + np.exp(-score))
+        assert result.f1_micro["ensemble_mean"] == pytest.approx(100 * f1_score(t, score > 0, average="micro"))
+    else:
+        answers = np.exp(score) / np.exp(score).sum(1, keepdims=True)
+        if problem.name == "segmentation":
+            expected = jaccard_score(t[t != -100], score.argmax(1)[t != -100], average="macro")
+        else:
+            labels = t.argmax(1)
+            expected = (score.argmax(1) == labels).mean()
+            assert result.nll["ensemble_mean"] == pytest.approx(-np.log(answers[np.arange(60), labels]).mean())
+    assert result.ensemble_mean == pytest.approx(100 * expected)
+    assert result.ensemble_mean != by_probabilities.ensemble_mean
+    assert (result.members, result.oracle) == (by_probabilities.members, by_probabilities.oracle)
+    np.testing.assert_allclose(problem.mean(outputs).numpy(), answers, rtol=1e-9)
+
+
 def test_a_pixel_whose_score_is_nan_is_answered_with_no_class():
     outputs = torch.zeros(1, 1, 2, 1, 2)
     outputs[0, 0, 1] = 1

@@ -251,6 +251,8 @@ def test_when_all_checkpoints_are_damaged_training_starts_again_and_keeps_its_ne
     assert "going back to the start" in done.out
     assert_same_run(copied, undisturbed)
     assert steps_of(copied) == ["step-00000018", "step-00000024"]
+    for limit in (24, 18):  # those of this training, which are whole
+        assert checkpoint.Checkpoints(copied / "checkpoints").newest(pytest.fail, limit).step == limit
 
 
 def test_a_loss_that_is_not_finite_names_iteration_and_members_and_keeps_the_good_checkpoint(tmp_path, mheads):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mheads.data import clusters, confusable, deal, from_arrays, order, priors, read_priors
@@ -78,6 +78,7 @@ def test_a_member_draws_the_same_however_many_members_there_are():
 
 
 @given(st.floats(0.01, 1))
+@example(1.0)
 def test_subset_takes_the_fraction_each_example_once(fraction):
     got = make("subset", fraction=fraction)
     assert ((got > 0).sum(axis=1) == max(1, round(fraction * 600))).all()

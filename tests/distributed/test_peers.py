@@ -17,6 +17,7 @@ from mheads.chain import Layer
 from mheads.distributed import written
 from mheads.distributed.placement import Placement, default
 from mheads.distributed.ranks import RanksEngine, peers, relatives
+from mheads.distributed.steps import RankStep
 from mheads.tree import parse
 
 LAYERS = [Layer(name, True, False) for name in ("a", "b", "c")]
@@ -31,6 +32,26 @@ def test_two_ranks_listen_to_each_other_or_neither_does(spec, size):
     found = {rank: peers(tree, placement, rank, size) for rank in range(size)}
     assert all(rank in found[peer] for rank in found for peer in found[rank])
     assert all(rank not in found[rank] for rank in found)
+
+
+@pytest.mark.parametrize("spec", TREES, ids=str)
+@pytest.mark.parametrize("slots", [1, 2, 4, 5])
+def test_a_rank_knows_all_that_its_stages_have_to_do_with(spec, slots):
+    """Their parents and children, their replicas, and for members the loss: in meshes of any size."""
+    tree = parse(spec, LAYERS)
+    slots = min(slots, len(tree.nodes))
+    placement = Placement({name: i % slots for i, name in enumerate(tree.nodes)}, slots, replicas=4)
+    for rank in range(placement.ranks):
+        replica, wanted = rank // slots, set()
+        for name in placement.owned(rank):
+            node = tree.nodes[name]
+            wanted |= {r * slots + placement.stages[name] for r in range(4)}
+            wanted |= {replica * slots + placement.stages[child] for child in node.children}
+            if node.parent is not None:
+                wanted.add(replica * slots + placement.stages[node.parent])
+            if not node.children:
+                wanted.add(replica * slots + placement.stages[tree.roots[0].name])
+        assert wanted - {rank} <= peers(tree, placement, rank, placement.ranks + 1)
 
 
 def test_a_rank_without_relatives_knows_only_its_own():
@@ -120,3 +141,25 @@ def test_ranks_of_a_written_net_agree_on_the_loss_and_on_the_signal_of_any(asked
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(decide, range(3)))
     assert found == [[0.5, max(asked.values(), default=0)]] * 3
+
+
+@pytest.mark.parametrize("learn", [None, torch.tensor([True, False, True])], ids=["all rows", "some rows"])
+def test_a_member_elsewhere_is_told_which_rows_learn(learn):
+    """From where the loss is to where the member is, as if it were here."""
+    tree = parse({"a": 2}, LAYERS)
+    sent, spawned = [], []
+    here, there = (RankStep.__new__(RankStep) for _ in range(2))
+    for rank, step in enumerate((here, there)):
+        step.me, step.replica, step.channel, step.tree, step.device = rank, 0, "step 7", tree, torch.device("cpu")
+        step.placement = Placement({"trunk": 0, "a/0": 0, "a/1": 1}, 2)
+    here.courier = SimpleNamespace(send=lambda to, key, value: sent.append((to, key, value)))
+    there._spawn = lambda phase, i, node, function, *args: spawned.append((i, node.name, args))
+    d_output = torch.randn(3, 5)
+    here.hand_back(4, tree.nodes["a/1"], d_output, learn)
+    ((to, (channel, *key), value),) = sent
+    assert (to, channel) == (1, "step 7")
+    there.receive(key, value)
+    ((i, name, (d, rows)),) = spawned
+    assert (i, name) == (4, "a/1")
+    assert torch.equal(d, d_output)
+    assert rows is learn

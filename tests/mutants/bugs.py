@@ -1025,7 +1025,6 @@ AREAS: dict[str, list[File]] = {
                     "replicas do not know each other",
                     "found |= {placement.rank(name, r) for r in range(placement.replicas)}",
                     "pass",
-                    tests="tests/distributed/test_ranks.py -k 'MCL and reads'",
                 ),
                 Bug(
                     "every replica takes the first share",
@@ -1051,12 +1050,6 @@ AREAS: dict[str, list[File]] = {
                     "whole = torch.cat(list(totals.values()))",
                 ),
                 Bug(
-                    "children that are elsewhere get nothing",
-                    '            self._send(rank, ["down", i, node.name], output)  # once',
-                    "            pass  # once",
-                    tests="tests/distributed/test_ranks.py -k 'MCL and explicit'",
-                ),
-                Bug(
                     "all evaluation is done by one replica",
                     "self.replica = index % self.placement.replicas",
                     "self.replica = 0",
@@ -1066,7 +1059,7 @@ AREAS: dict[str, list[File]] = {
                     "which rows learn is not sent",
                     '{"d": d_output} | ({} if learn is None else {"learn": learn})',
                     '{"d": d_output}',
-                    tests="tests/distributed/test_ranks.py -k 'MCL and explicit'",
+                    tests="tests/distributed/test_peers.py",
                 ),
             ],
         ),

@@ -132,6 +132,19 @@ def test_errors_of_numbers_are_those_of_scikit_learn():
     assert result.spread_correlation == pytest.approx(np.corrcoef(spreads, errors)[0, 1])
 
 
+def test_who_answers_with_nan_never_comes_closest():
+    nan = math.nan
+    outputs = torch.tensor([[[nan], [1.0], [nan]], [[3.0], [5.0], [nan]]], dtype=torch.float64)
+    y = torch.zeros(3, 1, dtype=torch.float64)
+    result = measured(Regression(1), outputs[:, :2], y[:2])
+    assert result.oracle == pytest.approx(math.sqrt((9 + 1) / 2))
+    assert result.mae["oracle"] == pytest.approx((3 + 1) / 2)
+    assert result.ownership == [[1], [1]]
+    assert math.isnan(result.members[0])
+    assert result.members[1] == pytest.approx(math.sqrt((9 + 25) / 2))
+    assert measured(Regression(1), outputs, y).ownership == [[1], [1]]  # nobody comes closest to the last one
+
+
 def test_what_has_no_meaning_is_not_a_number():
     one = measured(Regression(1), torch.ones(1, 4, 1), torch.full((4, 1), 2.0))
     assert math.isnan(one.spread_correlation)  # one member has no spread

@@ -45,6 +45,11 @@ def test_a_rank_is_lost_when_its_beat_stands_still_and_hangs_when_it_is_busy_wit
     assert seen.judge(start + 23, 10) is None
     seen.hear([4, 6, False], start + 40)
     assert seen.judge(start + 41, 10) is None, "who waits for others is innocent"
+    seen.hear([5, 6, False], start + 60)
+    seen.hear([6, 6, True], start + 61)
+    assert seen.judge(start + 62, 10) is None, "also when it gets work at last"
+    seen.hear([7, 6, True], start + 71)
+    assert seen.judge(start + 71, 10) == "has work and made no progress"
 
 
 @pytest.fixture

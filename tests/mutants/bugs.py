@@ -269,7 +269,7 @@ AREAS: dict[str, list[File]] = {
                     "rows are left out of a leaf with side inputs",
                     "by_row = not node.children and not facts.sided and",
                     "by_row = not node.children and",
-                    tests="tests/test_side_inputs.py -k 'regions_are or side_inputs_are'",
+                    tests="tests/test_engine.py -k side_inputs_are",
                 ),
             ],
         ),

@@ -1,6 +1,7 @@
 """What the log says of the members' learning, against a few lines of numpy."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import mheads
 from mheads import TreeNet, losses
 from mheads.data.batch import Batch
 from mheads.data.preprocess import Preprocess
-from mheads.diagnostics import Diagnostics, entropy, gradient_norms, idle_warning
+from mheads.diagnostics import Diagnostics, clip_scale, entropy, gradient_norms, idle_warning
 from mheads.engine.tasks import StepReport
 from mheads.engine.threads import ThreadsEngine
 from mheads.log import History
@@ -124,6 +125,21 @@ def test_norms_are_those_of_each_stage(tree):
     for stage, parts in gradients.items():
         expected = np.sqrt(sum((g.double().numpy() ** 2).sum() for g in parts))
         assert found[stage].item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("most", "expected"), [(100.0, 1.0), (13.0, 1.0), (6.5, 0.5), (1.3, 0.1)])
+def test_gradients_are_scaled_only_where_their_norm_is_above_the_limit(most, expected):
+    """The norms of three stages are 3, 4 and 12: together 13."""
+    gradients = {"trunk": [torch.tensor([1.0, 2.0]), torch.tensor([[-2.0]])], "0": [torch.tensor([4.0])]}
+    gradients["1"] = [torch.tensor([0.0, -12.0])]
+
+    def update(each):
+        for stage, found in gradients.items():
+            each(stage, found)
+
+    net = SimpleNamespace(tree=SimpleNamespace(nodes=gradients))
+    engine = SimpleNamespace(update=update, gather=lambda found: found, agree=lambda decide: decide(), net=net)
+    assert clip_scale(engine, most) == pytest.approx(expected, rel=1e-12)
 
 
 def greedy(outputs, y):

@@ -1,8 +1,11 @@
 """The engine against plain autograd, and the traps of threads, strides, rows and dropout."""
 
+import random
 import threading
+import time
 import weakref
 from collections import OrderedDict
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -19,9 +22,10 @@ from mheads.data.batch import Batch
 from mheads.dropout import Dropout, keyed_masks
 from mheads.engine import sliced
 from mheads.engine.rows import Rows
-from mheads.engine.sums import PairwiseSum
+from mheads.engine.stages import Stages
+from mheads.engine.sums import PairwiseSum, divides_evenly
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
-from mheads.engine.tasks import cuts
+from mheads.engine.tasks import ForwardPass, TrainingStep, cuts
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
 from mheads.strides import canonical
 
@@ -121,7 +125,7 @@ def test_gradients_with_priors_equal_plain_autograd_though_rows_are_left_out(nam
     net = TreeNet(conv_net, tree=TREES[tree]).double()
     prior = torch.zeros(3, 60, dtype=torch.float64)
     prior[0, ::4] = 4
-    prior[1] = 1
+    prior[1] = torch.tensor([0.25, 1.75]).repeat(30)
     prior[2, :20] = 3  # nothing at all in some micro-batches
     batch = batch_of(60, 3, prior=prior)
     _, got = engine_gradients(net, LOSSES[name], batch)
@@ -186,6 +190,90 @@ def test_float32_gradients_are_equal_bit_for_bit_for_any_number_of_workers():
             for other in results[1:]:
                 for stage in results[0]:
                     assert all(torch.equal(a, b) for a, b in zip(results[0][stage], other[stage], strict=True))
+
+
+def in_any_order(start, rng):
+    """Runs tasks one after the other in a random order: `start(spawn)` spawns the first ones."""
+    tasks = []
+    start(lambda priority, function, *args, wide=False: tasks.append(partial(function, *args)))
+    while tasks:
+        tasks.pop(rng.randrange(len(tasks)))()
+
+
+@pytest.mark.parametrize("name", ["independent", "mcl k=2"])
+@pytest.mark.parametrize(
+    ("tree", "dtype"), [({"conv1": 4}, torch.float32), ({"conv1": [{"conv2": 3}, 1]}, torch.float64)], ids=str
+)
+def test_no_bit_depends_on_the_order_in_which_tasks_are_done(name, tree, dtype):
+    net = TreeNet(dropout_net, tree=tree).to(dtype)
+    batch = batch_of(50, 4, dtype)
+    report, expected = engine_gradients(net, LOSSES[name], batch, micro_batches=5)
+    engine = ThreadsEngine(net, 2, 1, seed=0)
+    ((outputs, _),) = engine.outputs([lambda: batch])
+    engine.close()
+    stages = Stages(net)
+    for seed in range(8):
+        net.train()
+        gradients, found = stages.gradients(), []
+
+        def start(spawn, gradients=gradients, found=found):
+            found.append(TrainingStep(stages, LOSSES[name], batch, 5, (0, 0), spawn, gradients, torch.device("cpu")))
+            found[0].start()
+
+        in_any_order(start, random.Random(seed))
+        step = found[0].report()
+        assert step.loss == report.loss
+        assert torch.equal(step.losses, report.losses)
+        assert torch.equal(step.assignment, report.assignment)
+        for stage in expected:
+            assert all(torch.equal(a, b) for a, b in zip(gradients[stage], expected[stage], strict=True))
+        net.eval()
+        found.clear()
+
+        def evaluate(spawn, found=found):
+            found.append(ForwardPass(stages, lambda: batch, 0, spawn, torch.device("cpu")))
+            found[0].start()
+
+        in_any_order(evaluate, random.Random(seed))
+        assert torch.equal(found[0].outputs, outputs)
+
+
+class SometimesScaled(nn.Module):
+    """Uses its weight for positive inputs only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, x):
+        return x * self.scale if x.mean() > 0 else x
+
+
+def test_what_no_gradient_reaches_in_a_step_has_none_of_the_step_before():
+    net = TreeNet(lambda: nn.Sequential(nn.Flatten(), SometimesScaled(), nn.Linear(5, 2)), members=2)
+    engine = ThreadsEngine(net, 1, 2, seed=0)
+    found = []
+    for step, sign in enumerate((1, -1, 1)):
+        batch = Batch(sign * torch.ones(8, 5), torch.zeros(8, dtype=torch.long), lambda raw, dtype: raw)
+        engine.step(step, batch, losses.independent())
+        engine.update(lambda stage, gradients: found.append(gradients[0].abs().sum().item()))
+    engine.close()
+    assert all(size > 0 for size in (*found[:2], *found[4:]))
+    assert found[2:4] == [0, 0]
+
+
+def test_steps_after_an_evaluation_drop_again():
+    net = TreeNet(dropout_net, members=2)
+    batch = batch_of(32, 2, torch.float32)
+    _, expected = engine_gradients(net, losses.independent(), batch, step=1)
+    engine = ThreadsEngine(net, 2, 3, seed=0)
+    engine.step(0, batch, losses.independent())
+    list(engine.outputs([lambda: batch]))
+    engine.step(1, batch, losses.independent())
+    found = {}
+    engine.update(lambda stage, gradients: found.update({stage: [g.clone() for g in gradients]}))
+    engine.close()
+    assert all(torch.equal(a, b) for stage in found for a, b in zip(found[stage], expected[stage], strict=True))
 
 
 def test_workers_use_one_intra_op_thread_and_leave_the_main_thread_alone():
@@ -332,6 +420,7 @@ def test_cuts_cover_every_row_once(rows, parts):
     assert [i for start, stop in slices for i in range(start, stop)] == list(range(rows))
     sizes = [stop - start for start, stop in slices]
     assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)  # the larger ones first: where a batch is cut decides bits
 
 
 @given(st.integers(1, 20), st.permutations(range(20)))
@@ -360,6 +449,26 @@ def test_pairwise_sum_takes_a_missing_term_for_zero():
     totals = [pairwise.add(i, [term]) for i, term in enumerate([None, torch.ones(2), None])]
     assert totals[:2] == [None, None]
     assert totals[2][0].tolist() == [1, 1]
+
+
+class Term(str):
+    """Adds to what shows who was added to whom."""
+
+    def __add__(self, other):
+        return Term(f"({self}+{other})")
+
+
+@pytest.mark.parametrize("parts", range(1, 7))
+@pytest.mark.parametrize("size", range(1, 10))
+def test_shares_are_whole_subtrees_of_the_sum_if_it_is_said_that_they_are(parts, size):
+    def total(terms):
+        pairwise = PairwiseSum(len(terms))
+        return [pairwise.add(i, [term]) for i, term in enumerate(terms)][-1][0]
+
+    terms = [Term(i) for i in range(parts * size)]
+    apart = total([total(terms[i : i + size]) for i in range(0, len(terms), size)])
+    assert divides_evenly(len(terms), parts) == (apart == total(terms))
+    assert not any(divides_evenly(len(terms) + rest, parts) for rest in range(1, parts))
 
 
 def test_dropout_masks_depend_on_the_key_and_not_on_the_neighbours():
@@ -394,6 +503,35 @@ def test_dropout_differs_between_branches_and_steps_and_is_off_in_evaluation():
     (one, _), (two, _) = engine.outputs([lambda: batch, lambda: batch])
     engine.close()
     assert torch.equal(one, two)
+
+
+def test_every_part_of_its_key_gives_dropout_another_mask():
+    """Seed, step, micro-batch, stage and the number of the layer; each micro-batch has the same rows of ones."""
+
+    def masks(seed, step):
+        net = TreeNet(lambda: nn.Sequential(nn.Linear(30, 30), Dropout(), Dropout(), nn.Linear(30, 2)), tree={"0": 2})
+        seen = {}
+
+        def look(layer, key):
+            layer.register_forward_hook(lambda m, args, y: seen.setdefault(key, []).append((y / args[0]).nan_to_num()))
+
+        for stage in net.stages:
+            for i, layer in enumerate(m for m in net.stage(stage).modules() if isinstance(m, Dropout)):
+                look(layer, (stage, i))
+        nn.init.ones_(net.stage("trunk")[0].bias)
+        nn.init.zeros_(net.stage("trunk")[0].weight)
+        x, y = torch.ones(12, 30), torch.zeros(12, dtype=torch.long)
+        engine = ThreadsEngine(net, 1, 3, seed)  # one worker: micro-batches come in order
+        engine.step(step, Batch(x, y, lambda raw, dtype: raw), losses.independent())
+        engine.close()
+        return [mask for found in seen.values() for mask in found]
+
+    found = [*masks(0, 0), *masks(0, 1), *masks(1, 0)]
+    assert len(found) == 3 * 2 * 2 * 3
+    assert all(set(mask.unique().tolist()) <= {0.0, 2.0} for mask in found)
+    # Of the second layer, only where the first dropped nothing.
+    pairs = [(a, b) for i, a in enumerate(found) for b in found[:i]]
+    assert not any(torch.equal(a, b) for a, b in pairs)
 
 
 def test_channelwise_dropout_drops_whole_channels():
@@ -513,6 +651,56 @@ def test_frozen_layers_get_no_gradient_and_the_rest_is_unchanged():
     _, got = engine_gradients(net, losses.independent(), batch_of(20, 2))
     assert got["trunk"] == []
     assert len(got["conv1/0"]) == 4
+
+
+@pytest.mark.parametrize("frozen", ["conv1/0", "conv1/0/conv2/0", "conv1/1"])
+def test_gradients_go_through_a_frozen_stage_to_one_that_learns(frozen):
+    net = TreeNet(conv_net, tree=TREES["nested"]).double()
+    for parameter in net.stage(frozen).parameters():
+        parameter.requires_grad_(False)
+    batch = batch_of(20, 3)
+    _, got = engine_gradients(net, losses.independent(), batch)
+    _, expected = plain_gradients(net, losses.independent(), batch)
+    assert got.pop(frozen) == []
+    del expected[frozen]
+    assert_same_gradients(got, expected)
+
+
+def test_what_was_queued_when_a_task_failed_is_not_run():
+    workers = Workers(1)
+    queued, ran = threading.Event(), []
+
+    def fail():
+        queued.wait(60)
+        raise ValueError("no")
+
+    workers.spawn((0,), fail)
+    for i in range(3):
+        workers.spawn((1,), ran.append, i)
+    queued.set()
+    with pytest.raises(ValueError, match="no"):
+        workers.wait()
+    workers.spawn((0,), ran.append, "next")
+    workers.wait()
+    workers.close()
+    assert ran == ["next"]
+
+
+def test_an_evaluation_that_is_left_has_ended():
+    engine = ThreadsEngine(TreeNet(conv_net, members=2), 2, 1, seed=0)
+    batch, begun, ended = batch_of(8, 2, torch.float32), [], []
+
+    def read():
+        begun.append(1)
+        time.sleep(0.05)  # as a slow disk would
+        ended.append(1)
+        return batch
+
+    found = engine.outputs([read] * 30)
+    next(found)
+    found.close()
+    assert len(begun) == len(ended) < 30
+    engine.close()
 
 
 def test_error_in_a_task_reaches_the_caller_and_the_engine_lives_on():

@@ -134,6 +134,20 @@ def test_members_whose_prior_is_zero_are_never_chosen():
     assert value.assignment[0, 2] in (0.0, 2.5)
 
 
+def test_priors_weight_all_of_a_mixture():
+    """(a + 0.3) w l: who did not win an example learns 0.3 w of it, nothing where w is 0; by numpy."""
+    generator = torch.Generator().manual_seed(4)
+    outputs = torch.randn(3, 20, 5, generator=generator, dtype=torch.float64)
+    y = torch.randint(5, (20,), generator=generator)
+    prior = torch.randint(0, 4, (3, 20), generator=generator).double()
+    value = losses.mcl(k=1, ce_weight=0.3)(outputs, y, prior)
+    logits, w = outputs.numpy(), prior.numpy()
+    ce = np.log(np.exp(logits).sum(-1)) - logits[:, np.arange(20), y.numpy()]
+    won = (np.where(w > 0, ce, np.inf).argmin(0) == np.arange(3)[:, None]) * (w > 0)
+    np.testing.assert_allclose(value.assignment.numpy(), (won + 0.3) * w, rtol=1e-12)
+    assert value.total.item() == pytest.approx(((won + 0.3) * w * ce).sum(), rel=1e-12)
+
+
 def test_priors_weight_the_independent_loss():
     outputs, y = problem(6)
     prior = torch.rand(M, B, dtype=torch.float64)

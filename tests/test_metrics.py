@@ -194,6 +194,28 @@ def test_confident_and_right_is_calibrated():
     assert compute(outputs[:, :3], torch.tensor([0, 0, 0])).calibration_error["single"] == pytest.approx(0)
 
 
+@pytest.mark.parametrize("classes", [2, 3, 5, 6, 15])
+def test_a_confidence_at_the_edge_of_two_bins_is_in_the_lower_one(classes):
+    """Of equal scores each class has 1 / C: at the upper edge of bin 15 / C, for 3, 5 and 15; 1 is in the last bin."""
+    outputs = torch.zeros(1, 4, classes)
+    outputs[0, 2:, 0] = 1000.0
+    metrics = Metrics(1, classes)
+    metrics.update(outputs, torch.tensor([0, 1, 0, 1]))
+    found = metrics.reliability()["members"]
+    expected = [0.0] * 15
+    expected[math.ceil(15 / classes) - 1] += 2
+    expected[14] += 2
+    assert found["examples"] == expected
+
+
+def test_confidences_on_both_sides_of_an_edge_are_not_averaged():
+    # 1/5 = 3/15 and right; 1/4, in the bin above, and wrong: one too unsure, the other too sure.
+    quarter = [math.log(3 / 16), math.log(1 / 4), *[math.log(3 / 16)] * 3]
+    outputs = torch.tensor([[[0.0] * 5, quarter]], dtype=torch.float64)
+    result = compute(outputs, torch.tensor([0, 0]))
+    assert result.calibration_error["single"] == pytest.approx(100 * (0.8 + 0.25) / 2)
+
+
 def test_a_single_member_is_its_own_ensemble():
     result = compute(*random_case(1, 40, 5)).to_dict()
     for name in ("nll", "calibration_error", "top_k"):

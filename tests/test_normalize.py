@@ -49,6 +49,28 @@ def test_the_mixture_and_the_scores_are_of_the_whole_batch():
     assert scored.item() == pytest.approx((won(outputs, y, ties=ties).total + by_batch).item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("name", ["mcl", "scored"])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_what_all_members_learn_is_weighted_by_the_prior(name, zeros):
+    """sum of w (B a / sum of w a) l, and of what does not depend on wins, w times it: all by numpy."""
+    outputs, y = made(4)
+    prior = torch.randint(0 if zeros else 1, 4, (M, B), generator=torch.Generator().manual_seed(5)).double()
+    prior[:, 0] = 0 if zeros else 1  # an example that nobody may learn from
+    score = torch.randn(M, B, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    w, s, errors = prior.numpy(), score.numpy(), (outputs.numpy() ** 2).mean(-1)
+    won = (np.where(w > 0, errors, np.inf).argmin(0) == np.arange(M)[:, None]) * (w > 0)
+    if name == "mcl":
+        value = losses.mcl(k=1, ce_weight=0.3, normalize="wins", of="mse")(outputs, y, prior)
+        every = 0.3 * errors
+    else:
+        given = {"answer": outputs, "score": score}
+        value = losses.scored(k=1, score_weight=0.7, normalize="wins", of="mse")(given, y, prior)
+        every = 0.7 * (np.logaddexp(0, s) - won * s)  # -a log sigmoid(s) - (1 - a) log sigmoid(-s)
+    shares = w * won / (w * won).sum(1, keepdims=True)
+    expected = (B * shares * errors + w * every).sum()
+    assert value.total.item() == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("tiny", [1e-37, 1e-39, 1e-45])
 def test_a_member_that_wins_next_to_nothing_has_numbers(tiny):
     """As under annealed, where the weights of a poor member fall through all sizes."""

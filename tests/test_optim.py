@@ -92,10 +92,34 @@ def test_state_survives_saving_and_loading_bit_for_bit(name):
     whole, _ = trained(range(6))
     first, optimizer = trained(range(3))
     saved = {k: v.clone() for k, v in optimizer.state().items()}
+    before = {k: v.clone() for k, v in saved.items()}
     resumed, _ = trained(range(3, 6), (first.state_dict(), saved))
+    assert all(torch.equal(saved[k], before[k]) for k in saved)  # what was loaded is not what is trained on
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(key.startswith("stages.") for key in saved)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 4])
+@pytest.mark.parametrize("rates", [(0.1, 0.1, 0.01, 0.01, 0.01), (0.1, 0.05, 0.2, 0.2, 0.1)])
+def test_a_rate_that_changes_where_training_was_cut_reaches_caffes_momentum(cut, rates):
+    """Caffe's momentum has the rate inside: whoever goes on must know the last one, by numpy."""
+    options = OptimOptions(lr=0.1, momentum=0.9, weight_decay=0.0, caffe_momentum=True)
+    gradients = np.random.default_rng(3).normal(size=(len(rates), 2, 3))
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(3, 2, bias=False)), members=1).double()
+    (parameter,) = net.parameters()
+    weight, v = parameter.detach().numpy().copy(), np.zeros((2, 3))
+    optimizer = Optimizer(net, options)
+    for i, rate in enumerate(rates):
+        if i == cut:
+            saved, last = {name: t.clone() for name, t in optimizer.state().items()}, optimizer.rate
+            optimizer = Optimizer(net, options)
+            optimizer.load_state(saved, last)
+        optimizer.set_rate(rate)
+        optimizer.update("trunk", [torch.from_numpy(gradients[i].copy())])
+        v = 0.9 * v + rate * gradients[i]
+        weight = weight - v
+    np.testing.assert_allclose(parameter.detach().numpy(), weight, rtol=1e-12)
 
 
 def rates(options: dict, iterations: int, lr: float = 1.0) -> list[float]:
@@ -122,6 +146,14 @@ def test_plateau_drops_when_a_window_has_not_improved_by_the_threshold():
     seen.append(schedule.rate(12))
     # 4 -> 3 is progress; 3 -> 2.99 is not: a tenth, and a new window; 2.99 -> 2 is; 2 -> 2 is not.
     assert seen == pytest.approx([1] * 6 + [0.1] * 6 + [0.01])
+
+
+def test_plateau_drops_when_losses_rise():
+    schedule = Schedule(ScheduleOptions(name="plateau", window=1, threshold=0.1, gamma=0.5), 1.0, 100)
+    for loss in (1.0, 2.0, 3.0, 9.0, 8.5):
+        schedule.observe(loss)
+    # 1 -> 2 drops, and 3 begins anew; 3 -> 9 drops, and 8.5 begins anew.
+    assert schedule.rate(5) == 0.25
 
 
 def test_plateau_state_survives_a_checkpoint():

@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import select
+import shutil
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 
 import networks
 import numpy as np
@@ -242,11 +244,7 @@ def test_an_extended_run_killed_before_its_new_result_is_not_taken_for_finished(
 
 def test_log_and_ownership_are_cut_back_to_the_checkpoint(copied, undisturbed, mheads):
     """As if the process had died after logging iterations 19 to 24 and before saving them."""
-    import shutil
-
-    shutil.rmtree(copied / "checkpoints/step-00000024")
-    for name in ("model.safetensors", "result.json"):
-        (copied / name).unlink()
+    cut_back(copied, 18)
     with (copied / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 25, "loss": 1.0}\n{"itera')
     assert mheads("train", "digits", *TINY, "--run", copied).code == 0
@@ -263,6 +261,14 @@ def damage(path):
 def unfinish(run):
     for name in ("model.safetensors", "result.json"):
         (run / name).unlink()
+
+
+def cut_back(run, step):
+    """As if the process had died after this checkpoint and before the next."""
+    unfinish(run)
+    for name in steps_of(run):
+        if int(name.removeprefix("step-")) > step:
+            shutil.rmtree(run / "checkpoints" / name)
 
 
 @pytest.mark.parametrize("file", ["tensors.safetensors", "state.json"])
@@ -285,6 +291,8 @@ def test_when_all_checkpoints_are_damaged_training_starts_again_and_keeps_its_ne
     assert "going back to the start" in done.out
     assert_same_run(copied, undisturbed)
     assert steps_of(copied) == ["step-00000018", "step-00000024"]
+    for limit in (24, 18):  # those of this training, which are whole
+        assert checkpoint.Checkpoints(copied / "checkpoints").newest(pytest.fail, limit).step == limit
 
 
 def test_a_loss_that_is_not_finite_names_iteration_and_members_and_keeps_the_good_checkpoint(tmp_path, mheads):
@@ -375,6 +383,62 @@ def test_pretraining_is_the_independent_run_and_then_the_loss_takes_over(tmp_pat
     assert all(line["share"] != [0.3333] * 3 for line in lines[4:])
     train_table = np.array(ownership(tmp_path / "mixed")["train"])
     assert train_table.sum() == 4 * 3 * 32 + 4 * 32  # each example to all members, then to one
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_loss_starts_without_the_momentum_of_pretraining(tmp_path, mheads, optimizer):
+    """The first step of the loss is that of a new optimizer, by autograd, also where the run goes on just there."""
+    args = ["members=3", "split=conv1", "loss=mcl", "pretrain=4", "optim.iterations=2", "optim.batch_size=32"]
+    args += ["data.limit=150", f"optim.name={optimizer}", "optim.lr=0.005", "optim.weight_decay=0.01"]
+    args += ["engine.micro_batches=1", "log.checkpoint_every=1", "log.keep=9", "log.evaluate_every=0"]
+    command = ["train", "digits", *args, "--run", tmp_path / "run"]
+    assert mheads(*command).code == 0
+
+    def model_at(step):
+        tensors = load_file(tmp_path / f"run/checkpoints/step-{step:08d}/tensors.safetensors")
+        return {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
+
+    built = experiment.build(config.load("digits", args))
+    net, stream = built.net, built.stream()
+    net.load_state_dict(model_at(4))
+    batch = stream.read(4)
+    stream.close()
+    value = built.loss(net(batch.network_inputs(net.dtype)), batch.targets, batch.prior, batch.ties)
+    value.mean.backward()
+    kind = partial(torch.optim.SGD, momentum=0.9) if optimizer == "sgd" else torch.optim.AdamW
+    kind([{"params": [p], "weight_decay": 0.01 * (p.dim() > 1)} for p in net.parameters()], lr=0.005).step()
+    found = model_at(5)
+    for name, expected in net.state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-7)
+
+    finished = weights(tmp_path / "run")
+    cut_back(tmp_path / "run", 4)
+    assert "resuming at iteration 4 of 6" in mheads(*command).out
+    assert weights(tmp_path / "run") == finished
+
+
+SCHEDULES = {
+    "a plateau in the middle of a window": "{name: plateau, window: 3, threshold: 0.9, gamma: 0.5}",
+    "a rate that falls just there": "{name: multistep, at: [4], gamma: 0.1}",
+    "a rate that falls at every step": "{name: exp, gamma: 0.7}",
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_where_it_was(tmp_path, mheads, name):
+    """With Caffe's momentum, which has the rate inside."""
+    args = ["members=2", "data.limit=100", "optim.batch_size=20", "optim.iterations=10", "optim.lr=0.01", "log.every=1"]
+    args += [f"optim.schedule={SCHEDULES[name]}", "optim.caffe_momentum=true", "log.checkpoint_every=4", "log.keep=9"]
+    run = tmp_path / "run"
+    command = ["train", "digits", *args, "--run", run]
+    assert mheads(*command).code == 0
+    lines, finished = log_lines(run), weights(run)
+    assert lines[-2]["rate"] < lines[0]["rate"]
+    for step in (8, 4):
+        cut_back(run, step)
+        assert f"resuming at iteration {step} of 10" in mheads(*command).out
+        assert weights(run) == finished
+        assert log_lines(run) == lines
 
 
 @pytest.mark.parametrize("loss", ["score_averaged", "prob_averaged"])

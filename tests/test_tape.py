@@ -160,21 +160,28 @@ def test_a_weight_that_is_no_parameter_is_left_to_autograd():
     assert not sliced.supports(Stage(OrderedDict(a=layer)))
 
 
-def test_relu_in_place_never_overwrites_what_others_need():
-    stage = Stage(OrderedDict(r=nn.ReLU(), a=nn.Linear(4, 4), s=nn.ReLU(), t=nn.ReLU()))
-    x = torch.randn(12, 4)
+@pytest.mark.parametrize("first", [nn.Identity, nn.Flatten, lambda: Dropout(0.0), nn.ReLU])
+@pytest.mark.parametrize("shape", [(12, 4), (12, 4, 1, 1), (12, 1, 2, 2)], ids=str)
+def test_relu_in_place_never_overwrites_what_others_need(first, shape):
+    """Layers that give what they got, or a view of it, give nothing away: x is also that of the siblings."""
+    layers = OrderedDict(f=first(), r=nn.ReLU(), g=nn.Flatten(), a=nn.Linear(4, 4), s=nn.ReLU(), t=nn.ReLU())
+    stage = Stage(layers)
+    x = canonical(torch.randn(shape))
     before = x.clone()
     tape = SlicedTape(stage, x, context(12))
     assert torch.equal(x, before)
     assert torch.equal(tape.output, stage(x))
 
 
-def test_forward_rows_and_learning_rows_combine():
-    stage = Stage(OrderedDict(a=nn.Conv2d(6, 4, 3), drop=Dropout(0.5), flat=nn.Flatten(), b=nn.Linear(100, 3))).double()
+@pytest.mark.parametrize("act", [nn.ReLU, nn.GELU])
+def test_forward_rows_and_learning_rows_combine(act):
+    """Of layers that are known, and of others, which are computed again for the rows that learn."""
+    layers = OrderedDict(a=nn.Conv2d(6, 4, 3), act=act(), drop=Dropout(0.5), flat=nn.Flatten(), b=nn.Linear(100, 3))
+    stage = Stage(layers).double()
     x = canonical(torch.randn(40, 6, 7, 7, dtype=torch.float64))
     seen = torch.arange(40) % 2 == 0
-    learn = torch.arange(40) % 4 == 0
-    tape = record(stage, x, context(40), Rows.where(seen))
+    learn = torch.arange(40) % 4 == 2
+    tape = record(stage, x, context(40), Rows.where(seen), share=0.25)
     d_output = torch.randn(40, 3, dtype=torch.float64) * learn[:, None]
     y, (d_x, *expected) = gradients_by_autograd(stage, x, d_output)
     got_x, got = tape.backward(d_output, learn)
@@ -213,6 +220,20 @@ def test_the_first_layer_is_not_asked_for_an_input_gradient():
         d_input, gradients = kind(stage, torch.randn(8, 4), context(8, input_gradient=False)).backward(torch.ones(8, 3))
         assert d_input is None
         assert len(gradients) == 2
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_of_known_layers_all_but_the_first_are_asked_for_one(monkeypatch, wanted):
+    step, asked = sliced.STEPS[nn.Linear], []
+
+    def watched(layer, x, owned):
+        y, backward = step(layer, x, owned)
+        return y, lambda d_y, pick, input_gradient: asked.append(input_gradient) or backward(d_y, pick, input_gradient)
+
+    monkeypatch.setitem(sliced.STEPS, nn.Linear, watched)
+    stage = Stage(OrderedDict(a=nn.Linear(4, 3), b=nn.Linear(3, 3), c=nn.Linear(3, 2)))
+    SlicedTape(stage, torch.randn(8, 4), context(8, input_gradient=wanted)).backward(torch.ones(8, 2))
+    assert asked == [True, True, wanted]
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.booleans())

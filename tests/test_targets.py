@@ -132,6 +132,19 @@ def test_errors_of_numbers_are_those_of_scikit_learn():
     assert result.spread_correlation == pytest.approx(np.corrcoef(spreads, errors)[0, 1])
 
 
+def test_who_answers_with_nan_never_comes_closest():
+    nan = math.nan
+    outputs = torch.tensor([[[nan], [1.0], [nan]], [[3.0], [5.0], [nan]]], dtype=torch.float64)
+    y = torch.zeros(3, 1, dtype=torch.float64)
+    result = measured(Regression(1), outputs[:, :2], y[:2])
+    assert result.oracle == pytest.approx(math.sqrt((9 + 1) / 2))
+    assert result.mae["oracle"] == pytest.approx((3 + 1) / 2)
+    assert result.ownership == [[1], [1]]
+    assert math.isnan(result.members[0])
+    assert result.members[1] == pytest.approx(math.sqrt((9 + 25) / 2))
+    assert measured(Regression(1), outputs, y).ownership == [[1], [1]]  # nobody comes closest to the last one
+
+
 def test_what_has_no_meaning_is_not_a_number():
     one = measured(Regression(1), torch.ones(1, 4, 1), torch.full((4, 1), 2.0))
     assert math.isnan(one.spread_correlation)  # one member has no spread
@@ -210,6 +223,37 @@ def test_overlaps_are_those_of_scikit_learn(chunk, monkeypatch):
     expected = np.zeros((3, 3), int)
     np.add.at(expected, (owner, most), 1)
     assert result.ownership == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [MultiLabel(tuple("abcd")), SoftLabels(tuple("abc")), Segmentation(tuple("abc"), (4, 2))],
+    ids=lambda problem: problem.name,
+)
+def test_members_that_learned_by_the_mean_of_their_scores_answer_with_it(problem):
+    """Of three, one is sure: it decides by scores, and is one voice by probabilities."""
+    outputs, y = random_case(problem.name, 3, 60, 5)
+    outputs[0] *= 8
+    o, t = outputs.numpy(), y.numpy()
+    score = o.mean(0)
+    by_probabilities = measured(problem, outputs, y)
+    problem = replace(problem, of_scores=True)
+    result = measured(problem, outputs, y)
+    if problem.name == "multilabel":
+        expected, answers = average_precision_score(t, score, average="macro"), 1 / (1 + np.exp(-score))
+        assert result.f1_micro["ensemble_mean"] == pytest.approx(100 * f1_score(t, score > 0, average="micro"))
+    else:
+        answers = np.exp(score) / np.exp(score).sum(1, keepdims=True)
+        if problem.name == "segmentation":
+            expected = jaccard_score(t[t != -100], score.argmax(1)[t != -100], average="macro")
+        else:
+            labels = t.argmax(1)
+            expected = (score.argmax(1) == labels).mean()
+            assert result.nll["ensemble_mean"] == pytest.approx(-np.log(answers[np.arange(60), labels]).mean())
+    assert result.ensemble_mean == pytest.approx(100 * expected)
+    assert result.ensemble_mean != by_probabilities.ensemble_mean
+    assert (result.members, result.oracle) == (by_probabilities.members, by_probabilities.oracle)
+    np.testing.assert_allclose(problem.mean(outputs).numpy(), answers, rtol=1e-9)
 
 
 def test_a_pixel_whose_score_is_nan_is_answered_with_no_class():

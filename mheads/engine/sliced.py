@@ -243,7 +243,7 @@ def pooled_maxima(x: Tensor, kernel: list[int], stride: list[int], ceil_mode: bo
     for dim, k, s in zip((1, 2), kernel, stride, strict=True):
         size = t.shape[dim]
         count = -(-(size - k) // s) + 1 if ceil_mode else (size - k) // s + 1
-        count -= (count - 1) * s >= size  # no window starts beyond the end
+        # A slice ends where the image does, so no window starts beyond its end.
         windows = [t[(slice(None),) * dim + (slice(i, i + (count - 1) * s + 1, s),)] for i in range(min(k, size))]
         best = windows[0].clone()
         for other in windows[1:]:

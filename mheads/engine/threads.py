@@ -262,11 +262,11 @@ def auto_micro_batches(batch_size: int, net: TreeNet) -> int:
     """How many micro-batches a batch is cut into: a pure rule on sizes, never on the machine.
 
     About 80 rows keep the working set in cache and the matrix products efficient. A power of two, so that the fixed
-    pairwise sums divide evenly among two, four, ... replicas; at least two where that leaves 64 rows, so that a single
-    model uses two cores. Batch statistics need the whole batch; of images with regions, each is one.
+    pairwise sums divide evenly among two, four, ... replicas; two from 114 rows on, so that a single model uses two
+    cores. Batch statistics need the whole batch; of images with regions, each is one.
     """
     if net.batch_statistics_layers():
         return 1
     if "counts" in net.side_inputs:
         return batch_size
-    return max(2 if batch_size >= 128 else 1, 2 ** max(0, round(math.log2(batch_size / 80))))
+    return 2 ** max(0, round(math.log2(batch_size / 80)))

@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mheads.data import clusters, confusable, deal, from_arrays, order, priors, read_priors
-from mheads.data.sampling import stream
+from mheads.data.sampling import stream, weighted
 from mheads.errors import UserError
 
 LABELS = np.arange(600) % 10
@@ -78,10 +78,34 @@ def test_a_member_draws_the_same_however_many_members_there_are():
 
 
 @given(st.floats(0.01, 1))
+@example(1.0)
 def test_subset_takes_the_fraction_each_example_once(fraction):
     got = make("subset", fraction=fraction)
     assert ((got > 0).sum(axis=1) == max(1, round(fraction * 600))).all()
     assert all(len(np.unique(row[row > 0])) == 1 for row in got)
+
+
+def test_a_tiny_fraction_is_one_example_for_each_member():
+    chosen = make("subset", members=3, fraction=0.0001)
+    assert (chosen > 0).sum(1).tolist() == [1, 1, 1]
+    assert chosen.max(1).tolist() == [600, 600, 600]
+
+
+@pytest.mark.parametrize("bagged", [False, True])
+def test_weights_of_examples_multiply_the_priors_which_have_mean_one_again(bagged):
+    weights = np.random.default_rng(0).random(40).astype(np.float32)
+    prior = make("bagging", members=3, labels=np.zeros(40, int)) if bagged else None
+    found = weighted(prior, weights, 3)
+    for m in range(3):
+        own = weights * (1 if prior is None else prior[m])
+        np.testing.assert_allclose(found[m], own / own.mean(), rtol=1e-5)
+    assert weighted(prior, None, 3) is prior
+
+
+def test_a_member_whose_examples_all_have_weight_zero_is_named():
+    prior = np.array([[2, 2, 0, 0], [0, 0, 2, 2]], np.float32)
+    with pytest.raises(UserError, match="member 1 would learn from examples of weight 0 only"):
+        weighted(prior, np.array([1, 1, 0, 0], np.float32), 2)
 
 
 def test_random_specialists_share_out_all_classes_evenly():

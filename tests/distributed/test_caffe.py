@@ -80,13 +80,14 @@ def test_a_tree_of_four_members_runs_on_two_ranks(files, tmp_path):
 
 
 def pipeline():
-    """Trunk-only root: the rank that broadcasts uses nothing of it; dropout and normalisation are elsewhere.
+    """Trunk-only root: the rank that broadcasts uses nothing of it; a second dropout and normalisation are elsewhere.
 
     What goes from rank to rank has five axes.
     """
     five = "reshape_param { shape { dim: 0 dim: 1 dim: 3 dim: 2 dim: 2 } }"
     return (
         on(data(batch=20), 0, 1) + on(ip("a", "data", 12, 0.3), 0) + on(relu("r", "a"), 0)
+        + on(layer("d0", "Dropout", "a", "a"), 0)
         + on(layer("f", "Reshape", "a", "f", five), 0) + on(layer("b", "MPIBroadcast", "f", "h"), 0, 1, 2)
         + on(ip("c", "h", 12, 0.3), 1) + on(layer("n", "BatchNorm", "c"), 1) + on(layer("s", "Scale", "n"), 1)
         + on(layer("d", "Dropout", "s", "s"), 1) + on(ip("e", "s", 10, 0.3), 1)

@@ -147,21 +147,29 @@ def test_ranks_that_are_all_stopped_for_longer_than_the_timeout_go_on(tmp_path):
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_any_number_of_ranks_goes_on(asked, then, undisturbed, tmp_path):
     run = tmp_path / "run"
     command = [*TRAIN, "--run", run]
-    stop = {0: (signal.SIGTERM, "os.rename", "step-00000006")} if asked == 0 else None
-    running = start_ranks(3, *command, stop=stop)
-    if asked:
-        when_logged(run, 3)
-        os.kill(running[asked].pid, signal.SIGTERM)
-    done = [one.finish(60) for one in running]
-    codes = {one.code for one in done}
-    assert codes <= {143, 0} and len(codes) == 1, [one.err for one in done]
-    if codes == {143}:
-        assert "stopped by SIGTERM; saved" in done[0].err
-        assert done[1].err == done[2].err == ""
-        assert not (run / "model.safetensors").exists()
+    done = ranks(3, *command, before={asked: stop_at_iteration_8})
+    assert [one.code for one in done] == [143] * 3, [one.err for one in done]
+    assert "stopped by SIGTERM; saved" in done[0].err
+    assert done[1].err == done[2].err == ""
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000006", "step-00000008"]
+    assert not (run / "model.safetensors").exists()
     again = ranks(then, *command) if then > 1 else [process(*command)]
     assert [one.code for one in again] == [0] * then, again[0].err
     assert_same_run(run, undisturbed)
+
+
+def stop_at_iteration_8():
+    """This rank alone is sent a signal, in the middle of iteration 8: no checkpoint is due there."""
+    from mheads.distributed.ranks import RanksEngine
+
+    step = RanksEngine.step
+
+    def stopped(self, number, *args):
+        if number == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, number, *args)
+
+    RanksEngine.step = stopped
 
 
 def test_a_run_begun_in_one_process_goes_on_with_ranks_and_is_finished_then(undisturbed, tmp_path):

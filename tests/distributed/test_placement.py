@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mheads import UserError
 from mheads.chain import Layer
-from mheads.distributed.placement import default, explicit, meshes, spread
+from mheads.distributed.placement import Placement, default, explicit, meshes, num_first_together, spread
 from mheads.engine.sums import divides_evenly
 from mheads.tree import parse
 
@@ -120,6 +120,21 @@ def test_a_placement_that_cannot_be_is_refused(given, ranks, parts):
         explicit(parse({"a": 3}, LAYERS), given, ranks, 4)
     for part in parts:
         assert part in str(refused.value)
+
+
+def test_only_the_first_children_that_are_together_are_added_where_they_are():
+    assert [num_first_together(slots) for slots in ([1], [1, 1, 1], [1, 1, 0, 1], [1, 0, 1], [0, 1, 1])] == [
+        1,
+        3,
+        2,
+        1,
+        1,
+    ]
+
+
+def test_ranks_beyond_the_mesh_own_nothing():
+    placement = Placement({"trunk": 0, "a/0": 1}, slots=2, replicas=2)
+    assert [placement.owned(rank) for rank in range(6)] == [["trunk"], ["a/0"], ["trunk"], ["a/0"], [], []]
 
 
 def test_there_must_be_a_rank():

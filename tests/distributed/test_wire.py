@@ -45,7 +45,17 @@ def frames():
         Frame("boxes", Boxes(a, [b, b])),
         Frame("many", [torch.randn(i % 5, 2) for i in range(200)]),
         Frame("none", ()),
+        *(about_a_header(more) for more in range(-2, 3)),
+        Frame(["y" * 9000], {"a": a, "b": [b, b]}),
     ]
+
+
+def about_a_header(more):
+    """A frame of as many bytes as a header has, and `more`."""
+    description = '["k", {"t": "uint8", "s": [0000], "r": [1]}]'
+    size = HEADER + more - 4 - len(description)
+    assert len(str(size)) == 4
+    return Frame("k", torch.arange(size).to(torch.uint8))
 
 
 def send_everything(rank):
@@ -144,9 +154,10 @@ def keep(rank):
     kept = [ref() is not None for ref in bytes_of]
     dist.barrier()
     outbox.settle()
+    left = [ref() is not None for ref in bytes_of]  # of what is taken, nothing, though the outbox waits for more
     dist.barrier()
     outbox.close()
-    return kept, [ref() is not None for ref in bytes_of]
+    return kept, left
 
 
 def test_an_outbox_keeps_what_was_sent_until_it_is_taken_and_no_longer():

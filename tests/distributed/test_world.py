@@ -1,15 +1,19 @@
 """How ranks meet, agree and leave: what goes wrong before, between and after the steps of training."""
 
+import json
 import os
 import re
 import signal
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from commands import TINY, ranks, start_ranks
 
-from mheads.distributed.watch import SILENT, Seen
-from mheads.distributed.world import share_of_cores
+from mheads.distributed import watch
+from mheads.distributed.watch import SILENT, Seen, Watch
+from mheads.distributed.world import World, share_of_cores
+from mheads.errors import UserError
 
 TRAIN = ["train", "digits", *TINY]
 
@@ -41,6 +45,67 @@ def test_a_rank_is_lost_when_its_beat_stands_still_and_hangs_when_it_is_busy_wit
     assert seen.judge(start + 23, 10) is None
     seen.hear([4, 6, False], start + 40)
     assert seen.judge(start + 41, 10) is None, "who waits for others is innocent"
+    seen.hear([5, 6, False], start + 60)
+    seen.hear([6, 6, True], start + 61)
+    assert seen.judge(start + 62, 10) is None, "also when it gets work at last"
+    seen.hear([7, 6, True], start + 71)
+    assert seen.judge(start + 71, 10) == "has work and made no progress"
+
+
+@pytest.fixture
+def watches(monkeypatch):
+    """Watches of three ranks that share a store in this process; none of them ends it."""
+    monkeypatch.setattr(watch, "PATIENCE", 60.0)
+    store = dist.HashStore()
+    made = [Watch(store, rank, 3, 60.0) for rank in range(3)]
+    yield made
+    for one in made:
+        one.end()
+
+
+def test_all_ranks_end_with_the_first_fault_that_was_written_down(watches):
+    heard = []
+    watches[2].tell(fail=heard.append)
+    watches[1].report(2, "rank 2 is gone")
+    watches[2].report(1, "rank 1 has ended because of rank 2")
+    watches[0].report(1, "rank 1 has ended because of rank 2")
+    assert [(one.failure.rank, str(one.failure)) for one in watches] == [(2, "rank 2 is gone")] * 3
+    assert [str(error) for error in heard] == ["rank 2 is gone"]
+    watches[0].tell(fail=heard.append)  # who asks later hears of it, too
+    assert len(heard) == 2
+
+
+def test_when_all_is_done_the_end_of_a_rank_is_no_failure(watches):
+    watches[0].end()
+    watches[0].lost(1, RuntimeError("its connection is lost"))
+    watches[0].fail(1, "its connection is lost")
+    watches[0].check()
+    assert watches[0].failure is None
+
+
+def test_a_mistake_of_the_lead_is_that_of_all_and_its_decision_is_made_once(watches):
+    store = dist.HashStore()
+    worlds = [World.__new__(World) for _ in range(3)]
+    for rank, world in enumerate(worlds):
+        world.rank, world.size, world.lead, world.store, world.watch = rank, 3, rank == 0, store, watches[rank]
+        world._counts = {}
+    made = []
+
+    def decide():
+        made.append(len(made))
+        if len(made) == 2:
+            raise UserError("this cannot be")
+        return made[-1]
+
+    assert [world.share("what", decide) for world in worlds] == [0, 0, 0]
+    for world in worlds:
+        with pytest.raises(UserError, match="this cannot be"):
+            world.share("what", decide)
+    assert [world.share("what", decide) for world in worlds] == [2, 2, 2]
+    for rank in (2, 1):
+        store.set(f"facts/1/{rank}", json.dumps(["a host", {"n": 3 if rank == 1 else 4}]))
+    with pytest.raises(UserError, match=r"rank 2 \(a host\) has another n: 4 there, 3 on rank 0"):
+        worlds[0].compare("facts", {"n": 3})
 
 
 # Each of these runs in a rank before anything else.

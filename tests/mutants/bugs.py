@@ -1,0 +1,1235 @@
+"""Bugs as a careless colleague makes them, for `run.py`: by area and file, with the tests that should notice.
+
+`old` stands once in the file, and `new` takes its place. Tests are arguments of pytest: those of the file, unless a bug
+has its own. Where code has moved, change the path above its bugs; where it has changed, `old` and `new`.
+"""
+
+from typing import NamedTuple
+
+
+class Bug(NamedTuple):
+    """`equivalent` says why no test can notice it: it is the same in all that is promised."""
+
+    name: str
+    old: str
+    new: str
+    tests: str | None = None
+    equivalent: str | None = None
+
+
+class File(NamedTuple):
+    path: str
+    tests: str
+    bugs: list[Bug]
+
+
+AREAS: dict[str, list[File]] = {
+    "losses": [
+        File(
+            "mheads/losses/loss.py",
+            "tests/test_normalize.py",
+            [
+                Bug(
+                    "the wins of a member are summed over members",
+                    "wins = assignment.sum(1, keepdim=True)",
+                    "wins = assignment.sum(0, keepdim=True)",
+                ),
+                Bug("a member that won nothing divides by 0", "wins.where(wins > 0, 1.0)", "wins"),
+                Bug(
+                    "weights of wins add to M instead of B",
+                    "* assignment.shape[1]  # in this order",
+                    "* assignment.shape[0]  # in this order",
+                ),
+                Bug(
+                    "a schedule forgets that it needs the whole batch",
+                    ", of=of, whole_batch=self.whole_batch, each_batch=self.each_batch)",
+                    ", of=of)",
+                ),
+                Bug(
+                    "the prior of a plain function is ignored",
+                    "weights = ones_or(prior, found.detach())",
+                    "weights = ones_or(None, found.detach())",
+                    tests="tests/test_losses.py",
+                ),
+                Bug(
+                    "the mean is over members",
+                    "return self.total / self.losses.shape[1]",
+                    "return self.total / self.losses.shape[0]",
+                    tests="tests/test_losses.py",
+                ),
+            ],
+        ),
+        File(
+            "mheads/losses/mcl.py",
+            'tests/test_losses.py tests/test_choices.py -k "not fit and not engine and not loop and not evaluated"',
+            [
+                Bug("one winner whatever k", "[:k], 1.0)", "[:1], 1.0)"),
+                Bug(
+                    "ties are ordered along the batch",
+                    "by_key = ties.argsort(dim=0, stable=True)",
+                    "by_key = ties.argsort(dim=1, stable=True)",
+                ),
+                Bug(
+                    "the highest losses win",
+                    "by_loss = losses.gather(0, by_key).argsort(dim=0, stable=True)",
+                    "by_loss = losses.gather(0, by_key).argsort(dim=0, stable=True, descending=True)",
+                ),
+                Bug(
+                    "a member whose prior is 0 may win",
+                    "losses = losses.masked_fill(prior == 0, torch.inf)",
+                    "losses = losses.clone()",
+                ),
+                Bug(
+                    "somebody wins the example that nobody may learn from",
+                    "return chosen if prior is None else chosen * (prior > 0)",
+                    "return chosen",
+                ),
+                Bug(
+                    "the mixture is not weighted by the prior",
+                    "assignment = (best + ce_weight) * weights",
+                    "assignment = best * weights + ce_weight",
+                ),
+                Bug(
+                    "the mixture under wins is not weighted by the prior",
+                    "normalized(best * weights, normalize) + ce_weight * weights",
+                    "normalized(best * weights, normalize) + ce_weight",
+                    tests="tests/test_normalize.py",
+                ),
+            ],
+        ),
+        File(
+            "mheads/losses/relaxed.py",
+            'tests/test_choices.py -k "not fit"',
+            [
+                Bug(
+                    "a member alone gives a part away",
+                    "share = epsilon * (num_others > 0).to(fixed.dtype)",
+                    "share = epsilon * (num_others >= 0).to(fixed.dtype)",
+                ),
+                Bug("the others share by M", "share / num_others.clamp_min(1)", "share / len(best)"),
+            ],
+        ),
+        File(
+            "mheads/losses/evolving.py",
+            'tests/test_choices.py -k "not fit"',
+            [
+                Bug("k falls late where until has no exact float", " + 1e-9))", "))"),
+                Bug(
+                    "divided by k where fewer may learn", "best / best.sum(0).clamp_min(1)", "best / (k or len(fixed))"
+                ),
+            ],
+        ),
+        File(
+            "mheads/losses/annealed.py",
+            'tests/test_choices.py -k "not fit"',
+            [
+                Bug("the softmin is over the batch", ").softmax(0).masked_fill(", ").softmax(1).masked_fill("),
+                Bug(
+                    "the floor is reached one iteration late",
+                    "if part >= 1 or first <= floor",
+                    "if part > 1 or first <= floor",
+                ),
+                Bug(
+                    "an example that nobody may learn from is NaN",
+                    ".softmax(0).masked_fill(weights == 0, 0.0)",
+                    ".softmax(0)",
+                ),
+            ],
+        ),
+        File(
+            "mheads/losses/confident.py",
+            "tests/test_confident.py",
+            [
+                Bug(
+                    "winners have the lowest cross-entropy",
+                    "won = assign(fixed - beta * far.detach(), k, prior, ties)",
+                    "won = assign(fixed, k, prior, ties)",
+                ),
+                Bug("winners are pulled to equal probabilities too", "beta * (1 - won) * far", "beta * far"),
+            ],
+        ),
+        File(
+            "mheads/losses/averaged.py",
+            "tests/test_losses.py",
+            [
+                Bug(
+                    "the log of M is left out",
+                    "(torch.logsumexp(-losses, 0) - math.log(len(losses))).neg()",
+                    "(torch.logsumexp(-losses, 0)).neg()",
+                ),
+                Bug("scores are added, not averaged", "t.mean(0, keepdim=True)", "t.sum(0, keepdim=True)"),
+            ],
+        ),
+        File(
+            "mheads/losses/taught.py",
+            'tests/test_distil.py -k "numpy or differences or finite"',
+            [
+                Bug(
+                    "the temperature makes up for one division",
+                    "weight * temperature**2 * apart",
+                    "weight * temperature * apart",
+                ),
+            ],
+        ),
+        File(
+            "mheads/losses/scored.py",
+            'tests/test_scored.py tests/test_normalize.py -k "numpy or weighted_by or mixture"',
+            [
+                Bug(
+                    "scores learn from examples of prior 0",
+                    "score_weight * weights * learned",
+                    "score_weight * learned",
+                ),
+            ],
+        ),
+        File(
+            "mheads/losses/independent.py",
+            "tests/test_losses.py",
+            [
+                Bug(
+                    "the prior is ignored",
+                    "total = losses.sum() if prior is None else (weights * losses).sum()",
+                    "total = losses.sum()",
+                ),
+            ],
+        ),
+    ],
+    "engine": [
+        File(
+            "mheads/engine/tasks.py",
+            "tests/test_engine.py -k 'autograd'",
+            [
+                Bug(
+                    "the dropout key lacks the micro-batch",
+                    'key = (self.key[0], "dropout", self.key[1], i, node.name)',
+                    'key = (self.key[0], "dropout", self.key[1], node.name)',
+                    tests="tests/test_engine.py -k part_of_its_key",
+                ),
+                Bug(
+                    "the dropout key lacks the stage",
+                    'key = (self.key[0], "dropout", self.key[1], i, node.name)',
+                    'key = (self.key[0], "dropout", self.key[1], i)',
+                    tests="tests/test_engine.py -k part_of_its_key",
+                ),
+                Bug(
+                    "gradients of children are added as they come",
+                    "terms = [found[child] for child in parent.children if found[child] is not None]",
+                    "terms = [d for d in found.values() if d is not None]",
+                    tests="tests/test_engine.py -k no_bit_depends",
+                ),
+                Bug(
+                    "outputs go to the loss as they come",
+                    "[outputs[m] for m in range(len(outputs))]",
+                    "list(outputs.values())",
+                    tests="tests/test_engine.py -k no_bit_depends",
+                ),
+                Bug(
+                    "outputs of an evaluation are stacked as they come",
+                    "parts = [self._outputs[m] for m in range(self.stages.tree.num_members)]",
+                    "parts = list(self._outputs.values())",
+                    tests="tests/test_engine.py -k no_bit_depends",
+                ),
+                Bug(
+                    "the loss of a step is added as it comes",
+                    "total = sum(self.totals[key] for key in sorted(self.totals))",
+                    "total = sum(self.totals.values())",
+                    tests="tests/test_engine.py -k no_bit_depends",
+                ),
+                Bug(
+                    "examples of a small weight teach nobody",
+                    "learn = self.assignment[:, self.slices[i]] > 0 if",
+                    "learn = self.assignment[:, self.slices[i]] >= 1 if",
+                    tests="tests/test_engine.py -k with_priors",
+                ),
+                Bug(
+                    "a stage that learned nothing keeps the gradient of the step before",
+                    "kept.fill_(-0.0) if found is None else kept.copy_(found)",
+                    "kept if found is None else kept.copy_(found)",
+                    tests="tests/test_engine.py -k no_gradient_reaches",
+                ),
+                Bug(
+                    "sums are divided by examples, not by rows",
+                    "self.num_rows = batch.num_rows",
+                    "self.num_rows = len(batch)",
+                    tests='tests/test_side_inputs.py -k "autograd or cut"',
+                ),
+                Bug(
+                    "targets of a separable loss get the priors of all members",
+                    "None if batch.prior is None else batch.prior[which]",
+                    "None if batch.prior is None else batch.prior[:1]",
+                    tests="tests/test_engine.py -k with_priors",
+                ),
+                Bug(
+                    "the larger cuts come last",
+                    "stops = [(i + 1) * size + min(i + 1, extra) for i in range(parts)]",
+                    "stops = [(i + 1) * size + max(0, i + 1 - parts + extra) for i in range(parts)]",
+                    tests="tests/test_engine.py -k cuts_cover",
+                ),
+                Bug(
+                    "rows are left out of a leaf with side inputs",
+                    "by_row = not node.children and not facts.sided and",
+                    "by_row = not node.children and",
+                    tests="tests/test_engine.py -k side_inputs_are",
+                ),
+            ],
+        ),
+        File(
+            "mheads/engine/sums.py",
+            "tests/test_engine.py -k pairwise",
+            [
+                Bug(
+                    "gradients are added in place",
+                    "b if a is None else a if b is None else a + b",
+                    "b if a is None else a if b is None else a.add_(b)",
+                    tests="tests/test_engine.py -k share_memory",
+                ),
+                Bug("the odd last one waits for nobody", "if sibling < size", "if sibling <= size"),
+                Bug(
+                    "shares of any size are whole subtrees",
+                    " and size > 0 and size & (size - 1) == 0)",
+                    " and size > 0)",
+                    tests="tests/test_engine.py -k whole_subtrees",
+                ),
+            ],
+        ),
+        File(
+            "mheads/engine/rows.py",
+            "tests/test_engine.py tests/test_tape.py -k 'with_priors or rows_pad or combine'",
+            [
+                Bug(
+                    "filling rows keep their gradient",
+                    "            t = self.pick(canonical(t))\n            t[self.count :] = 0",
+                    "            t = self.pick(canonical(t))",
+                ),
+                Bug(
+                    "rows that were left out hold whatever was there",
+                    "canonical(t.new_empty((self.total, *t.shape[1:]))).zero_()",
+                    "canonical(t.new_empty((self.total, *t.shape[1:])))",
+                ),
+                Bug(
+                    "one row has statistics",
+                    "if 2 <= count < total else None",
+                    "if 1 <= count < total else None",
+                    tests="tests/test_engine.py -k fewer_than_two",
+                ),
+            ],
+        ),
+        File(
+            "mheads/engine/tape.py",
+            "tests/test_tape.py",
+            [
+                Bug(
+                    "masks of some of some rows are those of the first ones",
+                    "rows=index if self.rows is None else self.rows[index]",
+                    "rows=index",
+                    tests="tests/test_tape.py -k combine",
+                ),
+                Bug(
+                    "batch statistics are computed twice",
+                    "if share < RECOMPUTE_BELOW and not has_batch_statistics(stage)",
+                    "if share < RECOMPUTE_BELOW",
+                    tests="tests/test_tape.py -k kind_of_tape",
+                ),
+                Bug(
+                    "a tape keeps its input",
+                    "        x = self.input\n        del self.input\n",
+                    "        x = self.input\n",
+                    tests="tests/test_engine.py -k frees",
+                ),
+                Bug(
+                    "gradients come in the order of the layers",
+                    "found.get(id(parameter)) for parameter in self.parameters",
+                    "gradient for parameter, gradient in reversed(learned)",
+                    tests="tests/test_tape.py -k go_to_their",
+                ),
+            ],
+        ),
+        File(
+            "mheads/engine/stages.py",
+            'tests/test_freeze.py tests/test_engine.py -k "autograd or threads"',
+            [
+                Bug(
+                    "no gradient goes through a frozen stage to one that learns",
+                    "node.parent is not None and (self.wanted[node.parent] or learns[node.parent])",
+                    "node.parent is not None and learns[node.parent]",
+                    tests="tests/test_engine.py -k through_a_frozen",
+                ),
+                Bug(
+                    "every root gets two threads",
+                    "2 if len(roots) == 1 and node is roots[0] else 1",
+                    "2 if node in roots else 1",
+                    tests="tests/test_engine.py -k two_threads",
+                ),
+            ],
+        ),
+        File(
+            "mheads/engine/threads.py",
+            "tests/test_engine.py -k 'evaluation or error'",
+            [
+                Bug(
+                    "an update returns before it is done",
+                    "            self.workers.spawn((i,), update_stage, name, gradients)\n        self.workers.wait()",
+                    "            self.workers.spawn((i,), update_stage, name, gradients)",
+                    tests="tests/test_engine.py -k 'equal_plain and nested'",
+                ),
+                Bug(
+                    "an evaluation that was left goes on",
+                    "self.workers.wait()  # the caller may have stopped asking before the end",
+                    "pass",
+                    tests="tests/test_engine.py -k is_left",
+                ),
+                Bug(
+                    "workers compute on all threads",
+                    "        torch.get_num_threads()\n        torch.set_num_threads(1)\n        self._started.wait()",
+                    "        self._started.wait()",
+                    tests="tests/test_engine.py -k intra_op",
+                ),
+                Bug(
+                    "evaluation drops",
+                    "        self.net.eval()\n",
+                    "",
+                    tests="tests/test_engine.py -k evaluation_does_not",
+                ),
+                Bug(
+                    "training after an evaluation stays in eval mode",
+                    "        self.net.train()\n",
+                    "",
+                    tests="tests/test_engine.py -k steps_after",
+                ),
+                Bug(
+                    "what was queued after an error runs",
+                    "self._drop_queue()  # queued tasks may depend on the one that failed",
+                    "pass",
+                    tests="tests/test_engine.py -k was_queued",
+                ),
+                Bug(
+                    "micro-batches are as large as a power of two allows",
+                    "round(math.log2(batch_size / 80))",
+                    "int(math.log2(batch_size / 80))",
+                    tests="tests/test_engine.py -k row_counts",
+                ),
+                Bug(
+                    "accumulated batches are not cut apart",
+                    "self.micro_batches = micro_batches * accumulate",
+                    "self.micro_batches = micro_batches",
+                    tests="tests/test_engine.py -k accumulate",
+                ),
+            ],
+        ),
+        File(
+            "mheads/engine/sliced.py",
+            "tests/test_tape.py",
+            [
+                Bug(
+                    "ReLU overwrites what others need",
+                    "y = x.relu_() if owned else x.relu()",
+                    "y = x.relu_()",
+                    tests="tests/test_tape.py -k in_place",
+                ),
+                Bug(
+                    "what follows a flatten overwrites its input",
+                    "GIVES_AWAY = (nn.Conv2d,",
+                    "GIVES_AWAY = (nn.Flatten, nn.Conv2d,",
+                    tests="tests/test_tape.py -k in_place",
+                ),
+                Bug(
+                    "the adjoint of an even normalisation is that of the forward",
+                    "(layer.size - 1) // 2, layer.size // 2))",
+                    "layer.size // 2, (layer.size - 1) // 2))",
+                ),
+                Bug(
+                    "pooling overwrites its input",
+                    "best = windows[0].clone()",
+                    "best = windows[0]",
+                    tests="tests/test_tape.py -k two_passes",
+                ),
+                Bug(
+                    "the first layer is asked for its input gradient",
+                    "d_x, of_layer = step(d_x, pick, bool(backwards) or input_gradient)",
+                    "d_x, of_layer = step(d_x, pick, True)",
+                    tests="tests/test_tape.py -k 'known_layers_all'",
+                ),
+            ],
+        ),
+        File(
+            "mheads/dropout.py",
+            "tests/test_engine.py -k 'dropout or mask'",
+            [
+                Bug("masks are not scaled", ".mul_(1 / (1 - p))", ""),
+                Bug(
+                    "all layers have the first mask",
+                    "generator = seeds.generator(*masks.key, masks.drawn)",
+                    "generator = seeds.generator(*masks.key, 0)",
+                ),
+            ],
+        ),
+    ],
+    "data": [
+        File(
+            "mheads/data/sampling.py",
+            "tests/data/test_sampling.py",
+            [
+                Bug(
+                    "every epoch has the same order",
+                    'seeds.numpy_generator(seed, "order", epoch)',
+                    'seeds.numpy_generator(seed, "order")',
+                ),
+                Bug(
+                    "every seed has the same order",
+                    'seeds.numpy_generator(seed, "order", epoch)',
+                    'seeds.numpy_generator("order", epoch)',
+                ),
+                Bug(
+                    "members draw the same bags",
+                    'seeds.numpy_generator(seed, "bagging", m)',
+                    'seeds.numpy_generator(seed, "bagging")',
+                ),
+                Bug("subsets have no mean of 1", "= n / count", "= 1"),
+                Bug(
+                    "a tiny fraction is no example",
+                    "count = max(1, round(fraction * n))",
+                    "count = round(fraction * n)",
+                ),
+                Bug("a subset of all is refused", "if not 0 < fraction <= 1", "if not 0 < fraction < 1"),
+                Bug("specialists have no mean of 1", "owned[m, mine] = len(labels) / mine.sum()", "owned[m, mine] = 1"),
+                Bug(
+                    "weights are scaled over the members",
+                    "totals = both.mean(axis=1, keepdims=True, dtype=np.float64)",
+                    "totals = both.mean(axis=0, keepdims=True, dtype=np.float64)",
+                ),
+                Bug("one member may learn from nothing", "if not totals.all()", "if not totals.any()"),
+            ],
+        ),
+        File(
+            "mheads/data/batch.py",
+            "tests/data/test_batch.py",
+            [
+                Bug(
+                    "ties are broken alike in every step",
+                    'generator=seeds.generator(self.seed, "ties", step)',
+                    'generator=seeds.generator(self.seed, "ties")',
+                ),
+                Bug(
+                    "an example is augmented alike in every step",
+                    'seeds.numpy_generator(self.seed, "augment", step)',
+                    'seeds.numpy_generator(self.seed, "augment")',
+                ),
+                Bug(
+                    "the batch that was read ahead is given for any step",
+                    "if ready is not None and ready[0] == step else",
+                    "if ready is not None else",
+                ),
+                Bug(
+                    "the last short batch is not evaluated",
+                    "starts = range(0, len(split), rows)",
+                    "starts = range(0, len(split) - rows + 1, rows)",
+                ),
+                Bug("ties are cut by examples", "self.ties[:, rows],", "self.ties[:, start:stop],"),
+                Bug("the prior is not cut", "self.prior[:, rows],", "self.prior,"),
+                Bug(
+                    "priors of examples are taken for those of rows",
+                    "if prior is not None and beside.counts is not None",
+                    "if False",
+                ),
+                Bug(
+                    "inputs that begin in the middle are cut from the start",
+                    "slice(start - self.first_input, stop - self.first_input)",
+                    "slice(start, stop)",
+                ),
+            ],
+        ),
+        File(
+            "mheads/data/augment.py",
+            "tests/data/test_arrays.py",
+            [
+                Bug(
+                    "the last place of a crop is never taken",
+                    "(down * (2 * pad + 1)).astype(int)",
+                    "(down * (2 * pad)).astype(int)",
+                ),
+            ],
+        ),
+    ],
+    "folders": [
+        File(
+            "mheads/checkpoint.py",
+            "tests/test_checkpoint.py",
+            [
+                Bug(
+                    "a checkpoint is never written again",
+                    "if step in self.steps() and not again",
+                    "if step in self.steps()",
+                ),
+                Bug(
+                    "the tensors are copied when they are written",
+                    "self._pending = self._writer.submit(self._write, step, content, state)",
+                    "self._pending = self._writer.submit(lambda: self._write(step, to_bytes(tensors), state))",
+                ),
+                Bug(
+                    "a save that failed is forgotten",
+                    "        self.wait()\n        if step in self.steps()",
+                    "        if step in self.steps()",
+                ),
+                Bug("the oldest is the newest", "if name.isdecimal()), reverse=True)", "if name.isdecimal()))"),
+                Bug(
+                    "the last step that is wanted is not",
+                    "if limit is None or step <= limit",
+                    "if limit is None or step < limit",
+                ),
+                Bug("the checkpoint in use is dropped", "if other > step", "if other >= step"),
+                Bug(
+                    "the checksum is that of the tensors alone",
+                    'f"{tensors} {json.dumps(state, sort_keys=True)}"',
+                    'f"{tensors}"',
+                ),
+                Bug("a renamed checkpoint is taken", 'if state["step"] != step', "if False"),
+                Bug("a checkpoint of another run is taken", "if self.run is not None and", "if False and"),
+                Bug("one checkpoint too many is kept", "self.steps()[self.keep :]", "self.steps()[self.keep + 1 :]"),
+                Bug(
+                    "tied weights cannot be saved",
+                    "            tensor = tensor.clone()  # tied",
+                    "            pass  # tied",
+                ),
+            ],
+        ),
+        File(
+            "mheads/manifest.py",
+            "tests/test_checkpoint.py",
+            [
+                Bug("the digest of the old file is dropped", "[*old, hashlib", "[hashlib"),
+                Bug(
+                    "digests of all files that ever were are known",
+                    "old = [digest for digest in known if digest == now]",
+                    "old = list(known)",
+                ),
+                Bug("the manifest itself is not checked", "if sha256 != _sha256(digests)", "if False"),
+                Bug("what another process has replaced since is damage", 'self.__dict__.pop("digests", None)', "pass"),
+                Bug(
+                    "a file that changes in place stays listed",
+                    "if path.name in self.digests:\n            self._write(",
+                    "if False:\n            self._write(",
+                ),
+            ],
+        ),
+        File(
+            "mheads/files.py",
+            "tests/test_checkpoint.py",
+            [
+                Bug(
+                    "files are written in place",
+                    "        write_new(hidden, content)\n        os.replace(hidden, path)  #",
+                    "        remove(path)\n        write_new(path, content)  #",
+                ),
+                Bug(
+                    "a link in the place of a new file is followed",
+                    "os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW",
+                    "os.O_WRONLY | os.O_CREAT",
+                ),
+            ],
+        ),
+        File(
+            "mheads/run_folder.py",
+            "tests/test_checkpoint.py",
+            [
+                Bug(
+                    "the file is there before the manifest knows it",
+                    "        self.manifest.expect(path, content)\n        files.write_atomically(path, content)",
+                    "        files.write_atomically(path, content)\n        self.manifest.expect(path, content)",
+                ),
+                Bug(
+                    "two processes train in one folder",
+                    "fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+                    "fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+                ),
+                Bug(
+                    "a run that gets more iterations is finished",
+                    'return sound and self.read_result()["iterations"] == total',
+                    "return sound",
+                    tests='tests/test_resume.py -k "more_iterations or extended"',
+                ),
+                Bug("a run goes on with other data", 'if there["data"] != data.fingerprint', "if False"),
+                Bug(
+                    "a run that somebody else began is discarded",
+                    "if not self._begun or self._lock is None",
+                    "if self._lock is None",
+                ),
+                Bug(
+                    "the result of fewer iterations is taken for the newest weights",
+                    'if ended and not (steps and steps[0] > self.read_result()["iterations"])',
+                    "if ended",
+                ),
+                Bug(
+                    "a run cannot end at its checkpoint",
+                    "steps[0] <= total or total in steps",
+                    "steps[0] < total",
+                    tests='tests/test_runs.py -k "fewer_iterations"',
+                ),
+                Bug(
+                    "colours are in the order of training by luck",
+                    'facts["scale"], facts.get("bgr", False))',
+                    'facts["scale"])',
+                ),
+            ],
+        ),
+        File(
+            "mheads/train.py",
+            "tests/test_resume.py -k schedule_goes",
+            [
+                Bug("the plateau starts anew where a run goes on", 'schedule.load_state(state["schedule"])', "pass"),
+                Bug(
+                    "what was owned since the last evaluation is forgotten",
+                    'self.owned = arrays["owned"].copy()',
+                    "pass",
+                    tests="tests/test_resume.py -k 'signal_saves and SIGTERM or cut_back'",
+                ),
+                Bug(
+                    "momentum is kept after pretraining",
+                    "                    optimizer.forget()  #",
+                    "                    pass  #",
+                    tests="tests/test_resume.py -k starts_without",
+                ),
+                Bug("the rate of a checkpoint is forgotten", '"rate": optimizer.rate', '"rate": 0.0'),
+                Bug(
+                    "pretraining counts as iterations",
+                    "iteration = state.step - config.pretrain",
+                    "iteration = state.step",
+                    tests="tests/test_resume.py -k pretraining_is",
+                ),
+                Bug(
+                    "newer checkpoints stay where a run goes on from an older one",
+                    "checkpoints.drop_after(state.step)",
+                    "pass",
+                    tests="tests/test_resume.py -k 'all_checkpoints_are_damaged'",
+                ),
+            ],
+        ),
+    ],
+    "optimizers": [
+        File(
+            "mheads/optim.py",
+            "tests/test_optim.py",
+            [
+                Bug(
+                    "load_state drops the rate",
+                    "                        )\n        self.rate = rate",
+                    "                        )",
+                ),
+                Bug(
+                    "Caffe's momentum is scaled the wrong way",
+                    "ratio = min(self.rate / rate, HUGE)",
+                    "ratio = min(rate / self.rate, HUGE)",
+                ),
+                Bug(
+                    "multipliers of the rate are ignored", 'group["lr"] = rate * group["lr_mult"]', 'group["lr"] = rate'
+                ),
+                Bug(
+                    "multipliers of the decay are ignored",
+                    "decay_of: options.weight_decay * decay}",
+                    "decay_of: options.weight_decay}",
+                ),
+                Bug(
+                    "gradients are not clipped",
+                    "gradient if self.scale == 1.0 else gradient * self.scale",
+                    "gradient",
+                    tests="tests/test_caffe_train.py -k clipped",
+                ),
+                Bug(
+                    "decay by sign is decay",
+                    'group["l1"] * parameter.sign()',
+                    'group["l1"] * parameter',
+                    tests="tests/test_caffe_train.py -k every_solver",
+                ),
+                Bug(
+                    "a weight that two layers share is stepped twice",
+                    "if parameter.requires_grad and id(parameter) not in seen",
+                    "if parameter.requires_grad",
+                ),
+                Bug(
+                    "warmup begins at 0",
+                    "rate *= (iteration + 1) / options.warmup",
+                    "rate *= iteration / options.warmup",
+                ),
+                Bug(
+                    "steps come one iteration late",
+                    "sum(iteration >= at for at in options.at)",
+                    "sum(iteration > at for at in options.at)",
+                ),
+                Bug(
+                    "a window after a drop is compared with the one before it",
+                    "self.previous = None  # a new window at the new rate",
+                    "self.previous = mean  # a new window at the new rate",
+                ),
+                Bug(
+                    "a plateau of worse losses is none",
+                    "mean > (1 - self.options.threshold) * self.previous",
+                    "abs(mean - self.previous) < self.options.threshold * self.previous",
+                ),
+                Bug(
+                    "what is loaded is what was saved, not a copy",
+                    "else tensor.to(parameter.device, copy=True)",
+                    "else tensor",
+                ),
+            ],
+        ),
+        File(
+            "mheads/adaptive.py",
+            "tests/test_caffe_train.py -k every_solver",
+            [
+                Bug(
+                    "Adam does not correct its mean",
+                    "correction = math.sqrt(1 - b2 ** t.item()) / (1 - b1 ** t.item())",
+                    "correction = math.sqrt(1 - b2 ** t.item())",
+                ),
+                Bug(
+                    "AdaGrad forgets",
+                    'state["squares"] = state.get("squares", torch.zeros_like(g)) + g.square()',
+                    'state["squares"] = g.square()',
+                ),
+                Bug(
+                    "AdaDelta scales by this update",
+                    "(before + delta) / (h + delta)",
+                    "(before + delta) / (before + h + delta)",
+                ),
+                Bug(
+                    "decay does not go through the gradient",
+                    'gradient = gradient + group["weight_decay"] * parameter',
+                    "gradient = gradient",
+                ),
+            ],
+        ),
+        File(
+            "mheads/diagnostics.py",
+            "tests/test_diagnostics.py",
+            [
+                Bug(
+                    "small gradients are scaled up to the limit",
+                    "(most / norm if norm > most else 1.0), None",
+                    "(most / norm), None",
+                ),
+                Bug(
+                    "norms of stages are added instead of their squares",
+                    "sum(norms[name].item() ** 2 for name in",
+                    "sum(norms[name].item() for name in",
+                ),
+            ],
+        ),
+    ],
+    "metrics": [
+        File(
+            "mheads/metrics.py",
+            "tests/test_metrics.py",
+            [
+                Bug(
+                    "bins are closed below",
+                    "((confidence.nan_to_num(0) * BINS).ceil().long() - 1).clamp(0, BINS - 1)",
+                    "(confidence.nan_to_num(0) * BINS).floor().long().clamp(0, BINS - 1)",
+                ),
+                Bug(
+                    "of equal scores the last one answers",
+                    "((scores == true) & not_before)",
+                    "((scores == true) & ~not_before)",
+                ),
+                Bug(
+                    "an infinite loss owns as little as NaN",
+                    "losses.nan_to_num(nan=math.inf).argmin(0)",
+                    "losses.nan_to_num(nan=math.inf, posinf=math.inf).argmin(0)",
+                ),
+                Bug(
+                    "the likelihood of the mean is that of the sum",
+                    "[math.log(self.members) - torch.logsumexp(-losses, 0)]",
+                    "[-torch.logsumexp(-losses, 0)]",
+                ),
+                Bug(
+                    "members are paired with themselves",
+                    "num_pairs = max(self.members * (self.members - 1), 1)",
+                    "num_pairs = self.members * self.members",
+                ),
+                Bug("the Oracle wants all members to be right", "right.any(0).sum()", "right.all(0).sum()"),
+                Bug(
+                    "top M has more than there are classes",
+                    "[:, : min(self.members, self.classes)].double()",
+                    "[:, : self.members].double()",
+                ),
+                Bug(
+                    "NaN owns what all answer with NaN",
+                    "return owner, ~losses.isnan().all(0)",
+                    "return owner, ~losses.isnan().any(0)",
+                ),
+                Bug(
+                    "the owner is right where nobody owns",
+                    "(right.gather(0, owner[None])[0] & owned)",
+                    "(right.gather(0, owner[None])[0] | ~owned)",
+                ),
+                Bug(
+                    "the answer of members trained on scores is that of probabilities",
+                    "together, their_losses = [score.softmax(-1)]",
+                    "together, their_losses = [mean_members(probabilities)]",
+                    tests="tests/test_targets.py -k mean_of_their_scores",
+                ),
+                Bug(
+                    "weights of the scored answer are those of the first member",
+                    "values * weights.to(values.dtype)",
+                    "values * weights[:1].to(values.dtype)",
+                    tests='tests/test_scored.py -k "scored_answer or weights"',
+                ),
+            ],
+        ),
+        File(
+            "mheads/scores.py",
+            'tests/test_scored.py -k "weights or scored_answer"',
+            [
+                Bug(
+                    "scores are compared without their sigmoids",
+                    "F.logsigmoid(score.double()).softmax(0)",
+                    "score.double().softmax(0)",
+                ),
+            ],
+        ),
+        File(
+            "mheads/problems/regression.py",
+            'tests/test_targets.py tests/test_regression.py -k "numpy or scikit or cut_of or meaning"',
+            [
+                Bug(
+                    "variances are counted from the first example of each batch",
+                    "self._first = self._first or (y[0], pair[:, :1])",
+                    "self._first = (y[0], pair[:, :1])",
+                ),
+                Bug(
+                    "who answers with NaN comes closest",
+                    "best, owner = squares[:m].nan_to_num(nan=math.inf).min(0)",
+                    "best, owner = squares[:m].min(0)",
+                    tests="tests/test_targets.py -k never_comes_closest",
+                ),
+                Bug(
+                    "the Oracle may be the mean of the members",
+                    "nearest = distances[:m].nan_to_num",
+                    "nearest = distances.nan_to_num",
+                ),
+                Bug(
+                    "the spread is not a root",
+                    "spread=math.sqrt(self._spread / self.examples)",
+                    "spread=self._spread / self.examples",
+                ),
+            ],
+        ),
+        File(
+            "mheads/problems/multilabel.py",
+            'tests/test_targets.py -k "scikit or nobody or cut_of"',
+            [
+                Bug(
+                    "equal scores are ranked by their place",
+                    "last[:-1] = ranked[:-1] != ranked[1:]",
+                    "last[:-1] = True",
+                ),
+                Bug(
+                    "a class that nobody has counts",
+                    "(found / there)[there > 0].mean()",
+                    "(found / there.clamp_min(1)).mean()",
+                ),
+            ],
+        ),
+        File(
+            "mheads/problems/segmentation.py",
+            'tests/test_targets.py -k "scikit or pixel or cut_of"',
+            [
+                Bug(
+                    "pixels that do not count do",
+                    "cells[(y != IGNORED).expand_as(cells)]",
+                    "cells.clamp_min(0).flatten()",
+                ),
+                Bug(
+                    "a pixel with NaN is answered with a class",
+                    "predictors.argmax(2).masked_fill(predictors.isnan().any(2), self.classes)",
+                    "predictors.argmax(2)",
+                ),
+                Bug(
+                    "the Oracle takes the worst member",
+                    "mean_iou(tables[:m]).nan_to_num(nan=-1).argmax(0)",
+                    "mean_iou(tables[:m]).nan_to_num(nan=-1).argmin(0)",
+                ),
+            ],
+        ),
+        File(
+            "mheads/problems/average_precision.py",
+            "tests/test_average_precision.py",
+            [
+                Bug("an overlap of exactly half is wrong", "shared.max(1) < OVERLAP", "shared.max(1) <= OVERLAP"),
+                Bug(
+                    "an object may be found twice", "right[np.unique(found, return_index=True)[1]] = 1", "right[:] = 1"
+                ),
+                Bug(
+                    "the precision at a recall is that above it",
+                    "precision[recall >= point]",
+                    "precision[recall > point]",
+                ),
+                Bug("difficult objects are wrong", "found = found[found != IGNORED]", "found = found.copy()"),
+            ],
+        ),
+        File(
+            "mheads/problems/member_losses.py",
+            'tests/test_member_losses.py tests/test_confident.py tests/test_targets.py -k "numpy or pixels or scikit"',
+            [
+                Bug(
+                    "the mean is over pixels that do not count, too",
+                    "(labels != IGNORED).flatten(1).sum(1).clamp_min(1)",
+                    "labels[0].numel()",
+                ),
+                Bug(
+                    "background has a box",
+                    "box_weight * far * (classes > 0)",
+                    "box_weight * far",
+                    tests='tests/test_detection.py -k "smooth_l1 or autograd"',
+                ),
+            ],
+        ),
+        File(
+            "mheads/measuring.py",
+            "tests/test_scored.py -k 'every_file or predict_and'",
+            [
+                Bug(
+                    "scores are not measured",
+                    "yield problem.answer(outputs), scores.weights(outputs), targets",
+                    "yield problem.answer(outputs), None, targets",
+                ),
+                Bug(
+                    "models stay in eval mode",
+                    "            m.training = mode",
+                    "            m.training = m.training",
+                    tests="tests/test_api.py -k mode",
+                ),
+            ],
+        ),
+    ],
+    "ranks": [
+        File(
+            "mheads/distributed/ranks.py",
+            "tests/distributed/test_peers.py",
+            [
+                Bug(
+                    "gather sends the weights themselves",
+                    "{name: t.detach().clone() for name, t in tensors.items()}",
+                    "{name: t.detach() for name, t in tensors.items()}",
+                ),
+                Bug(
+                    "a signal to another rank is not heard",
+                    "stop = stop or their_stop",
+                    "stop = stop or 0",
+                    tests='tests/distributed/test_faults.py -k "signal_to_one"',
+                ),
+                Bug(
+                    "losses of ranks far below do not reach the lead",
+                    "            totals += their_totals\n            blocks += their_blocks",
+                    "            pass",
+                    tests="tests/distributed/test_ranks.py -k 'MCL and 5'",
+                ),
+                Bug(
+                    "replicas do not know each other",
+                    "found |= {placement.rank(name, r) for r in range(placement.replicas)}",
+                    "pass",
+                ),
+                Bug(
+                    "every replica takes the first share",
+                    "return range(self.replica * size, (self.replica + 1) * size) if",
+                    "return range(0, size) if",
+                    tests="tests/distributed/test_ranks.py -k 'MCL and reads'",
+                ),
+                Bug("channels of one kind have one name", 'return f"{what} {self._calls[what]}"', "return what"),
+                Bug(
+                    "optimizer state is not handed out",
+                    'for kind in ("model", "optim") for name in stages',
+                    'for kind in ("model",) for name in stages',
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/steps.py",
+            "tests/distributed/test_ranks.py -k 'MCL and reads'",
+            [
+                Bug(
+                    "totals of replicas are put together as they come",
+                    "whole = torch.cat([totals[r] for r in range(self.replicas)])",
+                    "whole = torch.cat(list(totals.values()))",
+                ),
+                Bug(
+                    "all evaluation is done by one replica",
+                    "self.replica = index % self.placement.replicas",
+                    "self.replica = 0",
+                    equivalent="every replica has the same weights; it only takes longer",
+                ),
+                Bug(
+                    "which rows learn is not sent",
+                    '{"d": d_output} | ({} if learn is None else {"learn": learn})',
+                    '{"d": d_output}',
+                    tests="tests/distributed/test_peers.py",
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/placement.py",
+            "tests/distributed/test_placement.py",
+            [
+                Bug(
+                    "children that are together but not the first are added first",
+                    "len(list(itertools.takewhile(lambda slot: slot == slots[0], slots)))",
+                    "len([slot for slot in slots if slot == slots[0]])",
+                ),
+                Bug("a rank beyond the mesh owns stages", "if rank >= self.ranks", "if rank > self.ranks"),
+                Bug(
+                    "a stage that is not named goes to rank 0", "stages[name] = stages[node.parent]", "stages[name] = 0"
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/reading.py",
+            "tests/distributed/test_peers.py tests/data/test_batch.py",
+            [
+                Bug(
+                    "the lead keeps the keys that break ties for itself",
+                    'SENT = ("targets", "prior", "ties", "side", "counts")',
+                    'SENT = ("targets", "prior", "side", "counts")',
+                ),
+                Bug(
+                    "every replica is sent the inputs of the first",
+                    "[placement.replica(rank) * size :][:size]",
+                    "[:size]",
+                ),
+                Bug(
+                    "a rank without a root is sent inputs",
+                    "    if not roots & set(placement.owned(rank)):",
+                    "    if not placement.owned(rank):",
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/comm.py",
+            "tests/distributed/test_comm.py",
+            [
+                Bug(
+                    "frames that come before anybody listens are lost",
+                    "self._waiting[frame.key[0]].append(frame)",
+                    "pass",
+                ),
+                Bug(
+                    "who leaves does not wait for what the others send",
+                    "        for thread in self._listeners:\n            thread.join()\n",
+                    "",
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/wire.py",
+            "tests/distributed/test_wire.py",
+            [
+                Bug("tensors with gaps are sent as they lie", "if not _is_dense(tensor)", "if False"),
+                Bug(
+                    "a frame of exactly one header goes on in a second message", "if size <= HEADER", "if size < HEADER"
+                ),
+                Bug(
+                    "the rest of a long description comes last",
+                    "parts.insert(0, start[HEADER:])",
+                    "parts.append(start[HEADER:])",
+                ),
+                Bug("the outbox holds the last frame", "del posted  # not held until the next message", "pass"),
+            ],
+        ),
+        File(
+            "mheads/distributed/layers.py",
+            "tests/distributed/test_layers.py -k 'in_place or order or random_programs or copy_of'",
+            [
+                Bug(
+                    "the root's own value is not a copy",
+                    "(x.detach().clone(), False) if source == rank",
+                    "(x.detach(), False) if source == rank",
+                ),
+                Bug(
+                    "what is sent changes with the value",
+                    'tensor.detach().to("cpu", copy=True)',
+                    'tensor.detach().to("cpu")',
+                ),
+                Bug(
+                    "a copy of a layer answers for the original",
+                    "self._enter()  # a copy is a further layer",
+                    "pass  # a copy is a further layer",
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/watch.py",
+            "tests/distributed/test_world.py -k 'beat or fault or all_is_done'",
+            [
+                Bug(
+                    "who waits for others hangs",
+                    "if progress != self.beat[1] or not busy",
+                    "if progress != self.beat[1]",
+                ),
+                Bug("who beats and does nothing is lost", "if count != self.beat[0]", "if progress != self.beat[1]"),
+                Bug(
+                    "who has nothing to do hangs",
+                    "if self.beat[2] and now - self.moved > timeout",
+                    "if now - self.moved > timeout",
+                    equivalent="while a rank is not busy every beat of it counts as progress, so it is silent first",
+                ),
+                Bug(
+                    "the end of a rank after the end is a failure",
+                    "if self.failure is not None or self.over.is_set()",
+                    "if self.failure is not None",
+                ),
+                Bug(
+                    "the last fault counts, not the first",
+                    "return (rank, reason) if kept is None else tuple(json.loads(kept))",
+                    "return (rank, reason)",
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/world.py",
+            "tests/distributed/test_world.py -k 'cores or mistake_of'",
+            [
+                Bug(
+                    "cores are shared with nobody",
+                    "sum(1 / sum(cpu in cpus for cpus in all_here) for cpu in own)",
+                    "sum(1 for cpu in own)",
+                ),
+                Bug(
+                    "the last rank is not compared",
+                    "for rank in range(1, self.size):\n                host",
+                    "for rank in range(1, self.size - 1):\n                host",
+                ),
+                Bug(
+                    "a mistake of the lead is found by nobody else",
+                    'decision = {"error": str(error)}',
+                    'decision = {"found": None}',
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/written.py",
+            'tests/distributed/test_caffe.py -k "another_graph_runs and root"',
+            [
+                Bug("dropout elsewhere is not counted", "skip_mask()  # masks are numbered as in one process", "pass"),
+                Bug(
+                    "a signal to another rank is not heard",
+                    "told[1] = max(told[1], theirs[1])",
+                    "pass",
+                    tests="tests/distributed/test_peers.py",
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/launch.py",
+            'tests/distributed/test_launch.py -k "not torchrun_hands and not old_name"',
+            [
+                Bug(
+                    "a batch script is a step of srun",
+                    'if not 0 <= _integer(given, "SLURM_STEP_ID", -1) < RESERVED_STEPS',
+                    'if not 0 <= _integer(given, "SLURM_STEP_ID", -1) <= RESERVED_STEPS + 15',
+                ),
+                Bug(
+                    "ranks of one host meet at a default port",
+                    "replace(launch, address=address, port=port) if address and port else launch",
+                    'replace(launch, address=address or "127.0.0.1", port=port or DEFAULT_PORT)',
+                ),
+            ],
+        ),
+    ],
+}

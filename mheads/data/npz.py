@@ -29,9 +29,9 @@ def read_npz(
         with packed.opened(path) as file:
             missing = [key for key in needed if key not in file]
             if missing:
-                there = ", ".join(name or "one without a name" for name in file)
+                named = ", ".join(name or "one without a name" for name in file)
                 raise UserError(
-                    f"{path} has no array {', '.join(missing)} (it has {there or 'none'});"
+                    f"{path} has no array {', '.join(missing)} (it has {named or 'none'});"
                     f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)}), or give"
                     " data.validation=N, which holds out training examples to test on"
                 )

@@ -42,8 +42,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a schedule forgets that it needs the whole batch",
-                    ", of=of, whole_batch=self.whole_batch, each_batch=self.each_batch)",
-                    ", of=of)",
+                    "of=of, **kept)",
+                    "of=of)",
                 ),
                 Bug(
                     "the prior of a plain function is ignored",
@@ -617,8 +617,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "files are written in place",
-                    "        write_new(hidden, content)\n        os.replace(hidden, path)  #",
-                    "        remove(path)\n        write_new(path, content)  #",
+                    "    with replacing(path) as hidden:\n        write_new(hidden, content)",
+                    "    remove(path)\n    write_new(path, content)",
                 ),
                 Bug(
                     "a link in the place of a new file is followed",
@@ -628,7 +628,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/run_folder.py",
+            "mheads/run_files.py",
             "tests/test_checkpoint.py",
             [
                 Bug(
@@ -636,11 +636,23 @@ AREAS: dict[str, list[File]] = {
                     "        self.manifest.expect(path, content)\n        files.write_atomically(path, content)",
                     "        files.write_atomically(path, content)\n        self.manifest.expect(path, content)",
                 ),
+            ],
+        ),
+        File(
+            "mheads/lock.py",
+            "tests/test_checkpoint.py",
+            [
                 Bug(
                     "two processes train in one folder",
-                    "fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-                    "fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+                    "fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+                    "fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)",
                 ),
+            ],
+        ),
+        File(
+            "mheads/run_folder.py",
+            "tests/test_checkpoint.py",
+            [
                 Bug(
                     "a run that gets more iterations is finished",
                     'return sound and self.read_result()["iterations"] == total',
@@ -650,13 +662,13 @@ AREAS: dict[str, list[File]] = {
                 Bug("a run goes on with other data", 'if there["data"] != data.fingerprint', "if False"),
                 Bug(
                     "a run that somebody else began is discarded",
-                    "if not self._begun or self._lock is None",
-                    "if self._lock is None",
+                    "if not self._begun or not self.lock.held",
+                    "if not self.lock.held",
                 ),
                 Bug(
                     "the result of fewer iterations is taken for the newest weights",
-                    'if ended and not (steps and steps[0] > self.read_result()["iterations"])',
-                    "if ended",
+                    'if not missing and not (steps and steps[0] > self.read_result()["iterations"])',
+                    "if not missing",
                 ),
                 Bug(
                     "a run cannot end at its checkpoint",
@@ -664,6 +676,12 @@ AREAS: dict[str, list[File]] = {
                     "steps[0] < total",
                     tests='tests/test_runs.py -k "fewer_iterations"',
                 ),
+            ],
+        ),
+        File(
+            "mheads/facts.py",
+            "tests/test_checkpoint.py",
+            [
                 Bug(
                     "colours are in the order of training by luck",
                     'facts["scale"], facts.get("bgr", False))',
@@ -672,9 +690,10 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/train.py",
+            "mheads/standing.py",
             "tests/test_resume.py -k schedule_goes",
             [
+                Bug("the rate of a checkpoint is forgotten", '"rate": optimizer.rate', '"rate": 0.0'),
                 Bug("the plateau starts anew where a run goes on", 'schedule.load_state(state["schedule"])', "pass"),
                 Bug(
                     "what was owned since the last evaluation is forgotten",
@@ -682,13 +701,18 @@ AREAS: dict[str, list[File]] = {
                     "pass",
                     tests="tests/test_resume.py -k 'signal_saves and SIGTERM or cut_back'",
                 ),
+            ],
+        ),
+        File(
+            "mheads/train.py",
+            "tests/test_resume.py",
+            [
                 Bug(
                     "momentum is kept after pretraining",
                     "                    optimizer.forget()  #",
                     "                    pass  #",
                     tests="tests/test_resume.py -k starts_without",
                 ),
-                Bug("the rate of a checkpoint is forgotten", '"rate": optimizer.rate', '"rate": 0.0'),
                 Bug(
                     "pretraining counts as iterations",
                     "iteration = state.step - config.pretrain",
@@ -847,8 +871,8 @@ AREAS: dict[str, list[File]] = {
                 Bug("the Oracle wants all members to be right", "right.any(0).sum()", "right.all(0).sum()"),
                 Bug(
                     "top M has more than there are classes",
-                    "[:, : min(self.members, self.classes)].double()",
-                    "[:, : self.members].double()",
+                    "min(max(self.members, LEAST_K), self.classes)",
+                    "max(self.members, LEAST_K)",
                 ),
                 Bug(
                     "NaN owns what all answer with NaN",

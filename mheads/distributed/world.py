@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import socket
 import threading
@@ -67,6 +68,7 @@ class World:
         def run() -> None:
             try:
                 dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
+                greet(self.rank, self.size)
                 store.set(f"connected/{self.rank}", "1")
             except Exception as error:
                 errors.append(error)
@@ -251,6 +253,25 @@ class World:
             return found
 
         return ask(self.store, look, seconds + 1) or False
+
+
+def greet(rank: int, size: int) -> None:
+    """Exchanges a word with every other rank.
+
+    A stranger who came first may have been taken for a rank, and what is sent to that one is lost: then this waits, and
+    whoever connects gives up, while in training all would wait for each other without end.
+    """
+    if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
+        return  # only ranks that talk to each other are connected
+    others = [other for other in range(size) if other != rank]
+    heard = {other: torch.full((1,), -1) for other in others}
+    pending = [dist.isend(torch.tensor([rank]), other) for other in others]
+    pending += [dist.irecv(heard[other], other) for other in others]
+    for work in pending:
+        if work is not None:
+            work.wait()
+    if wrong := [other for other in others if heard[other].item() != other]:
+        raise RuntimeError(f"rank {wrong[0]} is not who answers in its place")
 
 
 def share_of_cores(own: list[int], all_here: list[list[int]]) -> int:

@@ -18,10 +18,24 @@ from mheads.run_folder import DataFacts, RunFolder
 # Checkpoints.
 
 
+IDENTITY = {
+    "run": "mine",
+    "data": "",
+    "network": {"code": {}, "seed": 0, "init": "random"},
+    "loss": {"code": {}, "name": "mcl"},
+}
+
+
+def state(rate, **more):
+    """What a checkpoint holds beside tensors."""
+    schedule = {"drops": 0, "total": 0.0, "count": 0, "previous": None}
+    return {"rate": rate, "schedule": schedule, "log": [], "seconds": 1.0, **more}
+
+
 @pytest.fixture
 def checkpoints(tmp_path):
     made = Checkpoints(tmp_path / "checkpoints", keep=2)
-    made.identity = {"run": "mine"}
+    made.identity = IDENTITY
     yield made
     made.close()
 
@@ -29,7 +43,7 @@ def checkpoints(tmp_path):
 def save(checkpoints, *steps, **options):
     """Each with its step as its weight and as the rate in its state."""
     for step in steps:
-        checkpoints.save(step, {"w": torch.full((3,), float(step))}, {"rate": step / 100}, **options)
+        checkpoints.save(step, {"w": torch.full((3,), float(step))}, state(step / 100), **options)
     checkpoints.wait()
 
 
@@ -66,7 +80,7 @@ def test_those_after_the_one_in_use_are_dropped_with_what_a_killed_process_left(
 def test_one_that_is_there_is_left_alone_unless_it_is_written_again(checkpoints):
     save(checkpoints, 2)
     for again, expected in ((False, None), (True, "new")):
-        checkpoints.save(2, {"w": torch.full((3,), 2.0)}, {"rate": 0.02, "said": "new"}, again=again)
+        checkpoints.save(2, {"w": torch.full((3,), 2.0)}, state(0.02, said="new"), again=again)
         checkpoints.wait()
         found = checkpoints.newest(pytest.fail)
         assert found.state.get("said") == expected
@@ -79,7 +93,7 @@ def test_tensors_may_change_as_soon_as_saving_has_begun(checkpoints):
     checkpoints._writer.submit(free.wait, 60)
     weight, tied = torch.full((3,), 7.0), torch.arange(6.0)
     try:
-        checkpoints.save(7, {"w": weight, "whole": tied, "tail": tied[3:], "same": tied}, {"rate": 0.07})
+        checkpoints.save(7, {"w": weight, "whole": tied, "tail": tied[3:], "same": tied}, state(0.07))
         weight.zero_()
         tied.zero_()
     finally:
@@ -288,7 +302,7 @@ def test_only_who_began_a_run_may_discard_it(begun, built):
 def test_facts_of_the_data_come_back(begun, built):
     facts = DataFacts.of(built.data)
     for given in (facts, replace(facts, preprocess=replace(facts.preprocess, bgr=True), side={"where": (2,)})):
-        begun._write_facts(given)
+        begun.write(begun.data, given.to_bytes())
         found = RunFolder(begun.path).read_data()
         assert found.preprocess.bgr == given.preprocess.bgr
         assert (found.shape, found.problem, found.fingerprint) == (given.shape, given.problem, given.fingerprint)
@@ -319,8 +333,16 @@ def test_a_process_killed_before_any_write_leaves_the_old_file_or_the_new_one(be
     assert RunFolder(begun.path).read_config() == new
 
 
-def test_weights_are_those_of_a_checkpoint_that_is_newer_than_the_result(begun):
-    found = {"problem": "classification", "iterations": 10, "seconds": 1.0}
+def test_weights_are_those_of_a_checkpoint_that_is_newer_than_the_result(begun, built):
+    measures = built.data.problem.unknown(2).to_dict()
+    found = {
+        "problem": "classification",
+        **measures,
+        "split": "test",
+        "iterations": 10,
+        "parameters": 3,
+        "seconds": 1.0,
+    }
     begun.write_model({"w": torch.zeros(3)})
     begun.write_result(found)
     newest = begun.newest_weights(pytest.fail)
@@ -329,7 +351,7 @@ def test_weights_are_those_of_a_checkpoint_that_is_newer_than_the_result(begun):
     checkpoints.identity = begun.read_identity()
     said = []
     for step, expected in ((10, (10, True, [0, 0, 0])), (12, (12, False, [12, 12, 12]))):
-        checkpoints.save(step, {"model/w": torch.full((3,), float(step))}, {"seconds": 1.0, "log": []})
+        checkpoints.save(step, {"model/w": torch.full((3,), float(step))}, state(0.1))
         checkpoints.wait()
         newest = begun.newest_weights(said.append)
         assert (newest.iteration, newest.final, newest.tensors["w"].tolist()) == expected

@@ -113,19 +113,23 @@ def _table(records: Sequence[Record]) -> Table:
     most = _most_members(records)
     beside = [top(record.result or {}, most) for record in records]
     fair = [f"top-{most}"] if most > 1 and any(value is not None for value in beside) else []
-    head = ["run", *["data"] * data, *(label(key) for key in shown), *fair, "members", "loss", "parameters", "seconds"]
+    after = shown.index("oracle") + 1 if "oracle" in shown else len(shown)  # where top-M stands
+    names = list(map(label, shown))
+    head = ["run", *["data"] * data, *names[:after], *fair, *names[after:], "members", "loss", "parameters", "seconds"]
     if open_runs := not all(record.finished for record in records):
         head.append("state")
     rows = []
     for record, value in zip(records, beside, strict=True):
         result, loss = record.result or {}, record.config.loss
         k = f",\N{NO-BREAK SPACE}k={loss.options['k']}" if "k" in loss.options else ""
+        cells = [_number(result.get(key), ".2f" if record.data.problem.unit else ".4g") for key in shown]
         rows.append(
             [
                 Cell(record.title),
                 *[Cell(_data(record, marked))] * data,
-                *(_number(result.get(key), ".2f" if record.data.problem.unit else ".4g") for key in shown),
+                *cells[:after],
                 *(_number(value, ".2f") for _ in fair),
+                *cells[after:],
                 Cell(str(record.config.members), record.config.members),
                 Cell(f"{loss.name}{k}"),
                 _number(result.get("parameters"), ",.0f"),

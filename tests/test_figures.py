@@ -170,8 +170,8 @@ def test_save_replaces_the_file_and_leaves_no_other(tmp_path, suffix):
 
 def test_a_failed_save_keeps_the_old_file(tmp_path):
     class Unwritable:
-        def savefig(self, path, format):
-            path.write_text("half")
+        def savefig(self, file, format):
+            file.write(b"half")
             raise OSError("disk full")
 
     path = tmp_path / "ownership.png"

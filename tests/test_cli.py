@@ -427,7 +427,9 @@ def test_a_damaged_file_of_a_run_is_named(refused, copied, name):
 def test_outputs_to_a_place_that_is_not_there_are_refused(refused, undisturbed, tmp_path):
     assert "no folder nowhere" in refused("eval", undisturbed, "--trust", "--outputs", "nowhere/o.npz")
     (tmp_path / "taken").mkdir()
-    assert "cannot write taken: it is a folder; give a file in it" in refused("eval", undisturbed, "--trust", "--outputs", "taken")
+    assert "cannot write taken: it is a folder; give a file in it" in refused(
+        "eval", undisturbed, "--trust", "--outputs", "taken"
+    )
 
 
 def test_predict_shows_every_member_and_the_ensemble(mheads, undisturbed, tmp_path):

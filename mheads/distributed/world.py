@@ -68,17 +68,18 @@ class World:
         def run() -> None:
             try:
                 dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
-                greet(self.rank, self.size)
                 store.set(f"connected/{self.rank}", "1")
+                greet(self.rank, self.size)
+                store.set(f"greeted/{self.rank}", "1")
             except Exception as error:
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="mheads-connect", daemon=True)
         thread.start()
-        keys = {rank: f"connected/{rank}" for rank in (range(self.size) if self.lead else [self.rank])}
+        awaited = range(self.size) if self.lead else [self.rank]
         until = time.monotonic() + seconds
         try:
-            while self.watch.failure is None and not store.check(list(keys.values())):
+            while self.watch.failure is None and not store.check([f"greeted/{rank}" for rank in awaited]):
                 time.sleep(0.02)
                 if errors:
                     why = str(errors[0]).splitlines()[0]
@@ -86,13 +87,17 @@ class World:
                         self.rank, f"rank {self.rank} cannot use the network ({interface}): {why}; {NETWORK}"
                     )
                 elif self.lead and time.monotonic() > until:
-                    missing = [rank for rank, key in keys.items() if not store.check([key])]
+                    missing = self._without(store, "connected") or self._without(store, "greeted")
                     who = ", ".join(store.get(f"place/{rank}").decode() for rank in missing)
                     self.watch.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
             # Each rank wrote down its cores before it began to connect.
             self.cores = share_of_cores(cpus, [json.loads(line) for line in store.get(machine).splitlines()])
         except RuntimeError:
             self.watch.fail(0, f"rank 0 {GONE}")
+
+    def _without(self, store: dist.Store, step: str) -> list[int]:
+        """The ranks that have not yet told of a step."""
+        return [rank for rank in range(self.size) if not store.check([f"{step}/{rank}"])]
 
     def open_courier(self, peers: Iterable[int]) -> Courier:
         """The traffic with other ranks, from now to the end."""

@@ -200,6 +200,9 @@ def test_whoever_reads_sees_what_another_process_has_replaced_since(written):
         Manifest(written.parent).expect(written, content)
         written.write_bytes(content)
     reader.check(written)
+    written.write_bytes(b"second")
+    with pytest.raises(DamageError, match="has another checksum"):
+        reader.check(written)
 
 
 def test_a_file_that_changes_in_place_is_not_listed_until_it_is_expected_again(written):

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test mutants check lint clean
+.PHONY: demo test bits mutants check lint clean
 
 demo: $(READY)
 	$(BIN)/mheads demo
@@ -12,6 +12,10 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --ignore tests/distributed
 	$(BIN)/python -m pytest tests/distributed
+
+# Whether runs have the bits that they had at an earlier commit: tests/bits/BASE names it.
+bits: $(READY)
+	$(BIN)/python tests/bits/run.py
 
 # Whether the tests would notice bugs: puts some two hundred into a copy, one at a time.
 mutants: $(READY)

@@ -1,0 +1,28 @@
+"""A built-in network, trained by `mheads.fit` into a folder: fit.py RUN.
+
+`fit.py RUN FILE.npz` writes what such a run answers."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+import mheads
+
+try:
+    from mheads.networks import NETWORKS
+except ImportError:  # as it was called before
+    from mheads.models import MODELS as NETWORKS
+
+digits = load_digits()
+x, y = digits.images[:240, None].astype(np.float32), digits.target[:240]
+if __name__ == "__main__":
+    run, *file = map(Path, sys.argv[1:])
+    if file:
+        np.savez(file[0], outputs=mheads.load(run).predict(x[200:]).numpy())
+        sys.exit()
+    net = mheads.TreeNet(NETWORKS["digits"], members=3, split="conv2")
+    log = {"every": 4, "evaluate_every": 12, "checkpoint_every": 8}
+    mheads.fit(net, mheads.losses.mcl(k=2), train=(x[:200], y[:200]), test=(x[200:], y[200:]), run=run, iterations=24,
+               batch_size=40, lr=0.02, sampling="bagging", log=log, show=False)  # fmt: skip

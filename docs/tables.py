@@ -13,11 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mheads import config
-from mheads.errors import UserError
-from mheads.files import write_atomically
-from mheads.report.charts import answers_figure
-from mheads.report.figures import Figure, save
+from mheads.common.atomic_files import write_atomically
+from mheads.common.errors import UserError
+from mheads.config import schema
+from mheads.report.figures.charts import answers_figure
+from mheads.report.figures.figures import Figure, save
 from mheads.suites import findings, results, suite
 from mheads.suites.jobs import Options
 
@@ -95,7 +95,7 @@ TABLES = [
 def document(name: str, options: Options) -> dict[str, Any]:
     """The results of a suite; without runs where there are none yet."""
     path = ROOT / "results" / results.file_name(name, options)
-    table = suite.read(name).on(RECIPE, config.load(RECIPE))
+    table = suite.read(name).on(RECIPE, schema.load(RECIPE))
     rows = [{"name": row, "run": row, "paper": table.paper.get(row, {})} for row in table.names]
     return results.load(path) if path.is_file() else {"rows": rows, "runs": {}}
 

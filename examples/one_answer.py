@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
 
 import mheads
-from mheads.models import MODELS
+from mheads.networks import NETWORKS
 
 LOSSES = {
     "independent": (mheads.losses.independent(), 0),
@@ -48,7 +48,7 @@ def compare(seed: int, iterations: int) -> Iterator[tuple[str, list[float]]]:
     x, x_test, y, y_test = train_test_split(x, y, test_size=500, stratify=y, random_state=seed)
     x, x_held, y, y_held = train_test_split(x, y, test_size=300, stratify=y, random_state=seed)
     for name, (loss, pretrain) in LOSSES.items():
-        net = mheads.TreeNet(MODELS["digits"], members=4, seed=seed)
+        net = mheads.TreeNet(NETWORKS["digits"], members=4, seed=seed)
         run = mheads.fit(
             net,
             loss,

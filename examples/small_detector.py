@@ -10,8 +10,8 @@ mheads detect eval detector --trust
 
 from torch import nn
 
-from mheads.models.blocks import conv, linear, max_pool
-from mheads.models.blocks import network as layers
+from mheads.networks.caffe_style_layers import conv, linear, max_pool
+from mheads.networks.caffe_style_layers import network as layers
 
 
 def network(classes: int = 10) -> nn.Sequential:

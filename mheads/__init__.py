@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mheads import data, distributed, dropout, losses, saliency
-    from mheads.api import Interrupted, evaluate, fit, load
-    from mheads.dropout import Dropout
-    from mheads.errors import UserError
-    from mheads.evaluation import outputs_of
-    from mheads.run import Run
-    from mheads.scores import with_scores
-    from mheads.treenet import TreeNet
+    from mheads import data, distributed, losses
+    from mheads.api.evaluate import outputs_of
+    from mheads.api.fit import Interrupted, evaluate, fit, load
+    from mheads.api.run import Run
+    from mheads.common.errors import UserError
+    from mheads.networks import dropout
+    from mheads.networks.dropout import Dropout
+    from mheads.report import saliency
+    from mheads.trees.member_scores import with_scores
+    from mheads.trees.treenet import TreeNet
 
 __all__ = [
     "Dropout",
@@ -42,16 +44,16 @@ __all__ = [
 
 _MODULES = ("data", "distributed", "dropout", "losses", "saliency")
 _HOMES = {
-    "Dropout": "mheads.dropout",
-    "Interrupted": "mheads.api",
-    "Run": "mheads.run",
-    "TreeNet": "mheads.treenet",
-    "UserError": "mheads.errors",
-    "evaluate": "mheads.api",
-    "fit": "mheads.api",
-    "load": "mheads.api",
-    "outputs_of": "mheads.evaluation",
-    "with_scores": "mheads.scores",
+    "Dropout": "mheads.networks.dropout",
+    "Interrupted": "mheads.api.fit",
+    "Run": "mheads.api.run",
+    "TreeNet": "mheads.trees.treenet",
+    "UserError": "mheads.common.errors",
+    "evaluate": "mheads.api.fit",
+    "fit": "mheads.api.fit",
+    "load": "mheads.api.fit",
+    "outputs_of": "mheads.api.evaluate",
+    "with_scores": "mheads.trees.member_scores",
 }
 
 

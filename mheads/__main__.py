@@ -1,6 +1,6 @@
 """`python -m mheads` is the command line."""
 
-from mheads.cli import main
+from mheads.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -3,7 +3,7 @@ import sys
 
 import hypothesis
 import pytest
-from commands import HERE, TINY, Finished, process, start_server
+from helpers.commands import HERE, TINY, Finished, process, start_server
 
 # A busy machine is not a defect: no example is judged by the clock.
 hypothesis.settings.register_profile("mheads", deadline=None)
@@ -27,7 +27,7 @@ def pytest_collection_finish(session):
 @pytest.fixture
 def mheads(capsys, monkeypatch):
     """The command line in this process: `mheads("train", "digits")` gives its code, out and err."""
-    from mheads.cli import main
+    from mheads.cli.main import main
 
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setenv("COLUMNS", "200")

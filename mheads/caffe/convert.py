@@ -12,18 +12,18 @@ from typing import Any
 
 import yaml
 
-from mheads import config as configs
-from mheads import files
 from mheads.caffe import objective, solver
-from mheads.caffe.layers.made import Shape
-from mheads.caffe.plan import Plan
-from mheads.caffe.sources import apart, data_of, fit_data, read_by, shape_of, tested_by, unread
-from mheads.caffe.text import Layer, is_solver, read_net, read_solver
-from mheads.caffe.trees import plan_of
-from mheads.config import Config
-from mheads.errors import UserError
+from mheads.caffe.data_sources import apart, data_of, fit_data, read_by, shape_of, tested_by, unread
+from mheads.caffe.layers.maker import Shape
+from mheads.caffe.learned_part import Plan
+from mheads.caffe.member_trees import plan_of
+from mheads.caffe.prototxt import Layer, is_solver, read_net, read_solver
+from mheads.common import atomic_files
+from mheads.common.errors import UserError
+from mheads.config import schema as configs
+from mheads.config.schema import Config
 from mheads.losses import LOSSES
-from mheads.metrics import LEAST_K
+from mheads.problems.metrics import LEAST_K
 
 MODEL = "mheads.caffe.network:network"
 FILLED = {
@@ -249,5 +249,5 @@ def convert_files(net: Path, more: Sequence[str], output: Path | None) -> str | 
     configs.from_tree(found.tree, str(net))  # refused before anything is written
     if output is None:
         return text
-    files.write_atomically(output, text.encode())
+    atomic_files.write_atomically(output, text.encode())
     return None

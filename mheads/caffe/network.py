@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mheads.caffe import layers, schema
-from mheads.caffe.blobs import free_name
+from mheads.caffe import layers, message_schema
 from mheads.caffe.fillers import check, fill
-from mheads.caffe.graph import BROADCAST, GATHER, TEST, TRAIN, Blob, Graph, State, Step, graph_of, is_data
-from mheads.caffe.layers.made import Detach, Made, Shape, fixed_bottoms
-from mheads.caffe.text import Layer, Net, parse_net
-from mheads.device import refuse_beyond_memory
-from mheads.errors import UserError
+from mheads.caffe.layers.maker import Detach, Made, Shape, fixed_bottoms
+from mheads.caffe.prototxt import Layer, Net, parse_net
+from mheads.caffe.weights import free_name
+from mheads.caffe.wiring import BROADCAST, GATHER, TEST, TRAIN, Blob, Graph, State, Step, graph_of, is_data
+from mheads.common.device import refuse_beyond_memory
+from mheads.common.errors import UserError
 
 RATES = ("lr_mult", "decay_mult")
 EXAMPLES = 2  # in a batch, when shapes are found
@@ -135,7 +135,7 @@ class Built:
         module.caffe_name = named if layer.name else ""  # type: ignore[assignment]  # not a tensor
         multipliers = {}
         for i, name in enumerate(names):
-            spec = specs[i] if i < len(specs) else schema.message("ParamSpec")()
+            spec = specs[i] if i < len(specs) else message_schema.message("ParamSpec")()
             for key in RATES:
                 if not 0 <= getattr(spec, key) < float("inf"):
                     raise layer.refuse(f"{key}: {getattr(spec, key):g}: give 0 or more")
@@ -349,7 +349,7 @@ def checked_shape(shape: Any, where: str = "model_args.shape") -> Shape:
 
 def network(net: str, shape: Sequence[int] | None = None, stages: Sequence[str] = (), level: int = 0) -> nn.Module:
     """The network of one member of a net, given as text, on examples of this shape: a factory for configs."""
-    from mheads.caffe.trees import plan_of
+    from mheads.caffe.member_trees import plan_of
 
     if not isinstance(net, str):
         raise UserError(f"model_args.net is the text of a specification, not {type(net).__name__}")

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mheads import values
 from mheads.caffe.layers.losses import BATCH_SIZE, FULL, NONE, VALID, places_and_sums
-from mheads.caffe.plan import LABEL
-from mheads.errors import UserError
+from mheads.caffe.learned_part import LABEL
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
 from mheads.losses import Loss
 from mheads.losses.loss import LossValue
-from mheads.values import Value
 
 Terms = list[dict[str, Any]]
 
@@ -89,7 +89,7 @@ def _combined(outputs: Value, y: Value, coefficients: list[float], terms: Terms,
         weights = t.new_tensor(coefficients).view(-1, *(1,) * (t.dim() - 1))
         return (t * weights).sum(0, keepdim=True)
 
-    loss = of_example(values.map_leaves(total, outputs), y, terms, batch).sum()
+    loss = of_example(nested_values.map_leaves(total, outputs), y, terms, batch).sum()
     with torch.no_grad():
         losses = of_example(outputs, y, terms, batch)
     return LossValue(loss, torch.ones_like(losses), losses)
@@ -109,9 +109,9 @@ def _check_targets(term: dict[str, Any], x: Tensor, y: Tensor) -> None:
 
 
 def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
-    found = values.leaves(outputs)
+    found = nested_values.leaves(outputs)
     members, rows = found[0].shape[:2]
-    label = values.leaves(y)[0]
+    label = nested_values.leaves(y)[0]
     inputs = [
         label.repeat(members, *(1,) * (label.dim() - 1)) if i == LABEL else found[i].flatten(0, 1)
         for i in term["inputs"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mheads.caffe.text import Solver
+from mheads.caffe.prototxt import Solver
 
 TYPES = ("SGD", "Nesterov", "Adam", "AdaGrad", "RMSProp", "AdaDelta")
 POLICIES = ("fixed", "step", "exp", "inv", "multistep", "poly", "sigmoid")

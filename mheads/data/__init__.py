@@ -1,17 +1,17 @@
 """Datasets, how they are fetched and cached, and which member learns from which example."""
 
 from mheads.data.arrays import ArraySplit
-from mheads.data.cache import cache_dir
 from mheads.data.catalog import DATASETS, load
 from mheads.data.clusters import confusable
-from mheads.data.fetch import get
-from mheads.data.given import check_answers, of_rows, read_answers, read_priors
-from mheads.data.preprocess import Preprocess
-from mheads.data.sampling import deal, order, priors, stream, weighted
-from mheads.data.seen import Seen
-from mheads.data.sources import as_source, from_arrays
-from mheads.data.split import Data, Split
+from mheads.data.preprocessing import Preprocess
+from mheads.data.python_data import as_source, from_arrays
+from mheads.data.readers.cache import cache_dir
+from mheads.data.readers.download import get
+from mheads.data.resampling import deal, order, priors, stream, weighted
+from mheads.data.sample_weights import check_answers, of_rows, read_answers, read_priors
+from mheads.data.splits import Data, Split
 from mheads.data.targets import POSED, posed, warn_of_flags
+from mheads.data.value_range import Seen
 
 __all__ = [
     "DATASETS",

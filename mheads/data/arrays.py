@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mheads.data.augment import crop_and_mirror, places
-from mheads.data.images import pixels_of
-from mheads.data.seen import Seen, survey
-from mheads.data.split import Beside
+from mheads.common.errors import UserError
+from mheads.common.safe_yaml import short
+from mheads.data.augmentation import crop_and_mirror, places
+from mheads.data.readers.image_files import pixels_of
+from mheads.data.splits import Beside
 from mheads.data.targets import WAYS, as_float32
-from mheads.errors import UserError
-from mheads.plain import short
+from mheads.data.value_range import Seen, survey
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by

@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
+from mheads.common.errors import UserError
 from mheads.data.arrays import with_augmentation
-from mheads.data.assemble import assemble
-from mheads.data.cache import cache_dir
-from mheads.data.cifar import CIFAR10, CIFAR100, find_cifar, load_cifar
-from mheads.data.datums import lmdb_shape, read_lmdb
-from mheads.data.diabetes import read_diabetes
-from mheads.data.digits import LEVELS, read_digits
-from mheads.data.folder import STATISTICS, folder_image, folder_shape, read_folder
-from mheads.data.images import read_sized
-from mheads.data.listing import hdf5_shape, read_hdf5, read_list
-from mheads.data.npz import npz_shape, read_npz
-from mheads.data.regions import read_voc, region_shape
-from mheads.data.split import Data, Source
+from mheads.data.assembly import assemble
+from mheads.data.detection.regions import read_voc, region_shape
+from mheads.data.readers.cache import cache_dir
+from mheads.data.readers.caffe_lmdb import lmdb_shape, read_lmdb
+from mheads.data.readers.cifar import CIFAR10, CIFAR100, find_cifar, load_cifar
+from mheads.data.readers.diabetes import read_diabetes
+from mheads.data.readers.digits import LEVELS, read_digits
+from mheads.data.readers.folder import STATISTICS, folder_image, folder_shape, read_folder
+from mheads.data.readers.image_files import read_sized
+from mheads.data.readers.image_list import hdf5_shape, read_hdf5, read_list
+from mheads.data.readers.npz import npz_shape, read_npz
+from mheads.data.splits import Data, Source
 from mheads.data.targets import warn_of_flags
-from mheads.errors import UserError
 from mheads.problems import Problem
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mheads import seeds
-from mheads.data.preprocess import Preprocess
-from mheads.data.sampling import order
-from mheads.data.split import Split
-from mheads.errors import UserError
+from mheads.common import seeds
+from mheads.common.errors import UserError
+from mheads.data.preprocessing import Preprocess
+from mheads.data.resampling import order
+from mheads.data.splits import Split
 
 LARGE = 2**26  # values: with more, mini-batches are read one after the other instead of everything at once
 ROWS = 1024  # of a mini-batch

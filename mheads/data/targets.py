@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mheads.errors import UserError, warn
+from mheads.common.errors import UserError, warn
 from mheads.problems import Classification, MultiLabel, Problem, Regression, Segmentation, SoftLabels
 from mheads.problems.member_losses import IGNORED
 

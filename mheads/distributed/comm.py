@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from mheads.common.nested_values import Value
 from mheads.distributed.wire import Frame, Outbox, PeerError, post, take
-from mheads.values import Value
 
 Handler = Callable[[list[Any], Value], None]
 BYE = "bye"

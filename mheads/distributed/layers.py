@@ -39,9 +39,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from mheads.common.errors import UserError
 from mheads.distributed import wire
 from mheads.distributed.wire import Frame, Outbox
-from mheads.errors import UserError
 
 TAGS = 1 << 30  # smaller tags are left to others
 REMEDIES = {

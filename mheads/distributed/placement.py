@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mheads.engine.sums import divides_evenly
-from mheads.errors import UserError
-from mheads.tree import Node, Tree
+from mheads.common.errors import UserError
+from mheads.engine.gradient_sums import divides_evenly
+from mheads.trees.tree_spec import Node, Tree
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mheads.data.batch import Batch, Reader
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.data.batches import Batch, Reader
 from mheads.distributed.placement import Placement
 from mheads.distributed.steps import RankPass, RankStep, moved
 from mheads.distributed.world import World
-from mheads.engine.sums import divides_evenly
-from mheads.engine.tasks import StepReport
+from mheads.engine.gradient_sums import divides_evenly
 from mheads.engine.threads import ThreadsEngine
-from mheads.errors import UserError
+from mheads.engine.training_step import StepReport
 from mheads.losses import Loss
-from mheads.tree import Tree
-from mheads.treenet import TreeNet
-from mheads.values import Value
+from mheads.trees.tree_spec import Tree
+from mheads.trees.treenet import TreeNet
 
 T = TypeVar("T")
 

@@ -11,15 +11,16 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from mheads import problems, values
+from mheads import problems
+from mheads.common import nested_values
+from mheads.common.nested_values import Value
 from mheads.data import Data, Preprocess
-from mheads.data.batch import Batch, BatchStream
-from mheads.data.split import Beside
+from mheads.data.batches import Batch, BatchStream
+from mheads.data.splits import Beside
 from mheads.distributed.placement import Placement
 from mheads.distributed.world import World
-from mheads.engine.tasks import cuts
-from mheads.tree import Tree
-from mheads.values import Value
+from mheads.engine.training_step import cuts
+from mheads.trees.tree_spec import Tree
 
 if TYPE_CHECKING:
     from mheads.distributed.ranks import RanksEngine
@@ -38,7 +39,9 @@ class SendingStream(BatchStream):
     def read(self, step: int) -> Batch:
         batch = super().read(step)
         for rank, rows in self.needs.items():
-            inputs = values.map_leaves(lambda t, rows=rows: t[rows.start : rows.stop], batch.inputs) if rows else None
+            inputs = (
+                nested_values.map_leaves(lambda t, rows=rows: t[rows.start : rows.stop], batch.inputs) if rows else None
+            )
             parts = {"inputs": inputs, **{name: getattr(batch, name) for name in SENT}}
             there = {name: part for name, part in parts.items() if part is not None}
             self.engine.courier.send(rank, [f"batch {step}", rows.start], there)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mheads import values
-from mheads.data.batch import Batch
+from mheads.common import nested_values
+from mheads.common.nested_values import Value
+from mheads.data.batches import Batch
 from mheads.distributed.placement import num_first_together
-from mheads.engine.sums import Gradients, PairwiseSum
-from mheads.engine.tasks import ForwardPass, TrainingStep, add_in_order, cuts
+from mheads.engine.gradient_sums import Gradients, PairwiseSum
+from mheads.engine.training_step import ForwardPass, TrainingStep, add_in_order, cuts
 from mheads.losses import Loss
-from mheads.tree import Node
-from mheads.values import Value
+from mheads.trees.tree_spec import Node
 
 if TYPE_CHECKING:
     from mheads.distributed.ranks import RanksEngine
@@ -117,7 +117,7 @@ class RankStep(TrainingStep):
             complete = len(found) == len(prefix)
         if complete:
             del self._prefix[parent.name, i]
-            total = values.map_leaves(add_in_order, *(found[child] for child in prefix))
+            total = nested_values.map_leaves(add_in_order, *(found[child] for child in prefix))
             self._send(rank, ["up", i, parent.name, prefix], total)
 
     # Sums over replicas: each adds one part of the gradients of all, in the order of one process, and tells the others.
@@ -215,4 +215,4 @@ class RankPass(ForwardPass):
 
 def moved(value: Value, device: torch.device) -> Value:
     """Moves a received value, which arrives on the CPU, to the device of this rank."""
-    return value if value is None or device.type == "cpu" else values.map_leaves(lambda t: t.to(device), value)
+    return value if value is None or device.type == "cpu" else nested_values.map_leaves(lambda t: t.to(device), value)

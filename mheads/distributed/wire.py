@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mheads.values import Value
+from mheads.common.nested_values import Value
 
 GONE = "has ended, or its connection is lost"
 HEADER = 4096  # bytes of the first message; a longer description goes on in a second one

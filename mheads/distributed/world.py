@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 
 import mheads
+from mheads.common.errors import UserError
+from mheads.common.safe_yaml import short
 from mheads.distributed.comm import Courier
-from mheads.distributed.launch import Launch
-from mheads.distributed.meeting import rendezvous, use_interface
-from mheads.distributed.watch import PATIENCE, TIMEOUT, RankFailure, Watch, ask
+from mheads.distributed.launcher import Launch
+from mheads.distributed.lost_ranks import PATIENCE, TIMEOUT, RankFailure, Watch, ask
+from mheads.distributed.rendezvous import rendezvous, use_interface
 from mheads.distributed.wire import GONE
 from mheads.engine.threads import own_cores
-from mheads.errors import UserError
-from mheads.plain import short
 
 T = TypeVar("T")
 

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mheads.data.batch import Batch
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.data.batches import Batch
 from mheads.distributed import wire
 from mheads.distributed.layers import Broadcast, Gather
 from mheads.distributed.world import World
-from mheads.dropout import Dropout, keyed_masks, skip_mask
-from mheads.engine.tasks import StepReport, cuts
 from mheads.engine.threads import ThreadsEngine
-from mheads.errors import UserError
+from mheads.engine.training_step import StepReport, cuts
 from mheads.losses import Loss
-from mheads.treenet import TreeNet
-from mheads.values import Value
+from mheads.networks.dropout import Dropout, keyed_masks, skip_mask
+from mheads.trees.treenet import TreeNet
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mheads import values
-from mheads.errors import UserError
-from mheads.treenet import TreeNet
-from mheads.values import Value
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.trees.treenet import TreeNet
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def costs_on(net: TreeNet, example: Value, side: dict[str, Value] | None = None)
         total, given[name] = multiply_adds(net.stage(name), given[node.parent], side)
         for handle in handles:
             handle.remove()
-        floats = sum(t.numel() for t in values.leaves(given[name]))
+        floats = sum(t.numel() for t in nested_values.leaves(given[name]))
         costs[name] = StageCost(total, total, total, counted[0] if counted else 0, floats)
     for module, mode in modes:
         module.training = mode
@@ -86,7 +86,7 @@ def multiply_adds(stage: nn.Module, x: Value, side: dict[str, Value] | None = No
             y = stage(x) if side is None else stage(x, side)
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    return counter.get_total_flops() // 2 // (values.num_rows(x) if side is None else 1), y
+    return counter.get_total_flops() // 2 // (nested_values.num_rows(x) if side is None else 1), y
 
 
 def example_of(net: TreeNet, shape: tuple[int, ...]) -> Tensor:
@@ -110,7 +110,7 @@ def step_multiply_adds(net: TreeNet, shape: tuple[int, ...], side: dict[str, Val
 
 
 def _multiply_adds(layer: nn.Module, y: Value) -> int:
-    y = values.leaves(y)[0]
+    y = nested_values.leaves(y)[0]
     if isinstance(layer, nn.Conv2d):
         kernel = layer.kernel_size[0] * layer.kernel_size[1]
         return y[0].numel() * layer.in_channels // layer.groups * kernel

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mheads import values
-from mheads.strides import canonical
-from mheads.values import Value
+from mheads.common import nested_values
+from mheads.common.memory_layout import canonical
+from mheads.common.nested_values import Value
 
 ROW_MULTIPLE = 4  # a convolution that meets a new row count spends 1 to 2 ms on building a primitive for it
 
@@ -47,7 +47,7 @@ class Rows:
         return t.index_select(0, self.index)
 
     def take(self, value: Value) -> Value:
-        return values.map_leaves(lambda t: self.pick(canonical(t)), value)
+        return nested_values.map_leaves(lambda t: self.pick(canonical(t)), value)
 
     def take_gradient(self, value: Value) -> Value:
         """Like `take`, with zeros in the filling rows."""
@@ -57,7 +57,7 @@ class Rows:
             t[self.count :] = 0
             return t
 
-        return values.map_leaves(pick, value)
+        return nested_values.map_leaves(pick, value)
 
     def put(self, value: Value) -> Value:
         """Puts a value of these rows back among all rows, with zeros in the others."""
@@ -67,7 +67,7 @@ class Rows:
             full[self.index[: self.count]] = t[: self.count]
             return full
 
-        return values.map_leaves(spread, value)
+        return nested_values.map_leaves(spread, value)
 
     def within(self, mask: Tensor) -> Tensor:
         """A mask over all rows cut to these rows, false in the filling ones."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from mheads.engine import sliced
-from mheads.modules import has_batch_statistics
-from mheads.tree import Node
-from mheads.treenet import TreeNet
+from mheads.common.modules import has_batch_statistics
+from mheads.engine import row_backward
+from mheads.trees.tree_spec import Node
+from mheads.trees.treenet import TreeNet
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StageFacts:
     def of(stage: nn.Module, threads: int) -> StageFacts:
         sided = any(hasattr(module, "takes") for module in stage.modules())
         parameters = [p for p in stage.parameters() if p.requires_grad]
-        return StageFacts(stage, parameters, sliced.supports(stage), has_batch_statistics(stage), sided, threads)
+        return StageFacts(stage, parameters, row_backward.supports(stage), has_batch_statistics(stage), sided, threads)
 
     @contextmanager
     def intra_op(self) -> Iterator[None]:

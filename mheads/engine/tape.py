@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mheads import values
-from mheads.dropout import keyed_masks
-from mheads.engine import sliced
+from mheads.common import nested_values
+from mheads.common.memory_layout import canonical
+from mheads.common.modules import has_batch_statistics
+from mheads.common.nested_values import Value
+from mheads.engine import row_backward
+from mheads.engine.gradient_sums import Gradients
 from mheads.engine.rows import Rows
-from mheads.engine.sums import Gradients
-from mheads.modules import has_batch_statistics
-from mheads.strides import canonical
-from mheads.values import Value
+from mheads.networks.dropout import keyed_masks
 
 # Forward is a third of a step: computing it twice for a member's own rows pays while these are less than two thirds.
 RECOMPUTE_BELOW = 0.6
@@ -62,12 +62,12 @@ def record(stage: nn.Module, x: Value, context: Context, rows: Rows | None = Non
     """
     if rows is not None:
         return PartialTape(record(stage, rows.take(x), context.only(rows.index), None, share), rows)
-    x = values.map_leaves(canonical, x)  # whatever strides the engine gave it
-    known = sliced.supports(stage) if context.known is None else context.known
+    x = nested_values.map_leaves(canonical, x)  # whatever strides the engine gave it
+    known = row_backward.supports(stage) if context.known is None else context.known
     parameters = trainable(stage) if context.parameters is None else context.parameters
     if not parameters and not context.input_gradient:
         return FrozenTape(stage, x, context, known)
-    if known and sliced.takes(x):
+    if known and row_backward.takes(x):
         return SlicedTape(stage, x, context)
     if share < RECOMPUTE_BELOW and not has_batch_statistics(stage):
         return RecomputingTape(stage, x, context)
@@ -79,8 +79,8 @@ class FrozenTape:
 
     def __init__(self, stage: nn.Module, x: Value, context: Context, known: bool) -> None:
         with torch.no_grad(), context.masks():
-            output = sliced.outputs(stage, x) if known and sliced.takes(x) else stage(x, context.side)
-        self.output = values.map_leaves(canonical, output)
+            output = row_backward.outputs(stage, x) if known and row_backward.takes(x) else stage(x, context.side)
+        self.output = nested_values.map_leaves(canonical, output)
 
     def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
         return None, []
@@ -91,19 +91,19 @@ class AutogradTape:
 
     def __init__(self, stage: nn.Module, x: Value, context: Context) -> None:
         self.parameters = trainable(stage) if context.parameters is None else context.parameters
-        self.input = values.map_leaves(Tensor.detach, x)
+        self.input = nested_values.map_leaves(Tensor.detach, x)
         self.wanted: list[Tensor] = []
         if context.input_gradient:
-            self.wanted = [t.requires_grad_() for t in values.leaves(self.input) if t.is_floating_point()]
+            self.wanted = [t.requires_grad_() for t in nested_values.leaves(self.input) if t.is_floating_point()]
         with torch.enable_grad(), context.masks():
             self._graph: Value | None = stage(self.input, context.side)
-        self.output = values.map_leaves(lambda t: canonical(t.detach()), self._graph)
+        self.output = nested_values.map_leaves(lambda t: canonical(t.detach()), self._graph)
 
     def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
         graph, self._graph = self._graph, None
         pairs = [
             (y, canonical(d))
-            for y, d in zip(values.leaves(graph), values.leaves(d_output), strict=True)
+            for y, d in zip(nested_values.leaves(graph), nested_values.leaves(d_output), strict=True)
             if y.requires_grad
         ]
         sources = [*self.wanted, *self.parameters]
@@ -120,7 +120,7 @@ class AutogradTape:
                 d = next(queue) if t.requires_grad else None
                 return torch.zeros_like(t) if d is None else d
 
-            d_input = values.map_leaves(gradient_of, self.input)
+            d_input = nested_values.map_leaves(gradient_of, self.input)
         del self.input
         return d_input, gradients[len(self.wanted) :]
 
@@ -132,7 +132,7 @@ class RecomputingTape:
         self.stage, self.input, self.context = stage, x, context
         # no_grad, not inference mode: what is computed here meets autograd later.
         with torch.no_grad(), context.masks():
-            self.output = values.map_leaves(canonical, stage(x, context.side))
+            self.output = nested_values.map_leaves(canonical, stage(x, context.side))
 
     def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
         x = self.input
@@ -152,14 +152,14 @@ class SlicedTape:
         self.parameters = trainable(stage) if context.parameters is None else context.parameters
         self.input_gradient = context.input_gradient
         with torch.no_grad(), context.masks():
-            output, self._backwards = sliced.forward(stage, x, context.input_gradient)
+            output, self._backwards = row_backward.forward(stage, x, context.input_gradient)
         self.output = canonical(output)
 
     def backward(self, d_output: Tensor, learn: Tensor | None = None) -> tuple[Tensor | None, Gradients]:
         rows = None if learn is None else Rows.where(learn)
         with torch.no_grad():
             d = canonical(d_output) if rows is None else rows.take_gradient(d_output)
-            d_input, learned = sliced.backward(self._backwards, d, rows, self.input_gradient)
+            d_input, learned = row_backward.backward(self._backwards, d, rows, self.input_gradient)
         # By identity: parameters may stand in any order in their layer, and it may hold some that it does not use.
         found = {id(parameter): gradient for parameter, gradient in learned}
         gradients: Gradients = [found.get(id(parameter)) for parameter in self.parameters]

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mheads.data.batch import Batch
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.data.batches import Batch
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.stages import Stages
-from mheads.engine.tasks import ForwardPass, StepReport, TrainingStep
-from mheads.errors import UserError
+from mheads.engine.training_step import ForwardPass, StepReport, TrainingStep
 from mheads.losses import Loss
-from mheads.treenet import TreeNet
-from mheads.values import Value
+from mheads.trees.treenet import TreeNet
 
 CPU = torch.device("cpu")
 T = TypeVar("T")

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import Tensor
 
-from mheads.errors import UserError
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.losses.base_loss import Of
 from mheads.losses.evolving import Until, check_until
 from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
 from mheads.losses.mcl import mcl
-from mheads.losses.of import Of
 from mheads.problems import MemberLoss
-from mheads.values import Value
 
 
 def annealed(

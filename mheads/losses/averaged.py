@@ -10,12 +10,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mheads import values
-from mheads.errors import UserError
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.losses.base_loss import Of
 from mheads.losses.loss import Loss, LossValue
-from mheads.losses.of import Of
 from mheads.problems import MemberLoss, cross_entropies
-from mheads.values import Value
 
 CAFFE_LOG_THRESHOLD = 1e-20
 
@@ -44,7 +44,7 @@ def prob_averaged(
 
 def _score_averaged(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:
     _refuse(prior)
-    mean = values.map_leaves(lambda t: t.mean(0, keepdim=True), outputs)
+    mean = nested_values.map_leaves(lambda t: t.mean(0, keepdim=True), outputs)
     return _value(of(mean, y).sum(), outputs, y, of)
 
 

@@ -9,13 +9,13 @@ from typing import Annotated
 from pydantic import Field
 from torch import Tensor
 
-from mheads import values
-from mheads.errors import UserError
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
 from mheads.losses.loss import Loss, LossValue, ones_or
 from mheads.losses.mcl import K, assign, check_k
 from mheads.problems import cross_entropies
 from mheads.problems.member_losses import mean_of_pixels
-from mheads.values import Value
 
 
 def confident(
@@ -46,7 +46,7 @@ def _confident(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | N
             "confident teaches probabilities of classes, and the targets are floats (numbers, soft labels or "
             "several): use relaxed, evolving, annealed or mcl"
         )
-    losses, far = cross_entropies(outputs, y), _from_uniform(values.leaves(outputs)[0], y)
+    losses, far = cross_entropies(outputs, y), _from_uniform(nested_values.leaves(outputs)[0], y)
     fixed, weights = losses.detach(), ones_or(prior, losses.detach())
     won = assign(fixed - beta * far.detach(), k, prior, ties)
     total = (weights * (won * losses + beta * (1 - won) * far)).sum()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mheads.common.nested_values import Value
+from mheads.losses.base_loss import Of
 from mheads.losses.loss import Loss, LossValue, ones_or
-from mheads.losses.of import Of
 from mheads.problems import MemberLoss
-from mheads.values import Value
 
 
 def independent(of: Of = None) -> Loss:

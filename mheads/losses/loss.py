@@ -12,12 +12,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from mheads import scores, values
-from mheads.errors import UserError
-from mheads.losses.of import Of, masks_rows, member_loss, named
-from mheads.plain import short
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.common.safe_yaml import short
+from mheads.losses.base_loss import Of, masks_rows, member_loss, named
 from mheads.problems import MemberLoss, Problem, cross_entropies
-from mheads.values import Value
+from mheads.trees import member_scores
 
 
 @dataclass(frozen=True)
@@ -160,8 +161,8 @@ class Loss:
         """The loss of outputs [M, B, C] on labels [B], given priors [M, B] and tie-breaking keys [M, B]."""
         further = {"of": self._of} if self.takes_of else {}
         found = self.function(*(outputs, y, prior, ties)[: self._num_arguments], **further)
-        shape = values.leaves(outputs)[0].shape[:2]
-        learns = torch.is_grad_enabled() and any(t.requires_grad for t in values.leaves(outputs))
+        shape = nested_values.leaves(outputs)[0].shape[:2]
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in nested_values.leaves(outputs))
         if isinstance(found, Tensor):
             self._check(found, "losses", shape, learns)
             weights = ones_or(prior, found.detach())
@@ -189,8 +190,8 @@ class Loss:
         """The losses [M, B] of the members by themselves."""
         if self.of is None:
             self._refuse_numbers(y)
-        found = (self.member_loss or cross_entropies)(scores.answer_of(outputs), y)
-        shape = values.leaves(outputs)[0].shape[:2]
+        found = (self.member_loss or cross_entropies)(member_scores.answer_of(outputs), y)
+        shape = nested_values.leaves(outputs)[0].shape[:2]
         if not isinstance(found, Tensor) or found.shape != shape:
             kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
             raise UserError(

@@ -11,11 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mheads.errors import UserError
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.losses.base_loss import Of
 from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
-from mheads.losses.of import Of
 from mheads.problems import MemberLoss
-from mheads.values import Value
 
 K = Annotated[int, Field(ge=1, description="how many members learn from each example")]
 

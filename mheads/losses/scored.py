@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from mheads import scores
-from mheads.errors import UserError
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.losses.base_loss import Of
 from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
 from mheads.losses.mcl import K, assign, check_k
-from mheads.losses.of import Of
 from mheads.problems import MemberLoss
-from mheads.values import Value
+from mheads.trees import member_scores
 
 
 def scored(
@@ -27,8 +27,8 @@ def scored(
     """MCL and the cross-entropy of the scores: sum over i and m of w_mi (a_mi l_mi + score_weight bce(s_mi, a_mi)).
 
     l_mi is the problem's own loss or `of`; a_mi is 1 for the k members with the lowest, w the prior. s_mi is the score
-    that the network gives beside its answer (`scores.py`), bce(s, a) = -a log sigmoid(s) - (1 - a) log sigmoid(-s).
-    `normalize` as in `mcl`; the scores learn from the whole batch.
+    that the network gives beside its answer (`trees/member_scores.py`), bce(s, a) = -a log sigmoid(s) - (1 - a) log
+    sigmoid(-s). `normalize` as in `mcl`; the scores learn from the whole batch.
     """
     if score_weight < 0:
         raise UserError(f"loss.score_weight must not be negative: {score_weight}")
@@ -53,11 +53,12 @@ def _scored(
     score_weight: float,
     normalize: str,
 ) -> LossValue:
-    score = scores.score_of(outputs)
+    score = member_scores.score_of(outputs)
     if score is None:
         raise UserError(
             "loss scored needs a network that gives a score beside its answer: in Python, "
-            f"mheads.TreeNet(mheads.with_scores(factory), ...), which adds one to the last layer; or {scores.OWN}"
+            f"mheads.TreeNet(mheads.with_scores(factory), ...), which adds one to the last layer; "
+            f"or {member_scores.OWN}"
         )
     losses = of(outputs, y)
     fixed, weights = losses.detach(), ones_or(prior, losses.detach())

@@ -10,11 +10,11 @@ example, the metrics, and the groups that ownership counts.
 
 from typing import Any
 
+from mheads.problems.base import Metrics, Problem, Result, widened
 from mheads.problems.classification import PROBABILITIES, Classification, are_probabilities
 from mheads.problems.detection import Detection
 from mheads.problems.member_losses import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 from mheads.problems.multilabel import MultiLabel
-from mheads.problems.problem import Metrics, Problem, Result, widened
 from mheads.problems.regression import Regression
 from mheads.problems.segmentation import Segmentation
 from mheads.problems.soft_labels import SoftLabels

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mheads import boxes as box
+from mheads.problems import boxes as box
 
 OVERLAP = 0.5  # from here on a detection is right
 POINTS = np.linspace(0, 1, 11)  # the recalls of 2007, in floats as the kit has them: its 0.3 is above 3 / 10, too

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads import values
-from mheads.baselines import near_chance, top
-from mheads.errors import UserError
-from mheads.metrics import Metrics, Result
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.problems.base import ANSWERS, more_classes, number, percent_rows, together
+from mheads.problems.baselines import near_chance, top
 from mheads.problems.member_losses import cross_entropies
-from mheads.problems.problem import ANSWERS, more_classes, number, percent_rows, together
-from mheads.values import Value
+from mheads.problems.metrics import Metrics, Result
 
 SHOWN_K = 5  # the last top-k that a table shows of one network
 
@@ -38,10 +38,10 @@ class Classification:
         return self.classes
 
     def group(self, targets: Value) -> Tensor:
-        return values.leaves(targets)[0]  # labels come first, a teacher's answers serve the loss
+        return nested_values.leaves(targets)[0]  # labels come first, a teacher's answers serve the loss
 
     def answer(self, outputs: Value) -> Tensor:
-        return values.leaves(outputs)[0]  # scores come first
+        return nested_values.leaves(outputs)[0]  # scores come first
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return together(answers, partial(torch.softmax, dim=-1), weights, self.of_scores)
@@ -50,10 +50,10 @@ class Classification:
         return cross_entropies(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
-        scores = values.leaves(output)[0]
+        scores = nested_values.leaves(output)[0]
         count = len(self.classes)
         if scores.dim() != 2 or scores.shape[1] != count:
-            several = len(values.leaves(output)) > 1
+            several = len(nested_values.leaves(output)) > 1
             fewer = (
                 not several
                 and scores.dim() == 2

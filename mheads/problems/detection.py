@@ -15,15 +15,15 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
-from mheads import boxes as box
-from mheads import seeds, values
-from mheads.errors import UserError
-from mheads.metrics import PercentResult, by_predictor, owner_of
+from mheads.common import nested_values, seeds
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.common.schemas import Count, Measures, Number, OfClasses, check
+from mheads.problems import boxes as box
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
+from mheads.problems.base import number, percent_rows
 from mheads.problems.member_losses import region_losses
-from mheads.problems.problem import number, percent_rows
-from mheads.schemas import Count, Measures, Number, OfClasses, check
-from mheads.values import Value
+from mheads.problems.metrics import PercentResult, by_predictor, owner_of
 
 BACKGROUND = "background"
 BOXES = ("regressed", "proposals")  # what is measured: the boxes that members give, or those that were proposed
@@ -126,11 +126,11 @@ class Detection:
         return (BACKGROUND, *self.classes)
 
     def group(self, targets: Value) -> Tensor:
-        return values.leaves(targets)[0]
+        return nested_values.leaves(targets)[0]
 
     def answer(self, outputs: Value) -> Tensor:
         """Scores and box deltas, side by side."""
-        return torch.cat(values.leaves(outputs)[:2], -1)
+        return torch.cat(nested_values.leaves(outputs)[:2], -1)
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         raise UserError(
@@ -141,7 +141,7 @@ class Detection:
         return region_losses(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
-        shapes = [tuple(t.shape[1:]) for t in values.leaves(output)]
+        shapes = [tuple(t.shape[1:]) for t in nested_values.leaves(output)]
         count = len(self.groups)
         if shapes[2:] == [()]:
             raise UserError("loss.name = scored is not for detection: a region has scores of its own; use mcl, say")
@@ -232,7 +232,7 @@ class DetectionMetrics:
         self.images: dict[int, Truth] = {}
 
     def update(self, answers: Tensor, targets: Value, weights: Tensor | None = None) -> None:
-        answers, targets = answers.cpu(), values.map_leaves(Tensor.cpu, targets)
+        answers, targets = answers.cpu(), nested_values.map_leaves(Tensor.cpu, targets)
         for image in dict.fromkeys(targets[3].tolist()):
             rows = targets[3] == image
             self._add(answers[:, rows], [t[rows] for t in targets], image)

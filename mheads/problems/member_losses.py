@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from mheads import values
-from mheads.errors import UserError
-from mheads.values import Value
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
 
 MemberLoss = Callable[..., Tensor]  # of one member on one example: [M, B, ...], targets -> [M, B]
 IGNORED = -100  # the class of pixels that do not count
@@ -33,7 +33,7 @@ def cross_entropies(
     With soft labels [B, C] it is - sum_c y_c log p_c. With a class for each pixel, [M, B, C, H, W] and [B, H, W], it is
     the mean over the pixels that count. `smoothing` s puts (1 - s) y + s / C in the place of the labels y.
     """
-    scores = values.leaves(outputs)[0]
+    scores = nested_values.leaves(outputs)[0]
     m, b = scores.shape[:2]
     labels = y.to(scores.dtype) if y.is_floating_point() else y.long()
     labels = labels if m == 1 else labels.repeat(m, *[1] * (y.dim() - 1))
@@ -87,7 +87,7 @@ def gaussian_nlls(outputs: Value, y: Tensor) -> Tensor:
 
     The network gives a pair: the mean, which is the answer, and s, the logarithm of the variance, each [B, D].
     """
-    parts = values.leaves(outputs)
+    parts = nested_values.leaves(outputs)
     if len(parts) != 2 or parts[0].shape != parts[1].shape:
         shapes = " and ".join(str(list(t.shape[2:])) for t in parts)
         raise UserError(
@@ -109,8 +109,8 @@ def region_losses(
     Outputs are scores [M, B, C] and boxes [M, B, 4 C]; targets are classes [B] and boxes [B, 4], then what is not
     looked at here -> [M, B].
     """
-    scores, boxes = values.leaves(outputs)[:2]
-    classes, wanted = values.leaves(y)[:2]
+    scores, boxes = nested_values.leaves(outputs)[:2]
+    classes, wanted = nested_values.leaves(y)[:2]
     own = boxes.unflatten(-1, (-1, 4))[:, torch.arange(len(classes), device=classes.device), classes]
     far = F.smooth_l1_loss(own, wanted.to(own.dtype).expand_as(own), reduction="none").sum(-1)
     return cross_entropies(scores, classes) + box_weight * far * (classes > 0)
@@ -118,7 +118,7 @@ def region_losses(
 
 def _same_shape(name: str, outputs: Value, y: Tensor) -> tuple[Tensor, Tensor]:
     """The answer and targets of its shape: others would be spread over each other."""
-    found = values.leaves(outputs)[0]
+    found = nested_values.leaves(outputs)[0]
     if found.shape[1:] != y.shape:
         raise UserError(
             f"{name} compares outputs with targets of their shape, and these are {list(found.shape[1:])} and "

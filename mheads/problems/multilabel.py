@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads import values
-from mheads.errors import UserError
-from mheads.metrics import PercentResult, by_predictor, mean_members, owner_of, weighted_mean
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.common.schemas import Count, Measures, Number
+from mheads.problems.base import further_row, more_classes, percent_rows, refuse_other_width, together
 from mheads.problems.member_losses import binary_cross_entropies
-from mheads.problems.problem import further_row, more_classes, percent_rows, refuse_other_width, together
-from mheads.schemas import Count, Measures, Number
-from mheads.values import Value
+from mheads.problems.metrics import PercentResult, by_predictor, mean_members, owner_of, weighted_mean
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class MultiLabel:
         return torch.zeros(len(targets), dtype=torch.long, device=targets.device)
 
     def answer(self, outputs: Value) -> Tensor:
-        return values.leaves(outputs)[0]
+        return nested_values.leaves(outputs)[0]
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return together(answers, torch.sigmoid, weights, self.of_scores)
@@ -136,7 +136,7 @@ class MultiLabel:
         return binary_cross_entropies(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
-        found, count = values.leaves(output)[0], len(self.classes)
+        found, count = nested_values.leaves(output)[0], len(self.classes)
         if found.dim() != 2 or found.shape[1] != count:
             raise UserError(
                 f"{network} gives outputs of shape {tuple(found.shape[1:])}, but {data} has {count} classes, of "

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads import values
-from mheads.errors import UserError
-from mheads.metrics import PlainResult, by_predictor, weighted_mean
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.common.schemas import Count, Measures, Number
+from mheads.problems.base import further_row, mean_or_weighted
 from mheads.problems.member_losses import absolute_errors, squared_errors
-from mheads.problems.problem import further_row, mean_or_weighted
-from mheads.schemas import Count, Measures, Number
-from mheads.values import Value
+from mheads.problems.metrics import PlainResult, by_predictor, weighted_mean
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Regression:
         return torch.zeros(len(targets), dtype=torch.long, device=targets.device)
 
     def answer(self, outputs: Value) -> Tensor:
-        return values.leaves(outputs)[0]
+        return nested_values.leaves(outputs)[0]
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return mean_or_weighted(answers, weights)
@@ -145,7 +145,7 @@ class Regression:
         return squared_errors(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
-        found = values.leaves(output)[0]
+        found = nested_values.leaves(output)[0]
         if found.dim() != 2 or found.shape[1] != self.num_values:
             pair = (
                 " (for gaussian_nll a pair of them: x.chunk(2, -1))" if found.shape[-1] == 2 * self.num_values else ""

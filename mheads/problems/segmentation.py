@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mheads import values
-from mheads.errors import UserError
-from mheads.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of, weighted_mean
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.common.schemas import Count, Measures, Number
+from mheads.problems.base import further_row, percent_rows, together
 from mheads.problems.member_losses import IGNORED, cross_entropies
-from mheads.problems.problem import further_row, percent_rows, together
-from mheads.schemas import Count, Measures, Number
-from mheads.values import Value
+from mheads.problems.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of, weighted_mean
 
 CHUNK = 2**22  # numbers that are looked at together, to bound the memory
 
@@ -146,7 +146,7 @@ class Segmentation:
         return most_frequent(targets, len(self.classes))
 
     def answer(self, outputs: Value) -> Tensor:
-        return values.leaves(outputs)[0]
+        return nested_values.leaves(outputs)[0]
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return together(answers, partial(torch.softmax, dim=-3), weights, self.of_scores)
@@ -155,7 +155,7 @@ class Segmentation:
         return cross_entropies(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
-        found, expected = values.leaves(output)[0], (len(self.classes), *self.size)
+        found, expected = nested_values.leaves(output)[0], (len(self.classes), *self.size)
         if tuple(found.shape[1:]) != expected:
             raise UserError(
                 f"{network} gives outputs of shape {tuple(found.shape[1:])}, but {data} has {expected[0]} classes for "

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import Tensor
 
-from mheads.errors import UserError
-from mheads.metrics import Metrics, Result
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.problems.base import refuse_other_width
 from mheads.problems.classification import Classification
-from mheads.problems.problem import refuse_other_width
-from mheads.values import Value
+from mheads.problems.metrics import Metrics, Result
 
 TOLERANCE = 1e-3  # of a row's sum: float16 is not more exact
 

@@ -1,46 +1,94 @@
-"""Pictures of objects that members find in an image."""
+"""What each member of a detector, and their mean, find in an image."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from matplotlib.patheffects import withStroke
+from PIL import ExifTags
 
-from mheads.report.figures import DPI, PALETTE, Figure, shorten
+from mheads.common.errors import UserError
+from mheads.common.progress import Watcher
+from mheads.data.batches import Reader
+from mheads.data.detection.proposals import of_scenes
+from mheads.data.detection.regions import Drawing, RegionSplit, decoded
+from mheads.data.detection.voc import Scene
+from mheads.data.readers.image_files import UNREADABLE, opened_image
+from mheads.problems import Detection
+from mheads.problems.average_precision import Truth
+from mheads.problems.detection import Detections
+from mheads.runs.folder import RunFolder
+from mheads.training import build
 
-Found = Sequence[tuple[str, float, np.ndarray]]  # class, score and box
+MEAN = "Ensemble-Mean"
+ORIENTATION = ExifTags.Base.Orientation
 
 
-def detections_figure(image: np.ndarray, found: Mapping[str, Found]) -> Figure:
-    """The image once for each who looked, with what was found: boxes (left, top, right, bottom), classes and scores."""
-    height, width = image.shape[:2]
-    columns = min(len(found), 3 if width >= height else 4)
-    rows = -(-len(found) // columns)
-    side = 10 / columns
-    tall = min(side * height / width, 20 / rows)  # a long image is drawn small, not on metres of paper
-    figure = Figure(figsize=(10, rows * (tall + 0.3)), dpi=DPI, layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    names = sorted({name for one in found.values() for name, _, _ in one})
-    colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
-    for panel in panels:
-        panel.set_axis_off()
-    for panel, (who, boxes) in zip(panels, found.items(), strict=False):
-        panel.imshow(image)
-        panel.set_title(f"{who}: {len(boxes)} object{'' if len(boxes) == 1 else 's'}", fontsize=9, loc="left")
-        for name, score, (left, top, right, bottom) in boxes:
-            colour = colours[name]
-            corners = ([left, right + 1, right + 1, left, left], [top, top, bottom + 1, bottom + 1, top])
-            panel.plot(*(np.array(side) - 0.5 for side in corners), color="white", linewidth=2.6)
-            panel.plot(*(np.array(side) - 0.5 for side in corners), color=colour, linewidth=1.6)
-            above = top > 0.07 * height  # else the name stands inside of the box
-            inwards = left > 0.6 * width  # else it would leave the image
-            text = panel.text(
-                right if inwards else left, top - 1 if above else top + 1, f"{shorten(name)} {score:.2f}", color=colour,
-                fontsize=7, fontweight="bold", clip_on=True, ha="right" if inwards else "left",
-                va="bottom" if above else "top",
-            )  # fmt: skip
-            text.set_path_effects([withStroke(linewidth=2, foreground="white")])
-        panel.set_xlim(-0.5, width - 0.5)
-        panel.set_ylim(height - 0.5, -0.5)
-    return figure
+def find_objects(
+    path: Path,
+    image: Path,
+    watch: Watcher,
+    *,
+    proposals: str | None = None,
+    least: float = 0.5,
+    boxes: str = "regressed",
+    trust: bool = False,
+) -> tuple[np.ndarray, dict[str, list[tuple[str, float, np.ndarray]]]]:
+    """The pixels of an image and, for each member and for their mean, the objects with a score of at least `least`:
+    class, score and box, the best first."""
+    folder = RunFolder(path)
+    folder.require()
+    config, facts = folder.read_config(), folder.read_data()
+    problem = facts.problem
+    if not isinstance(problem, Detection):
+        raise UserError(f"{path} is a run that learned {problem.name}: mheads predict shows its answers")
+    net = build.net_of_run(folder, config, watch.warn, trust=trust)
+    folder.load_weights(net, watch.warn)
+    scene = _scene(image, watch)
+    options = config.data.regions.model_dump(exclude={"objects", "strict"})
+    drawing = Drawing(**{**options, "proposals": proposals or options["proposals"]})
+    (given,) = of_scenes(drawing.proposals, [scene], "test", drawing.most, watch.warn)
+    if not len(given):
+        raise UserError(f"no region is proposed in {image} by {drawing.proposals}: give others with --proposals")
+    sizes = np.array(problem.means), np.array(problem.deviations)
+    split = RegionSplit([scene], [given], np.zeros(1, np.int64), drawing, *sizes, training=False)
+    with closing(build.threads_engine(config, net)) as engine:
+        ((outputs, _),) = engine.outputs([Reader(split, facts.inputs, np.arange(1))])
+    probabilities, decoded_boxes = problem.read(
+        problem.answer(outputs), given.astype(float), scene.truth.width, scene.truth.height
+    )
+    if boxes == "proposals":
+        decoded_boxes = np.broadcast_to(given[:, None].astype(float), decoded_boxes.shape)
+    members = [f"member {m}" for m in range(len(probabilities))]
+    found = {who: (probabilities[m], decoded_boxes[m]) for m, who in enumerate(members)}
+    if len(members) > 1:
+        found = {MEAN: (probabilities.mean(0), decoded_boxes.mean(0)), **found}
+    return decoded(image), {who: _objects(problem.classes, *answers, least) for who, answers in found.items()}
+
+
+def _scene(path: Path, watch: Watcher) -> Scene:
+    try:
+        with opened_image(path) as image:
+            width, height = image.size
+            turned = image.getexif().get(ORIENTATION, 1) != 1
+    except FileNotFoundError:
+        raise UserError(f"there is no image {path}") from None
+    except UNREADABLE as error:
+        raise UserError(f"{path} is no image that can be read ({error})") from error
+    if turned:
+        watch.warn(f"{path} is to be turned, its camera says: objects are looked for as it is stored; save it upright")
+    nothing = Truth(np.empty((0, 4)), np.empty(0, np.int64), np.empty(0, bool), width, height)
+    return Scene(path.stem, path, nothing)
+
+
+def _objects(
+    classes: Sequence[str], probabilities: np.ndarray, boxes: np.ndarray, least: float
+) -> list[tuple[str, float, np.ndarray]]:
+    left = Detections.of(probabilities[None], boxes[None], floor=least)
+    found: list[tuple[Any, ...]] = [
+        (classes[c], float(left.scores[0, c, i]), left.boxes[0, c, i]) for c, i in np.argwhere(left.stay[0])
+    ]
+    return sorted(found, key=lambda one: -one[1])

@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 from typing import Any, NamedTuple
 
-from mheads import config as configs
 from mheads import problems
+from mheads.config import schema as configs
 from mheads.suites.suite import MEMBER, read_figure
 
 LABELS = {

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mheads import config as configs
-from mheads import files
-from mheads.checkpoint import Checkpoints
-from mheads.classical import is_stable, read_rounds
-from mheads.config import Config
-from mheads.errors import UserError
-from mheads.manifest import DamageError
-from mheads.parts import load_data
-from mheads.run_folder import RunFolder
+from mheads.api.classical import is_stable, read_rounds
+from mheads.common import atomic_files
+from mheads.common.errors import UserError
+from mheads.config import schema as configs
+from mheads.config.schema import Config
+from mheads.runs.checkpoint import Checkpoints
+from mheads.runs.folder import RunFolder
+from mheads.runs.manifest import DamageError
 from mheads.suites.suite import Suite, Table, read
+from mheads.training.build import load_data
 
 FOLDER = Path("runs/reproduce")
 DONORS = ("init", "sampling.generalist")  # keys of runs that another starts from
@@ -146,7 +146,7 @@ class Job:
             key
             for key, digests in began.items()
             if given[key] and (model := models.get(os.path.realpath(given[key]))) is not None
-            if model.is_file() and files.digest(model) in digests
+            if model.is_file() and atomic_files.digest(model) in digests
         ]
 
     def steps_done(self) -> int:

@@ -14,19 +14,19 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from mheads import files
-from mheads.classical import train_rounds
-from mheads.config import Config
-from mheads.errors import UserError
-from mheads.experiment import Experiment, build
-from mheads.report.figures import save, suite_figure
-from mheads.signals import handling
+from mheads.api.classical import train_rounds
+from mheads.common import atomic_files
+from mheads.common.errors import UserError
+from mheads.common.signals import handling
+from mheads.config.schema import Config
+from mheads.report.figures.figures import save, suite_figure
 from mheads.suites import findings, results, tables, timing
-from mheads.suites.alike import Alike
 from mheads.suites.jobs import FOLDER, Job, Options, Planner, in_order
+from mheads.suites.progress_line import Overview, duration
+from mheads.suites.same_data_and_code import Alike
 from mheads.suites.suite import SUITES, read
-from mheads.suites.watch import Overview, duration
-from mheads.train import Stopped, stop_at_once, train_config
+from mheads.training.experiment import Experiment, build
+from mheads.training.loop import Stopped, stop_at_once, train_config
 
 OUTPUT = Path("results")
 
@@ -240,8 +240,8 @@ def _write_tables(folder: Path, console: Console, changed: Sequence[Path] | None
     for path, document in documents.items():
         if changed is None or path in changed:
             save(_figure(document), path.with_suffix(".png"))
-            files.write_atomically(path.with_suffix(".md"), tables.markdown(document, f"{path.stem}.png"))
-    files.write_atomically(folder / "README.md", tables.readme(documents))
+            atomic_files.write_atomically(path.with_suffix(".md"), tables.markdown(document, f"{path.stem}.png"))
+    atomic_files.write_atomically(folder / "README.md", tables.readme(documents))
     return list(documents)
 
 

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mheads import config as configs
-from mheads import files, plain
-from mheads.errors import UserError
-from mheads.evaluation import evaluate_run
-from mheads.progress import Silent
-from mheads.run_folder import RunFolder
+from mheads.api.evaluate import evaluate_run
+from mheads.common import atomic_files, safe_yaml
+from mheads.common.errors import UserError
+from mheads.common.progress import Silent
+from mheads.config import schema as configs
+from mheads.runs.folder import RunFolder
 from mheads.suites.jobs import Job, Options, Planner, public
 from mheads.suites.suite import SUITES, Relation, Suite, Table, Term, check_shown, read_figure
 
@@ -103,7 +103,7 @@ def add(document: Document, job: Job, planner: Planner, suite: Suite) -> None:
     result, own = folder.read_result(), digest(job)
     further: dict[str, Any] = {}
     if planner.options.test:
-        further["weights"] = files.digest(folder.model)
+        further["weights"] = atomic_files.digest(folder.model)
         if fingerprint := planner.test_set(job):
             further["data"] = fingerprint
         if any(further | {"config": own} == {key: run.get(key) for key in (*further, "config")} for run in runs):
@@ -247,10 +247,10 @@ class _Run(_Part):
     def _kinds(self) -> _Run:
         for key, kind in (("members", list), ("problem", str), ("seconds", int | float)):
             if not isinstance(self.result.get(key), kind):
-                raise ValueError(f"result.{key} is {plain.short(self.result.get(key))}")
+                raise ValueError(f"result.{key} is {safe_yaml.short(self.result.get(key))}")
         for key, value in self.result.items():
             if isinstance(value, str) and key not in ("problem", "split"):
-                raise ValueError(f"result.{key} is {plain.short(value)}")
+                raise ValueError(f"result.{key} is {safe_yaml.short(value)}")
         return self
 
 
@@ -282,7 +282,7 @@ class _Document(_Part):
 
 def load(path: Path) -> Document:
     try:
-        document: Document = plain.unsealed(files.read_text(path))
+        document: Document = safe_yaml.unsealed(atomic_files.read_text(path))
         _Document.model_validate(document)
         return document
     except ValidationError as error:
@@ -376,14 +376,14 @@ def check_writable(path: Path) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Makes a folder of results; inside, no other process writes to it."""
-    with files.saving(folder):
+    with atomic_files.saving(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with files.locked(folder):
+    with atomic_files.locked(folder):
         yield
 
 
 def save(document: Document, path: Path) -> None:
-    files.write_atomically(path, plain.sealed(document, indent=1, ensure_ascii=False))
+    atomic_files.write_atomically(path, safe_yaml.sealed(document, indent=1, ensure_ascii=False))
 
 
 def all_in(folder: Path, warn: Callable[[str], None]) -> dict[Path, Document]:

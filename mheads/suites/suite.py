@@ -19,16 +19,16 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from mheads import files, plain
-from mheads.config import Config
-from mheads.errors import UserError
-from mheads.metrics import Result
+from mheads.common import atomic_files, safe_yaml
+from mheads.common.errors import UserError
+from mheads.config.schema import Config
+from mheads.problems.base import ANSWERS
 from mheads.problems.detection import DetectionResult
+from mheads.problems.metrics import Result
 from mheads.problems.multilabel import MultiLabelResult
-from mheads.problems.problem import ANSWERS
 from mheads.problems.regression import RegressionResult
 from mheads.problems.segmentation import SegmentationResult
-from mheads.suites.words import Words
+from mheads.suites.placeholders import Words
 
 # As they are shown: those of the paper in the order in which it asks its questions.
 SUITES = (
@@ -206,7 +206,7 @@ class Suite(_Part):
 
     def _check_claim(self, claim: Claim, names: list[str]) -> None:
         """Refuses a claim of a row that no network has, or of a metric that nothing has."""
-        where = f"{self.source}: claim {plain.short(claim.say)}" if claim.say else f"{self.source}: a claim"
+        where = f"{self.source}: claim {safe_yaml.short(claim.say)}" if claim.say else f"{self.source}: a claim"
         for key, row, metric in claim.places():
             if row not in names and not any(part.may_be(row) for part in self.rows):
                 near = difflib.get_close_matches(row, names, 1)
@@ -281,11 +281,11 @@ def read(name: str) -> Suite:
         near = difflib.get_close_matches(name, SUITES, 1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(
-            f"there is no suite and no file {plain.short(name)}{hint}: give one of {', '.join(SUITES)}, or the path of "
-            "a YAML file"
+            f"there is no suite and no file {safe_yaml.short(name)}{hint}: give one of {', '.join(SUITES)}, or the "
+            "path of a YAML file"
         )
     try:
-        text = files.read_text(path, most=plain.MAX_TEXT + 1)
+        text = atomic_files.read_text(path, most=safe_yaml.MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read as a YAML file: {error}") from error
     return _parse(text, path.stem, str(path))
@@ -293,11 +293,11 @@ def read(name: str) -> Suite:
 
 def _parse(text: str, name: str, source: str) -> Suite:
     try:
-        tree = plain.from_yaml(text)
+        tree = safe_yaml.from_yaml(text)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{source} must hold a mapping with `rows`, not {plain.short(tree)}")
+        raise UserError(f"{source} must hold a mapping with `rows`, not {safe_yaml.short(tree)}")
     first = text.partition("\n")[0]
     about = first.removeprefix("# ") if first.startswith("# ") else ""
     given = {"name": name, "source": source, "about": about}
@@ -388,7 +388,9 @@ def read_figure(metric: str, figure: Any, where: str = "the paper's figure") -> 
         return {"mean": figure[0], "std": figure[1]}
     if isinstance(figure, dict) and figure.keys() == {"mean", "min", "max"} and all(map(number, figure.values())):
         return dict(figure)
-    raise ValueError(f"{where} = {plain.short(figure)}: give a number, [mean, deviation] or {{mean: , min: , max: }}")
+    raise ValueError(
+        f"{where} = {safe_yaml.short(figure)}: give a number, [mean, deviation] or {{mean: , min: , max: }}"
+    )
 
 
 def _map_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -413,7 +415,7 @@ def _explain(source: str, tree: dict[str, Any], problem: Any) -> str:
         kind = "row" if where[0] == "rows" else "claim"
         part = tree[where[0]][where[1]]
         named = part.get("name" if kind == "row" else "say") if isinstance(part, dict) else None
-        place += f": {kind} {plain.short(named) if named else f'number {where[1] + 1}'}"
+        place += f": {kind} {safe_yaml.short(named) if named else f'number {where[1] + 1}'}"
         where = where[2:]
     key = ".".join(str(part) for part in where)
     if problem["type"] == "extra_forbidden":
@@ -421,7 +423,7 @@ def _explain(source: str, tree: dict[str, Any], problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{place}: {key} is missing"
     message = problem["msg"].removeprefix("Value error, ")
-    given = f"{key} = {plain.short(problem['input'])}: " if key else ""
+    given = f"{key} = {safe_yaml.short(problem['input'])}: " if key else ""
     return f"{place}: {given}{message[0].lower()}{message[1:]}"
 
 

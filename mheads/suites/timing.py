@@ -6,11 +6,11 @@ import time
 from contextlib import closing
 from dataclasses import replace
 
-from mheads.config import Config
-from mheads.engine.engine import Engine
-from mheads.experiment import Experiment, build
-from mheads.optim import Optimizer
+from mheads.config.schema import Config
+from mheads.engine.interface import Engine
+from mheads.optim.optimizers import Optimizer
 from mheads.suites.jobs import Job
+from mheads.training.experiment import Experiment, build
 
 STEPS = 3
 FORWARD = 1 / 3  # what an example costs in an evaluation, as a part of a step

@@ -13,7 +13,7 @@ import mheads
 try:
     from mheads.networks import NETWORKS
 except ImportError:  # as it was called before
-    from mheads.models import MODELS as NETWORKS
+    from mheads.networks import MODELS as NETWORKS
 
 digits = load_digits()
 x, y = digits.images[:240, None].astype(np.float32), digits.target[:240]

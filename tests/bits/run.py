@@ -32,7 +32,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import data  # noqa: E402
 from cases import CASES, Case  # noqa: E402
-from painted import paint  # noqa: E402
+from helpers.painted_scenes import paint  # noqa: E402
 
 BASE = (HERE / "BASE").read_text().split()[0]
 SECONDS = 300  # after which a command is taken to hang

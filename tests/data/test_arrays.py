@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mheads import data
-from mheads.data.augment import crop_and_mirror, uniforms
-from mheads.errors import UserError
+from mheads.common.errors import UserError
+from mheads.data.augmentation import crop_and_mirror, uniforms
 
 
 def numbered(n, shape=(3, 6, 6), dtype=np.uint8):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from mheads import data
+from mheads.common.errors import UserError
 from mheads.data.catalog import DATASETS
-from mheads.errors import UserError
 
 
 def test_digits_are_split_once_for_all_with_every_class_in_both():

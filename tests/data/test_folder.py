@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 
 from mheads import data
-from mheads.data.augment import uniforms
-from mheads.data.images import read_crop
-from mheads.errors import UserError
+from mheads.common.errors import UserError
+from mheads.data.augmentation import uniforms
+from mheads.data.readers.image_files import read_crop
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "imagenette_mini"
 SIZES = [(40, 30), (30, 40), (32, 32), (64, 33)]

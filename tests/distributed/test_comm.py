@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import torch
 import torch.distributed as dist
-from worlds import run_world
+from helpers.gloo_worlds import run_world
 
 from mheads.distributed.comm import Courier
 

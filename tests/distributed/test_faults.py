@@ -10,24 +10,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from commands import HERE, TINY, _context, assert_same_run, process, ranks, start_ranks, weights
+from helpers.commands import (
+    HERE,
+    TINY,
+    _context,
+    assert_same_run,
+    logged,
+    process,
+    ranks,
+    start_ranks,
+    weights,
+    when_logged,
+)
 
 TRAIN = ["train", "digits", *TINY]
 # Long enough to be disturbed in the middle.
 LONG = [*TRAIN, "optim.iterations=100000", "log.every=1", "log.evaluate_every=0"]
-
-
-def logged(run):
-    """How many steps training has logged."""
-    path = run / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def when_logged(run, lines):
-    deadline = time.monotonic() + 60
-    while logged(run) < lines:
-        assert time.monotonic() < deadline, "training does not get on"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("lost", [0, 2])
@@ -61,7 +59,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_after_the_timeout(frozen, tm
 
 
 def test_a_rank_that_hangs_is_named_and_those_that_wait_for_it_are_not(tmp_path):
-    args = ["train", "digits", "model=networks:hangs", "members=3", "split=hidden", "data.limit=60", "timeout=2"]
+    args = ["train", "digits", "model=user_networks:hangs", "members=3", "split=hidden", "data.limit=60", "timeout=2"]
     done = ranks(3, *args, "--run", tmp_path / "run", before=dict.fromkeys(range(3), hang_on_1))
     for one in done:
         assert "rank 1 has work and made no progress for 2 s (timeout)" in one.err
@@ -69,15 +67,15 @@ def test_a_rank_that_hangs_is_named_and_those_that_wait_for_it_are_not(tmp_path)
 
 
 def hang_on_1():
-    from mheads.distributed import watch
+    from mheads.distributed import lost_ranks
 
-    watch.PATIENCE = 1.0
+    lost_ranks.PATIENCE = 1.0
     os.environ["HANGING_RANK"] = "1"
 
 
 def test_slow_but_honest_steps_live(tmp_path):
     """A step takes several times the timeout; each of its tasks much less."""
-    args = ["train", "digits", "model=networks:slow", "members=4", "split=hidden", "data.limit=40", "timeout=1"]
+    args = ["train", "digits", "model=user_networks:slow", "members=4", "split=hidden", "data.limit=40", "timeout=1"]
     args += ["optim.batch_size=40", "engine.micro_batches=16", "engine.workers=1", "optim.iterations=1"]
     began = time.monotonic()
     done = ranks(2, *args, "--run", tmp_path / "run")
@@ -94,7 +92,7 @@ def test_a_lead_that_reads_a_checkpoint_for_long_is_not_given_up_and_accuses_nob
 
 
 def slow_checkpoints():
-    from mheads.checkpoint import Checkpoints
+    from mheads.runs.checkpoint import Checkpoints
 
     newest = Checkpoints.newest
 
@@ -117,10 +115,10 @@ def when_stopped(pid):
 
 def with_a_clock_that_passes(stopped):
     """Has the watch see an hour pass while this file is made: a stop that no busy machine can take for a slow one."""
-    from mheads.distributed import watch
+    from mheads.distributed import lost_ranks
 
     real = time.monotonic
-    watch.time = SimpleNamespace(monotonic=lambda: real() + 3600 * stopped.exists())
+    lost_ranks.time = SimpleNamespace(monotonic=lambda: real() + 3600 * stopped.exists())
 
 
 def test_ranks_that_are_all_stopped_for_longer_than_the_timeout_go_on(tmp_path):
@@ -214,7 +212,7 @@ def into(file):
 def train_and_die(args, killed, said):
     """Rank r kills itself at its 8th step of attempt r, and goes on from a checkpoint in the next."""
     into(said)
-    from mheads.cli import main
+    from mheads.cli.main import main
     from mheads.distributed.ranks import RanksEngine
 
     step, rank, attempt = RanksEngine.step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]

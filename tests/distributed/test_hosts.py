@@ -11,9 +11,8 @@ import time
 from functools import partial
 
 import pytest
-from commands import PYTHONPATH, TINY, Finished, Running, assert_same_run
-from test_faults import when_logged
-from test_world import impatient
+from helpers.commands import PYTHONPATH, TINY, Finished, Running, assert_same_run, when_logged
+from helpers.gloo_worlds import impatient
 
 CLONE_NEWNET = 0x40000000
 TRAIN = ["train", "digits", *TINY]

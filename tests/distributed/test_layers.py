@@ -14,13 +14,12 @@ from contextlib import redirect_stdout
 import pytest
 import torch
 import torch.distributed as dist
-from commands import HERE
-from test_meeting import by_hand
-from test_wire import is_dense, tensors
-from worlds import run_each, run_world
+from helpers.commands import HERE
+from helpers.gloo_worlds import by_hand, run_each, run_world
+from helpers.tensors_of_every_kind import is_dense, tensors
 
+from mheads.common.errors import UserError
 from mheads.distributed import Broadcast, Gather, finish
-from mheads.errors import UserError
 
 NUM_PROGRAMS, STEPS = 30, 3
 

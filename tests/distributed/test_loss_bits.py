@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from commands import TINY, assert_same_run, process, ranks
+from helpers.commands import TINY, assert_same_run, process, ranks
 
 LOSSES = {
     "annealed": ["loss=annealed", "loss.until=0.5", "loss.temperature=0.5", "pretrain=3"],

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mheads.chain import Layer
 from mheads.distributed import written
 from mheads.distributed.placement import Placement, default
 from mheads.distributed.ranks import RanksEngine, peers, relatives
 from mheads.distributed.steps import RankStep
-from mheads.tree import parse
+from mheads.trees.splitting.cut_sequential import Layer
+from mheads.trees.tree_spec import parse
 
 LAYERS = [Layer(name, True, False) for name in ("a", "b", "c")]
 TREES = [4, {"a": 4}, {"a": [{"b": 2}, 2]}, {"a": {"b": 3}}, 1]

@@ -7,10 +7,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mheads import UserError
-from mheads.chain import Layer
 from mheads.distributed.placement import Placement, default, explicit, meshes, num_first_together, spread
-from mheads.engine.sums import divides_evenly
-from mheads.tree import parse
+from mheads.engine.gradient_sums import divides_evenly
+from mheads.trees.splitting.cut_sequential import Layer
+from mheads.trees.tree_spec import parse
 
 LAYERS = [Layer(name, True, False) for name in "abcdefgh"]
 

@@ -7,15 +7,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from commands import assert_same_run, process, ranks
+from helpers.commands import assert_same_run, process, ranks
 from safetensors.torch import load_file
 
 import mheads
-from mheads.errors import UserError
+from mheads.common.errors import UserError
 
 # Everything that carries state or chance: dropout, accumulation, bagging where the loss allows it.
 COMMON = [
-    "digits", "model=networks:with_dropout", "members=4", "data.limit=150", "optim.batch_size=16",
+    "digits", "model=user_networks:with_dropout", "members=4", "data.limit=150", "optim.batch_size=16",
     "optim.accumulate=2", "optim.iterations=6", "optim.lr=0.02", "optim.weight_decay=0.001", "engine.micro_batches=2",
     "log.every=2", "log.evaluate_every=3", "log.checkpoint_every=4",
 ]  # fmt: skip
@@ -83,7 +83,7 @@ def test_ranks_give_the_bits_of_one_process(name, spread, one_process, tmp_path)
 @pytest.mark.parametrize("placement", ["default", "auto", "{0: 0, 1: 0}"])
 def test_running_statistics_have_no_replicas_and_so_the_bits_of_one_process(tmp_path, placement):
     """Batches that are accumulated update them one after the other: replicas would each see some of them."""
-    args = ["digits", "model=networks:normalised", "members=2", "data.limit=60", "optim.batch_size=8"]
+    args = ["digits", "model=user_networks:normalised", "members=2", "data.limit=60", "optim.batch_size=8"]
     args += ["optim.accumulate=2", "optim.iterations=3", "log.every=1"]
     assert process("train", *args, "--run", tmp_path / "one").code == 0
     done = ranks(4, "train", *args, f"placement={placement}", "--run", tmp_path / "four")
@@ -104,7 +104,7 @@ def test_the_trunk_works_ahead_while_what_it_sent_is_worked_on(tmp_path):
     """Defect 7: transfers that block. The branch takes a tenth of a second for each of six micro-batches."""
     args = [
         "digits",
-        "model=networks:slow",
+        "model=user_networks:slow",
         "members=2",
         "split=hidden",
         "placement={trunk: 0, hidden/0: 1, hidden/1: 1}",
@@ -121,7 +121,7 @@ def test_the_trunk_works_ahead_while_what_it_sent_is_worked_on(tmp_path):
 
 
 def log_tasks(folder):
-    from mheads.engine.tasks import TrainingStep
+    from mheads.engine.training_step import TrainingStep
 
     def logged(name):
         method = getattr(TrainingStep, name)
@@ -145,8 +145,8 @@ def test_ranks_without_work_stay_and_the_bits_are_the_same(one_process, tmp_path
 
 
 def test_ranks_that_would_start_from_other_weights_are_refused(tmp_path):
-    from networks import with_dropout
     from safetensors.torch import save_file
+    from user_networks import with_dropout
 
     for name in ("a", "b"):
         save_file(with_dropout().state_dict(), tmp_path / f"{name}.safetensors")

@@ -8,8 +8,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from commands import TINY, Running, assert_same_run
-from test_meeting import by_hand, by_mpirun
+from helpers.commands import TINY, Running, assert_same_run
+from helpers.gloo_worlds import by_hand, by_mpirun
 
 LOOPBACK = "0100007F"
 STORE = (0x3C85F7CE).to_bytes(4, "little")  # how a client of torch's store begins, after the number of its question

@@ -8,12 +8,13 @@ import signal
 import numpy as np
 import pytest
 import torch.distributed as dist
-from commands import TINY, ranks, start_ranks
+from helpers.commands import TINY, ranks, start_ranks
+from helpers.gloo_worlds import impatient
 
-from mheads.distributed import watch
-from mheads.distributed.watch import SILENT, Seen, Watch
+from mheads.common.errors import UserError
+from mheads.distributed import lost_ranks
+from mheads.distributed.lost_ranks import SILENT, Seen, Watch
 from mheads.distributed.world import World, share_of_cores
-from mheads.errors import UserError
 
 TRAIN = ["train", "digits", *TINY]
 
@@ -55,7 +56,7 @@ def test_a_rank_is_lost_when_its_beat_stands_still_and_hangs_when_it_is_busy_wit
 @pytest.fixture
 def watches(monkeypatch):
     """Watches of three ranks that share a store in this process; none of them ends it."""
-    monkeypatch.setattr(watch, "PATIENCE", 60.0)
+    monkeypatch.setattr(lost_ranks, "PATIENCE", 60.0)
     store = dist.HashStore()
     made = [Watch(store, rank, 3, 60.0) for rank in range(3)]
     yield made
@@ -111,12 +112,6 @@ def test_a_mistake_of_the_lead_is_that_of_all_and_its_decision_is_made_once(watc
 # Each of these runs in a rank before anything else.
 
 
-def impatient():
-    from mheads.distributed import world
-
-    world.TIMEOUT = world.TIMEOUT_TO_START = 1.5
-
-
 def die(*args, **options):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -128,7 +123,7 @@ def dead_before_it_connects():
 
 
 def dead_between_agreements():
-    from mheads.distributed import build
+    from mheads.training import ranks as build
 
     build.place = die
 
@@ -155,7 +150,7 @@ def broken_while_its_engine_starts():
 
 
 def interrupted_while_it_starts():
-    from mheads.distributed import build
+    from mheads.training import ranks as build
 
     def interrupt(*args):
         raise KeyboardInterrupt

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Bugs as a careless colleague makes them, for `run.py`: by area and file, with the tests that should notice.
 
 `old` stands once in the file, and `new` takes its place. Tests are arguments of pytest: those of the file, unless a bug
@@ -27,7 +28,7 @@ AREAS: dict[str, list[File]] = {
     "losses": [
         File(
             "mheads/losses/loss.py",
-            "tests/test_normalize.py",
+            "tests/losses/test_normalize.py",
             [
                 Bug(
                     "the wins of a member are summed over members",
@@ -49,19 +50,19 @@ AREAS: dict[str, list[File]] = {
                     "the prior of a plain function is ignored",
                     "weights = ones_or(prior, found.detach())",
                     "weights = ones_or(None, found.detach())",
-                    tests="tests/test_losses.py",
+                    tests="tests/losses/test_losses.py",
                 ),
                 Bug(
                     "the mean is over members",
                     "return self.total / self.losses.shape[1]",
                     "return self.total / self.losses.shape[0]",
-                    tests="tests/test_losses.py",
+                    tests="tests/losses/test_losses.py",
                 ),
             ],
         ),
         File(
             "mheads/losses/mcl.py",
-            'tests/test_losses.py tests/test_choices.py -k "not fit and not engine and not loop and not evaluated"',
+            'tests/losses/test_losses.py tests/losses/test_kin_of_mcl.py -k "not fit and not engine and not loop and not evaluated"',
             [
                 Bug("one winner whatever k", "[:k], 1.0)", "[:1], 1.0)"),
                 Bug(
@@ -93,13 +94,13 @@ AREAS: dict[str, list[File]] = {
                     "the mixture under wins is not weighted by the prior",
                     "normalized(best * weights, normalize) + ce_weight * weights",
                     "normalized(best * weights, normalize) + ce_weight",
-                    tests="tests/test_normalize.py",
+                    tests="tests/losses/test_normalize.py",
                 ),
             ],
         ),
         File(
             "mheads/losses/relaxed.py",
-            'tests/test_choices.py -k "not fit"',
+            'tests/losses/test_kin_of_mcl.py -k "not fit"',
             [
                 Bug(
                     "a member alone gives a part away",
@@ -111,7 +112,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/losses/evolving.py",
-            'tests/test_choices.py -k "not fit"',
+            'tests/losses/test_kin_of_mcl.py -k "not fit"',
             [
                 Bug("k falls late where until has no exact float", " + 1e-9))", "))"),
                 Bug(
@@ -121,7 +122,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/losses/annealed.py",
-            'tests/test_choices.py -k "not fit"',
+            'tests/losses/test_kin_of_mcl.py -k "not fit"',
             [
                 Bug("the softmin is over the batch", ").softmax(0).masked_fill(", ").softmax(1).masked_fill("),
                 Bug(
@@ -138,7 +139,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/losses/confident.py",
-            "tests/test_confident.py",
+            "tests/losses/test_confident.py",
             [
                 Bug(
                     "winners have the lowest cross-entropy",
@@ -150,7 +151,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/losses/averaged.py",
-            "tests/test_losses.py",
+            "tests/losses/test_losses.py",
             [
                 Bug(
                     "the log of M is left out",
@@ -161,8 +162,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/losses/taught.py",
-            'tests/test_distil.py -k "numpy or differences or finite"',
+            "mheads/losses/distillation.py",
+            'tests/api/test_distil.py -k "numpy or differences or finite"',
             [
                 Bug(
                     "the temperature makes up for one division",
@@ -173,7 +174,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/losses/scored.py",
-            'tests/test_scored.py tests/test_normalize.py -k "numpy or weighted_by or mixture"',
+            'tests/losses/test_scored.py tests/losses/test_normalize.py -k "numpy or weighted_by or mixture"',
             [
                 Bug(
                     "scores learn from examples of prior 0",
@@ -184,7 +185,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/losses/independent.py",
-            "tests/test_losses.py",
+            "tests/losses/test_losses.py",
             [
                 Bug(
                     "the prior is ignored",
@@ -196,105 +197,105 @@ AREAS: dict[str, list[File]] = {
     ],
     "engine": [
         File(
-            "mheads/engine/tasks.py",
-            "tests/test_engine.py -k 'autograd'",
+            "mheads/engine/training_step.py",
+            "tests/engine/test_engine.py -k 'autograd'",
             [
                 Bug(
                     "the dropout key lacks the micro-batch",
                     'key = (self.key[0], "dropout", self.key[1], i, node.name)',
                     'key = (self.key[0], "dropout", self.key[1], node.name)',
-                    tests="tests/test_engine.py -k part_of_its_key",
+                    tests="tests/engine/test_engine.py -k part_of_its_key",
                 ),
                 Bug(
                     "the dropout key lacks the stage",
                     'key = (self.key[0], "dropout", self.key[1], i, node.name)',
                     'key = (self.key[0], "dropout", self.key[1], i)',
-                    tests="tests/test_engine.py -k part_of_its_key",
+                    tests="tests/engine/test_engine.py -k part_of_its_key",
                 ),
                 Bug(
                     "gradients of children are added as they come",
                     "terms = [found[child] for child in parent.children if found[child] is not None]",
                     "terms = [d for d in found.values() if d is not None]",
-                    tests="tests/test_engine.py -k no_bit_depends",
+                    tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(
                     "outputs go to the loss as they come",
                     "[outputs[m] for m in range(len(outputs))]",
                     "list(outputs.values())",
-                    tests="tests/test_engine.py -k no_bit_depends",
+                    tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(
                     "outputs of an evaluation are stacked as they come",
                     "parts = [self._outputs[m] for m in range(self.stages.tree.num_members)]",
                     "parts = list(self._outputs.values())",
-                    tests="tests/test_engine.py -k no_bit_depends",
+                    tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(
                     "the loss of a step is added as it comes",
                     "total = sum(self.totals[key] for key in sorted(self.totals))",
                     "total = sum(self.totals.values())",
-                    tests="tests/test_engine.py -k no_bit_depends",
+                    tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(
                     "examples of a small weight teach nobody",
                     "learn = self.assignment[:, self.slices[i]] > 0 if",
                     "learn = self.assignment[:, self.slices[i]] >= 1 if",
-                    tests="tests/test_engine.py -k with_priors",
+                    tests="tests/engine/test_engine.py -k with_priors",
                 ),
                 Bug(
                     "a stage that learned nothing keeps the gradient of the step before",
                     "kept.fill_(-0.0) if found is None else kept.copy_(found)",
                     "kept if found is None else kept.copy_(found)",
-                    tests="tests/test_engine.py -k no_gradient_reaches",
+                    tests="tests/engine/test_engine.py -k no_gradient_reaches",
                 ),
                 Bug(
                     "sums are divided by examples, not by rows",
                     "self.num_rows = batch.num_rows",
                     "self.num_rows = len(batch)",
-                    tests='tests/test_side_inputs.py -k "autograd or cut"',
+                    tests='tests/data/test_side_inputs.py -k "autograd or cut"',
                 ),
                 Bug(
                     "targets of a separable loss get the priors of all members",
                     "None if batch.prior is None else batch.prior[which]",
                     "None if batch.prior is None else batch.prior[:1]",
-                    tests="tests/test_engine.py -k with_priors",
+                    tests="tests/engine/test_engine.py -k with_priors",
                 ),
                 Bug(
                     "the larger cuts come last",
                     "stops = [(i + 1) * size + min(i + 1, extra) for i in range(parts)]",
                     "stops = [(i + 1) * size + max(0, i + 1 - parts + extra) for i in range(parts)]",
-                    tests="tests/test_engine.py -k cuts_cover",
+                    tests="tests/engine/test_engine.py -k cuts_cover",
                 ),
                 Bug(
                     "rows are left out of a leaf with side inputs",
                     "by_row = not node.children and not facts.sided and",
                     "by_row = not node.children and",
-                    tests="tests/test_engine.py -k side_inputs_are",
+                    tests="tests/engine/test_engine.py -k side_inputs_are",
                 ),
             ],
         ),
         File(
-            "mheads/engine/sums.py",
-            "tests/test_engine.py -k pairwise",
+            "mheads/engine/gradient_sums.py",
+            "tests/engine/test_engine.py -k pairwise",
             [
                 Bug(
                     "gradients are added in place",
                     "b if a is None else a if b is None else a + b",
                     "b if a is None else a if b is None else a.add_(b)",
-                    tests="tests/test_engine.py -k share_memory",
+                    tests="tests/engine/test_engine.py -k share_memory",
                 ),
                 Bug("the odd last one waits for nobody", "if sibling < size", "if sibling <= size"),
                 Bug(
                     "shares of any size are whole subtrees",
                     " and size > 0 and size & (size - 1) == 0)",
                     " and size > 0)",
-                    tests="tests/test_engine.py -k whole_subtrees",
+                    tests="tests/engine/test_engine.py -k whole_subtrees",
                 ),
             ],
         ),
         File(
             "mheads/engine/rows.py",
-            "tests/test_engine.py tests/test_tape.py -k 'with_priors or rows_pad or combine'",
+            "tests/engine/test_engine.py tests/engine/test_tape.py -k 'with_priors or rows_pad or combine'",
             [
                 Bug(
                     "filling rows keep their gradient",
@@ -310,127 +311,127 @@ AREAS: dict[str, list[File]] = {
                     "one row has statistics",
                     "if 2 <= count < total else None",
                     "if 1 <= count < total else None",
-                    tests="tests/test_engine.py -k fewer_than_two",
+                    tests="tests/engine/test_engine.py -k fewer_than_two",
                 ),
             ],
         ),
         File(
             "mheads/engine/tape.py",
-            "tests/test_tape.py",
+            "tests/engine/test_tape.py",
             [
                 Bug(
                     "masks of some of some rows are those of the first ones",
                     "rows=index if self.rows is None else self.rows[index]",
                     "rows=index",
-                    tests="tests/test_tape.py -k combine",
+                    tests="tests/engine/test_tape.py -k combine",
                 ),
                 Bug(
                     "batch statistics are computed twice",
                     "if share < RECOMPUTE_BELOW and not has_batch_statistics(stage)",
                     "if share < RECOMPUTE_BELOW",
-                    tests="tests/test_tape.py -k kind_of_tape",
+                    tests="tests/engine/test_tape.py -k kind_of_tape",
                 ),
                 Bug(
                     "a tape keeps its input",
                     "        x = self.input\n        del self.input\n",
                     "        x = self.input\n",
-                    tests="tests/test_engine.py -k frees",
+                    tests="tests/engine/test_engine.py -k frees",
                 ),
                 Bug(
                     "gradients come in the order of the layers",
                     "found.get(id(parameter)) for parameter in self.parameters",
                     "gradient for parameter, gradient in reversed(learned)",
-                    tests="tests/test_tape.py -k go_to_their",
+                    tests="tests/engine/test_tape.py -k go_to_their",
                 ),
             ],
         ),
         File(
             "mheads/engine/stages.py",
-            'tests/test_freeze.py tests/test_engine.py -k "autograd or threads"',
+            'tests/trees/test_freezing.py tests/engine/test_engine.py -k "autograd or threads"',
             [
                 Bug(
                     "no gradient goes through a frozen stage to one that learns",
                     "node.parent is not None and (self.wanted[node.parent] or learns[node.parent])",
                     "node.parent is not None and learns[node.parent]",
-                    tests="tests/test_engine.py -k through_a_frozen",
+                    tests="tests/engine/test_engine.py -k through_a_frozen",
                 ),
                 Bug(
                     "every root gets two threads",
                     "2 if len(roots) == 1 and node is roots[0] else 1",
                     "2 if node in roots else 1",
-                    tests="tests/test_engine.py -k two_threads",
+                    tests="tests/engine/test_engine.py -k two_threads",
                 ),
             ],
         ),
         File(
             "mheads/engine/threads.py",
-            "tests/test_engine.py -k 'evaluation or error'",
+            "tests/engine/test_engine.py -k 'evaluation or error'",
             [
                 Bug(
                     "an update returns before it is done",
                     "            self.workers.spawn((i,), update_stage, name, gradients)\n        self.workers.wait()",
                     "            self.workers.spawn((i,), update_stage, name, gradients)",
-                    tests="tests/test_engine.py -k 'equal_plain and nested'",
+                    tests="tests/engine/test_engine.py -k 'equal_plain and nested'",
                 ),
                 Bug(
                     "an evaluation that was left goes on",
                     "self.workers.wait()  # the caller may have stopped asking before the end",
                     "pass",
-                    tests="tests/test_engine.py -k is_left",
+                    tests="tests/engine/test_engine.py -k is_left",
                 ),
                 Bug(
                     "workers compute on all threads",
                     "        torch.get_num_threads()\n        torch.set_num_threads(1)\n        self._started.wait()",
                     "        self._started.wait()",
-                    tests="tests/test_engine.py -k intra_op",
+                    tests="tests/engine/test_engine.py -k intra_op",
                 ),
                 Bug(
                     "evaluation drops",
                     "        self.net.eval()\n",
                     "",
-                    tests="tests/test_engine.py -k evaluation_does_not",
+                    tests="tests/engine/test_engine.py -k evaluation_does_not",
                 ),
                 Bug(
                     "training after an evaluation stays in eval mode",
                     "        self.net.train()\n",
                     "",
-                    tests="tests/test_engine.py -k steps_after",
+                    tests="tests/engine/test_engine.py -k steps_after",
                 ),
                 Bug(
                     "what was queued after an error runs",
                     "self._drop_queue()  # queued tasks may depend on the one that failed",
                     "pass",
-                    tests="tests/test_engine.py -k was_queued",
+                    tests="tests/engine/test_engine.py -k was_queued",
                 ),
                 Bug(
                     "micro-batches are as large as a power of two allows",
                     "round(math.log2(batch_size / 80))",
                     "int(math.log2(batch_size / 80))",
-                    tests="tests/test_engine.py -k row_counts",
+                    tests="tests/engine/test_engine.py -k row_counts",
                 ),
                 Bug(
                     "accumulated batches are not cut apart",
                     "self.micro_batches = micro_batches * accumulate",
                     "self.micro_batches = micro_batches",
-                    tests="tests/test_engine.py -k accumulate",
+                    tests="tests/engine/test_engine.py -k accumulate",
                 ),
             ],
         ),
         File(
-            "mheads/engine/sliced.py",
-            "tests/test_tape.py",
+            "mheads/engine/row_backward.py",
+            "tests/engine/test_tape.py",
             [
                 Bug(
                     "ReLU overwrites what others need",
                     "y = x.relu_() if owned else x.relu()",
                     "y = x.relu_()",
-                    tests="tests/test_tape.py -k in_place",
+                    tests="tests/engine/test_tape.py -k in_place",
                 ),
                 Bug(
                     "what follows a flatten overwrites its input",
                     "GIVES_AWAY = (nn.Conv2d,",
                     "GIVES_AWAY = (nn.Flatten, nn.Conv2d,",
-                    tests="tests/test_tape.py -k in_place",
+                    tests="tests/engine/test_tape.py -k in_place",
                 ),
                 Bug(
                     "the adjoint of an even normalisation is that of the forward",
@@ -441,19 +442,19 @@ AREAS: dict[str, list[File]] = {
                     "pooling overwrites its input",
                     "best = windows[0].clone()",
                     "best = windows[0]",
-                    tests="tests/test_tape.py -k two_passes",
+                    tests="tests/engine/test_tape.py -k two_passes",
                 ),
                 Bug(
                     "the first layer is asked for its input gradient",
                     "d_x, of_layer = step(d_x, pick, bool(backwards) or input_gradient)",
                     "d_x, of_layer = step(d_x, pick, True)",
-                    tests="tests/test_tape.py -k 'known_layers_all'",
+                    tests="tests/engine/test_tape.py -k 'known_layers_all'",
                 ),
             ],
         ),
         File(
-            "mheads/dropout.py",
-            "tests/test_engine.py -k 'dropout or mask'",
+            "mheads/networks/dropout.py",
+            "tests/engine/test_engine.py -k 'dropout or mask'",
             [
                 Bug("masks are not scaled", ".mul_(1 / (1 - p))", ""),
                 Bug(
@@ -466,8 +467,8 @@ AREAS: dict[str, list[File]] = {
     ],
     "data": [
         File(
-            "mheads/data/sampling.py",
-            "tests/data/test_sampling.py",
+            "mheads/data/resampling.py",
+            "tests/data/test_resampling.py",
             [
                 Bug(
                     "every epoch has the same order",
@@ -501,8 +502,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/data/batch.py",
-            "tests/data/test_batch.py",
+            "mheads/data/batches.py",
+            "tests/data/test_batches.py",
             [
                 Bug(
                     "ties are broken alike in every step",
@@ -539,7 +540,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/data/augment.py",
+            "mheads/data/augmentation.py",
             "tests/data/test_arrays.py",
             [
                 Bug(
@@ -552,8 +553,8 @@ AREAS: dict[str, list[File]] = {
     ],
     "folders": [
         File(
-            "mheads/checkpoint.py",
-            "tests/test_checkpoint.py",
+            "mheads/runs/checkpoint.py",
+            "tests/runs/test_checkpoint.py",
             [
                 Bug(
                     "a checkpoint is never written again",
@@ -593,8 +594,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/manifest.py",
-            "tests/test_checkpoint.py",
+            "mheads/runs/manifest.py",
+            "tests/runs/test_checkpoint.py",
             [
                 Bug("the digest of the old file is dropped", "[*old, hashlib", "[hashlib"),
                 Bug(
@@ -612,8 +613,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/files.py",
-            "tests/test_checkpoint.py",
+            "mheads/common/atomic_files.py",
+            "tests/runs/test_checkpoint.py",
             [
                 Bug(
                     "files are written in place",
@@ -628,8 +629,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/run_files.py",
-            "tests/test_checkpoint.py",
+            "mheads/runs/files.py",
+            "tests/runs/test_checkpoint.py",
             [
                 Bug(
                     "the file is there before the manifest knows it",
@@ -639,8 +640,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/lock.py",
-            "tests/test_checkpoint.py",
+            "mheads/runs/lock.py",
+            "tests/runs/test_checkpoint.py",
             [
                 Bug(
                     "two processes train in one folder",
@@ -650,14 +651,14 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/run_folder.py",
-            "tests/test_checkpoint.py",
+            "mheads/runs/folder.py",
+            "tests/runs/test_checkpoint.py",
             [
                 Bug(
                     "a run that gets more iterations is finished",
                     'return sound and self.read_result()["iterations"] == total',
                     "return sound",
-                    tests='tests/test_resume.py -k "more_iterations or extended"',
+                    tests='tests/training/test_resume.py -k "more_iterations or extended"',
                 ),
                 Bug("a run goes on with other data", 'if there["data"] != data.fingerprint', "if False"),
                 Bug(
@@ -674,13 +675,13 @@ AREAS: dict[str, list[File]] = {
                     "a run cannot end at its checkpoint",
                     "steps[0] <= total or total in steps",
                     "steps[0] < total",
-                    tests='tests/test_runs.py -k "fewer_iterations"',
+                    tests='tests/runs/test_folder.py -k "fewer_iterations"',
                 ),
             ],
         ),
         File(
-            "mheads/facts.py",
-            "tests/test_checkpoint.py",
+            "mheads/runs/data_facts.py",
+            "tests/runs/test_checkpoint.py",
             [
                 Bug(
                     "colours are in the order of training by luck",
@@ -690,8 +691,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/standing.py",
-            "tests/test_resume.py -k schedule_goes",
+            "mheads/training/state.py",
+            "tests/training/test_resume.py -k schedule_goes",
             [
                 Bug("the rate of a checkpoint is forgotten", '"rate": optimizer.rate', '"rate": 0.0'),
                 Bug("the plateau starts anew where a run goes on", 'schedule.load_state(state["schedule"])', "pass"),
@@ -699,39 +700,39 @@ AREAS: dict[str, list[File]] = {
                     "what was owned since the last evaluation is forgotten",
                     'self.owned = arrays["owned"].copy()',
                     "pass",
-                    tests="tests/test_resume.py -k 'signal_saves and SIGTERM or cut_back'",
+                    tests="tests/training/test_resume.py -k 'signal_saves and SIGTERM or cut_back'",
                 ),
             ],
         ),
         File(
-            "mheads/train.py",
-            "tests/test_resume.py",
+            "mheads/training/loop.py",
+            "tests/training/test_resume.py",
             [
                 Bug(
                     "momentum is kept after pretraining",
                     "                    optimizer.forget()  #",
                     "                    pass  #",
-                    tests="tests/test_resume.py -k starts_without",
+                    tests="tests/training/test_resume.py -k starts_without",
                 ),
                 Bug(
                     "pretraining counts as iterations",
                     "iteration = state.step - config.pretrain",
                     "iteration = state.step",
-                    tests="tests/test_resume.py -k pretraining_is",
+                    tests="tests/training/test_resume.py -k pretraining_is",
                 ),
                 Bug(
                     "newer checkpoints stay where a run goes on from an older one",
                     "checkpoints.drop_after(state.step)",
                     "pass",
-                    tests="tests/test_resume.py -k 'all_checkpoints_are_damaged'",
+                    tests="tests/training/test_resume.py -k 'all_checkpoints_are_damaged'",
                 ),
             ],
         ),
     ],
     "optimizers": [
         File(
-            "mheads/optim.py",
-            "tests/test_optim.py",
+            "mheads/optim/optimizers.py",
+            "tests/optim/test_optimizers.py",
             [
                 Bug(
                     "load_state drops the rate",
@@ -755,13 +756,13 @@ AREAS: dict[str, list[File]] = {
                     "gradients are not clipped",
                     "gradient if self.scale == 1.0 else gradient * self.scale",
                     "gradient",
-                    tests="tests/test_caffe_train.py -k clipped",
+                    tests="tests/caffe/test_train.py -k clipped",
                 ),
                 Bug(
                     "decay by sign is decay",
                     'group["l1"] * parameter.sign()',
                     'group["l1"] * parameter',
-                    tests="tests/test_caffe_train.py -k every_solver",
+                    tests="tests/caffe/test_train.py -k every_solver",
                 ),
                 Bug(
                     "a weight that two layers share is stepped twice",
@@ -796,8 +797,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/adaptive.py",
-            "tests/test_caffe_train.py -k every_solver",
+            "mheads/optim/caffe_optimizers.py",
+            "tests/caffe/test_train.py -k every_solver",
             [
                 Bug(
                     "Adam does not correct its mean",
@@ -822,8 +823,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/diagnostics.py",
-            "tests/test_diagnostics.py",
+            "mheads/engine/diagnostics.py",
+            "tests/engine/test_diagnostics.py",
             [
                 Bug(
                     "small gradients are scaled up to the limit",
@@ -840,8 +841,8 @@ AREAS: dict[str, list[File]] = {
     ],
     "metrics": [
         File(
-            "mheads/metrics.py",
-            "tests/test_metrics.py",
+            "mheads/problems/metrics.py",
+            "tests/problems/test_metrics.py",
             [
                 Bug(
                     "bins are closed below",
@@ -888,19 +889,19 @@ AREAS: dict[str, list[File]] = {
                     "the answer of members trained on scores is that of probabilities",
                     "together, their_losses = [score.softmax(-1)]",
                     "together, their_losses = [mean_members(probabilities)]",
-                    tests="tests/test_targets.py -k mean_of_their_scores",
+                    tests="tests/problems/test_other_targets.py -k mean_of_their_scores",
                 ),
                 Bug(
                     "weights of the scored answer are those of the first member",
                     "values * weights.to(values.dtype)",
                     "values * weights[:1].to(values.dtype)",
-                    tests='tests/test_scored.py -k "scored_answer or weights"',
+                    tests='tests/losses/test_scored.py -k "scored_answer or weights"',
                 ),
             ],
         ),
         File(
-            "mheads/scores.py",
-            'tests/test_scored.py -k "weights or scored_answer"',
+            "mheads/trees/member_scores.py",
+            'tests/losses/test_scored.py -k "weights or scored_answer"',
             [
                 Bug(
                     "scores are compared without their sigmoids",
@@ -911,7 +912,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/problems/regression.py",
-            'tests/test_targets.py tests/test_regression.py -k "numpy or scikit or cut_of or meaning"',
+            'tests/problems/test_other_targets.py tests/problems/test_regression.py -k "numpy or scikit or cut_of or meaning"',
             [
                 Bug(
                     "variances are counted from the first example of each batch",
@@ -922,7 +923,7 @@ AREAS: dict[str, list[File]] = {
                     "who answers with NaN comes closest",
                     "best, owner = squares[:m].nan_to_num(nan=math.inf).min(0)",
                     "best, owner = squares[:m].min(0)",
-                    tests="tests/test_targets.py -k never_comes_closest",
+                    tests="tests/problems/test_other_targets.py -k never_comes_closest",
                 ),
                 Bug(
                     "the Oracle may be the mean of the members",
@@ -938,7 +939,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/problems/multilabel.py",
-            'tests/test_targets.py -k "scikit or nobody or cut_of"',
+            'tests/problems/test_other_targets.py -k "scikit or nobody or cut_of"',
             [
                 Bug(
                     "equal scores are ranked by their place",
@@ -954,7 +955,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/problems/segmentation.py",
-            'tests/test_targets.py -k "scikit or pixel or cut_of"',
+            'tests/problems/test_other_targets.py -k "scikit or pixel or cut_of"',
             [
                 Bug(
                     "pixels that do not count do",
@@ -975,7 +976,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/problems/average_precision.py",
-            "tests/test_average_precision.py",
+            "tests/problems/test_average_precision.py",
             [
                 Bug("an overlap of exactly half is wrong", "shared.max(1) < OVERLAP", "shared.max(1) <= OVERLAP"),
                 Bug(
@@ -991,7 +992,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/problems/member_losses.py",
-            'tests/test_member_losses.py tests/test_confident.py tests/test_targets.py -k "numpy or pixels or scikit"',
+            'tests/problems/test_member_losses.py tests/losses/test_confident.py tests/problems/test_other_targets.py -k "numpy or pixels or scikit"',
             [
                 Bug(
                     "the mean is over pixels that do not count, too",
@@ -1002,13 +1003,13 @@ AREAS: dict[str, list[File]] = {
                     "background has a box",
                     "box_weight * far * (classes > 0)",
                     "box_weight * far",
-                    tests='tests/test_detection.py -k "smooth_l1 or autograd"',
+                    tests='tests/api/test_detection.py -k "smooth_l1 or autograd"',
                 ),
             ],
         ),
         File(
-            "mheads/measuring.py",
-            "tests/test_scored.py -k 'every_file or predict_and'",
+            "mheads/engine/measure.py",
+            "tests/losses/test_scored.py -k 'every_file or predict_and'",
             [
                 Bug(
                     "scores are not measured",
@@ -1019,7 +1020,7 @@ AREAS: dict[str, list[File]] = {
                     "models stay in eval mode",
                     "            m.training = mode",
                     "            m.training = m.training",
-                    tests="tests/test_api.py -k mode",
+                    tests="tests/api/test_fit.py -k mode",
                 ),
             ],
         ),
@@ -1105,7 +1106,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/distributed/reading.py",
-            "tests/distributed/test_peers.py tests/data/test_batch.py",
+            "tests/distributed/test_peers.py tests/data/test_batches.py",
             [
                 Bug(
                     "the lead keeps the keys that break ties for itself",
@@ -1178,7 +1179,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/watch.py",
+            "mheads/distributed/lost_ranks.py",
             "tests/distributed/test_world.py -k 'beat or fault or all_is_done'",
             [
                 Bug(
@@ -1228,7 +1229,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/distributed/written.py",
-            'tests/distributed/test_caffe.py -k "another_graph_runs and root"',
+            'tests/distributed/test_caffe_on_ranks.py -k "another_graph_runs and root"',
             [
                 Bug("dropout elsewhere is not counted", "skip_mask()  # masks are numbered as in one process", "pass"),
                 Bug(
@@ -1240,8 +1241,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/launch.py",
-            'tests/distributed/test_launch.py -k "not torchrun_hands and not old_name"',
+            "mheads/distributed/launcher.py",
+            'tests/distributed/test_launcher.py -k "not torchrun_hands and not old_name"',
             [
                 Bug(
                     "a batch script is a step of srun",

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from mheads.caffe.graph import BROADCAST, DATA, GATHER, is_data
-from mheads.caffe.layers import losses, mixing, plain, pooling, weighted
-from mheads.caffe.layers.made import Detach, Made, Shape, fixed_bottoms
-from mheads.caffe.text import Layer
+from mheads.caffe.layers import activations, losses, mixing, pooling
+from mheads.caffe.layers import convolution as weighted
+from mheads.caffe.layers.maker import Detach, Made, Shape, fixed_bottoms
+from mheads.caffe.prototxt import Layer
+from mheads.caffe.wiring import BROADCAST, DATA, GATHER, is_data
 
 MANY = 1_000_000
 
@@ -37,17 +38,17 @@ KINDS: dict[str, Kind] = {
     "Bias": Kind(weighted.bias, (1, 2)),
     "Pooling": Kind(pooling.pooling),
     "LRN": Kind(pooling.lrn),
-    "ReLU": Kind(plain.relu),
-    "ELU": Kind(plain.elu),
-    "Sigmoid": Kind(plain.sigmoid),
-    "TanH": Kind(plain.tanh),
-    "AbsVal": Kind(plain.absolute),
-    "BNLL": Kind(plain.bnll),
-    "Power": Kind(plain.power),
-    "Exp": Kind(plain.exponential),
-    "Log": Kind(plain.logarithm),
-    "Dropout": Kind(plain.dropout),
-    "Softmax": Kind(plain.softmax),
+    "ReLU": Kind(activations.relu),
+    "ELU": Kind(activations.elu),
+    "Sigmoid": Kind(activations.sigmoid),
+    "TanH": Kind(activations.tanh),
+    "AbsVal": Kind(activations.absolute),
+    "BNLL": Kind(activations.bnll),
+    "Power": Kind(activations.power),
+    "Exp": Kind(activations.exponential),
+    "Log": Kind(activations.logarithm),
+    "Dropout": Kind(activations.dropout),
+    "Softmax": Kind(activations.softmax),
     "Flatten": Kind(mixing.flatten),
     "Reshape": Kind(mixing.reshape),
     "ArgMax": Kind(mixing.argmax),

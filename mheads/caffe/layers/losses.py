@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mheads.caffe.layers.made import Made, Shape, axis_of
-from mheads.caffe.text import Layer
+from mheads.caffe.layers.maker import Made, Shape, axis_of
+from mheads.caffe.prototxt import Layer
 
 FULL, VALID, BATCH_SIZE, NONE = range(4)
 TINY = 1e-20  # below which MultinomialLogisticLoss takes no logarithm

@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from mheads.caffe.layers.made import Made, Shape, axis_of
-from mheads.caffe.text import Layer
+from mheads.caffe.layers.maker import Made, Shape, axis_of
+from mheads.caffe.prototxt import Layer
 
 PROD, SUM, MAX = range(3)
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mheads.caffe.layers.made import Made, Shape, per_axis
-from mheads.caffe.schema import message
-from mheads.caffe.text import Layer
+from mheads.caffe.layers.maker import Made, Shape, per_axis
+from mheads.caffe.message_schema import message
+from mheads.caffe.prototxt import Layer
 
 MAX, AVE, STOCHASTIC = range(3)
 

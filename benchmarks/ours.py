@@ -1,0 +1,93 @@
+"""Our engine on the tasks that are timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks import peers
+from benchmarks.remote import RemotePeers
+from mheads.config.schema import OptimOptions
+from mheads.data.batches import Batch
+from mheads.data.preprocessing import Preprocess
+from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
+from mheads.losses import Loss
+from mheads.networks import NETWORKS
+from mheads.optim.optimizers import Optimizer
+from mheads.trees.treenet import TreeNet
+
+SHAPE, BATCH, MEMBERS = (3, 32, 32), 350, 4
+
+
+def network() -> torch.nn.Module:
+    return NETWORKS["cifar10_quick"]()
+
+
+def tiny() -> torch.nn.Module:
+    """A network whose arithmetic takes no time: 3,072 numbers, 8 of which go on."""
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10))
+
+
+class Ours:
+    """Our engine on the same task as the peers: raw pixels in, updated weights out."""
+
+    def __init__(
+        self,
+        tree: Any,
+        loss: Loss,
+        workers: int | None = None,
+        rows: int = BATCH,
+        micro_batches: int | None = None,
+        factory: Callable[[], torch.nn.Module] = network,
+    ) -> None:
+        self.net = TreeNet(factory, tree=tree)
+        self.loss = loss
+        self.batch = pixels(rows, self.net.num_members)
+        parts = micro_batches or auto_micro_batches(rows, self.net)
+        self.engine = ThreadsEngine(self.net, workers or available_cores(), parts, seed=0)
+        self.optimizer = optimizer(self.net)
+        self.count = 0
+
+    def step(self) -> None:
+        self.engine.step(self.count, self.batch, self.loss)
+        self.engine.update(self.optimizer.update)
+        self.count += 1
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def weights(self) -> peers.Weights:
+        return [dict(self.net.member(m).named_parameters()) for m in range(self.net.num_members)]
+
+
+def optimizer(net: TreeNet) -> Optimizer:
+    """An optimizer like that of the peers."""
+    found = Optimizer(net, OptimOptions(lr=peers.RATE, momentum=peers.MOMENTUM, weight_decay=peers.DECAY))
+    found.set_rate(peers.RATE)
+    return found
+
+
+def pixels(rows: int, members: int) -> Batch:
+    """A batch as the data gives it: uint8 images, smooth with some noise as photos are, and a mean image to subtract.
+
+    Without the noise, flat regions make ties in max pooling, which may rightly be broken in other ways.
+    """
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(rows, 3, 8, 8, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, size=SHAPE[1:], mode="bilinear")
+    images = (215 * smooth + 40 * torch.rand(smooth.shape, generator=generator)).byte()
+    targets = torch.randint(10, (rows,), generator=generator)
+    ties = torch.rand(members, rows, generator=generator)
+    return Batch(images.permute(0, 2, 3, 1).contiguous(), targets, Preprocess(mean=torch.full(SHAPE, 120.0)), ties=ties)
+
+
+@contextmanager
+def running(*sides: Ours | RemotePeers) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for side in sides:
+            side.close()

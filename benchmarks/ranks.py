@@ -1,0 +1,205 @@
+"""Two ranks in processes of their own, which step only when told to, so that they can take turns with others."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from mheads import losses
+from mheads.data.batches import Batch
+from mheads.data.preprocessing import Preprocess
+from mheads.distributed.launcher import Launch
+from mheads.distributed.placement import Placement
+from mheads.distributed.planning.job import Job
+from mheads.distributed.planning.loads import StageLoad, measured_loads
+from mheads.distributed.planning.search import Edge
+from mheads.engine.training_step import cuts
+from mheads.networks import INPUT_SHAPES, NETWORKS
+from mheads.trees.tree_spec import Tree, parse
+from mheads.trees.treenet import TreeNet, describe
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step: M networks that share the layers up to a split, on a batch in micro-batches."""
+
+    model: str
+    split: str
+    members: int
+    rows: int
+    micro_batches: int
+
+    @cached_property
+    def tree(self) -> Tree:
+        with torch.device("meta"):  # without weights
+            layers = describe(NETWORKS[self.model]())
+        return parse({self.split: self.members}, layers, self.members, self.model)
+
+    @property
+    def job(self) -> Job:
+        return Job(self.tree, self.rows, self.micro_batches, separable=True)
+
+    def batch(self) -> Batch:
+        generator = torch.Generator().manual_seed(0)
+        channels, height, width = shape = INPUT_SHAPES[self.model]
+        images = torch.randint(256, (self.rows, height, width, channels), generator=generator, dtype=torch.uint8)
+        targets = torch.randint(10, (self.rows,), generator=generator)
+        return Batch(images, targets, Preprocess(mean=torch.full(shape, 127.5)))
+
+    def loads(self) -> dict[str, StageLoad]:
+        """What the stages take on this machine, as `mheads plan` measures them."""
+        net = TreeNet(NETWORKS[self.model], tree={self.split: self.members}, only=())
+        return measured_loads(self.job, net, torch.zeros(1, *INPUT_SHAPES[self.model]))
+
+
+class RemoteRanks:
+    """The ranks, reached by pipes. `bandwidth` is what they measured between them, in bytes per second."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        job = uuid.uuid4().hex
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(RANKS):
+            pipe, other = context.Pipe()
+            launch = Launch("env", rank, RANKS, rank, one_host=True, job=job)
+            self._processes.append(context.Process(target=_serve, args=(other, launch), daemon=True))
+            self._processes[-1].start()
+            other.close()
+            self._pipes.append(pipe)
+        self.bandwidth: float = self._answers()[0]
+
+    def build(self, case: Case, placement: Placement, update: bool = False) -> None:
+        """Sets what the ranks step from now on; with `update`, a step includes the optimizer's."""
+        self._call("build", case, placement, update)
+
+    def step(self, payload: bool = True) -> float:
+        """Seconds of a step, from when the first rank begins to when the last one is done."""
+        spans = self._call("step", payload)
+        return max(end for _, end in spans) - min(began for began, _ in spans)
+
+    def latency(self, case: Case, turns: int = 20) -> float:
+        """Seconds that an almost empty message takes: half of there and back."""
+        edge = Edge("", 0, 1, case.rows, case.rows)
+        return min(self.transfer(edge, case) for _ in range(turns)) / (2 * case.micro_batches)
+
+    def transfer(self, edge: Edge, case: Case) -> float:
+        """Seconds to move what a step moves over an edge, micro-batch by micro-batch, there and back,
+        while nothing is computed."""
+        return self._call("transfer", edge, case)[edge.source]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            with suppress(OSError):  # a rank that failed has gone
+                pipe.send(None)
+        for process in self._processes:
+            process.join(30)
+            process.kill()
+
+    def _call(self, name: str, *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((name, *args))
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers = [pipe.recv() for pipe in self._pipes]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+
+def _serve(pipe: Connection, launch: Launch) -> None:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    torch.set_num_threads(1)
+    from mheads.distributed.world import World
+
+    world = World(launch)
+    world.watch.timeout = 3600.0  # others are timed between two steps: a long wait is not a fault
+    served = _Rank(world)
+    pipe.send(world.bandwidth())
+    with suppress(EOFError, BrokenPipeError):  # the process that measured has gone
+        while (command := pipe.recv()) is not None:
+            name, *args = command
+            try:
+                answer = getattr(served, name)(*args)
+            except Exception as error:
+                world.abort(error)  # or the other rank would wait for this one, and nobody would hear why
+                answer = RuntimeError(f"rank {launch.rank}: {type(error).__name__}: {error}")
+            pipe.send(answer)
+    served.close()
+    world.close()
+
+
+class _Rank:
+    """One rank, in its process."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.engine: Any = None
+        self.count = 0
+        self.transfers = 0
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.world.courier.close()
+            self.world.courier = None  # closed, so the world need not close it
+            self.engine = None
+
+    def build(self, case: Case, placement: Placement, update: bool) -> None:
+        from benchmarks.ours import optimizer
+        from mheads.distributed.ranks import RanksEngine
+
+        self.close()
+        owned = placement.owned(self.world.rank)
+        net = TreeNet(NETWORKS[case.model], tree={case.split: case.members}, only=owned)
+        cpu = torch.device("cpu")
+        self.engine = RanksEngine(net, 1, case.micro_batches, 0, cpu, self.world, placement)
+        self.batch, self.loss = case.batch(), losses.independent()
+        self.optimizer = optimizer(net) if update else None
+
+    def step(self, payload: bool) -> tuple[float, float]:
+        self.engine.courier.payload = payload
+        began = time.monotonic()  # one clock for all processes of a machine
+        self.engine.step(self.count, self.batch, self.loss)
+        if self.optimizer is not None:
+            self.engine.update(self.optimizer.update)
+        ended = time.monotonic()
+        self.count += 1
+        return began, ended
+
+    def transfer(self, edge: Edge, case: Case) -> float:
+        courier = self.engine.courier
+        courier.payload = True
+        self.transfers += 1
+        channel, arrived = f"transfer {self.transfers}", threading.Semaphore(0)
+        courier.listen(channel, lambda key, value: arrived.release())
+        floats, messages = edge.forward // case.rows, edge.backward // edge.forward
+        values = [torch.ones(stop - start, floats) for start, stop in cuts(case.rows, case.micro_batches)]
+        began = 0.0
+        for value in (None, *values):  # the first only shows that the other rank is there
+            if self.world.rank == edge.source:
+                courier.send(edge.target, [channel], value)
+                for _ in range(messages):
+                    arrived.acquire()
+            else:
+                arrived.acquire()
+                for _ in range(messages):
+                    courier.send(edge.source, [channel], value)
+            began = began or time.monotonic()
+        seconds = time.monotonic() - began
+        courier.forget(channel)
+        return seconds

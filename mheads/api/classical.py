@@ -1,0 +1,279 @@
+"""Classical Multiple Choice Learning: rounds of ordinary runs, in which each member trains on examples of its own.
+
+The first examples of each member are a cluster of the inputs. After each round every training example goes to the
+member with the lowest loss on it, and the next round starts from the weights of the one before. A folder holds
+
+    classical.json           a line of figures for each round
+    round0.npz, round0/      the priors that a round trains on, and its run; then round1.npz, round1/, ...
+
+Everything follows from the config and is written whole or not at all: the same command goes on where it was killed.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mheads.common import atomic_files, seeds
+from mheads.common.errors import UserError
+from mheads.common.progress import Watcher
+from mheads.common.safe_yaml import sealed, unsealed
+from mheads.common.signals import handling
+from mheads.config import schema as configs
+from mheads.config.schema import Config, Sampling
+from mheads.data import Data, read_priors
+from mheads.data.batches import evaluation_batches
+from mheads.data.clusters import input_distances
+from mheads.engine.measure import EVALUATION_ROWS
+from mheads.losses.mcl import assign
+from mheads.problems.baselines import top
+from mheads.runs.folder import RunFolder
+from mheads.training import build as parts
+from mheads.training import experiment as experiments
+from mheads.training.experiment import Experiment
+from mheads.training.init_weights import donor_digest
+from mheads.training.loop import stop_at_once, train
+
+ROUNDS, TOLERANCE = 10, 0.001
+SUMMARY = "classical.json"
+Watching = Callable[[str], Watcher]  # who watches, by what it is called
+
+
+def train_rounds(
+    config: Config,
+    folder: Path,
+    watching: Watching,
+    rounds: int = ROUNDS,
+    tolerance: float = TOLERANCE,
+) -> dict[str, Any]:
+    """Trains until fewer than a share `tolerance` of the examples change their member, or for so many rounds.
+
+    Returns what classical.json holds. A folder that has it goes on from there.
+    """
+    _check(config)
+    known = read_rounds(folder, config)
+    if not known and not RunFolder(folder / "round0").exists():
+        atomic_files.remove(folder / "round0.npz")  # perhaps of another config
+    with handling(stop_at_once, (signal.SIGTERM,)):  # nothing is lost between runs
+        data = parts.load_data(config)
+        num_examples = len(data.train)
+        if num_examples < config.members:
+            raise UserError(f"{data.name} has {num_examples} training examples for {config.members} members: too few")
+        if data.train.beside(np.arange(1), None).counts is not None:
+            raise UserError(f"{data.name} has examples of several rows each: these cannot go to one member or another")
+        watching("start").say(f"rounds in {folder}")
+        first = folder / "round0.npz"
+        if not first.exists():
+            watching("start").say(f"clustering {num_examples:,} inputs by k-means")
+            owners = _begin(config, data)
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder, config, [])
+            _write_owners(first, owners, config.members)
+        found: list[dict[str, Any]] = []
+        for number in range(rounds):
+            watch = watching(f"round {number}")
+            here = _of_round(config, folder, number)
+            experiment = experiments.build(here, data)
+            run = RunFolder(folder / f"round{number}")
+            result = train(experiment, run, watch)
+            following = folder / f"round{number + 1}.npz"
+            if number < len(known) and following.exists():
+                entry = known[number]
+            else:
+                run.load_weights(experiment.net, watch.warn, final=True)
+                entry = _reassign(experiment, folder, number, result, watch)
+                _write(folder, config, [*found, entry])
+            found.append(entry)
+            watch.say(_line(entry, num_examples))
+            if is_stable(entry, tolerance):
+                break
+    return _summary(config, found)
+
+
+def is_stable(entry: dict[str, Any], tolerance: float = TOLERANCE) -> bool:
+    """Whether so few examples changed their member after this round that it was the last."""
+    return entry["changed"] == 0 or entry["changed"] < tolerance * sum(entry["examples"])
+
+
+def share_out(losses: Tensor, ties: Tensor, least: int) -> Tensor:
+    """The member of each example, int64 [N]: the one of the lowest loss [M, N]; equal losses are ordered by `ties`.
+
+    A member that would have fewer than `least` examples also takes those on which the lowest loss is largest, from
+    members that have more than that.
+    """
+    owners = assign(losses, 1, ties=ties).argmax(0)
+    counts = owners.bincount(minlength=len(losses)).tolist()
+    hardest = iter(losses.min(0).values.argsort(descending=True, stable=True).tolist())
+    for m in range(len(losses)):
+        while counts[m] < least:
+            i = next(hardest)
+            if counts[owners[i]] > least:
+                counts[owners[i]] -= 1
+                counts[m] += 1
+                owners[i] = m
+    return owners
+
+
+def _check(config: Config) -> None:
+    """Refuses what has no meaning here, since each member trains by itself on examples of its own."""
+    for key, value, wanted in (
+        ("loss.name", config.loss.name, "independent"),
+        ("sampling.name", config.sampling.name, "full"),
+        ("pretrain", config.pretrain, 0),
+    ):
+        if value != wanted:
+            raise UserError(
+                f"{key} = {value}: in classical MCL each member trains by itself on the examples that it was given; "
+                f"leave {key} at {wanted}"
+                + (", and start from a trained run with init=RUN" if key == "pretrain" else "")
+            )
+    if config.members < 2:
+        raise UserError("members = 1: there is nothing to choose from; give 2 members or more")
+
+
+def _of_round(config: Config, folder: Path, number: int) -> Config:
+    """The config of a round: an ordinary run on priors from a file, from the weights of the round before."""
+    folder = folder.absolute()
+    update: dict[str, Any] = {"sampling": Sampling(name="file", path=folder / f"round{number}.npz")}
+    if number:
+        update |= {"init": str(folder / f"round{number - 1}"), "init_map": {}, "init_members": None}
+        update["seed"] = seeds.derive(config.seed, "round", number) % 2**31  # another order of the examples
+    return config.model_copy(update=update)
+
+
+# Who gets which example.
+
+
+def _begin(config: Config, data: Data) -> Tensor:
+    """The first assignment. What does not fit together is refused here, before anything is written."""
+    net, loss = parts.build_net(config), parts.build_loss(config)
+    distances = input_distances(data.train, data.preprocess, config.members, config.seed)
+    owners = share_out(distances, _ties(config, -1, distances), _least(config, distances.shape[1]))
+    given = config.model_copy(update={"sampling": Sampling(name="array")})
+    experiments.assemble(given, net, loss, data, given=_one_hot(owners, config.members))
+    return owners
+
+
+def _reassign(
+    experiment: Experiment, folder: Path, number: int, result: dict[str, Any], watch: Watcher
+) -> dict[str, Any]:
+    """Writes the priors of the next round, and returns what there is to say of this one."""
+    config = experiment.config
+    before = torch.from_numpy(read_priors(folder / f"round{number}.npz").argmax(0))
+    losses = train_losses(experiment, watch)
+    after = share_out(losses, _ties(config, number, losses), _least(config, len(before)))
+    _write_owners(folder / f"round{number + 1}.npz", after, len(losses))
+    return {
+        "round": number,
+        **{key: result[key] for key in ("problem", "split", "members", "single", "ensemble_mean", "oracle")},
+        "top_m": top(result, config.members),
+        "examples": before.bincount(minlength=len(losses)).tolist(),
+        "objective": losses.double().min(0).values.sum().item(),
+        "changed": int((before != after).sum()),
+        "iterations": result["iterations"],
+        "seconds": result["seconds"],
+    }
+
+
+def train_losses(experiment: Experiment, watch: Watcher) -> Tensor:
+    """The losses [M, N] of all members on all training examples, which are read without chance."""
+    data, found = experiment.data, []
+    readers = evaluation_batches(data.train, data.preprocess, EVALUATION_ROWS)
+    with closing(experiment.engine()) as engine, watch.evaluating(len(data.train)) as advance:
+        for outputs, targets in engine.outputs(readers):
+            with torch.no_grad():
+                found.append(experiment.loss(outputs, targets).losses.cpu())
+            advance(found[-1].shape[1])
+    losses = torch.cat(found, 1)
+    if not losses.isfinite().all():
+        raise UserError("losses on the training examples became infinite or NaN: try a lower optim.lr")
+    return losses
+
+
+def _ties(config: Config, number: int, losses: Tensor) -> Tensor:
+    return torch.rand(losses.shape, generator=seeds.generator(config.seed, "reassign", number))
+
+
+def _least(config: Config, num_examples: int) -> int:
+    """How many examples a member keeps, so that on average one of every batch is its own.
+
+    Priors have mean 1: the fewer examples a member has, the more each weighs. With this many, none weighs more than a
+    whole batch, and the rate stays a rate.
+    """
+    rows = config.optim.batch_size * config.optim.accumulate
+    return max(1, min(math.ceil(num_examples / rows), num_examples // config.members))
+
+
+# The folder.
+
+
+def _one_hot(owners: Tensor, members: int) -> np.ndarray:
+    return (owners == torch.arange(members)[:, None]).numpy()
+
+
+def _write_owners(path: Path, owners: Tensor, members: int) -> None:
+    priors = _one_hot(owners, members)
+    atomic_files.write_atomically(path, lambda file: np.savez_compressed(file, priors=priors))
+
+
+def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
+    """The rounds that classical.json holds; refuses a folder of anything else."""
+    path = folder / SUMMARY
+    if not path.exists():
+        begun = (atomic_files.hidden_name(path).name,)
+        if folder.exists() and not (folder.is_dir() and all(entry.name in begun for entry in folder.iterdir())):
+            raise UserError(f"{folder} is not empty and has no {SUMMARY}: give another --folder")
+        return []
+    try:
+        there = unsealed(atomic_files.read(path))
+        known, old = list(there["rounds"]), dict(there["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): bring it back, or give another --folder") from error
+    new, default = configs.flatten(config), configs.flatten(Config())
+    lines = [
+        f"  {k}: {old.get(k, default[k])!r} in the folder, {new[k]!r} now"
+        for k in new
+        if not configs.same(k, old.get(k, default[k]), new[k]) and _decides(k, config)
+        if k != "init" or not _same_start(folder, config)
+    ]
+    if lines and not RunFolder(folder / "round0").exists():  # it failed before there was anything to keep
+        return []
+    if lines:
+        raise UserError("\n".join([f"{folder} holds rounds of another config:", *lines, "give another --folder"]))
+    return known
+
+
+def _same_start(folder: Path, config: Config) -> bool:
+    """Whether the first round started from the very weights that `init` names, wherever they lay then."""
+    run, init = RunFolder(folder / "round0"), Path(config.init)
+    if not run.exists() or not init.exists():
+        return False
+    return run.read_identity().get("start") == donor_digest(config.init)
+
+
+def _summary(config: Config, found: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"config": {k: v for k, v in configs.flatten(config).items() if _decides(k, config)}, "rounds": found}
+
+
+def _write(folder: Path, config: Config, found: list[dict[str, Any]]) -> None:
+    atomic_files.write_atomically(folder / SUMMARY, sealed(_summary(config, found), indent=1))
+
+
+def _decides(key: str, config: Config) -> bool:
+    # More iterations would change the weights that later rounds have started from.
+    return key == "optim.iterations" or not configs.is_free(key, config)
+
+
+def _line(entry: dict[str, Any], num_examples: int) -> str:
+    return (
+        f"round {entry['round']}: objective {entry['objective']:,.6g}; {entry['changed']:,} of {num_examples:,} "
+        "examples change their member"
+    )

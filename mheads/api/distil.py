@@ -1,0 +1,162 @@
+"""One network from many: what a run answers to the training examples is what another network learns.
+
+    runs/small.npz, runs/small/      the answers, and the run of the network that learned them
+
+The run is an ordinary one with `teacher.answers`: the same command goes on where it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mheads.common import atomic_files
+from mheads.common.errors import UserError
+from mheads.common.progress import Watcher, telling
+from mheads.config import schema as configs
+from mheads.config.schema import Config
+from mheads.data import Data
+from mheads.data.catalog import DATASETS
+from mheads.data.sample_weights import read_array
+from mheads.distributed.launcher import detect
+from mheads.engine.measure import answers
+from mheads.problems import Classification
+from mheads.runs.data_facts import DataFacts
+from mheads.runs.folder import FORCE, RunFolder
+from mheads.runs.record import titles
+from mheads.training import build
+from mheads.training.experiment import assemble
+from mheads.training.loop import train_config
+
+# One network from fresh weights; all else is as it was for the members.
+ONE = (
+    *("members=1", "split=null", "init=random", "init_map={}", "init_members=null", "freeze=[]", "sampling=full"),
+    *("loss=independent", "teacher={answers: null}", "pretrain=0", "placement=default"),
+)
+
+
+def distil(
+    path: Path, overrides: Sequence[str], folder: Path, watch: Watcher, trust: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Trains a network in `folder` on what the run at `path` answers; returns both results by their titles.
+
+    The config is that of the run for one member, with the overrides. If these change the data, the results are not of
+    the same examples, and that of the run is left out.
+    """
+    teacher = RunFolder(path)
+    config = _config(teacher, overrides, folder)
+    launch = detect()
+    if launch is not None and launch.size > 1:
+        raise UserError(
+            f"distil asks the run in one process, but {launch.launcher} started {launch.size}: start it alone, stop it "
+            f"after its first steps, and go on with mheads train {folder / 'config.yaml'} -f {folder}"
+        )
+    net = build.net_of_run(teacher, teacher.read_config(), watch.warn, trust=trust)
+    teacher.load_weights(net, watch.warn, final=True)
+    with telling(watch):
+        data = build.load_data(config)
+    facts = teacher.read_data()
+    _check(facts, data, path)
+    there = teacher.read_config().model_copy(update={"device": config.device, "engine": config.engine})
+    file = config.teacher.answers
+    assert isinstance(file, Path)
+    run = RunFolder(folder)
+    if run.exists() and not file.exists():
+        raise UserError(f"{folder} holds a run that has no {file.name} beside it: give another --folder")
+    run.refuse_other_content()
+    _try(config, data)
+    marks = {"weights": atomic_files.digest(teacher.model), "data": data.fingerprint}
+    if not _is_there(file, marks, path):
+        with atomic_files.saving(file):  # before the run is asked, which takes time
+            file.parent.mkdir(parents=True, exist_ok=True)
+        found = []
+        examples = data.train.fixed()  # type: ignore[attr-defined]  # it is a source
+        with closing(build.threads_engine(there, net)) as engine:
+            watch.say(f"asking {path} about {len(examples):,} training examples")
+            for one, weights, _ in answers(engine, examples, facts.inputs, facts.problem, watch):
+                found.append(facts.problem.mean(one.double(), weights).float().cpu())
+        arrays = {"answers": torch.cat(found).numpy(), **{key: np.array(mark) for key, mark in marks.items()}}
+        atomic_files.write_atomically(file, lambda stream: np.savez(stream, **arrays))  # type: ignore[arg-type]
+    try:
+        result = train_config(config, run, watch)
+    except UserError as error:
+        error.args = (str(error).replace(FORCE, ""),)  # which this command does not have
+        raise
+    same = config.data == there.data
+    before, after = titles([path, folder])
+    return {**({before: teacher.read_result()} if same else {}), after: result}
+
+
+def _try(config: Config, data: Data) -> None:
+    """Refuses what does not fit together, before the run is asked: that takes time, and writes a file."""
+    answers = np.full((len(data.train), len(data.problem.groups)), 1 / len(data.problem.groups), np.float32)
+    here = config.model_copy(update={"teacher": config.teacher.model_copy(update={"answers": "array"})})
+    assemble(here, build.build_net(here), build.build_loss(here), data, answers=answers)
+
+
+def _config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Config:
+    teacher.require()
+    there = teacher.read_config()
+    keys = {key for override in overrides for key in configs.keys_of(override)}
+    if "teacher.answers" in keys:
+        raise UserError(
+            f"teacher.answers is what {teacher.path} answers: leave it out, or train with a file of yours, "
+            "mheads train RECIPE teacher.answers=FILE"
+        )
+    config = configs.read(
+        teacher.config,
+        [
+            *ONE,
+            *(["model_args={}"] if "model" in keys else []),  # they were those of the other network
+            *overrides,
+            f"teacher.answers={json.dumps(f'{folder.absolute()}.npz')}",
+        ],
+    )
+    if config.data.name not in DATASETS:
+        raise UserError(
+            f"{teacher.path} was trained from Python on arrays, and does not keep them: there, "
+            "fit(net, train=(x, y), teacher=mheads.load(run).answer(x)) does the same; or give data, data.name=npz "
+            "data.path=..."
+        )
+    if config.data.normalize == "init" and there.data.normalize == "init":
+        raise UserError(
+            "data.normalize=init is as in the run that training starts from, and this starts from none: give "
+            "data.normalize=mean_image or another"
+        )
+    return config
+
+
+def _check(facts: DataFacts, data: Data, path: Path) -> None:
+    """Refuses data that the run has no answers for."""
+    if not isinstance(facts.problem, Classification) or not isinstance(data.problem, Classification):
+        other = facts.problem if not isinstance(facts.problem, Classification) else data.problem
+        raise UserError(
+            f"{path}: probabilities of classes can be learned from a run, and this is {other.name}; in Python, "
+            "fit(net, train=(x, run.answer(x))) learns other answers"
+        )
+    if data.problem.classes != facts.problem.classes:
+        raise UserError(
+            f"the classes of {data.name} are {', '.join(data.problem.classes)}; those that {path} was trained on are "
+            f"{', '.join(facts.problem.classes)}: give data with the same classes in the same order"
+        )
+    if tuple(data.train.shape) != facts.shape:
+        raise UserError(f"examples of shape {tuple(data.train.shape)}, but {path} was trained on {facts.shape}")
+    if data.seen is not None:
+        facts.check(data.seen, data.name)
+
+
+def _is_there(file: Path, marks: dict[str, str], path: Path) -> bool:
+    """Whether the file has the answers of this very run to these very examples; refuses to write over another."""
+    if not file.exists():
+        return False
+    found = {key: str(read_array(file, key, "--folder", "answers")) for key in marks}
+    if found != marks:
+        what = "answers of another run than" if found["weights"] != marks["weights"] else "answers to other examples of"
+        raise UserError(f"{file} holds {what} {path}: give another --folder, or move that file")
+    return True

@@ -1,0 +1,109 @@
+"""Messages in the words of the caller: config keys become keywords of `fit`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from mheads.common.errors import UserError
+from mheads.config import schema as configs
+from mheads.config.unknown_keys import EPOCHS, meaning
+from mheads.runs.folder import FORCE
+
+# Keywords of fit, and what others call them: scikit-learn, Keras, Lightning, and our own config.
+ALIASES = {
+    "train=(inputs, labels)": "x y X inputs labels targets data dataset datamodule train_data train_dataset "
+    "train_dataloader train_dataloaders train_loader X_train x_train y_train train_ds",
+    "test=(inputs, labels)": "val val_data validation_data valid eval_set test_data val_dataset eval_dataset "
+    "test_dataset val_dataloader val_dataloaders test_dataloaders val_loader X_val X_test x_test y_val y_test",
+    "validation": "validation_split validation_fraction val_split val_size test_size holdout",
+    "weights": "sample_weight sample_weights class_weight class_weights example_weights",
+    "iterations": "max_iter max_steps num_steps steps steps_per_epoch total_steps max_iterations",
+    "lr": "learning_rate learning_rate_init eta base_lr",
+    "optimizer": "name optimiser optimizers solver",
+    "schedule": "schedule_name lr_schedule lr_scheduler scheduler lr_scheduler_type learning_rate_schedule",
+    "schedule={'warmup': ...}": "warmup warmup_steps warmup_epochs warmup_ratio",
+    "momentum": "beta_1 beta1",
+    "momentum2": "beta_2 beta2",
+    "delta": "eps epsilon",
+    "weight_decay": "l2 wd alpha decay",
+    "regularization": "penalty regularizer",
+    "clip": "clipnorm clipvalue gradient_clip_val max_grad_norm grad_clip clip_grad_norm clip_gradients",
+    "accumulate": "accumulate_grad_batches gradient_accumulation_steps",
+    "batch_size": "per_device_train_batch_size minibatch_size",
+    "normalize": "preprocess preprocessing standardize scaler normalization",
+    "pad and mirror": "augment augmentation augmentations transform transforms",
+    "classes": "class_names target_names labels_names",
+    "problem": "task objective_type",
+    "sampling='bagging'": "bagging bootstrap",
+    "sampling={'name': 'subset', 'fraction': ...}": "subsample max_samples",
+    "workers": "n_jobs num_workers threads num_threads",
+    "device": "accelerator gpu gpus cuda devices",
+    "seed": "random_state random_seed",
+    "show": "verbose progress verbosity enable_progress_bar progress_bar",
+    "run": "folder output_dir default_root_dir save_dir log_dir out path checkpoint_dir",
+    "init": "pretrained checkpoint ckpt_path warm_start resume_from_checkpoint init_weights",
+    "log={'every': ...}": "log_every log_every_n_steps logging_steps",
+    "log={'evaluate_every': ...}": "eval_every check_val_every_n_epoch val_check_interval eval_steps validation_freq",
+    "log={'checkpoint_every': ...}": "save_every save_steps checkpoint_every",
+    "log={'tensorboard': True}": "tensorboard logger",
+    "loss": "criterion objective loss_fn loss_function",
+    "teacher": "teacher_answers soft_targets",
+    "the first argument, TreeNet(factory, ...)": "model network module net_factory hidden_layer_sizes",
+    "TreeNet(factory, members=...)": "members n_estimators num_members ensemble_size num_models",
+    "TreeNet(factory, split=...)": "split tree",
+}
+MEANT = {alias: keyword for keyword, aliases in ALIASES.items() for alias in aliases.split()}
+# What fit does without being asked, or not at all.
+ABSENT = {
+    "early_stopping patience callbacks n_iter_no_change tol": "training goes on to its last iteration; "
+    "log={'evaluate_every': ...} shows how it goes, and Ctrl-C saves and returns the run so far",
+    "metrics compile scoring": "all that the problem has is measured, and in run.result",
+    "shuffle drop_last": "examples are always drawn anew for each batch, by the seed",
+    "precision amp fp16 bf16": "weights are trained in the precision that the factory gives them",
+    "dropout": "dropout is a layer of the network",
+    "deterministic": "the same call always gives the same bits",
+}
+NEAR = 0.75  # from here on words are spelt alike: preprocess and epochs are not
+_SECTIONS = re.compile(r"(?<![\w./])(optim|data|engine|log|sampling|teacher)\.(schedule\.)?(\w+)(?![\w/]|\.\w)")
+
+
+def refuse_unknown(unknown: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Refuses a keyword that the function does not have, and names the one that is meant."""
+    for name in unknown:
+        keywords = [key for key in function.__annotations__ if key not in ("unknown", "return")]
+        meant = "epochs" if meaning(name) == EPOCHS else MEANT.get(name) or in_python(meaning(name) or "")
+        near = [meant] if meant else difflib.get_close_matches(name, [*keywords, *MEANT], 1, NEAR)
+        hint = f"did you mean {MEANT.get(near[0], near[0])}?" if near else f"there are {', '.join(keywords)}"
+        hint = next((said for words, said in ABSENT.items() if name in words.split()), hint)
+        raise UserError(f"{function.__name__} has no keyword {name!r}: {hint}")
+
+
+def in_python(message: str) -> str:
+    """A message about config keys, with the keywords of fit in their place."""
+
+    def keyword(found: re.Match[str]) -> str:
+        section, inner, name = found.groups()
+        if f"{section}.{inner or ''}{name}" not in configs.known_keys():
+            return found[0]
+        if name == "name" and (inner or section == "sampling"):
+            return "schedule" if inner else section
+        if inner or section in ("log", "sampling", "teacher"):
+            return f"{'schedule' if inner else section}={{{name!r}: ...}}"
+        return "optimizer" if (section, name) == ("optim", "name") else name
+
+    message = re.sub(r"^unknown key '(\w+\.)+", "unknown key '", message.replace(FORCE, ""))
+    return _SECTIONS.sub(keyword, message)
+
+
+@contextmanager
+def speaking_python() -> Iterator[None]:
+    """Inside, messages about a user's mistakes name keywords of Python instead of config keys."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (in_python(str(error)),)
+        raise

@@ -1,0 +1,88 @@
+"""Networks that bring the preprocessing of their run: raw examples in, outputs out."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mheads.common.errors import UserError
+from mheads.data.arrays import as_side, stacked
+from mheads.data.value_range import survey
+from mheads.runs.data_facts import DataFacts
+
+
+class Prepared(nn.Module):
+    """A network after the preprocessing of its run. It takes raw examples: images [B, C, H, W], vectors [B, F], or
+    tokens [B, T]."""
+
+    def __init__(self, network: nn.Module, data: DataFacts) -> None:
+        super().__init__()
+        self.network = network
+        self.data = data
+
+    def forward(self, x: Any, side: dict[str, Any] | None = None) -> Tensor:
+        raw = raw_examples(x, self.data)
+        check(raw, self.data)
+        if side is not None:
+            arrays = beside(side, len(raw), self.data)
+            side = {name: torch.from_numpy(array).to(raw.device) for name, array in arrays.items()}
+        return self.run(raw, side)
+
+    def run(self, raw: Tensor, side: dict[str, Any] | None = None) -> Tensor:
+        """The outputs of raw examples that were checked, as `raw_examples` gives them."""
+        parameter = next(self.network.parameters(), torch.empty(0))
+        x = self.data.inputs(raw.to(parameter.device), parameter.dtype)
+        return self.network(x) if side is None else self.network(x, side)
+
+
+def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
+    """Examples of the run's shape as `Split.read` gives them: uint8 images NHWC, float images NCHW, vectors [B, F],
+    tokens int64 [B, T]."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about read-only arrays: nobody writes to them
+            raw = x if isinstance(x, Tensor) else torch.as_tensor(stacked(x, what))
+            raw = raw.to_dense() if raw.layout != torch.strided else raw
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{what} are not an array ({error}); give arrays of shape {('N', *data.shape)}") from error
+    if not raw.numel() and raw.shape[:1] in ((), (0,)):
+        raise UserError(f"{what} are empty: give at least one, as an array of shape {('N', *data.shape)}")
+    if raw.dim() == 3 and data.shape[0] == 1 and len(data.shape) == 3:
+        raw = raw[:, None]
+    if tuple(raw.shape[1:]) != data.shape:
+        hint = f"; one example is x[None], of shape {(1, *data.shape)}" if tuple(raw.shape) == data.shape else ""
+        raise UserError(f"{what} have shape {tuple(raw.shape[1:])}, but the run was trained on {data.shape}{hint}")
+    if data.seen is not None and data.seen.kind == "tokens" and raw.dtype in (torch.int32, torch.int64):
+        return raw.long()
+    if raw.dtype != torch.uint8 and not raw.is_floating_point():
+        kind = str(raw.dtype).removeprefix("torch.")
+        raise UserError(f"{what} have dtype {kind}; convert them to uint8 or float32, as training saw them")
+    return raw.permute(0, 2, 3, 1) if raw.dim() == 4 and not raw.is_floating_point() else raw
+
+
+def beside(side: Any, count: int, data: DataFacts, what: str = "the examples") -> dict[str, np.ndarray]:
+    """Side inputs of so many examples, refused if their shapes are not those of training."""
+    arrays = as_side(side, count, what)
+    check_side({name: array.shape[1:] for name, array in arrays.items()}, data, what)
+    return arrays
+
+
+def check_side(shapes: Mapping[str, tuple[int, ...]], data: DataFacts, what: str = "the examples") -> None:
+    """Refuses side inputs whose shapes for one example are not those of training."""
+    for name, shape in (data.side or {}).items():
+        if shape and shapes.get(name, shape) != shape:
+            raise UserError(
+                f"{what}: side input {name!r} has shape {list(shapes[name])} for one example, but training had "
+                f"{list(shape)}"
+            )
+
+
+def check(raw: Tensor, data: DataFacts, what: str = "the examples") -> None:
+    """Refuses NaN and infinity, and what cannot be brought to the range that training saw."""
+    plain = raw.detach().float() if raw.dtype == torch.bfloat16 else raw.detach()  # numpy does not know it
+    data.check(survey(plain.cpu().numpy(), what), what)

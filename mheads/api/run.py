@@ -1,0 +1,228 @@
+"""A trained ensemble in Python."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mheads import data as datasets
+from mheads.api.prepared import Prepared, beside, check, check_side, raw_examples
+from mheads.common import fingerprint
+from mheads.common.errors import UserError, warn
+from mheads.config.schema import Config
+from mheads.data import ArraySplit
+from mheads.data.arrays import Unlabelled
+from mheads.data.assembly import side_shapes
+from mheads.data.torch_dataset import DatasetSplit
+from mheads.engine.measure import all_answers, in_eval_mode, measure
+from mheads.problems import Classification, Problem
+from mheads.runs.data_facts import DataFacts
+from mheads.runs.folder import RunFolder
+from mheads.runs.metrics_log import Log
+from mheads.training.build import threads_engine
+from mheads.trees.treenet import TreeNet
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Temporary:
+    """A folder on disk that is removed with the last run that lives in it."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="mheads-"))
+        finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Temporary:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # a pickled run is read elsewhere: what it needs is in memory
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Run:
+    """A trained ensemble with its result, history and folder.
+
+    `history.steps` and `history.evaluations` are lists of plain dicts, as pandas.DataFrame takes them.
+    """
+
+    folder: Path
+    config: Config
+    net: TreeNet
+    data: DataFacts
+    result: Any  # metrics.Result, or the result of another problem
+    summary: dict[str, Any]
+    history: Log = field(default_factory=Log)
+    _temporary: Temporary | None = field(default=None, compare=False)
+    _versions: list[int] = field(init=False, compare=False)
+    _weights: str = field(init=False, compare=False)
+
+    def __repr__(self) -> str:
+        config, result = self.config, self.result
+        members = f"{config.members} member{'s' if config.members > 1 else ''}"
+        split = "" if isinstance(config.split, int | None) else f", tree {config.split}"
+        loss = ", ".join([config.loss.name, *(f"{key}={value}" for key, value in config.loss.options.items())])
+        trained = f"{self.summary['iterations']:,} iterations in {self.summary['seconds']:.1f} s"
+        measured = ", ".join(f"{name} {text}" for name, text in result.headline().items())
+        measured += f" ({self.data.problem.unit or 'RMSE'} of {result.examples:,} examples)"
+        return (
+            f"Run: {members} of {config.model}{split}; {loss}; {trained}\n"
+            f"  {measured if result.examples else 'not evaluated yet'}\n"
+            f"  {self.folder if self.folder.exists() and not self._temporary else 'in memory, gone with this object'}"
+        )
+
+    def __post_init__(self) -> None:
+        # `evaluate` warns of it, since the net alone does not preprocess.
+        self.net.__dict__["preprocessing"] = str(self.data.preprocess)
+        object.__setattr__(self, "_versions", self._versions_now())
+        object.__setattr__(self, "_weights", fingerprint.weights(self.net.state_dict()))
+
+    def _versions_now(self) -> list[int]:
+        tensors = (*self.net.parameters(), *self.net.buffers())  # which statistics of batches change as well
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+    def _trained(self) -> TreeNet:
+        """The net; warns if its weights are no longer those of this run."""
+        # How often weights were written is known at once; whether others are there now takes reading them all.
+        if self._versions_now() != self._versions and fingerprint.weights(self.net.state_dict()) != self._weights:
+            warn(
+                "the weights of this net have changed since the run, perhaps by another fit, and what it answers now "
+                "is not what run.result measured: mheads.load(run.folder, factory) brings back those of the run"
+            )
+        return self.net
+
+    def predict(self, x: Any, side: Mapping[str, Any] | None = None) -> Tensor:
+        """Outputs (logits) [M, N, C] of raw examples, preprocessed as in training: images [N, C, H, W] or vectors.
+
+        `side` holds the side inputs of layers that take some, by name.
+        """
+        return self.outputs(x, side)[0]
+
+    def answer(self, x: Any, side: Mapping[str, Any] | None = None) -> Tensor:
+        """What the members answer together to raw examples: the mean of their probabilities [N, C] or numbers [N, D].
+
+        If they have scores, they are weighted by these; members trained on the mean of their outputs answer with it.
+        """
+        outputs, weights = self.outputs(x, side)
+        return self.data.problem.mean(outputs.double(), weights)
+
+    @torch.no_grad()  # what comes out of inference_mode could not be learned from
+    def outputs(self, x: Any, side: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor | None]:
+        """Outputs [M, N, C] of raw examples, and weights [M, N] if members have scores."""
+        raw = raw_examples(x, self.data)
+        check(raw, self.data)
+        examples, net = Unlabelled(raw, beside(side, len(raw), self.data)), self._trained()
+        with closing(threads_engine(self.config, net)) as engine, in_eval_mode([net]):
+            return all_answers(engine, examples, self.data.inputs, self.data.problem)[:2]
+
+    def evaluate(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> Any:
+        """All metrics on raw examples and labels, preprocessed as in training.
+
+        x and y are arrays as `fit` takes them, with side inputs by name; without y, x is a pair of them, a list of
+        pairs, a Dataset or a DataLoader.
+        """
+        split, net = self.split_of(x, y, side), self._trained()
+        with closing(threads_engine(self.config, net)) as engine, in_eval_mode([net]):
+            return measure(engine, split, self.data.inputs, self.data.problem)
+
+    def split_of(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> ArraySplit | DatasetSplit:
+        """Raw examples and targets as `evaluate` takes them, refused if they are not like those of training."""
+        if y is None and side is not None:
+            raise UserError("side goes with arrays: give evaluate(x, y, side), or (x, y, side) as one")
+        given = x if y is None else (x, y) if side is None else (x, y, side)
+        split, _ = labelled(given, "the examples", self.data.problem)
+        if tuple(split.shape) != self.data.shape:
+            raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
+        self.data.check(split.survey("the examples"), "the examples")
+        check_side(side_shapes(split), self.data)
+        return split
+
+    def member(self, m: int) -> Prepared:
+        """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
+        return Prepared(self._trained().member(m), self.data).eval()
+
+    def export(self, path: str | Path, what: str = "mean", examples: Any = None) -> Path:
+        """Writes the ensemble and its preprocessing to one .pt2 or .onnx file that needs no mheads: see `export.py`.
+
+        `what` is in it: the mean, the scored answer, the outputs of all members, or member:N. Its answers are compared
+        with the run's on `examples`, by default those that the run was evaluated on, before there is a file.
+        """
+        from mheads.api.export import export
+
+        self._trained()
+        export(self, Path(path), what, examples)
+        return Path(path)
+
+    def plot_ownership(self) -> Figure:
+        """Draws who owns which class of the test set."""
+        from mheads.report.figures.figures import ownership_figure
+
+        return ownership_figure(np.asarray(self.result.ownership), self.data.problem.groups)
+
+    def plot_history(self) -> Figure:
+        """Draws the losses of training and the accuracies of the evaluations."""
+        from mheads.report.figures.figures import history_figure
+
+        return history_figure(*self.history, self.data.problem.measure)
+
+
+def opened(
+    folder: RunFolder,
+    config: Config,
+    net: TreeNet,
+    warn: Callable[[str], None],
+    temporary: Temporary | None = None,
+) -> Run:
+    """The run in a folder, with its newest weights in the net; `warn` is told if it is unfinished."""
+    weights = folder.load_weights(net, warn)
+    net.eval()
+    data = folder.read_data()
+    log = folder.read_log(weights.log)
+    if weights.final:
+        summary = folder.read_result()
+    else:
+        summary = {"problem": data.problem.name, "iterations": weights.iteration, "seconds": weights.seconds}
+        if log.evaluations:
+            newest = log.evaluations[-1]
+            warn(f"run.result is the evaluation at iteration {newest['iteration']}, on the {newest['split']} set")
+            summary = {key: value for key, value in newest.items() if key != "iteration"} | summary
+        else:
+            warn("run.result is NaN throughout: there was no evaluation yet; evaluate the run to have one")
+            summary |= data.problem.unknown(net.num_members).to_dict()
+    result = data.problem.result_type.from_dict(summary)
+    # A relative path would be another folder's after a change of the current one.
+    return Run(folder.path.absolute(), config, net, data, result, summary, log, temporary)
+
+
+def labelled(
+    given: Any, where: str, problem: Problem | None = None, classes: Sequence[str] | None = None, name: str = "auto"
+) -> tuple[ArraySplit | DatasetSplit, Problem]:
+    """Examples with targets of the problem, or of the one with this name, or that they look like.
+
+    Labels that are names need a problem that knows them, since a test set may lack some.
+    """
+    split = datasets.as_source(given, where)
+    if not len(split):
+        raise UserError(f"{where}: there are no examples; give at least one")
+    if split.targets.dtype.kind == "U" and problem is None and classes is None:
+        raise UserError(f"{where}: labels are names; say which number each class has, classes=[...] in that order")
+    split.survey(where)
+    if problem is not None:
+        # Targets of a problem that is made from another are read as those of the other.
+        name = next((n for kind in type(problem).__mro__ if (n := getattr(kind, "name", "")) in datasets.POSED), name)
+        classes = problem.classes if isinstance(problem, Classification) else None
+    splits, found = datasets.posed({where: split}, classes, name)
+    found = problem or found
+    found.check_targets(splits[where].targets, where)
+    return splits[where], found

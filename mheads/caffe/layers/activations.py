@@ -1,0 +1,142 @@
+"""Layers that treat each value by itself, and softmax."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mheads.caffe.layers.maker import Made, Shape, axis_of
+from mheads.caffe.prototxt import Layer
+from mheads.networks.dropout import Dropout
+
+
+def relu(layer: Layer, shapes: list[Shape]) -> Made:
+    slope = layer.message.relu_param.negative_slope
+    return Made([nn.LeakyReLU(slope) if slope else nn.ReLU()])
+
+
+def elu(layer: Layer, shapes: list[Shape]) -> Made:
+    return Made([nn.ELU(layer.message.elu_param.alpha)])
+
+
+def sigmoid(layer: Layer, shapes: list[Shape]) -> Made:
+    return Made([nn.Sigmoid()])
+
+
+def tanh(layer: Layer, shapes: list[Shape]) -> Made:
+    return Made([nn.Tanh()])
+
+
+class Abs(nn.Module):
+    """|x|."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
+def absolute(layer: Layer, shapes: list[Shape]) -> Made:
+    return Made([Abs()])
+
+
+def bnll(layer: Layer, shapes: list[Shape]) -> Made:
+    return Made([nn.Softplus(threshold=50)])
+
+
+class Power(nn.Module):
+    """(shift + scale * x) ^ power."""
+
+    def __init__(self, power: float, scale: float, shift: float) -> None:
+        super().__init__()
+        self.power, self.scale, self.shift = power, scale, shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.scale + self.shift
+        return y if self.power == 1 else y.pow(self.power)
+
+    def extra_repr(self) -> str:
+        return f"power={self.power:g}, scale={self.scale:g}, shift={self.shift:g}"
+
+
+def power(layer: Layer, shapes: list[Shape]) -> Made:
+    p = layer.message.power_param
+    return Made([Power(p.power, p.scale, p.shift)])
+
+
+class Exp(nn.Module):
+    """base ^ (shift + scale * x), of which `rate` is the logarithm of the base."""
+
+    def __init__(self, rate: float, scale: float, shift: float) -> None:
+        super().__init__()
+        self.rate, self.scale, self.shift = rate, scale, shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp((x * self.scale + self.shift) * self.rate)
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}, scale={self.scale:g}, shift={self.shift:g}"
+
+
+class Log(nn.Module):
+    """The logarithm of shift + scale * x to a base, of which `rate` is the logarithm."""
+
+    def __init__(self, rate: float, scale: float, shift: float) -> None:
+        super().__init__()
+        self.rate, self.scale, self.shift = rate, scale, shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.log(x * self.scale + self.shift) / self.rate
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}, scale={self.scale:g}, shift={self.shift:g}"
+
+
+def exponential(layer: Layer, shapes: list[Shape]) -> Made:
+    p = layer.message.exp_param
+    return Made([Exp(_rate(layer, p.base), p.scale, p.shift)])
+
+
+def logarithm(layer: Layer, shapes: list[Shape]) -> Made:
+    p = layer.message.log_param
+    return Made([Log(_rate(layer, p.base), p.scale, p.shift)])
+
+
+def _rate(layer: Layer, base: float) -> float:
+    """The natural logarithm of a base; -1 stands for e."""
+    if base == -1:
+        return 1.0
+    if not base > 0 or base == 1 or math.isinf(base):
+        raise layer.refuse(f"base: {base:g}: give a number above 0 other than 1, or -1 for e")
+    return math.log(base)
+
+
+def dropout(layer: Layer, shapes: list[Shape]) -> Made:
+    p = layer.message.dropout_param
+    if not 0 <= p.dropout_ratio < 1:
+        raise layer.refuse(f"dropout_ratio: {p.dropout_ratio:g}: give a part from 0 to below 1")
+    keep = 1 - p.dropout_ratio
+    # Without scale_train, training keeps values as they are, and testing scales instead.
+    return Made([Dropout(p.dropout_ratio), *([] if p.scale_train else [Power(1, keep, 0)])])
+
+
+class Softmax(nn.Module):
+    """exp(x) / sum of exp(x) along an axis."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softmax(x, self.axis)
+
+    def extra_repr(self) -> str:
+        return f"axis={self.axis}"
+
+
+def softmax(layer: Layer, shapes: list[Shape]) -> Made:
+    axis = axis_of(layer, layer.message.softmax_param.axis, len(shapes[0]))
+    if axis == 0:
+        raise layer.refuse("axis: 0 goes over the examples of a batch: give 1 or more")
+    return Made([Softmax(axis)])

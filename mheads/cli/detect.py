@@ -1,0 +1,135 @@
+"""The commands of `mheads detect`: parse, build, call; no logic. Torch is imported only when one of them runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from mheads.common.console import Console
+
+app = typer.Typer(help="Find objects in images: Fast R-CNN on a tree.", no_args_is_help=True)
+console = Console()
+errors = Console(stderr=True)
+
+Runs = Annotated[list[Path], typer.Argument(help="Run folders of detectors.")]
+Boxes = Annotated[
+    Literal["regressed", "proposals"], typer.Option(help="The boxes that members give, or those that were proposed.")
+]
+Trust = Annotated[
+    bool, typer.Option("--trust", help="Run the code that a run folder names, if its network is not built in.")
+]
+
+
+@app.command()
+def train(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, dotted.")
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="A recipe's name or the path of a YAML file.")] = "fast_rcnn",
+    start: Annotated[
+        Path | None, typer.Option("--from", help="The run of an ensemble that tells images apart.")
+    ] = None,
+    voc: Annotated[Path | None, typer.Option(help="The images with their objects: VOCdevkit/VOC2007, say.")] = None,
+    proposals: Annotated[
+        str | None, typer.Option(help="Regions from an .npz or .mat file, {part} in its name, not by selective search.")
+    ] = None,
+    strict: Annotated[bool, typer.Option(help="Stop at the first thing that is wrong in the annotations.")] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", "-f", help="The run folder; by default runs/RECIPE-DIGEST.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Train a detector from a trained ensemble; the same command again resumes.
+
+    Example: mheads detect train --from runs/caffenet --voc VOCdevkit/VOC2007 -f runs/detector
+    """
+    from mheads.api.detector import overrides_from
+    from mheads.cli.train import train_recipe
+
+    given = [*(["data.regions.strict=true"] if strict else []), *(overrides or [])]
+    train_recipe(recipe, overrides_from(start, voc, proposals, given), folder, console, errors, quiet=quiet)
+
+
+@app.command(name="eval")
+def evaluate(
+    runs: Runs,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Other runs: is the difference more than chance? Once for each.")
+    ] = None,
+    boxes: Boxes = "regressed",
+    measure: Annotated[
+        Literal["11-point", "all-point"], typer.Option(help="VOC 2007's measure, or that of later years.")
+    ] = "11-point",
+    split: Annotated[
+        str | None, typer.Option(help="train, validation or test; by default what training evaluated on.")
+    ] = None,
+    override: Annotated[
+        list[str] | None, typer.Option("--data", metavar="KEY=VALUE", help="Other data: data.path=VOC2012.")
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Average precision of every class: of a run, or of several with their spread, beside the paper's.
+
+    Example: mheads detect eval runs/tree-0 runs/tree-1 --against runs/ensemble-0 --against runs/ensemble-1
+    """
+    from mheads.cli.printing.detections import WHO, precision_table, verdict
+    from mheads.common.progress import Terminal
+    from mheads.suites.detectors import PREDICTORS, measured, paired_test, paper, paper_row, precisions, same_images
+
+    watch = Terminal(console)
+    results = measured(runs, watch, override or [], split, trust)
+    columns = [precisions(runs, results, boxes, measure, predictor) for predictor in PREDICTORS]
+    several = len(results[0]["members"]) > 1
+    shown = {WHO[name]: column for name, column in zip(PREDICTORS, columns, strict=True) if several or name == "single"}
+    row = paper_row(runs, columns[0].classes) if measure == "11-point" and split is None and not override else None
+    beside = paper()[boxes][row] if row is not None else None
+    console.print(precision_table(shown, measure, boxes, beside, row))
+    chances = [result["oracle_chance"] for result in results if result.get("oracle_chance") is not None]
+    if several and chances:
+        mean = sum(chances) / len(chances)
+        console.print(
+            "The Oracle looks at the truth to choose a member for each region. Of answers that are dealt to regions "
+            f"at random it makes {mean:.2f} (11-point, regressed boxes): only what is above that was learned.",
+            soft_wrap=True,
+        )
+    if against:
+        others = measured(against, watch, override or [], split, trust)
+        same_images([*runs, *against], [*results, *others])
+        other = precisions(against, others, boxes, measure, "ensemble_mean")
+        console.print(verdict(columns[0], other, paired_test(columns[0], other)))
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="The run folder of a detector.")],
+    image: Annotated[Path, typer.Argument(help="An image.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The picture; by default IMAGE-objects.png.")
+    ] = None,
+    least: Annotated[float, typer.Option(min=0, max=1, help="Show objects from this score on.")] = 0.5,
+    boxes: Boxes = "regressed",
+    proposals: Annotated[str | None, typer.Option(help="Regions from an .npz file, under the image's name.")] = None,
+    trust: Trust = False,
+) -> None:
+    """Draw what each member and their mean find in an image.
+
+    Example: mheads detect show runs/detector street.jpg -o found.png
+    """
+    from mheads.cli.printing.detections import object_table
+    from mheads.common.atomic_files import check_output
+    from mheads.common.progress import Terminal
+    from mheads.report.detections import find_objects
+    from mheads.report.figures.detections import detections_figure
+    from mheads.report.figures.figures import save
+    from mheads.report.plot import SUFFIXES
+
+    target = output or image.with_name(f"{image.stem}-objects.png")
+    check_output(target, SUFFIXES)
+    pixels, found = find_objects(
+        run, image, Terminal(console), proposals=proposals, least=least, boxes=boxes, trust=trust
+    )
+    save(detections_figure(pixels, found), target)
+    console.print(object_table(found, least))
+    console.print(f"{target}")

@@ -1,0 +1,105 @@
+"""The tree of a config, drawn in the terminal."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree as Drawing
+
+from mheads.cli.printing.rank_text import mesh_text, names, numbers, ranks_of
+from mheads.config.schema import Config
+from mheads.training.build import tree_of
+from mheads.trees.tree_spec import Node, Tree
+
+if TYPE_CHECKING:
+    from mheads.distributed.placement import Placement
+    from mheads.training.rank_plan import RecipeJob
+
+
+def draw(config: Config, ranks: int | None = None) -> Group:
+    """Draws every stage with its layers, members and parameters, and what the sharing saves.
+
+    With a number of ranks also who would hold each stage, and what goes from rank to rank.
+    """
+    placed = None if ranks is None else _placed(config, ranks)
+    # No stage is built: one network is enough to know all layers.
+    net = tree_of(config, only=()) if placed is None else placed[0].net
+    sizes, tree = net.layer_sizes(), net.tree
+    members = f"{tree.num_members} member{'s' if tree.num_members != 1 else ''}"
+    drawing = Drawing(Text(f"{config.model}, {members}", style="bold"), guide_style="dim")
+
+    def add(node: Node, to: Drawing) -> None:
+        label = Text.assemble(
+            (node.name, "bold green" if node.children else "bold"),
+            ("" if placed is None else f"  {_rank_text(placed[1], node.name)}", "magenta"),
+            f"  {' '.join(node.layers)}  ",
+            (f"{sum(sizes[layer] for layer in node.layers):,} parameters", "cyan"),
+            (f"  member{'s' if len(node.members) > 1 else ''} {', '.join(map(str, node.members))}", "dim"),
+        )
+        below = to.add(label)
+        for child in node.children:
+            add(tree.nodes[child], below)
+
+    for root in tree.roots:
+        add(root, drawing)
+    total = sum(sizes[layer] for node in tree.nodes.values() for layer in node.layers)
+    text = f"{total:,} parameters"
+    if tree.num_members > 1:
+        independent = tree.num_members * sum(sizes.values())
+        saved = 100 * (1 - total / independent)
+        text += f"; independent members would have {independent:,}: sharing saves {saved:.1f}%"
+    return Group(drawing, Text(text), *([] if placed is None else _edges(*placed)))
+
+
+def _placed(config: Config, ranks: int) -> tuple[RecipeJob, Placement, int]:
+    from mheads.distributed.planning.job import Cluster  # only here: a tree without ranks does not need it
+    from mheads.training.rank_plan import job_of, place
+
+    job = job_of(config)
+    return job, place(config.placement, job, Cluster(ranks)), ranks
+
+
+def _rank_text(placement: Placement, stage: str) -> str:
+    return ranks_of(placement, [placement.stages[stage]])
+
+
+def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableType]:
+    """The mesh, and a line for each output that goes to other ranks; equal lines are joined."""
+    from mheads.distributed.planning.search import exchanged, traffic
+
+    loads = job.counted(1.0)
+    edges = traffic(job, loads, placement)
+    texts: list[RenderableType] = [Text(mesh_text(placement, ranks))]
+    if edges:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for title in ("output of", "from slot" if placement.replicas > 1 else "from rank", "to"):
+            table.add_column(title)
+        for title in ("floats per batch", "back"):
+            table.add_column(title, justify="right")
+        for (there, back, _), group in groupby(
+            edges, key=lambda e: (e.forward, e.backward, _is_leaf(job.tree, e.stage))
+        ):
+            alike = list(group)
+            each = " each" if len(alike) > 1 else ""
+            table.add_row(
+                names(dict.fromkeys(e.stage for e in alike)),
+                numbers(e.source for e in alike),
+                numbers(e.target for e in alike),
+                f"{there:,}{each}",
+                f"{back:,}{each}",
+            )
+        texts.append(table)
+    sent = sum(e.forward + e.backward for e in edges), exchanged(loads, placement)
+    text = f"{sum(sent):,} floats per step between ranks"
+    if placement.replicas > 1:
+        text += f", {sent[1]:,} of them gradients of weights between replicas"
+    return [*texts, Text(text)]
+
+
+def _is_leaf(tree: Tree, stage: str) -> bool:
+    return not tree.nodes[stage].children

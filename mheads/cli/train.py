@@ -1,0 +1,63 @@
+"""A training from its command to its table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mheads.common.console import Console
+from mheads.common.errors import UserError
+from mheads.config import schema as configs
+from mheads.training.session import session
+
+
+def train_recipe(
+    recipe: str,
+    overrides: Sequence[str],
+    run: Path | None,
+    console: Console,
+    errors: Console,
+    *,
+    force: bool = False,
+    quiet: bool = False,
+    solver: Path | None = None,
+) -> None:
+    """Trains in a run folder, by default runs/RECIPE-DIGEST, on one process or on this one of several."""
+    given = [override for override in overrides if "=" not in override and configs.is_caffe(override)]
+    if given and configs.is_caffe(recipe):
+        if solver is not None or len(given) > 1:
+            raise UserError(f"{', '.join([*map(str, filter(None, [solver])), *given])}: give one solver")
+        solver, overrides = Path(given[0]), [override for override in overrides if override not in given]
+    with session(errors, configs.timeout(recipe, overrides)) as world:
+        config, notes = _config(recipe, overrides, solver)
+        # After the config, whose mistakes are told at once: torch takes a second.
+        from mheads.cli.printing.tables import result_table
+        from mheads.common.progress import Silent, Terminal
+        from mheads.config.options_without_effect import refuse_idle
+        from mheads.runs.folder import RunFolder
+        from mheads.training.loop import train_config
+
+        folder = RunFolder(run.expanduser() if run else Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
+        if force and folder.path.exists():
+            folder = folder.beside()
+        if not folder.exists():  # a run that an older version began with such options goes on
+            refuse_idle(config, overrides)
+        watch = Terminal(console, bar=not quiet, folder=True) if world.lead else Silent()
+        for note in notes:
+            watch.say(note)
+        result = train_config(config, folder, watch, world.build)
+        if world.lead:
+            console.print(result_table(result))
+
+
+def _config(recipe: str, overrides: Sequence[str], solver: Path | None) -> tuple[configs.Config, list[str]]:
+    """The config of a recipe or of a Caffe net, and notes on it."""
+    if configs.is_caffe(recipe):
+        from mheads.caffe.convert import load
+
+        return load(Path(recipe), solver, list(overrides))
+    if solver is not None:
+        raise UserError(
+            f"--solver {solver} goes with a Caffe net, and {recipe} is a recipe: change keys of optim instead"
+        )
+    return configs.load(recipe, overrides), []

@@ -1,0 +1,277 @@
+"""What the user sees while something runs."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from mheads.common.errors import warn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mheads.problems import Result
+
+
+class Watcher(Protocol):
+    """Is told of the progress of training."""
+
+    def built(self, folder: Path) -> None: ...
+    def training(self, total: int, done: int) -> AbstractContextManager[None]: ...
+    def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None: ...
+    def evaluating(self, examples: int) -> AbstractContextManager[Callable[[int], None]]: ...
+    def evaluated(self, step: int, result: Result) -> None: ...
+    def resumed(self, step: int, total: int) -> None: ...
+    def finished(self, folder: Path) -> None: ...
+    def say(self, message: str) -> None: ...
+    def warn(self, message: str) -> None: ...
+
+
+class Silent:
+    """Shows nothing but warnings."""
+
+    def built(self, folder: Path) -> None:
+        pass
+
+    def training(self, total: int, done: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
+        pass
+
+    def evaluating(self, examples: int) -> AbstractContextManager[Callable[[int], None]]:
+        return nullcontext(lambda count: None)
+
+    def evaluated(self, step: int, result: Result) -> None:
+        pass
+
+    def resumed(self, step: int, total: int) -> None:
+        pass
+
+    def finished(self, folder: Path) -> None:
+        pass
+
+    def say(self, message: str) -> None:
+        pass
+
+    def warn(self, message: str) -> None:
+        warn(message)
+
+
+@contextmanager
+def telling(watch: Watcher) -> Iterator[None]:
+    """Inside, Python's warnings go to the watcher."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    for warning in said:
+        watch.warn(str(warning.message))
+
+
+class Terminal:
+    """A progress bar, and a line for each evaluation; with `folder`, one that says where the run is."""
+
+    def __init__(self, console: Console, label: str = "train", bar: bool = True, folder: bool = False) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
+
+        self.console = console
+        self.label = label
+        self._folder = folder
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24 if console.width >= 110 else 6),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[info]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not (bar and console.is_terminal),
+        )
+
+    def built(self, folder: Path) -> None:
+        if self._folder:
+            self.say(f"run folder {folder}")
+
+    @contextmanager
+    def training(self, total: int, done: int) -> Iterator[None]:
+        self._task = self._bar.add_task(self.label, total=total, completed=done, info="")
+        self._pace, self._total, self._first = Pace(), total, (done, time.monotonic())
+        with self._bar:
+            yield
+        self._bar.remove_task(self._task)
+
+    def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
+        if self._bar.disable:
+            self._foretell(step)
+        self._bar.update(self._task, completed=step, info=step_line(loss, rate, self._pace.add(images), shares))
+
+    def _foretell(self, step: int) -> None:
+        """Says in one line how long training will take, if no bar is shown and it takes more than a minute."""
+        done, began = self._first
+        if step - done == 3:  # the first steps are the slowest
+            left = (time.monotonic() - began) / 3 * (self._total - step)
+            if left > 60:
+                self.say(f"{self._total - step:,} iterations to go, about {left / 60:.0f} minutes")
+
+    @contextmanager
+    def evaluating(self, examples: int) -> Iterator[Callable[[int], None]]:
+        running = self._bar.live.is_started
+        task = self._bar.add_task("eval", total=examples, info="")
+        if not running:
+            self._bar.start()
+        try:
+            yield lambda count: self._bar.advance(task, count)
+        finally:
+            self._bar.remove_task(task)
+            if not running:
+                self._bar.stop()
+
+    def evaluated(self, step: int, result: Result) -> None:
+        self.say(evaluation_line(step, result))
+
+    def resumed(self, step: int, total: int) -> None:
+        self.say(f"resuming at iteration {step} of {total}")
+
+    def finished(self, folder: Path) -> None:
+        text = f"{folder} is finished: nothing to do (give more optim.iterations to go on)"
+        self.say(text)
+
+    def say(self, message: str) -> None:
+        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+    def warn(self, message: str) -> None:
+        self.console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+class Notebook:
+    """A bar and the evaluations so far, in the output of the cell."""
+
+    def __init__(self, label: str = "train") -> None:
+        from IPython.display import display
+
+        self.label = label
+        self._lines: list[str] = []
+        self._evaluations: list[tuple[int, Result]] = []
+        self._bar = ""
+        self._shown_at = 0.0
+        self._output = display(self, display_id=True)
+
+    def _repr_html_(self) -> str:
+        """What the cell shows: the bar, a table of the evaluations, and the messages."""
+        found = [{"iteration": f"{step:,}", **result.headline()} for step, result in self._evaluations]
+        rows = "".join(f"<tr>{''.join(f'<td>{text}</td>' for text in row.values())}</tr>" for row in found)
+        head = "".join(f"<th>{name}</th>" for name in found[0]) if found else ""
+        table = f"<table><tr>{head}</tr>{rows}</table>" if rows else ""
+        return "".join(f"<div>{escape(line)}</div>" for line in self._lines) + self._bar + table
+
+    def __repr__(self) -> str:
+        """What is shown where the output is plain text, as in a console or a saved log."""
+        return "\n".join([*self._lines, *(evaluation_line(*found) for found in self._evaluations)]) or self.label
+
+    def _show(self, at_once: bool = True) -> None:
+        now = time.monotonic()
+        if at_once or now - self._shown_at > 0.25:  # a browser need not redraw every step
+            self._shown_at = now
+            self._output.update(self)
+
+    def built(self, folder: Path) -> None:
+        pass
+
+    @contextmanager
+    def training(self, total: int, done: int) -> Iterator[None]:
+        self._total, self._pace = total, Pace()
+        self._began = (time.monotonic(), done)
+        try:
+            yield
+        finally:
+            self._bar = ""
+            self._show()
+
+    def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
+        began, first = self._began
+        left = (time.monotonic() - began) / max(1, step - first) * (self._total - step)
+        line = f"{step:,}/{self._total:,}, {left:.0f} s left, {step_line(loss, rate, self._pace.add(images), shares)}"
+        self._bar = f"<progress value={step} max={self._total}></progress> {escape(line)}"
+        self._show(at_once=False)
+
+    def evaluating(self, examples: int) -> AbstractContextManager[Callable[[int], None]]:
+        return nullcontext(lambda count: None)
+
+    def evaluated(self, step: int, result: Result) -> None:
+        self._evaluations.append((step, result))
+        self._show()
+
+    def resumed(self, step: int, total: int) -> None:
+        self.say(f"resuming at iteration {step} of {total}")
+
+    def finished(self, folder: Path) -> None:
+        self.say(f"{folder} is finished: nothing to do (give more iterations to go on)")
+
+    def say(self, message: str) -> None:
+        self._lines.append(message)
+        self._show()
+
+    def warn(self, message: str) -> None:
+        self.say(f"Warning: {message}")
+
+
+class Pace:
+    """Images per second over the last twenty steps or so."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, int]] = [(time.perf_counter(), 0)]
+
+    def add(self, images: int) -> float:
+        self._seen = [*self._seen[-20:], (time.perf_counter(), self._seen[-1][1] + images)]
+        (t0, n0), (t1, n1) = self._seen[0], self._seen[-1]
+        return (n1 - n0) / max(t1 - t0, 1e-9)
+
+
+def step_line(loss: float, rate: float, pace: float, shares: list[float]) -> str:
+    wins = " wins " + "/".join(f"{100 * s:.0f}" for s in shares) if len(shares) > 1 else ""
+    return f"loss {loss:.4f} rate {rate:.2g} {pace:,.0f} img/s{wins}"
+
+
+def evaluation_line(step: int, result: Result) -> str:
+    return "  ".join([f"iteration {step:>6}", *(f"{name} {text}" for name, text in result.headline().items())])
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook, whose cells show HTML."""
+    import sys
+
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def watcher(show: bool | None) -> Watcher:
+    """Where the progress of Python calls is shown: a notebook's cell, a terminal, or nowhere if nobody looks."""
+    import sys
+
+    if show is None:
+        show = in_notebook() or sys.stderr.isatty()
+    if not show:
+        return Silent()
+    if in_notebook():
+        return Notebook()
+    from mheads.common.console import Console
+
+    return Terminal(Console(stderr=True))
+
+
+@contextmanager
+def fetching(console: Console, name: str) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for a download: called with what is under way, how much is done, and of how much (0: unknown)."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), DownloadColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total or None)

@@ -1,0 +1,69 @@
+"""Options that were given and would do nothing, since what was chosen beside them does not look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mheads.common.errors import UserError
+from mheads.config.schema import Config, flatten, keys_of
+from mheads.data.catalog import DATASETS
+from mheads.losses import LOSSES, options
+
+SCALE_RATE = "loss.scale_rate"
+# By the key that chooses, the options that not all of its values have.
+OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+    "sampling.name": {
+        "sampling.fraction": ("subset",),
+        "sampling.groups": ("specialists",),
+        "sampling.generalist": ("clustered",),
+        "sampling.path": ("file",),
+    },
+    "optim.name": {
+        "optim.momentum": ("sgd", "adam", "adadelta"),
+        "optim.momentum2": ("adam",),
+        "optim.rms_decay": ("rmsprop",),
+        "optim.delta": ("adam", "adagrad", "rmsprop", "adadelta"),
+        "optim.nesterov": ("sgd",),
+        "optim.caffe_momentum": ("sgd",),
+    },
+    "optim.schedule.name": {
+        "optim.schedule.every": ("step", "sigmoid"),
+        "optim.schedule.at": ("multistep",),
+        "optim.schedule.gamma": ("step", "multistep", "plateau", "exp", "inv"),
+        "optim.schedule.power": ("inv", "poly"),
+        "optim.schedule.slope": ("sigmoid",),
+        "optim.schedule.window": ("plateau",),
+        "optim.schedule.threshold": ("plateau",),
+    },
+    "loss.name": {
+        **{f"loss.{key}": tuple(owners) for key, (_, owners) in options.keys(LOSSES).items()},
+        SCALE_RATE: ("score_averaged", "prob_averaged"),
+    },
+    "data.name": {
+        f"data.{key}": tuple(n for n, d in DATASETS.items() if d.takes(key)) for key in ("resize", "regions")
+    },
+}
+SAID = {"loss.name": ("the loss", "loss"), "data.name": ("data.name", "data")}
+
+
+def refuse_idle(config: Config, overrides: Sequence[str]) -> None:
+    """Refuses options among `key=value` that would do nothing."""
+    refuse_idle_keys(config, [key for given in overrides for key in keys_of(given)])
+
+
+def refuse_idle_keys(config: Config, given: Iterable[str]) -> None:
+    """Refuses options of something else than what the config has chosen."""
+    chosen = flatten(config)
+    for key in given:
+        for chooser, known in OPTIONS.items():
+            owners = next((known[one] for one in (key, ".".join(key.split(".")[:2])) if one in known), None)
+            own = key == SCALE_RATE and chosen[chooser] not in LOSSES  # which may be averaged
+            if owners is None or chosen[chooser] in owners or own:
+                continue
+            what, short = SAID.get(chooser, (chooser, chooser))
+            raise UserError(
+                f"{key} is an option of {', '.join(owners)}, and {what} is {chosen[chooser]}: give {short}={owners[0]} "
+                "too, or leave it out"
+            )
+        if key in ("teacher.weight", "teacher.temperature") and config.teacher.answers is None:
+            raise UserError(f"{key} is about a teacher's answers, and there are none: give teacher.answers too")

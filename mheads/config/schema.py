@@ -1,0 +1,623 @@
+"""The experiment file: typed, validated, one message per mistake.
+
+config = load("cifar10_quick", ["loss.name=mcl", "loss.k=1"])
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+
+from mheads import networks
+from mheads.common import atomic_files, safe_yaml
+from mheads.common.errors import UserError
+from mheads.config.unknown_keys import meaning
+from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss, options
+
+
+def _option(default: Any, description: str, **limits: Any) -> Any:
+    return Field(default, description=description, **limits)
+
+
+def _named(value: Any) -> Any:
+    """Turns `bagging` into `{name: bagging}`, which it is short for."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=_Section)
+
+
+class Sampling(_Section):
+    name: Literal["full", "bagging", "subset", "specialists", "clustered", "file", "array"] = _option(
+        "full", "who learns from which examples"
+    )
+    fraction: float = _option(0.63, "subset: the share of the examples that a member sees", gt=0, le=1)
+    groups: Literal["random"] | list[list[int]] = _option(
+        "random", "specialists: the classes of each member, or random for an even split by the seed"
+    )
+    generalist: Path | None = _option(
+        None, "clustered: the folder of a finished run; classes that it confuses go together"
+    )
+    path: Path | None = _option(None, "file: an .npz or .npy file of priors [M, N] on the training examples")
+
+
+def _no_truth_value(value: Any) -> Any:
+    """Refuses `split=yes`, which would count as a tree of one member."""
+    if isinstance(value, bool):
+        raise ValueError("give the name of a layer or a tree such as {conv1: [{conv2: 2}, 2]}, not yes or no")
+    return value
+
+
+def _named_stages(value: Any) -> Any:
+    """Turns names of stages into text: the roots of a forest are called 0, 1, ..., which YAML reads as numbers."""
+    return {str(key): rank for key, rank in value.items()} if isinstance(value, dict) else value
+
+
+GIVEN = "weights "  # an `init` that begins with this was given to fit as tensors; their digest follows
+
+
+def _loss_name(name: str) -> str:
+    if name not in LOSSES and ":" not in name:
+        raise ValueError(f"a loss is one of {', '.join(LOSSES)}, or package.module:factory of your own")
+    return name
+
+
+def _member_loss(given: Any) -> Any:
+    try:
+        return base_loss.checked(given)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+class LossSection(_Section):
+    """The keys that every loss has; the others in the section are options of single losses."""
+
+    name: Annotated[str, AfterValidator(_loss_name)] = _option(
+        "independent", f"{', '.join(LOSSES)}, or package.module:factory of your own"
+    )
+    args: dict[str, Any] = _option({}, "arguments of the factory of your own loss")
+    of: Annotated[str | dict[str, Any] | None, AfterValidator(_member_loss)] = _option(
+        None,
+        f"the loss of one member on one example: {', '.join(MEMBER_LOSSES)}, or package.module:function of your own, "
+        "with its options {name: smooth_l1, beta: 0.5}; none: that of the problem",
+    )
+    scale_rate: bool = _option(True, "averaged losses with sgd: multiply the rate by the number of members")
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the loss of an example depends on the others in its batch, which then is not cut."""
+        return self.options.get("normalize") == "wins" and self.name in LOSSES
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments for the factory of the loss."""
+        if self.name not in LOSSES:
+            return self.args
+        return {key: getattr(self, key) for key in options.options(LOSSES[self.name])}
+
+
+def _loss_options() -> Any:
+    """The loss section with a field for each option of any loss; all are checked, whichever loss is named."""
+    fields: dict[str, Any] = {
+        key: (option.type, _option(option.default, f"{', '.join(owners)}: {option.description}"))
+        for key, (option, owners) in options.keys(LOSSES).items()
+    }
+    if taken := LossSection.model_fields.keys() & fields:
+        raise TypeError(f"no option of a loss can be called {', '.join(taken)}: every loss has that key")
+    return create_model("LossOptions", __base__=LossSection, **fields)
+
+
+if TYPE_CHECKING:
+    LossOptions = LossSection
+else:
+    LossOptions = _loss_options()
+
+
+class RegionOptions(_Section):
+    """Of images with objects; the defaults are those of the Fast R-CNN release."""
+
+    objects: Literal["voc"] | list[str] = _option("voc", "their classes, or voc for the twenty of PASCAL VOC")
+    proposals: str = _option(
+        "selective_search",
+        "where regions come from: selective_search, an .npz or a .mat file; {part} in its name varies",
+    )
+    with_objects: bool = _option(False, "evaluation: the objects' own boxes are proposed as well, as in training")
+    most: int = _option(2000, "regions proposed in an image", ge=1)
+    per_image: int = _option(64, "training: regions that an image gives to a step", ge=1)
+    foreground: float = _option(0.25, "training: the share of them that may be objects", gt=0, le=1)
+    foreground_overlap: float = _option(0.5, "training: overlap from which a region is an object", gt=0, le=1)
+    background_overlap: tuple[float, float] = _option(
+        (0.1, 0.5), "training: overlaps from and below which it is background"
+    )
+    short_side: int = _option(600, "length of the shorter side of an image", ge=16, le=10_000)
+    long_side: int = _option(1000, "length of the longer side, at most", ge=16, le=10_000)
+    strict: bool = _option(False, "stop at the first thing that is wrong in the annotations")
+
+
+class DataOptions(_Section):
+    name: str = _option("digits", "a dataset by name: `mheads data list` shows them")
+    root: Path | None = _option(None, "where a fetched set lies, if not in the cache; list: where names begin")
+    path: Path | None = _option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
+    test_path: Path | None = _option(None, "list, hdf5, lmdb: what is tested on")
+    arrays: tuple[str, str] | None = _option(
+        None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
+    )
+    problem: Literal[
+        "auto", "classification", "regression", "multilabel", "soft_labels", "segmentation", "examples"
+    ] = _option(
+        "auto",
+        "npz, list, hdf5, lmdb: what is learned; auto: what the targets look like; examples, of any data: to give "
+        "these back",
+    )
+    validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
+    normalize: Literal["none", "mean_image", "mean_std", "init"] = _option(
+        "none", "what is subtracted and divided by; init: as in the run that training starts from"
+    )
+    scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = _option(
+        "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"
+    )
+    channels: Literal["rgb", "bgr"] = _option("rgb", "images: the order of channels that the network sees")
+    pad: int = _option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
+    mirror: bool = _option(False, "training: mirror at random")
+    resize: int = _option(256, "folder, list: length of the shorter side after resizing", ge=1, le=10_000)
+    crop: int | None = _option(None, "folder, list, lmdb: side of the crop that the network sees", ge=1, le=10_000)
+    grey: bool = _option(False, "folder, list: read images in one channel")
+    limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
+    regions: RegionOptions = _option(RegionOptions(), "voc: regions of images")
+    reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
+        _option("every", "ranks: each reads what it needs, or the lead, rank 0, reads for all")
+    )
+
+
+class EngineOptions(_Section):
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = _option("auto", "threads; never changes a result")
+    micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = _option("auto", "parts that a batch is cut into")
+
+
+class ScheduleOptions(_Section):
+    name: Literal["constant", "step", "multistep", "cosine", "plateau", "exp", "inv", "poly", "sigmoid"] = _option(
+        "constant", "how the rate falls"
+    )
+    every: int = _option(1000, "step: multiply by gamma every n iterations; sigmoid: where the middle is", ge=1)
+    at: list[int] = _option([], "multistep: multiply by gamma at these iterations")
+    gamma: float = _option(0.1, "step, multistep, plateau, exp: the factor; inv: how fast it falls", gt=0)
+    power: float = _option(1.0, "inv: (1 + gamma i)^-power; poly: (1 - i / iterations)^power")
+    slope: float = _option(0.01, "sigmoid: 1 / (1 + exp(-slope (i - every))), falling if it is below 0")
+    window: int = _option(20000, "plateau: compare the mean loss of the last n iterations with the n before", ge=1)
+    threshold: float = _option(0.01, "plateau: the relative drop that counts as progress", ge=0, lt=1)
+    warmup: int = _option(0, "rise linearly over the first n iterations", ge=0)
+
+
+class OptimOptions(_Section):
+    name: Literal["sgd", "adamw", "adam", "adagrad", "rmsprop", "adadelta"] = _option(
+        "sgd", "the optimizer; the last four as in Caffe"
+    )
+    lr: float = _option(0.01, "the first rate", gt=0)
+    momentum: float = _option(0.9, "sgd: momentum; adam, adadelta: how slowly means forget", ge=0, lt=1)
+    momentum2: float = _option(0.999, "adam: how slowly the mean of squares forgets", ge=0, lt=1)
+    rms_decay: float = _option(0.99, "rmsprop: how slowly the mean of squares forgets", ge=0, lt=1)
+    delta: float = _option(1e-8, "adam, adagrad, rmsprop, adadelta: added where something is divided by", gt=0)
+    nesterov: bool = _option(False, "sgd: Nesterov's form")
+    caffe_momentum: bool = _option(False, "sgd: the rate inside the momentum, as in Caffe")
+    weight_decay: float = _option(0.0, "weight decay", ge=0)
+    regularization: Literal["l2", "l1"] = _option("l2", "l1: weights decay by their sign instead of their size")
+    clip: float | None = _option(None, "gradients of all weights together are cut to this norm", gt=0)
+    batch_size: int = _option(100, "examples per batch", ge=1, le=1_000_000)
+    accumulate: int = _option(1, "batches per step: gradients are averaged over them", ge=1, le=100_000)
+    iterations: int = _option(500, "steps", ge=1)
+    schedule: Annotated[ScheduleOptions, BeforeValidator(_named)] = _option(ScheduleOptions(), "how the rate falls")
+
+
+class LogOptions(_Section):
+    every: int = _option(50, "iterations between lines of metrics.jsonl; the last one always has a line", ge=1)
+    evaluate_every: int = _option(500, "iterations between evaluations on the test set; 0: only at the end", ge=0)
+    checkpoint_every: int = _option(500, "iterations between checkpoints; 0: only at the end", ge=0)
+    keep: int = _option(2, "how many of the newest checkpoints are kept", ge=1)
+    tensorboard: bool = _option(False, "also write the log for TensorBoard, in the run folder")
+    idle_after: int = _option(100, "warn of a member that has won no example for n iterations", ge=1)
+
+
+class TeacherOptions(_Section):
+    answers: Literal["array"] | Path | None = _option(
+        None, "an .npz or .npy file of probabilities [N, C] for the training examples, to be learned beside the labels"
+    )
+    weight: float = _option(0.9, "how much these answers count; the labels count for the rest", gt=0, le=1)
+    temperature: float = _option(2.0, "softens the answers, and those of the members", gt=0, le=1000)
+
+
+MAX_ROWS = 10_000_000  # of a step
+
+
+class Config(_Section):
+    """One experiment."""
+
+    model: Annotated[str, AfterValidator(networks.checked)] = _option(
+        "digits", "a network's name, or package.module:factory of your own"
+    )
+    model_args: dict[str, Any] = _option({}, "arguments of the network's factory")
+    members: int = _option(4, "how many members", ge=1, le=10_000)
+    split: Annotated[str | int | list[Any] | dict[str, Any] | None, BeforeValidator(_no_truth_value)] = _option(
+        None, "the last shared layer, or a tree such as {conv1: [{conv2: 2}, 2]}; none: independent members"
+    )
+    init: str = _option("random", "random, same, a file of weights, or the folder of a finished run to start from")
+    init_map: dict[str, str | None] = _option(
+        {}, "init: beginnings of the names in the file and what they are here, null to leave out: {backbone: features}"
+    )
+    init_members: list[Annotated[int, Field(ge=0)] | None] | None = _option(
+        None, "init: the member of that run that each member starts from, null for one that is drawn: [0, 2, null]"
+    )
+    freeze: list[str] = _option(
+        [], "stages, layers or modules inside that do not learn: [trunk], [conv1], [..conv3] up to it"
+    )
+    sampling: Annotated[Sampling, BeforeValidator(_named)] = _option(Sampling(), "who learns from which examples")
+    loss: Annotated[LossOptions, BeforeValidator(_named)] = _option(LossOptions(), "the loss")
+    teacher: TeacherOptions = _option(TeacherOptions(), "whose answers are learned beside the labels")
+    pretrain: int = _option(0, "iterations of independent, each member by itself, before the loss takes over", ge=0)
+    data: Annotated[DataOptions, BeforeValidator(_named)] = _option(DataOptions(), "the data")
+    engine: EngineOptions = _option(EngineOptions(), "how the work is cut and spread")
+    placement: Annotated[
+        Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_named_stages)
+    ] = _option(
+        "default", "ranks: trunk on 0 and branches spread; auto: the fastest by measured costs; or {stage: rank}"
+    )
+    timeout: float = _option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
+    optim: OptimOptions = _option(OptimOptions(), "optimizer and schedule")
+    log: LogOptions = _option(LogOptions(), "logging, evaluation, checkpoints")
+    device: str = _option("auto", "cpu, cuda or cuda:N; auto: a GPU if torch sees one (untested), else the CPU")
+    seed: int = _option(0, "everything random follows from it", ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        if self.optim.name == "sgd" and self.optim.nesterov and not self.optim.momentum:
+            raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
+        if self.optim.name == "adamw" and self.optim.regularization == "l1":
+            raise ValueError(
+                "optim.regularization = l1 is not for adamw, whose decay is apart from gradients: use adam"
+            )
+        if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
+            raise ValueError(
+                f"optim.batch_size x optim.accumulate is {self.optim.batch_size * self.optim.accumulate:,} examples "
+                f"per step: at most {MAX_ROWS:,}"
+            )
+        if self.init_members is not None and len(self.init_members) != self.members:
+            raise ValueError(
+                f"init_members names {len(self.init_members)} for {self.members} members: give one each, null for new"
+            )
+        groups = self.sampling.groups
+        if self.sampling.name == "specialists" and isinstance(groups, list) and len(groups) != self.members:
+            raise ValueError(f"sampling.groups has {len(groups)} groups for {self.members} members: give one each")
+        for name, key in (("file", "path"), ("clustered", "generalist")):
+            given = getattr(self.sampling, key)
+            if self.sampling.name == name and given is None:
+                raise ValueError(f"sampling.name = {name} needs sampling.{key}, {_meaning(Sampling, key)}")
+            if self.sampling.name != name and given is not None:
+                raise ValueError(f"sampling.{key} is for sampling.name={name}, but it is {self.sampling.name}")
+        return self
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def digest(self) -> str:
+        """A short name for everything that decides the result.
+
+        Keys at their defaults do not count, so that a key added in a later version changes no name.
+        """
+        given, default = flatten(self), flatten(Config())
+        counts = [k for k in given if k == "optim.iterations" or not is_free(k, self)]
+        decisive = {k: given[k] for k in counts if given[k] != default[k]}
+        text = json.dumps(decisive, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _meaning(section: type[_Section], key: str) -> str:
+    return str(section.model_fields[key].description).partition(": ")[2]
+
+
+def is_free(key: str, config: Config) -> bool:
+    """Whether this key may differ when a run is resumed: it decides no bit of the steps already done."""
+    if key == "optim.iterations":
+        return config.optim.schedule.name not in ("cosine", "poly")  # their rates depend on where they end
+    return key in ("engine.workers", "data.reader", "placement", "timeout") or key.startswith("log.")
+
+
+def differing(one: Config, other: Config) -> list[str]:
+    """The keys that have another value in the one than in the other."""
+    old, new = flatten(one), flatten(other)
+    return [key for key in new if not same(key, old[key], new[key])]
+
+
+PATHS = (
+    "init",
+    "sampling.generalist",
+    "sampling.path",
+    "teacher.answers",
+    "data.root",
+    "data.path",
+    "data.test_path",
+    "data.regions.proposals",
+)
+
+
+def same(key: str, one: Any, other: Any) -> bool:
+    """Whether two values of a key mean the same: of paths, however each is spelled, whether they lead to one place."""
+    if key in PATHS and isinstance(one, str) and isinstance(other, str) and os.path.isabs(one) and os.path.isabs(other):
+        return os.path.realpath(one) == os.path.realpath(other)
+    return bool(one == other)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """The config as dotted keys and JSON values."""
+
+    def walk(prefix: str, value: Any, model: BaseModel | None) -> dict[str, Any]:
+        if model is None:
+            return {prefix: value}
+        flat: dict[str, Any] = {}
+        for name in type(model).model_fields:
+            child = getattr(model, name)
+            section = child if isinstance(child, BaseModel) else None
+            flat |= walk(f"{prefix}.{name}" if prefix else name, value[name], section)
+        return flat
+
+    return walk("", config.model_dump(mode="json"), config)
+
+
+SECTIONS = ("sampling", "loss", "teacher", "data", "data.regions", "engine", "optim", "optim.schedule", "log")
+
+
+@cache
+def known_keys() -> list[str]:
+    return list(flatten(Config()))
+
+
+def recipes() -> list[str]:
+    folder = resources.files("mheads.config.recipes")
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def timeout(recipe: str, overrides: Sequence[str] = ()) -> float | None:
+    """How long ranks wait for each other, asked before they have agreed on the recipe; None if it cannot be read."""
+    try:
+        return load(recipe, overrides).timeout
+    except (UserError, OSError):  # reported later, by one rank for all
+        return None
+
+
+def summary(recipe: str) -> str:
+    """What a recipe's first line says about it."""
+    return _recipe_text(recipe).partition("\n")[0].removeprefix("# ")
+
+
+def _recipe_text(recipe: str) -> str:
+    return (resources.files("mheads.config.recipes") / f"{recipe}.yaml").read_text()
+
+
+def is_caffe(name: str) -> bool:
+    """Whether a file is called as Caffe's specifications are."""
+    return name.lower().endswith((".prototxt", ".pbtxt", ".prototxt.txt"))
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
+    """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
+    if recipe in recipes():
+        text = _recipe_text(recipe)
+    elif is_caffe(recipe):
+        raise UserError(
+            f"{recipe} is a Caffe specification: mheads train takes it as it is, and mheads convert makes a recipe of "
+            "it for the other commands"
+        )
+    elif _is_file(recipe):
+        return read(Path(recipe), overrides)
+    else:
+        near = difflib.get_close_matches(recipe, recipes(), 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(
+            f"there is no recipe and no file {safe_yaml.short(recipe)}{hint}: "
+            f"give one of {', '.join(recipes())}, or the path of a YAML file"
+        )
+    return _parse(text, recipe, overrides)
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).is_file()
+    except OSError:  # too long, say
+        return False
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The config in a file."""
+    try:
+        text = atomic_files.read_text(path, most=safe_yaml.MAX_TEXT + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a YAML file: {error}") from error
+    return _parse(text, str(path), overrides)
+
+
+def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
+    try:
+        tree = safe_yaml.from_yaml(text) or {}
+    except ValueError as error:
+        raise UserError(f"{source}: {error}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{source} must hold a mapping of config keys, not {safe_yaml.short(tree)}")
+    data = tree.get("data")
+    for text_of in overrides:
+        override(tree, text_of)
+    _forget_scale(tree, data, overrides)
+    return _absolute(validate(tree, source))
+
+
+def from_tree(tree: dict[str, Any], source: str) -> Config:
+    """The config of keys that something else has put together."""
+    return _absolute(validate(tree, source))
+
+
+def _forget_scale(tree: dict[str, Any], before: Any, overrides: Sequence[str]) -> None:
+    """Drops a recipe's scale, which is meant for its own data, if the dataset is another one and no scale is given."""
+    now = tree.get("data")
+    given = any(override.startswith(("data.scale=", "data=")) for override in overrides)
+    if isinstance(before, dict) and isinstance(now, dict) and now.get("name") != before.get("name") and not given:
+        now.pop("scale", None)
+
+
+def of_model(model: str, model_args: Sequence[str]) -> Config:
+    """A config that says no more than its network; the arguments of the factory are given as key=value."""
+    tree: dict[str, Any] = {"model": model}
+    for argument in model_args:
+        override(tree, f"model_args.{argument}")
+    return validate(tree, "the arguments")
+
+
+def _absolute(config: Config) -> Config:
+    """The config with absolute paths, so that a run folder means the same from any current folder."""
+    data = _absolute_in(config.data, ("root", "path", "test_path"))
+    if data.regions.proposals.endswith((".npz", ".mat")):
+        proposals = str(_plain(Path(data.regions.proposals)))
+        data = data.model_copy(update={"regions": data.regions.model_copy(update={"proposals": proposals})})
+    sampling = _absolute_in(config.sampling, ("generalist", "path"))
+    teacher = _absolute_in(config.teacher, ("answers",))
+    in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
+    init = config.init if in_memory else str(_plain(Path(config.init)))
+    paths = {"data.root": data.root, "data.path": data.path, "data.test_path": data.test_path, "init": init}
+    paths |= {"sampling.generalist": sampling.generalist, "sampling.path": sampling.path}
+    paths["teacher.answers"] = teacher.answers
+    for key, path in paths.items():
+        if path is not None and str(path).encode("utf-8", "replace") != os.fsencode(path):
+            raise UserError(f"{key} = {path}: its name is not UTF-8, and no config can hold it; rename the folder")
+    return config.model_copy(update={"data": data, "sampling": sampling, "teacher": teacher, "init": init})
+
+
+def _absolute_in(section: S, keys: Sequence[str]) -> S:
+    found = {key: _plain(path) for key in keys if isinstance(path := getattr(section, key), Path)}
+    return section.model_copy(update=found)
+
+
+def _plain(path: Path) -> Path:
+    """An absolute path without `~`, which no shell expands in `data.path=~/x`, and without `..`, unless that would lead
+    elsewhere, as after a link."""
+    path = Path(os.path.expanduser(path)).absolute()
+    shorter = os.path.normpath(path)
+    return Path(shorter) if os.path.realpath(shorter) == os.path.realpath(path) else path
+
+
+def override(tree: dict[str, Any], given: str) -> None:
+    """Changes the key that `key=value` names."""
+    key, equals, text = given.partition("=")
+    if not equals or not key:
+        raise UserError(f"{safe_yaml.short(given)} is not key=value, for example loss.k=2")
+    try:
+        value = safe_yaml.from_yaml(text)
+    except ValueError as error:
+        raise UserError(f"the value of {safe_yaml.short(given)}: {error}") from error
+    if isinstance(value, str) and not text.lstrip().startswith(("'", '"')):
+        value = _number(value)
+    *sections, last = key.split(".")
+    for section in sections:
+        child = tree.get(section)
+        if isinstance(child, str):
+            child = _named(child)  # `loss: mcl` in the file, `loss.k=2` on the command line
+        tree[section] = tree = dict(child) if isinstance(child, dict) else {}
+    before = _named(tree.get(last))
+    if isinstance(value, dict) and isinstance(before, dict) and key in SECTIONS:
+        value = before | value  # keys that are not given stay as they were, unless the section's name changes
+        if before.get("name") != value.get("name"):
+            value = {k: v for k, v in value.items() if k == "name" or k not in before or v is not before[k]}
+    tree[last] = value
+
+
+def keys_of(given: str) -> list[str]:
+    """The keys that `key=value` sets: those in it if it is a section, loss.name for loss=mcl."""
+    key, _, text = given.partition("=")
+    try:
+        return keys_in(key, safe_yaml.from_yaml(text))
+    except ValueError:  # told by whoever loads it
+        return [key]
+
+
+def keys_in(key: str, value: Any) -> list[str]:
+    """The keys that this value of a key sets."""
+    inner = _named(value) if key in SECTIONS else value
+    if key not in SECTIONS or not isinstance(inner, dict):
+        return [key]
+    return [one for name, part in inner.items() for one in keys_in(f"{key}.{name}", part)]
+
+
+def _number(text: str) -> Any:
+    """The number in a text such as 1e-3, which YAML 1.1 reads as a string; else the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def validate(tree: dict[str, Any], source: str = "the config") -> Config:
+    try:
+        return Config.model_validate(_floats(safe_yaml.as_plain(tree)))
+    except ValidationError as error:
+        # Pydantic reports a refused union once per branch: one message lists everything that it would take.
+        messages: dict[str, list[str]] = {}
+        for where, message in map(_explain, error.errors()):
+            messages.setdefault(where, []).append(message)
+        lines = [f"{source}: {where}{', or '.join(dict.fromkeys(texts))}" for where, texts in messages.items()]
+        raise UserError("\n".join(lines)) from None
+
+
+def _floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _floats(v) for k, v in value.items()}
+    if isinstance(value, str) and value[:1].isdigit():
+        return _number(value) if "e" in value.lower() else value
+    return value
+
+
+def _explain(problem: Any) -> tuple[str, str]:
+    """The place with its value, and what is wrong with it."""
+    where = [str(part) for part in problem["loc"]]
+    known = known_keys()
+    # Pydantic appends the branch of a union that it tried: keep what is a key.
+    while len(where) > 1 and ".".join(where) not in known and problem["type"] != "extra_forbidden":
+        where.pop()
+    key = ".".join(where)
+    if problem["type"] == "extra_forbidden":
+        # The same name elsewhere (`lr`) comes first, then another name for the same thing, then what is spelt alike.
+        by_last = [k for k in known if k.rsplit(".", 1)[-1] == where[-1]]
+        if not by_last and (meant := meaning(where[-1])):
+            return f"unknown key {key!r}", f"; here it is {meant}"
+        sections = sorted({k.rsplit(".", 1)[0] for k in known if "." in k})
+        beside = [k for k in known if k.startswith(f"{'.'.join(where[:-1])}.")] if len(where) > 1 else []
+        near = difflib.get_close_matches(key, beside or [*known, *sections], 1, 0.8 if beside else 0.4)
+        best = by_last or near
+        return (
+            f"unknown key {key!r}",
+            f"; did you mean {' or '.join(map(repr, best))}?" if best else f"; there are {', '.join(beside or known)}",
+        )
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        inside = [k for k in known if k.startswith(f"{key}.")]
+        message = f"it is a section with keys of its own: {', '.join(inside)}"
+    if not key:
+        return "", message
+    return f"{key} = {safe_yaml.short(problem['input'])}: ", f"{message[0].lower()}{message[1:]}"

@@ -1,0 +1,193 @@
+"""The last steps that all datasets share: hold out, limit, check labels, measure the mean, fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mheads.common import seeds
+from mheads.common.errors import UserError
+from mheads.data.preprocessing import fit_preprocess
+from mheads.data.splits import Chosen, Data, Source, Split
+from mheads.data.value_range import Seen
+from mheads.problems import Problem
+
+
+def assemble(
+    name: str,
+    train: Source,
+    test: Source,
+    problem: Problem,
+    *,
+    normalize: str = "none",
+    validation: int = 0,
+    scale: float | str = "auto",
+    channels: str = "rgb",
+    auto: float = 1 / 255,
+    limit: int | None = None,
+    statistics: int | None = None,
+    hold_out: int | None = None,
+    weights: Any = None,
+) -> Data:
+    """Data from its two splits.
+
+    `auto` is the scale that uint8 gets by default; `statistics` caps the number of examples that the mean is measured
+    on; with the seed `hold_out` the test split is a tenth of the training examples, in proportion to the classes.
+    """
+    if not len(train):
+        raise UserError(f"{name}: there are no training examples")
+    seen = train.survey(f"{name}: train examples")
+    tested = test.survey(f"{name}: test examples") if len(test) else seen
+    if seen.kind == "tokens" == tested.kind:
+        seen = replace(seen, high=max(seen.high, tested.high))  # which the network must know as well
+    elif seen.kind != tested.kind and ("tokens" in (seen.kind, tested.kind) or not validation):
+        raise UserError(f"{name}: training examples are {seen} but test examples {tested}; give both in the same way")
+    elif not validation:
+        seen.check(tested, f"{name}: test examples")
+    # Before any are held out: the numbers in messages are those that the data have.
+    problem.check_targets(train.targets, f"{name}: train")
+    if len(test) and not validation:
+        problem.check_targets(test.targets, f"{name}: test")
+    importance = None if weights is None else _checked(weights, len(train), name)
+    count, held_out = len(train), None
+    rows = np.arange(count)
+    out: np.ndarray | None = None
+    if hold_out is not None:
+        if count == 1:
+            raise UserError(f"{name}: {count} example is too few to hold some out; give a test set")
+        out = stratified(_groups(train, problem), max(1, count // 10), hold_out)
+        rows = np.setdiff1d(rows, out)
+        train, test = Chosen(train, rows), Chosen(train, out)
+        how = "stratified" if len(problem.groups) > 1 else "at random"
+        held_out = f"{len(out)} of {count} examples, {how}, seed {hold_out}"
+    if validation:
+        if not 0 < validation < count:
+            raise UserError(
+                f"{name}: data.validation is {validation}; it must leave some of the {count} training"
+                f" examples, so give 0 to {count - 1}"
+            )
+        _refuse_sorted(_groups(train, problem), validation, name)
+        rows, out = np.split(rows, [count - validation])
+        train, test = train.part(slice(count - validation)), train.part(slice(count - validation, None))
+        held_out = f"{validation} of {count} examples, the last"
+    if limit is not None:
+        if limit < 1:
+            raise UserError(f"{name}: data.limit is {limit}; give the number of examples to keep, 1 or more")
+        rows, out = rows[:limit], None if out is None else out[:limit]
+        train, test = train.part(slice(limit)), test.part(slice(limit))
+    test = test.fixed()
+    if len(test) and test.shape != train.shape:
+        raise UserError(
+            f"{name}: training examples have shape {train.shape} but test examples {test.shape};"
+            " make them the same size"
+        )
+    side, *others = [side_shapes(split) for split in (train, test) if len(split)]
+    if any(other != side for other in others):
+        given, lacking = (", ".join(f"{key} {list(shape)}" for key, shape in sorted(each.items())) or "none"
+                          for each in (side, *others))  # fmt: skip
+        raise UserError(f"{name}: the side inputs of training are {given}, of the test set {lacking}; give all to both")
+    if importance is not None:
+        importance = importance[rows]
+        if not importance.any():
+            raise UserError(f"{name}: all weights of the training examples are 0; give some a weight above 0")
+        importance = (importance / importance.mean()).astype(np.float32)
+    if seen.kind == "tokens" and (normalize != "none" or scale != "auto"):
+        raise UserError(
+            f"{name}: data.normalize={normalize} and data.scale={scale} are for numbers, but the examples are {seen}, "
+            "which go to the network as they are; give data.normalize=none and data.scale=auto"
+        )
+    factor = _scale(scale, seen, auto, name)
+    preprocess = fit_preprocess(train, normalize, factor, statistics)
+    if channels == "bgr":
+        if len(train.shape) != 3 or train.shape[0] != 3:
+            raise UserError(
+                f"{name}: data.channels is bgr, but examples have the shape {train.shape}: it is for images of three "
+                "channels; leave it out"
+            )
+        preprocess = replace(preprocess, bgr=True)
+    fingerprint = _fingerprint(train, test, importance)
+    return Data(name, train, test, problem, preprocess, fingerprint, seen, importance, held_out, out, rows, count, side)
+
+
+def side_shapes(split: Split) -> dict[str, tuple[int, ...]]:
+    """The shape of each side input of one example; () where it has several rows."""
+    beside = split.beside(np.arange(1), None)
+    return {
+        key: tuple(value.shape[1:]) if beside.counts is None and isinstance(value, torch.Tensor) else ()
+        for key, value in beside.side.items()
+    }
+
+
+def _groups(split: Split, problem: Problem) -> np.ndarray:
+    return problem.group(torch.as_tensor(split.targets)).numpy()
+
+
+def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """Rows of `count` examples, sorted: drawn by the seed, in proportion to the classes, rounded.
+
+    A class of a single example keeps it for training; if there are only such classes, nothing can be held out.
+    """
+    classes, sizes = np.unique(labels, return_counts=True)
+    shares = count * sizes / len(labels)
+    taken = np.minimum(np.floor(shares).astype(int), sizes - 1)
+    for c in np.argsort(taken - shares, kind="stable"):  # the largest remainders first
+        if taken.sum() < count and taken[c] < sizes[c] - 1:
+            taken[c] += 1
+    if not taken.any() and sizes.max() == 1:
+        raise UserError(
+            f"each of the {len(classes)} classes has one example, so none can be held out: give test=(x, y)"
+        )
+    if not taken.any():
+        taken[np.argmax(sizes)] = 1
+    mixed = seeds.numpy_generator(seed, "hold out").permutation(len(labels))
+    chosen = [mixed[labels[mixed] == c][:n] for c, n in zip(classes, taken, strict=True)]
+    return np.sort(np.concatenate(chosen))
+
+
+def _refuse_sorted(labels: np.ndarray, validation: int, name: str) -> None:
+    """Refuses to hold out the last examples of a set that is sorted by class: they are not a sample of it."""
+    last = set(labels[len(labels) - validation :].tolist())
+    lacking = sorted(set(labels.tolist()) - last)
+    mixed = 1 - np.sum((np.unique(labels, return_counts=True)[1] / len(labels)) ** 2)  # share of changes in any order
+    if lacking and np.mean(labels[1:] != labels[:-1]) < 0.1 * mixed:
+        raise UserError(
+            f"{name}: the training examples are sorted by class, so the last {validation} (data.validation) hold none"
+            f" of class {', '.join(map(str, lacking[:5]))}{', ...' if len(lacking) > 5 else ''}; shuffle the examples"
+            " before; in Python, fit without test and validation holds out a part of each class"
+        )
+
+
+def _scale(scale: float | str, seen: Seen, auto: float, name: str) -> float:
+    if scale == "auto":
+        return auto if seen.kind == "uint8" else 1.0
+    if isinstance(scale, str) or not scale > 0:
+        raise UserError(
+            f"{name}: data.scale is {scale}; raw values are multiplied by it, so give auto or a number above 0"
+        )
+    return float(scale)
+
+
+def _checked(weights: Any, count: int, name: str) -> np.ndarray:
+    try:
+        found = np.asarray(weights, np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{name}: weights are not numbers ({error}); give one for each training example") from error
+    if found.shape != (count,):
+        raise UserError(f"{name}: weights of shape {list(found.shape)} for {count} training examples; give one to each")
+    bad = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if len(bad):
+        raise UserError(f"{name}: weight {bad[0]} is {found[bad[0]]}; give finite numbers, 0 or more")
+    return found
+
+
+def _fingerprint(train: Source, test: Source, weights: np.ndarray | None) -> str:
+    with ThreadPoolExecutor(2) as pool:
+        parts = [*pool.map(lambda split: split.checksum(), (train, test))]
+    if weights is not None:
+        parts.append(weights.tobytes())
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]

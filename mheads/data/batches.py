@@ -1,0 +1,183 @@
+"""Batches: what one training step works on, and the stream of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mheads.common import nested_values, seeds
+from mheads.common.nested_values import Value
+from mheads.data import Data, Split
+from mheads.data.resampling import stream
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The examples of a step, or of one micro-batch of it. B rows, M members.
+
+    `inputs` is what the data gives (pixels as uint8, say); `preprocess` turns it into what the network takes. Each
+    example has one row of targets, or `counts[i]` of them. `prior` [M, B] says who may learn from which row, None
+    meaning all; `ties` [M, B] are the random keys that break ties; `side` holds side inputs of layers that ask for
+    them. Inputs may be there for some examples only, from `first_input` on, or None where they are not needed.
+    """
+
+    inputs: Value
+    targets: Value
+    preprocess: Callable[[Value, torch.dtype], Value]
+    prior: Tensor | None = None
+    ties: Tensor | None = None
+    side: dict[str, Value] = field(default_factory=dict)
+    first_input: int = 0
+    counts: Tensor | None = None
+
+    def __len__(self) -> int:
+        """How many examples there are: a batch is cut between examples."""
+        return self.num_rows if self.counts is None else len(self.counts)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows the loss sees."""
+        return nested_values.num_rows(self.targets)
+
+    def rows(self, start: int, stop: int) -> slice:
+        """The rows of the examples start to stop - 1."""
+        if self.counts is None:
+            return slice(start, stop)
+        return slice(int(self.counts[:start].sum()), int(self.counts[:stop].sum()))
+
+    def cut(self, start: int, stop: int) -> Batch:
+        """The examples start to stop - 1."""
+        rows, examples = self.rows(start, stop), slice(start - self.first_input, stop - self.first_input)
+
+        def only(where: slice, value: Value) -> Value:
+            return None if value is None else nested_values.map_leaves(lambda t: t[where], value)
+
+        return replace(
+            self,
+            inputs=only(examples, self.inputs),
+            first_input=0,
+            targets=only(rows, self.targets),
+            side=only(rows, self.side),
+            counts=None if self.counts is None else self.counts[start:stop],
+            prior=None if self.prior is None else self.prior[:, rows],
+            ties=None if self.ties is None else self.ties[:, rows],
+        )
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on a device."""
+        if device.type == "cpu":
+            return self
+
+        def move(value: Value) -> Value:
+            return None if value is None else nested_values.map_leaves(lambda t: t.to(device, non_blocking=True), value)
+
+        parts = {name: move(getattr(self, name)) for name in ("inputs", "targets", "prior", "ties", "side")}
+        return replace(self, **parts)  # counts stay on the CPU: Python reads them
+
+    def network_inputs(self, dtype: torch.dtype) -> Value:
+        return self.preprocess(self.inputs, dtype)
+
+    def side_inputs(self) -> dict[str, Value]:
+        """What layers can ask for: the side inputs, and `counts` where the examples have several rows."""
+        return self.side if self.counts is None else {**self.side, "counts": self.counts}
+
+
+class Batches(Protocol):
+    """The batches of a training run."""
+
+    def batch(self, step: int) -> Batch: ...
+    def close(self) -> None: ...
+
+
+class BatchStream:
+    """Gives the batch of any step, from the seed alone; the next one is read while this one is worked on.
+
+    `inputs` says for which examples of a batch inputs are wanted here; by default for all.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        seed: int,
+        batch_size: int,
+        members: int,
+        prior: np.ndarray | None,
+        inputs: range | None = None,
+    ) -> None:
+        self.data = data
+        self.seed = seed
+        self.batch_size = batch_size
+        self.members = members
+        self.prior = None if prior is None else torch.from_numpy(prior)
+        self.inputs = range(batch_size) if inputs is None else inputs
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="mheads-reader")
+        self._ahead: tuple[int, Future[Batch]] | None = None
+
+    def batch(self, step: int) -> Batch:
+        ready = self._ahead
+        self._ahead = None
+        batch = ready[1].result() if ready is not None and ready[0] == step else self.read(step)
+        self._ahead = (step + 1, self._reader.submit(self.read, step + 1))
+        return batch
+
+    def read(self, step: int) -> Batch:
+        start = step * self.batch_size
+        rows, _ = stream(self.seed, len(self.data.train), start, start + self.batch_size)
+        # One seed per example, so that its augmentation does not depend on the batch it happens to be in.
+        augmentation = seeds.numpy_generator(self.seed, "augment", step).integers(2**63, size=len(rows))
+        beside = self.data.train.beside(rows, augmentation)
+        prior = None if self.prior is None else self.prior[:, torch.from_numpy(rows)]
+        if prior is not None and beside.counts is not None:
+            prior = prior.repeat_interleave(beside.counts, 1)
+        num_rows = nested_values.num_rows(beside.targets)
+        wanted = slice(self.inputs.start, self.inputs.stop)
+        return Batch(
+            self._inputs(rows[wanted], augmentation[wanted]) if self.inputs else None,
+            beside.targets,
+            self.data.preprocess,
+            prior=prior,
+            ties=torch.rand(self.members, num_rows, generator=seeds.generator(self.seed, "ties", step)),
+            side=beside.side,
+            first_input=self.inputs.start,
+            counts=beside.counts,
+        )
+
+    def _inputs(self, rows: np.ndarray, augmentation: np.ndarray) -> Value:
+        raw = self.data.train.read(rows, augmentation)
+        places = self.data.train.places(augmentation) if self.data.preprocess.has_mean_image else None
+        return raw if places is None else (raw, places)
+
+    def close(self) -> None:
+        self._reader.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Consecutive examples of a split, read when called."""
+
+    split: Split
+    preprocess: Callable[[Value, torch.dtype], Value]
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def targets(self) -> Value:
+        return self.split.beside(self.rows, None).targets
+
+    def __call__(self) -> Batch:
+        inputs, beside = self.split.read(self.rows, None), self.split.beside(self.rows, None)
+        return Batch(inputs, beside.targets, self.preprocess, side=beside.side, counts=beside.counts)
+
+
+def evaluation_batches(split: Split, preprocess: Callable[[Value, torch.dtype], Value], rows: int) -> list[Reader]:
+    """Readers of the split's consecutive batches of `rows` examples; the last may be shorter."""
+    starts = range(0, len(split), rows)
+    return [Reader(split, preprocess, np.arange(start, min(start + rows, len(split)))) for start in starts]

@@ -1,0 +1,1 @@
+"""Images with annotated objects: the layout of PASCAL VOC, proposed regions, and what a step sees of them."""

@@ -1,0 +1,348 @@
+"""Regions of annotated images: what a detector learns from, as Fast R-CNN draws them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mheads.common.errors import UserError
+from mheads.data.augmentation import uniforms
+from mheads.data.detection import proposals
+from mheads.data.detection.voc import CLASSES, Complaints, Scene, find_devkit, read_list, read_scenes
+from mheads.data.file_digests import digests
+from mheads.data.readers.folder import cores, in_threads
+from mheads.data.readers.image_files import UNREADABLE, eight_bits, opened_image
+from mheads.data.splits import Beside
+from mheads.data.value_range import Seen
+from mheads.problems import Detection, Problem
+from mheads.problems import boxes as box
+from mheads.problems.detection import BACKGROUND
+
+WHOLE = 256  # side of the squares that the pixels' mean is measured on
+COMMON = np.array([0.1, 0.1, 0.2, 0.2])  # deviations of box targets where too few are there to measure
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How regions are drawn; the defaults are those of the Fast R-CNN release."""
+
+    proposals: str = proposals.SEARCH
+    with_objects: bool = False
+    most: int = 2000
+    per_image: int = 64
+    foreground: float = 0.25
+    foreground_overlap: float = 0.5
+    background_overlap: tuple[float, float] = (0.1, 0.5)
+    short_side: int = 600
+    long_side: int = 1000
+
+    def scale(self, width: int, height: int) -> float:
+        """What the image is multiplied by: the shorter side becomes `short_side`, the longer at most `long_side`."""
+        ratio = self.short_side / min(width, height)
+        return self.long_side / max(width, height) if round(ratio * max(width, height)) > self.long_side else ratio
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
+class RegionSplit:
+    """Images with regions. In training, some regions of each, drawn by the seed, which also mirrors half of them; else
+    all that are proposed. `numbers` are those of the images among all that the problem knows."""
+
+    scenes: Sequence[Scene]
+    proposed: Sequence[np.ndarray]
+    numbers: np.ndarray
+    drawing: Drawing
+    means: np.ndarray  # [1 + C, 4] of what turns regions into boxes, for each class
+    deviations: np.ndarray
+    mirror: bool = False
+    training: bool = True
+    margin = 0
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (3, self.drawing.short_side, self.drawing.long_side)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """The class of most objects of each image, 0 where there is none."""
+        counts = [np.bincount(scene.truth.classes, minlength=1) for scene in self.scenes]
+        return np.array([count.argmax() for count in counts], np.int64)
+
+    def _mirrored(self, seeds: np.ndarray | None, count: int) -> np.ndarray:
+        if seeds is None or not self.training or not self.mirror:
+            return np.zeros(count, bool)
+        return uniforms(np.asarray(seeds), 1)[0] < 0.5
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> Any:
+        """Pixels uint8 [b, H, W, 3], zeros right of and below the smaller ones, and the sizes [b, 2] of the images."""
+        found: list[Any] = [None] * len(rows)
+        mirrored = self._mirrored(seeds, len(rows))
+
+        def decode(i: int) -> None:
+            pixels = self._pixels(self.scenes[rows[i]])
+            found[i] = pixels[:, ::-1] if mirrored[i] else pixels
+
+        in_threads(decode, len(rows))
+        sizes = np.array([pixels.shape[:2] for pixels in found]).reshape(-1, 2)
+        out = np.zeros((len(rows), *sizes.max(0, initial=1), 3), np.uint8)
+        for i, pixels in enumerate(found):
+            out[i, : pixels.shape[0], : pixels.shape[1]] = pixels
+        return torch.from_numpy(out), torch.from_numpy(sizes)
+
+    def _pixels(self, scene: Scene) -> np.ndarray:
+        scale = self.drawing.scale(scene.truth.width, scene.truth.height)
+        size = (max(1, round(side * scale)) for side in (scene.truth.width, scene.truth.height))
+        return decoded(scene.path, tuple(size))  # type: ignore[arg-type]
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        mirrored = self._mirrored(seeds, len(rows))
+        parts = [
+            self._regions(int(row), None if seeds is None else int(seeds[i]), bool(mirrored[i]))
+            for i, row in enumerate(rows)
+        ]
+        regions, classes, deltas, boxes = (np.concatenate(part) for part in zip(*parts, strict=True))
+        counts = torch.tensor([len(part[1]) for part in parts])
+        numbers = torch.from_numpy(self.numbers[rows]).repeat_interleave(counts)
+        targets = (torch.from_numpy(classes), torch.from_numpy(deltas), torch.from_numpy(boxes), numbers)
+        return Beside(targets, {"regions": torch.from_numpy(regions)}, counts)
+
+    def _regions(self, row: int, seed: int | None, mirrored: bool) -> tuple[np.ndarray, ...]:
+        """Regions in pixels of the network's input, their classes, box targets, and regions in pixels of the image."""
+        scene, drawing = self.scenes[row], self.drawing
+        with_truth, proposed = self.training or drawing.with_objects, self.proposed[row]
+        if not self.training and not len(proposed):  # an image that is measured has a region: the whole of it
+            proposed = np.array([[0, 0, scene.truth.width - 1, scene.truth.height - 1]], np.int32)
+        boxes, classes, deltas = labelled(scene, proposed, drawing, with_truth)
+        if self.training:
+            chosen = _draw(classes, drawing, np.random.default_rng(0 if seed is None else seed))
+            boxes, classes, deltas = boxes[chosen], classes[chosen], deltas[chosen]
+        classes = np.maximum(classes, 0)  # in evaluation, what is neither an object nor clearly background
+        if mirrored:
+            boxes, deltas = box.mirror(boxes, scene.truth.width), deltas * [-1, 1, 1, 1]
+        deltas = np.where(classes[:, None] > 0, (deltas - self.means[classes]) / self.deviations[classes], 0)
+        regions = boxes * drawing.scale(scene.truth.width, scene.truth.height)
+        return regions.astype(np.float32), classes, deltas.astype(np.float32), boxes.astype(np.float32)
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return None
+
+    def part(self, rows: slice) -> Self:
+        return replace(self, scenes=self.scenes[rows], proposed=self.proposed[rows], numbers=self.numbers[rows])
+
+    def fixed(self) -> Self:
+        return replace(self, training=False)
+
+    def measured_by(self, problem: Detection) -> Self:
+        """With box targets in the units of a problem: those of its training."""
+        return replace(self, means=np.array(problem.means), deviations=np.array(problem.deviations))
+
+    def whole(self) -> Any:
+        return Squares(self)  # to be read, and no more
+
+    def survey(self, where: str) -> Seen:
+        return Seen("uint8", 0, 255)
+
+    def checksum(self) -> bytes:
+        """A digest of images, objects and proposals."""
+        if not self.scenes:
+            return b""
+        found = digests(self.scenes[0].path.parent, [scene.path.name for scene in self.scenes], cores())
+        whole = hashlib.sha256(repr(found).encode())
+        for scene, boxes in zip(self.scenes, self.proposed, strict=True):
+            truth = scene.truth
+            for array in (truth.boxes, truth.classes, truth.difficult, boxes):
+                whole.update(np.ascontiguousarray(array).tobytes())
+        return whole.digest()
+
+
+@dataclass(frozen=True)
+class Squares:
+    """The images, each brought to one size: what the mean of the pixels is measured on."""
+
+    split: RegionSplit
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        out = np.empty((len(rows), WHOLE, WHOLE, 3), np.uint8)
+
+        def decode(i: int) -> None:
+            out[i] = decoded(self.split.scenes[rows[i]].path, (WHOLE, WHOLE))
+
+        in_threads(decode, len(rows))
+        return torch.from_numpy(out)
+
+
+def decoded(path: Path, size: tuple[int, int] | None = None) -> np.ndarray:
+    """The pixels of an image, uint8 [H, W, 3], brought to (width, height)."""
+    try:
+        with opened_image(path) as image:
+            pixels = eight_bits(image, grey=False)
+            return np.asarray(pixels if size is None else pixels.resize(size, Image.Resampling.BILINEAR))
+    except UNREADABLE as error:
+        raise UserError(f"{path} cannot be decoded ({error}); replace it, or take it out of the list") from error
+
+
+def labelled(
+    scene: Scene, proposed: np.ndarray, drawing: Drawing, with_truth: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Boxes [P, 4], first the objects if `with_truth`, with their classes [P] and what turns each into its object.
+
+    The class is that of the object which a box overlaps most, if by enough, 0 for background, and -1 for what is
+    neither: too far from any object to be hard, or on one that is difficult.
+    """
+    truth = scene.truth
+    easy = ~truth.difficult
+    boxes = np.concatenate([truth.boxes[easy], proposed]) if with_truth else proposed.astype(float)
+    low, high = drawing.background_overlap
+    if not len(truth.boxes) or not len(boxes):
+        empty = np.full(len(boxes), 0 if low <= 0 else -1)
+        return boxes, empty, np.zeros((len(boxes), 4))
+    shared = box.overlaps(boxes, truth.boxes)
+    best, most = shared.argmax(1), shared.max(1)
+    background = (most >= low) & (most < high)
+    found = most >= drawing.foreground_overlap
+    classes = np.where(found, truth.classes[best], np.where(background, 0, -1))
+    classes[(most > 0) & truth.difficult[best]] = -1
+    return boxes, classes, box.encode(boxes, truth.boxes[best])
+
+
+def _draw(classes: np.ndarray, drawing: Drawing, chance: np.random.Generator) -> np.ndarray:
+    """Rows of the regions that an image gives: at most a part of objects, the rest background."""
+    objects, background = np.flatnonzero(classes > 0), np.flatnonzero(classes == 0)
+    count = min(len(objects), round(drawing.foreground * drawing.per_image))
+    rest = min(len(background), drawing.per_image - count)
+    return np.concatenate(
+        [chance.choice(objects, count, replace=False), chance.choice(background, rest, replace=False)]
+    ).astype(np.int64)
+
+
+def box_statistics(
+    scenes: Sequence[Scene], proposed: Sequence[np.ndarray], drawing: Drawing, classes: int, mirror: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation [1 + C, 4] of what turns the regions of a class into its objects, in the training set.
+
+    A class with too few has those of all, and all those that are common.
+    """
+    found: list[list[np.ndarray]] = [[] for _ in range(classes + 1)]
+    for scene, given in zip(scenes, proposed, strict=True):
+        _, numbers, deltas = labelled(scene, given, drawing, with_truth=True)
+        for c in np.unique(numbers[numbers > 0]):
+            own = deltas[numbers == c]
+            found[c] += [own, own * [-1, 1, 1, 1]] if mirror else [own]
+    every = [one for own in found for one in own]
+    means, deviations = np.zeros((classes + 1, 4)), np.tile(_deviation(every, COMMON), (classes + 1, 1))
+    for c, own in enumerate(found):
+        if own:
+            means[c] = np.concatenate(own).mean(0)
+            deviations[c] = _deviation(own, deviations[c])
+    return means, deviations
+
+
+def _deviation(parts: list[np.ndarray], otherwise: np.ndarray) -> np.ndarray:
+    found = np.concatenate(parts).std(0) if parts else np.zeros(4)
+    return found if (found > 0.01).all() else otherwise
+
+
+def read_voc(
+    path: Path,
+    *,
+    mirror: bool,
+    regions: dict[str, Any],
+    need_test: bool,
+    limit: int | None = None,
+    only: str | None = None,
+) -> tuple[RegionSplit, RegionSplit, Problem]:
+    """Images to learn from and to test on, and the problem; with `only` test, those to test on, twice."""
+    options = dict(regions)
+    classes = CLASSES if options.pop("objects") == "voc" else tuple(regions["objects"])
+    complain = Complaints(options.pop("strict"))
+    drawing = Drawing(**{**options, "background_overlap": tuple(options["background_overlap"])})
+    _check(classes, drawing)
+    root = find_devkit(path)
+    parts: dict[str, tuple[list[Scene], list[np.ndarray]]] = {}
+    for part in ("test",) if only == "test" else ("trainval", "test"):
+        if part == "test" and not need_test and not (root / "ImageSets/Main/test.txt").is_file():
+            parts[part] = [], []
+            continue
+        names = read_list(root, part, complain)
+        scenes = read_scenes(root, names[:limit], classes, complain)
+        parts[part] = scenes, proposals.of_scenes(drawing.proposals, scenes, part, drawing.most, complain, names)
+        if (need_test or part != "test") and scenes and not any(map(len, parts[part][1])):
+            raise UserError(
+                f"data.regions.proposals = {drawing.proposals} has no region of any image of {part}; the first is "
+                f"called {scenes[0].name}: are boxes given under such names?"
+            )
+    test = parts["test"]
+    train = test if only == "test" else _useful(*parts["trainval"], drawing, complain)
+    for scene, given in zip(*test, strict=True):
+        if not len(given):
+            complain(f"{scene.path} has no proposal: it is tested with the whole image as one")
+    complain.show()
+    if not train[0]:
+        raise UserError(
+            f"{root}: no image of trainval has a region to learn from; are its objects those of the classes?"
+        )
+    means, deviations = box_statistics(*train, drawing, len(classes), mirror)
+    truths = [scene.truth for scene in (*train[0], *test[0])]
+    problem = Detection(classes, _plain(means), _plain(deviations), truths)
+    count = len(train[0])
+    splits = [
+        RegionSplit(*part, np.arange(first, first + len(part[0])), drawing, means, deviations, mirror)
+        for part, first in ((train, 0), (test, count))
+    ]
+    return splits[0], splits[1].fixed(), problem
+
+
+def _check(classes: Sequence[str], drawing: Drawing) -> None:
+    """Refuses options that would teach nothing, or not what they say."""
+    doubles = [name for i, name in enumerate(classes) if name in classes[:i] or name == BACKGROUND]
+    if doubles or not classes:
+        what = f"{doubles[0]!r} is there twice or is what regions without an object are" if doubles else "there is none"
+        raise UserError(f"data.regions.objects = {list(classes)}: name each class of objects once; {what}")
+    low, high = drawing.background_overlap
+    if not 0 <= low < high <= 1:
+        raise UserError(
+            f"data.regions.background_overlap = [{low:g}, {high:g}]: give two overlaps from 0 to 1, the lower one first"
+        )
+    if round(drawing.foreground * drawing.per_image) < 1:
+        raise UserError(
+            f"data.regions.foreground = {drawing.foreground:g} of data.regions.per_image = {drawing.per_image} is less "
+            "than a region: no object would be learned; raise one of them"
+        )
+
+
+def _plain(values: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(map(float, row)) for row in values)
+
+
+def _useful(
+    scenes: list[Scene], proposed: list[np.ndarray], drawing: Drawing, complain: Complaints
+) -> tuple[list[Scene], list[np.ndarray]]:
+    """The images that have a region to learn from."""
+    kept = []
+    for i, (scene, given) in enumerate(zip(scenes, proposed, strict=True)):
+        if not len(scene.truth.boxes):
+            complain(f"{scene.path} has no object to learn: left out of training")
+        elif not (labelled(scene, given, drawing, with_truth=True)[1] >= 0).any():
+            complain(f"{scene.path} has no region to learn from: left out of training")
+        else:
+            if not len(given):
+                complain(f"{scene.path} has no proposal: it is learned from its objects alone")
+            kept.append(i)
+    return [scenes[i] for i in kept], [proposed[i] for i in kept]
+
+
+def region_shape(regions: dict[str, Any]) -> tuple[int, ...]:
+    """The shape that the largest images have."""
+    return (3, regions["short_side"], regions["long_side"])

@@ -1,0 +1,231 @@
+"""Annotated images in the layout of PASCAL VOC.
+
+path/Annotations/*.xml     path/JPEGImages/*.jpg     path/ImageSets/Main/trainval.txt and test.txt
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+
+from mheads.common.atomic_files import open_file, read_text
+from mheads.common.errors import UserError, warn
+from mheads.data.file_digests import Shown
+from mheads.data.readers.cache import cache_dir, store
+from mheads.data.readers.folder import in_threads
+from mheads.data.readers.image_files import SUFFIXES, UNREADABLE, eight_bits, opened_image
+from mheads.problems import boxes as box
+from mheads.problems.average_precision import Truth
+
+CLASSES = (
+    "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow", "diningtable", "dog",
+    "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
+)  # fmt: skip
+FLAGS = {"0": False, "1": True, "false": False, "true": True, "unspecified": False}  # as tools write them
+SHOWN = 10  # complaints; of the others only how many there are
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An image and the objects in it."""
+
+    name: str
+    path: Path
+    truth: Truth
+
+
+class Complaints:
+    """Takes what is wrong with files: stops at the first if `strict`, else shows some at the end; the rest goes on.
+
+    Objects of unknown classes, of which there may be many, are counted. All is in a file, where some is not shown.
+    """
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.said: list[str] = []
+        self.unknown: dict[str, list[str]] = {}
+
+    def __call__(self, message: str) -> None:
+        if self.strict:
+            raise UserError(message)
+        self.said.append(message)
+
+    def of_class(self, name: str, where: str) -> None:
+        if self.strict:
+            raise UserError(f"{where}: the class {name!r} is not known (data.regions.objects names them); left out")
+        self.unknown.setdefault(name, []).append(where)
+
+    def show(self) -> None:
+        counted = [
+            f"{where[0]}{f', and {len(where) - 1} more' if len(where) > 1 else ''}: the class {name!r} is not known "
+            "(data.regions.objects names them); left out"
+            for name, where in self.unknown.items()
+        ]
+        said = [*counted, *self.said]
+        if said:
+            more = len(said) - SHOWN
+            lines = [*said[:SHOWN], *([f"and {more} more{_kept(said)}"] if more > 0 else [])]
+            hint = "(data.regions.strict=true stops at the first)"
+            things = f"{len(said)} thing{'' if len(said) == 1 else 's'} in the annotations"
+            warn("\n  ".join([f"{things} {hint}:", *lines]))
+            self.said, self.unknown = [], {}
+
+
+def _kept(lines: Sequence[str]) -> str:
+    """Writes the lines to a file in the cache; where that is, or nothing if there is no place for it."""
+    try:
+        text = "\n".join(lines) + "\n"
+        target = cache_dir() / "annotations" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.txt"
+        store(target, text.encode())
+    except (OSError, RuntimeError, UserError):
+        return ""
+    return f": all of them are in {target}"
+
+
+def find_devkit(path: Path) -> Path:
+    """The folder with Annotations and JPEGImages: this one, or the only such one inside."""
+    inside = sorted(found.parent for found in path.glob("*/Annotations")) if path.is_dir() else []
+    if (path / "Annotations").is_dir():
+        return path
+    if len(inside) == 1:
+        return inside[0]
+    what = f"holds several: {', '.join(found.name for found in inside)}" if inside else "has none"
+    raise UserError(
+        f"{path}: data.path names a folder with Annotations, JPEGImages and ImageSets/Main, as VOCdevkit/VOC2007 is, "
+        f"and this one {what}"
+    )
+
+
+def read_list(root: Path, part: str, complain: Complaints) -> list[str]:
+    """The names of the images of a part; lists of a class say after each name whether it shows one: -1, 0 or 1."""
+    listing = root / "ImageSets" / "Main" / f"{part}.txt"
+    try:
+        lines = read_text(listing, "utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{listing} cannot be read ({error}): it lists the images of {part}, a name in a line"
+        ) from None
+    names = [re.sub(r"\s+(-1|0|1)$", "", line.strip()) for line in lines if line.strip()]
+    for name in [name for name, count in Counter(names).items() if count > 1]:
+        complain(f"{listing} names {name} more than once: it is taken once")
+    return list(dict.fromkeys(names))
+
+
+def read_scenes(root: Path, names: Sequence[str], classes: Sequence[str], complain: Complaints) -> list[Scene]:
+    """These images; those that cannot be used are complained of and left out."""
+    paths = [_image(root / "JPEGImages", name) for name in names]
+    sizes: list[tuple[int, int] | str] = [""] * len(names)
+    shown = Shown(len(names), "looking at the images")
+
+    def look(i: int) -> None:
+        path = paths[i]
+        sizes[i] = "is missing" if path is None else _size(path)
+        shown.advance()
+
+    in_threads(look, len(names))
+    shown.close()
+    found = []
+    for name, path, size in zip(names, paths, sizes, strict=True):
+        if path is None or isinstance(size, str):
+            complain(f"{path or root / 'JPEGImages' / f'{name}.jpg'} {size}: the image is left out")
+        elif (truth := _truth(root / "Annotations" / f"{_bare(name)}.xml", size, classes, complain)) is not None:
+            found.append(Scene(_bare(name), path, truth))
+    return found
+
+
+def _size(path: Path) -> tuple[int, int] | str:
+    """Width and height of an image that can be decoded to its end, or what is wrong with it."""
+    try:
+        with opened_image(path) as image:
+            size = image.size
+            image.draft("RGB", (1, 1))  # a JPEG at an eighth, which takes as many bytes and less time
+            eight_bits(image, grey=False)
+            return size
+    except UNREADABLE as error:
+        return f"cannot be decoded ({error})"
+
+
+def _truth(file: Path, size: tuple[int, int], classes: Sequence[str], complain: Complaints) -> Truth | None:
+    width, height = size
+    try:
+        with open_file(file) as stream:
+            tree = ElementTree.parse(stream).getroot()
+    except OSError as error:
+        missing = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        complain(f"{file} {missing}: the image is left out")
+        return None
+    except (ElementTree.ParseError, ValueError, LookupError) as error:  # the latter two: an encoding it does not know
+        complain(f"{file} is not XML that can be read ({error}): the image is left out")
+        return None
+    said = tuple((tree.findtext(f"size/{side}") or "").strip() for side in ("width", "height"))
+    if tuple(text.removesuffix(".0") for text in said) not in {(str(width), str(height)), ("0", "0"), ("", "")}:
+        complain(
+            f"{file} says that the image has {said[0]} x {said[1]} pixels, and it has {width} x {height}: its boxes "
+            "are taken as they stand; were they drawn before the image was turned or scaled?"
+        )
+    found: list[tuple[np.ndarray, int, bool]] = []
+    for number, node in enumerate(tree.findall("object"), 1):
+        if (name := (node.findtext("name") or "").strip()) not in classes:
+            complain.of_class(name, f"{file}, object {number}")
+            continue
+        try:
+            one = _object(node, classes, width, height)
+        except ValueError as error:
+            complain(f"{file}, object {number}: {error}")
+            continue
+        if one.clipped:
+            complain(f"{file}, object {number}: its box reaches beyond the image of {width} x {height}; cut to it")
+        found.append((one.box, one.class_number, one.difficult))
+    return Truth(
+        np.array([b for b, _, _ in found], float).reshape(-1, 4),
+        np.array([c for _, c, _ in found], np.int64),
+        np.array([d for _, _, d in found], bool),
+        width,
+        height,
+    )
+
+
+def _image(folder: Path, name: str) -> Path | None:
+    written = [folder / name] if _bare(name) != name else []
+    candidates = (folder / f"{_bare(name)}{suffix}" for suffix in (*SUFFIXES, *map(str.upper, SUFFIXES)))
+    return next((path for path in (*written, *candidates) if path.is_file()), None)
+
+
+def _bare(name: str) -> str:
+    """A name without the suffix of an image."""
+    return name.rpartition(".")[0] if name.lower().endswith(SUFFIXES) else name
+
+
+@dataclass(frozen=True)
+class _Object:
+    box: np.ndarray
+    class_number: int
+    difficult: bool
+    clipped: bool
+
+
+def _object(node: ElementTree.Element, classes: Sequence[str], width: int, height: int) -> _Object:
+    name = (node.findtext("name") or "").strip()
+    corners = []
+    for key in ("xmin", "ymin", "xmax", "ymax"):
+        text = node.findtext(f"bndbox/{key}")
+        try:
+            corners.append(float(text or "") - 1)  # VOC counts from 1
+        except ValueError:
+            raise ValueError(f"{key} of its box is {text!r}; left out") from None
+    corner = np.array(corners)
+    inside = box.clip(corner, width, height)
+    outside = (corner[:2] > [width - 1, height - 1]).any() or (corner[2:] < 0).any()
+    if not np.isfinite(corner).all() or (corner[2:] < corner[:2]).any() or outside:
+        raise ValueError(f"its box {[x + 1 for x in corners]} is no part of an image of {width} x {height}; left out")
+    flag = (node.findtext("difficult") or "0").strip().lower() or "0"
+    if flag not in FLAGS:
+        raise ValueError(f"difficult is {flag!r}, neither 0 nor 1; left out")
+    return _Object(inside, 1 + classes.index(name), FLAGS[flag], bool((inside != corner).any()))

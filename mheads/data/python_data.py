@@ -1,0 +1,175 @@
+"""What `fit` and `evaluate` take for data: arrays, lists of pairs, torch datasets and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+
+from mheads.common import seeds
+from mheads.common.errors import UserError
+from mheads.data.arrays import ArraySplit, as_side, as_split, with_augmentation
+from mheads.data.assembly import assemble
+from mheads.data.splits import Data
+from mheads.data.targets import posed, warn_of_flags
+from mheads.data.torch_dataset import (
+    DatasetSplit,
+    Item,
+    item_of,
+    read_dataset,
+    repeatable,
+    same_names,
+    stack,
+    stack_side,
+)
+from mheads.problems import Problem
+
+FORMS = "(examples, labels), (examples, labels, {name: side input}), a list of pairs, a torch Dataset or a DataLoader"
+
+
+def from_arrays(
+    train: Any,
+    test: Any,
+    *,
+    classes: Sequence[str] | None = None,
+    problem: str = "auto",
+    normalize: str = "none",
+    validation: int = 0,
+    scale: float | str = "auto",
+    pad: int = 0,
+    mirror: bool = False,
+    limit: int | None = None,
+    hold_out: int | None = None,
+    weights: Any = None,
+    name: str = "arrays",
+) -> Data:
+    """A dataset from (examples, labels), lists of pairs, torch Datasets or DataLoaders.
+
+    Examples: images [N, C, H, W] or [N, H, W], uint8 or float, or vectors [N, F]; items of a list or Dataset may be
+    Pillow images. Labels: integers [N], or names; or other targets, as docs/data.md says; `problem` says what they are
+    where they alone do not decide. Without `test` (and without `validation`) the test split is empty,
+    or with the seed `hold_out` a tenth of the training examples, of each class its share. Without `classes` they are
+    the sorted names of the training labels, or numbered up to the largest label. `weights` [N] say how much each
+    training example counts. The other options are those of `load`.
+    """
+    given = {"train": as_source(train, f"{name}: train")}
+    if test is not None:
+        given["test"] = as_source(test, f"{name}: test")
+    sources, solved = posed(given, classes, "auto" if problem == "examples" else problem)
+    data = assemble(
+        name,
+        with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
+        sources.get("test", sources["train"].part(slice(0))),
+        solved,
+        normalize=normalize,
+        validation=validation,
+        scale=scale,
+        limit=limit,
+        hold_out=hold_out if test is None and not validation else None,
+        weights=weights,
+    )
+    if problem == "auto":
+        warn_of_flags(data.train.targets, solved)
+    return data.of_itself() if problem == "examples" else data
+
+
+def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
+    """A split of what the user gives; labels that are names stay names."""
+    if isinstance(given, DataLoader):
+        return _of_loader(given, where)
+    if isinstance(given, TensorDataset) and len(given.tensors) == 2:
+        return as_split(given.tensors[0], given.tensors[1], where)
+    if isinstance(given, IterableDataset):
+        return _stacked(_items(given, where), where)
+    if isinstance(given, tuple) and len(given) == 2:
+        return as_split(given[0], given[1], where)
+    if isinstance(given, tuple) and len(given) == 3 and isinstance(given[2], Mapping):
+        return as_split(given[0], given[1], where, given[2])
+    if isinstance(given, (list, tuple)):
+        if len(given) == 2 and not any(isinstance(part, tuple) for part in given):
+            return as_split(given[0], given[1], where)  # [examples, labels]
+        return _stacked(_items(given, where), where)
+    if isinstance(given, Dataset) or (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
+        if isinstance(given, (np.ndarray, torch.Tensor, dict, str)):
+            raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
+        return read_dataset(given, where)
+    if isinstance(given, Iterable):
+        return _stacked(_items(given, where), where)
+    raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
+
+
+def read_arrays(
+    train: tuple[Any, ...],
+    test: tuple[Any, ...],
+    where: str,
+    classes: Sequence[str] | None = None,
+    problem: str = "auto",
+) -> tuple[ArraySplit, ArraySplit, Problem]:
+    """Train and test splits and the problem of two pairs (examples, targets), as readers in the catalog give them.
+
+    Examples, targets and, after them, side inputs as `from_arrays` takes them; `where` names them in messages.
+    """
+    pairs = {"train": train, "test": test}
+    given = {part: as_split(x, y, f"{where}: {part}", *side) for part, (x, y, *side) in pairs.items()}
+    splits, solved = posed(given, classes, problem)
+    return splits["train"], splits["test"], solved
+
+
+def _items(items: Iterable[Any], where: str) -> list[Item]:
+    with repeatable() as seed:
+        seed(seeds.derive("stream"))
+        kept = list(items)
+    if not kept:
+        raise UserError(f"{where}: there are no examples; give at least one")
+    return [item_of(kept, row, where) for row in range(len(kept))]
+
+
+def _stacked(items: Sequence[Item], where: str) -> ArraySplit:
+    return as_split(*stack(items, where), where, stack_side([item.side for item in items], where))
+
+
+def _of_loader(loader: DataLoader, where: str) -> ArraySplit | DatasetSplit:
+    """The loader's dataset if the loader gives each item once; else what the loader gives in one pass."""
+    dataset, sampler = loader.dataset, loader.sampler
+    if loader.batch_sampler is not None:  # batches, put together by collate_fn
+        sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+    by_row = loader.batch_sampler is None or loader.collate_fn is default_collate
+    if not isinstance(dataset, IterableDataset) and by_row:
+        once = isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == len(dataset)  # type: ignore[arg-type]
+        if type(sampler) is SequentialSampler or once:
+            return as_source(dataset, where)
+        if type(sampler) is SubsetRandomSampler:
+            return as_source(Subset(dataset, sorted(sampler.indices)), where)
+        raise UserError(
+            f"{where}: the loader draws by a {type(sampler).__name__}, but fit draws its examples itself, by the seed;"
+            " give the dataset alone, and weights=[N] if some examples should count more"
+        )
+    if loader.batch_sampler is None:
+        return _stacked(_items(loader, where), where)
+    examples, labels, sides = [], [], []
+    with repeatable() as seed:  # a loader that shuffles must do so in the same way when the run is resumed
+        seed(seeds.derive("stream"))
+        batches = list(loader)
+    for row, batch in enumerate(batches):
+        x, y, side = item_of([batch], 0, f"{where} batch {row}")
+        examples.append(x.numpy() if isinstance(x, torch.Tensor) else np.asarray(x))
+        labels.append(y.numpy() if isinstance(y, torch.Tensor) else np.asarray(y))
+        sides.append(as_side(side, len(labels[-1]), f"{where} batch {row}"))
+    if not examples:
+        raise UserError(f"{where}: there are no examples; give at least one")
+    together = {name: np.concatenate([side[name] for side in sides]) for name in same_names(sides, where)}
+    return as_split(np.concatenate(examples), np.concatenate(labels), where, together)

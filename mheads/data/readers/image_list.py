@@ -1,0 +1,181 @@
+"""Data that text files list: images as `name label` lines, and HDF5 files; one list to train on, one to test on.
+
+These are the lists that Caffe's ImageData and HDF5Data layers read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mheads.common import atomic_files, packed_arrays, seeds
+from mheads.common.errors import UserError
+from mheads.data.arrays import ArraySplit
+from mheads.data.python_data import read_arrays
+from mheads.data.readers.folder import FolderSplit
+from mheads.data.targets import class_numbers, posed
+from mheads.problems import Classification, Problem
+
+EXAMPLES, TARGETS = ("data", "x", "images"), ("label", "labels", "y", "target")
+
+
+def read_list(
+    path: Path,
+    test_path: Path | None,
+    root: Path | None,
+    *,
+    resize: int,
+    crop: int | None,
+    mirror: bool,
+    grey: bool,
+    problem: str = "auto",
+    need_test: bool,
+) -> tuple[FolderSplit, FolderSplit, Problem]:
+    """Train and test splits of images that are listed with their class numbers; names begin at `root`.
+
+    Numbers may be something else to learn than classes, if `problem` says so.
+    """
+    crop = resize if crop is None else crop
+    if not 1 <= crop <= resize:
+        raise UserError(f"data.crop is {crop} but images are resized to data.resize={resize}; give 1 to {resize}")
+    _need(path, test_path, need_test)
+    train = _images(path, root, resize, crop, mirror, grey)
+    test = train.part(slice(0)) if test_path is None else _images(test_path, root, resize, crop, False, grey)
+    return numbered(train, test, problem, str(test_path))
+
+
+S = TypeVar("S")
+
+
+def numbered(train: S, test: S, problem: str, where: str) -> tuple[S, S, Problem]:
+    """The splits and the problem of examples that have a number each: classes up to the largest, or as it is said."""
+    targets: Any = (train.targets, test.targets)  # type: ignore[attr-defined]
+    if problem not in ("auto", "classification"):
+        splits, solved = posed({"train": train, "test": test}, None, problem)
+        return splits["train"], splits["test"], solved
+    known = Classification(class_numbers(int(targets[0].max())))
+    known.check_targets(targets[1], where)
+    return train, test, known
+
+
+def _images(path: Path, root: Path | None, resize: int, crop: int, mirror: bool, grey: bool) -> FolderSplit:
+    names, labels = [], []
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        name, _, label = line.rstrip().rpartition(" ")
+        if not name.strip() or not label.isdecimal() or len(label) > 9:
+            raise UserError(f"{path}, line {number}: {line[:80]!r} is not the name of an image and its class number")
+        names.append(name.strip() if root is None else name.strip().lstrip("/"))  # Caffe puts the root before any name
+        labels.append(int(label))
+    if not names:
+        raise UserError(f"{path} lists no image: write a name and a class number on each line")
+    # Always the same mixed order, as for folders: lists are often sorted by class.
+    mixed = seeds.numpy_generator("list", "order").permutation(len(names))
+    files, targets = np.array(names, dtype=object)[mixed], np.array(labels, np.int64)[mixed]
+    return FolderSplit(path.parent if root is None else root, files, targets, resize, crop, mirror, grey)
+
+
+def read_hdf5(
+    path: Path,
+    test_path: Path | None,
+    arrays: Sequence[str] | None = None,
+    problem: str = "auto",
+    need_test: bool = True,
+) -> tuple[ArraySplit, ArraySplit, Problem]:
+    """Train and test splits of the HDF5 files that are listed, or of single ones.
+
+    `arrays` are the names of the examples and the targets there, by default `data` and `label` or the like.
+    """
+    _need(path, test_path, need_test)
+    train = _arrays(path, arrays, problem)
+    test = (train[0][:0], train[1][:0]) if test_path is None else _arrays(test_path, arrays, problem)
+    return read_arrays(train, test, str(path), None, problem)
+
+
+def hdf5_shape(path: Path | None, arrays: Sequence[str] | None = None) -> tuple[int, ...] | None:
+    """The shape of an example, from the head of the first file; None without a file."""
+    if path is None or not path.is_file():
+        return None
+    with _opened(_hdf5_files(path)[0]) as file:
+        shape = _named(file, _names(arrays)[0], path).shape[1:]
+    return (1, *shape) if len(shape) == 2 else tuple(shape)
+
+
+def _names(arrays: Sequence[str] | None) -> tuple[Sequence[str], Sequence[str]]:
+    """What examples and targets may be called."""
+    return (EXAMPLES, TARGETS) if arrays is None else (arrays[:1], arrays[1:])
+
+
+def _arrays(path: Path, arrays: Sequence[str] | None, problem: str) -> tuple[np.ndarray, np.ndarray]:
+    examples, targets = [], []
+    names = _names(arrays)
+    for name in _hdf5_files(path):
+        with _opened(name) as file:
+            examples.append(_array(file, names[0], name))
+            own = arrays is not None and arrays[0] == arrays[1] and problem == "auto"  # no targets but the examples
+            targets.append(np.zeros(len(examples[-1])) if own else _array(file, names[1], name))
+        if examples[-1].shape[1:] != examples[0].shape[1:] or len(examples[-1]) != len(targets[-1]):
+            raise UserError(f"{name}: {examples[-1].shape} examples and {targets[-1].shape} labels do not fit together")
+    x, y = np.concatenate(examples), np.concatenate(targets)
+    x = x if x.dtype == np.uint8 else x.astype(np.float32)
+    if y.dtype.kind == "f" and problem in ("auto", "classification", "segmentation") and (y == np.floor(y)).all():
+        y = y.astype(np.int64)  # Caffe keeps class numbers as floats
+    if y.ndim > 1 and problem in ("auto", "classification") and math.prod(y.shape[1:]) == 1:
+        y = y.reshape(-1)
+    if problem in ("regression", "multilabel"):
+        y = y.reshape(len(y), math.prod(y.shape[1:]))  # blobs have four axes
+    return x, y
+
+
+def _hdf5_files(path: Path) -> list[Path]:
+    """The files that a list names, from here or from where it lies; or the file itself."""
+    if path.suffix in (".h5", ".hdf5"):
+        return [path]
+    names = [Path(line.strip()) for line in _lines(path) if line.strip()]
+    if not names:
+        raise UserError(f"{path} lists no file: write the name of an .h5 file on each line")
+    return [name if name.is_file() else path.parent / name for name in names]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        import h5py
+    except ImportError as error:
+        raise UserError("HDF5 files are read with h5py, which is not installed: pip install 'mheads[caffe]'") from error
+    try:
+        atomic_files.open_file(path).close()  # which no pipe is, and h5py would wait on
+        return h5py.File(path, "r")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read as an HDF5 file ({error})") from error
+
+
+def _named(file: Any, names: Sequence[str], where: Path) -> Any:
+    found = next((file[name] for name in names if name in file), None)
+    if found is None or not getattr(found, "shape", ()):
+        raise UserError(
+            f"{where} has no array {' or '.join(names)}; it has {', '.join(file) or 'none'}: data.arrays names them"
+        )
+    return found
+
+
+def _array(file: Any, names: Sequence[str], where: Path) -> np.ndarray:
+    found = _named(file, names, where)
+    packed_arrays.refuse_too_large(found.size * found.dtype.itemsize, where)
+    return np.asarray(found)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return atomic_files.read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a list of files: {error}") from error
+
+
+def _need(path: Path, test_path: Path | None, need_test: bool) -> None:
+    if need_test and test_path is None:
+        raise UserError(f"{path} is to train on: give data.test_path, a list to test on, or data.validation=n")

@@ -1,0 +1,70 @@
+"""A user's own arrays in one .npz file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from mheads.common import packed_arrays
+from mheads.common.errors import UserError
+from mheads.data.arrays import ArraySplit
+from mheads.data.python_data import read_arrays
+from mheads.problems import Problem
+
+NEEDED = ("x_train", "y_train", "x_test", "y_test")
+
+
+def read_npz(
+    path: Path, problem: str = "auto", need_test: bool = True, only: str | None = None
+) -> tuple[ArraySplit, ArraySplit, Problem]:
+    """Train and test splits and the problem of a file with x_train, y_train, x_test, y_test.
+
+    Arrays as `from_arrays` takes them. Optional: `classes`, an array of names; `side_NAME_train` and `side_NAME_test`,
+    side inputs for layers that take NAME. Without `need_test` a test set that is not there is an empty split; with
+    `only` test, examples to learn from that are not there are those to test on.
+    """
+    needed = NEEDED[2:] if only == "test" else NEEDED if need_test else NEEDED[:2]
+    try:
+        with packed_arrays.opened(path) as file:
+            missing = [key for key in needed if key not in file]
+            if missing:
+                named = ", ".join(name or "one without a name" for name in file)
+                raise UserError(
+                    f"{path} has no array {', '.join(missing)} (it has {named or 'none'});"
+                    f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)}), or give"
+                    " data.validation=N, which holds out training examples to test on"
+                )
+            arrays = {key: file[key] for key in file if key in (*NEEDED, "classes") or key.startswith("side_")}
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist; give data.path the .npz file") from error
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"{path} cannot be read as an .npz file of plain arrays ({error}); save it with numpy.savez,"
+            " without arrays of objects"
+        ) from error
+    names = arrays["classes"].ravel().tolist() if "classes" in arrays else None
+    there = [part for part in ("train", "test") if f"x_{part}" in arrays and f"y_{part}" in arrays]
+    given = {part: (arrays[f"x_{part}"], arrays[f"y_{part}"], _side(arrays, part)) for part in there}
+    if "test" not in given:
+        x, y, side = given["train"]
+        given["test"] = (x[:0], y[:0], {name: array[:0] for name, array in side.items()})
+    return read_arrays(given.get("train", given["test"]), given["test"], str(path), names, problem)
+
+
+def _side(arrays: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
+    start, end = "side_", f"_{part}"
+    named = [key for key in arrays if key.startswith(start) and key.endswith(end)]
+    return {key.removeprefix(start).removesuffix(end): arrays[key] for key in named}
+
+
+def npz_shape(path: Path | None) -> tuple[int, ...] | None:
+    """The shape of an example, from the header alone, since arrays may be large; None without a file."""
+    if path is None or not path.is_file():
+        return None
+    try:
+        with packed_arrays.opened(path) as file:
+            shape, _ = file.header("x_train")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path} has no array x_train to take the shape of an example from ({error})") from error
+    return (1, *shape[1:]) if len(shape) == 3 else tuple(shape[1:])  # images without channels have one

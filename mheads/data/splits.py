@@ -1,0 +1,226 @@
+"""What the rest of the package knows of data: splits of labelled examples, and a dataset's two splits."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+import numpy as np
+import torch
+
+from mheads.common.nested_values import Value
+from mheads.data.preprocessing import Preprocess
+from mheads.data.value_range import Seen
+from mheads.problems import Problem, Regression
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What goes with the inputs of b examples.
+
+    `targets` have a row for each example, or `counts[i]` rows for example i (the regions of an image, say). `side`
+    holds the side inputs of layers that ask for them by name; they have the rows of the targets.
+    """
+
+    targets: Value
+    side: dict[str, Value] = field(default_factory=dict)
+    counts: torch.Tensor | None = None
+
+
+class Split(Protocol):
+    """N labelled examples that can be read by row, in any order, from several threads at once."""
+
+    @property
+    def targets(self) -> np.ndarray:
+        """What is to be learned of each example: class numbers int64 [N] or [N, H, W], or numbers float32 [N, D]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one example as the network sees it: (C, H, W), (F,) for vectors, or (T,) for tokens."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        """Raw examples [b, ...]: uint8 NHWC images, float NCHW images, vectors [b, F], or tokens int64 [b, T].
+
+        `seeds` [b], one integer per drawn example, drive the random crop and mirror of training: the same
+        (row, seed) always gives the same pixels. None reads without chance: centre crop, no mirror.
+        """
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        """Targets and side inputs of the same examples, read with the same seeds."""
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        """Where `read` cuts with these seeds: int64 [b, 3] of down, right and mirrored, in the whole image.
+
+        None where it neither crops nor mirrors.
+        """
+
+
+class Source(Split, Protocol):
+    """A split as a dataset gives it, before parts of it are held out or left out."""
+
+    def part(self, rows: slice) -> Source:
+        """The examples of this range, without copying them."""
+
+    def fixed(self) -> Source:
+        """The same examples, never augmented: what evaluation reads."""
+
+    def whole(self) -> Source:
+        """The same examples before any crop: what the mean image is measured on."""
+
+    @property
+    def margin(self) -> int:
+        """How many zeros stand around the whole image when it is cropped."""
+
+    def survey(self, where: str) -> Seen:
+        """Kind and range of the examples; refuses NaN and infinity."""
+
+    def checksum(self) -> bytes:
+        """A digest of labels and contents."""
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
+class Chosen:
+    """Some rows of a split, in this order, without copying them."""
+
+    source: Source
+    rows: np.ndarray
+    targets: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", self.source.targets[self.rows])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def margin(self) -> int:
+        return self.source.margin
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        return self.source.read(self.rows[rows], seeds)
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        return self.source.beside(self.rows[rows], seeds)
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return self.source.places(seeds)
+
+    def part(self, rows: slice) -> Self:
+        return replace(self, rows=self.rows[rows])
+
+    def fixed(self) -> Self:
+        return replace(self, source=self.source.fixed())
+
+    def whole(self) -> Self:
+        return replace(self, source=self.source.whole())
+
+    def survey(self, where: str) -> Seen:
+        return self.source.survey(where)
+
+    def checksum(self) -> bytes:
+        return hashlib.sha256(self.source.checksum() + self.rows.astype(np.int64).tobytes()).digest()
+
+
+@dataclass(frozen=True, eq=False)
+class Itself:
+    """Examples whose targets are they themselves, as the network takes them: numbers [N, D]."""
+
+    source: Split
+    preprocess: Preprocess
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Their shape alone: what they are `beside` says, of the rows that are asked for."""
+        nothing = np.zeros(1, np.float32)
+        return np.lib.stride_tricks.as_strided(nothing, (len(self), math.prod(self.shape)), (0, 0))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        return self.source.read(rows, seeds)
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        raw: Value = self.source.read(rows, seeds)
+        places = None if seeds is None else self.source.places(seeds)
+        seen = self.preprocess(raw if places is None else (raw, places), torch.float32)
+        return replace(self.source.beside(rows, seeds), targets=seen.flatten(1).contiguous())
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return self.source.places(seeds)
+
+    def fixed(self) -> Self:
+        return replace(self, source=self.source.fixed())  # type: ignore[attr-defined]  # it is a source
+
+
+@dataclass(frozen=True, eq=False)
+class Taught:
+    """Examples with what a teacher answers, probabilities [N, C]: their targets are pairs of label and answer."""
+
+    source: Split
+    answers: np.ndarray
+
+    @property
+    def targets(self) -> np.ndarray:
+        return self.source.targets
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        return self.source.read(rows, seeds)
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        found = self.source.beside(rows, seeds)
+        return replace(found, targets=(found.targets, torch.from_numpy(self.answers[rows])))
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return self.source.places(seeds)
+
+    def fixed(self) -> Self:
+        return replace(self, source=self.source.fixed())  # type: ignore[attr-defined]  # it is a source
+
+
+@dataclass(frozen=True)
+class Data:
+    """A dataset as a run uses it; `fingerprint` tells whether two runs saw the same examples.
+
+    `weights` [N] of mean 1 say how much each training example counts, None meaning all alike; `held_out` says which
+    training examples the test split was made of, where it was, and `held_out_rows` their numbers; `rows` are those of
+    the training split, of `given` examples. `side` has the shapes of the side inputs of one example.
+    """
+
+    name: str
+    train: Split
+    test: Split
+    problem: Problem
+    preprocess: Preprocess
+    fingerprint: str
+    seen: Seen | None = None
+    weights: np.ndarray | None = None
+    held_out: str | None = None
+    held_out_rows: np.ndarray | None = None
+    rows: np.ndarray | None = None
+    given: int = 0
+    side: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def of_itself(self) -> Data:
+        """The same examples, to be learned themselves, whatever targets they have."""
+        train, test = (Itself(split, self.preprocess) for split in (self.train, self.test))
+        return replace(self, train=train, test=test, problem=Regression(math.prod(train.shape)))

@@ -1,0 +1,262 @@
+"""Torch datasets, read by row: anything with a length whose items are an example, its label and, if need be, side
+inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mheads.common import seeds as keyed
+from mheads.common.errors import UserError
+from mheads.data.arrays import as_examples, as_side, as_targets, augmented, augmented_places, digest_side, is_token
+from mheads.data.readers.image_files import UNREADABLE, pixels_of
+from mheads.data.splits import Beside, Chosen
+from mheads.data.value_range import Seen, of_rows
+
+
+@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
+class DatasetSplit:
+    """Rows of a dataset, each made when it is read; `pad` and `mirror` as in `ArraySplit`.
+
+    What the dataset draws from the generators of torch, numpy and random while it makes an item follows from the
+    seed of that example, or from its row where there is none: random transforms are as repeatable as our own.
+    """
+
+    dataset: Any
+    where: str
+    targets: np.ndarray
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    lows: np.ndarray
+    highs: np.ndarray
+    digest: bytes
+    pad: int = 0
+    mirror: bool = False
+    augment: bool = True
+    side: dict[str, np.ndarray] = field(default_factory=dict)  # kept: they are small beside the examples
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        seeds = seeds if self.augment else None
+        keys = [keyed.derive("row", int(row)) for row in rows] if seeds is None else [int(seed) for seed in seeds]
+        with repeatable() as seed:
+            items = [
+                _example(self.dataset, int(row), seed, key, self.where) for row, key in zip(rows, keys, strict=True)
+            ]
+        for row, item in zip(rows, items, strict=True):
+            _refuse_other(item, self.shape, self.dtype, f"{self.where} item {row}")
+        return augmented(_stacked(items), seeds, pad=self.pad, mirror=self.mirror)
+
+    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+        side = {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
+        return Beside(torch.from_numpy(self.targets[rows]), side)
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        return augmented_places(seeds, pad=self.pad, mirror=self.mirror) if self.augment else None
+
+    @property
+    def margin(self) -> int:
+        return self.pad
+
+    def part(self, rows: slice) -> Chosen:
+        return Chosen(self, np.arange(len(self))[rows])
+
+    def fixed(self) -> Self:
+        return replace(self, augment=False)
+
+    def whole(self) -> Self:
+        return self
+
+    def survey(self, where: str) -> Seen:
+        return of_rows(self.lows, self.highs, where)
+
+    def checksum(self) -> bytes:
+        return hashlib.sha256(self.digest + np.ascontiguousarray(self.targets).tobytes()).digest()
+
+
+def read_dataset(dataset: Any, where: str) -> DatasetSplit:
+    """The split of a dataset; looks at all items once, for labels, range and checksum."""
+    count = len(dataset)
+    if not count:
+        raise UserError(f"{where}: the dataset is empty; give one with at least one example")
+    labels, sides, digest = [], [], hashlib.sha256()
+    first: np.ndarray | None = None
+    lows = highs = np.empty(0)
+    with repeatable() as seed:
+        for row in range(count):
+            key = keyed.derive("row", row)
+            seed(key)
+            x, y, side = item_of(dataset, row, where)
+            array = as_array(x, f"{where} item {row}")
+            if first is None:
+                first = array
+                lows, highs = np.empty((2, count), array.dtype)
+                _refuse_unrepeatable(dataset, seed, key, array, where)
+                _refuse_moved(dataset, seed, as_label(y, f"{where} item 0"), where)
+            _refuse_other(array, _seen_shape(first), first.dtype, f"{where} item {row}")
+            labels.append(as_label(y, f"{where} item {row}"))
+            sides.append(side)
+            lows[row], highs[row] = array.min(), array.max()
+            digest.update(np.ascontiguousarray(array).data)
+    assert first is not None
+    as_examples(first[None], where)  # refuses what is not an example
+    digest.update(repr((first.shape, first.dtype.str)).encode())
+    known, given = as_targets(labels, where), stack_side(sides, where)
+    digest_side(digest, given)
+    shape, dtype = _seen_shape(first), first.dtype
+    return DatasetSplit(dataset, where, known, shape, dtype, lows, highs, digest.digest(), side=given)
+
+
+def stack(items: Sequence[Item], where: str) -> tuple[np.ndarray, np.ndarray]:
+    """Examples [N, ...] and labels [N] of items."""
+    examples = [as_array(item.example, f"{where} item {row}") for row, item in enumerate(items)]
+    for row, example in enumerate(examples):
+        _refuse_other(example, _seen_shape(examples[0]), examples[0].dtype, f"{where} item {row}")
+    labels = [as_label(item.label, f"{where} item {row}") for row, item in enumerate(items)]
+    return np.stack(examples), as_targets(labels, where)
+
+
+def stack_side(sides: Sequence[Any], where: str) -> dict[str, np.ndarray]:
+    """Side inputs [N, ...] by name, stacked from those of single examples."""
+    rows = [as_side(side, None, f"{where} item {row}") for row, side in enumerate(sides)]
+    together = {name: [side[name] for side in rows] for name in same_names(rows, where)}
+    return as_side(together, len(rows), where)
+
+
+def same_names(sides: Sequence[dict[str, np.ndarray]], where: str) -> list[str]:
+    """The names of the side inputs, which must be the same for all examples."""
+    for row, side in enumerate(sides):
+        if side.keys() != sides[0].keys():
+            raise UserError(
+                f"{where} item {row} has the side inputs {', '.join(side) or 'none'}, the first "
+                f"{', '.join(sides[0]) or 'none'}; give all the same"
+            )
+    return list(sides[0])
+
+
+class Item(NamedTuple):
+    """What a dataset gives for one row."""
+
+    example: Any
+    label: Any
+    side: Any = None
+
+
+def item_of(dataset: Any, row: int, where: str) -> Item:
+    item = dataset[row]
+    if isinstance(item, (tuple, list)) and len(item) == 3 and isinstance(item[2], Mapping):
+        return Item(*item)
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        kind = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, (tuple, list, dict)) else "")
+        raise UserError(f"{where} item {row} is {kind}; an item is a pair: an example and its label")
+    return Item(*item)
+
+
+def as_array(x: Any, where: str) -> np.ndarray:
+    """One example: an array or tensor as it is, a Pillow image as uint8 [C, H, W]."""
+    if isinstance(x, Image.Image):
+        try:
+            return pixels_of(x)
+        except UNREADABLE as error:
+            raise UserError(f"{where} cannot be read as an image ({error})") from error
+    array = x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+    if array.ndim not in (1, 2, 3) or array.dtype == object:
+        raise UserError(
+            f"{where} is {type(x).__name__} of shape {list(array.shape)}; give an image [C, H, W] or [H, W],"
+            " a vector [F], or a Pillow image"
+        )
+    return array
+
+
+def as_label(y: Any, where: str) -> int | str | np.ndarray:
+    if isinstance(y, str):
+        return y
+    array = y.detach().cpu().numpy() if isinstance(y, torch.Tensor) else np.asarray(y)
+    if array.dtype.kind == "f" and array.ndim < 2:
+        return array.reshape(-1)
+    if array.dtype.kind in "biu" and (
+        array.ndim == 2 or (array.ndim == 1 < array.size and np.isin(array, (0, 1)).all())
+    ):
+        return array
+    if array.size != 1 or array.dtype.kind not in "iu":
+        raise UserError(
+            f"{where} has the label {y!r}; give a class number or a name, numbers to be learned, several labels as "
+            "bools or 0 and 1, or a class for each pixel"
+        )
+    return int(array.reshape(()))
+
+
+def _example(dataset: Any, row: int, seed: Any, key: int, where: str) -> np.ndarray:
+    seed(key)
+    return as_array(item_of(dataset, row, where)[0], f"{where} item {row}")
+
+
+def _stacked(items: list[np.ndarray]) -> np.ndarray:
+    """[b, H, W, C], [b, F] or int64 [b, T], in memory of its own."""
+    batch = np.stack([item[None] if item.ndim == 2 else item for item in items])
+    if is_token(batch.dtype):
+        return batch.astype(np.int64, copy=False)
+    return np.ascontiguousarray(batch.transpose(0, 2, 3, 1)) if batch.ndim == 4 else batch
+
+
+def _seen_shape(example: np.ndarray) -> tuple[int, ...]:
+    return (1, *example.shape) if example.ndim == 2 else example.shape
+
+
+def _refuse_other(example: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, where: str) -> None:
+    if _seen_shape(example) != shape or example.dtype != dtype:
+        raise UserError(
+            f"{where} is {example.dtype} of shape {list(example.shape)}, the first is {dtype} of {list(shape)};"
+            " make them all alike, with a transform that resizes or converts"
+        )
+
+
+def _refuse_unrepeatable(dataset: Any, seed: Any, key: int, before: np.ndarray, where: str) -> None:
+    """Refuses a dataset that gives other values for the same key: runs could not be resumed or compared."""
+    if not np.array_equal(_example(dataset, 0, seed, key, where), before, equal_nan=before.dtype.kind == "f"):
+        raise UserError(
+            f"{where} item 0 differs each time it is read, and not by the generators of torch, numpy or random, which"
+            " follow the seed: let its transforms draw from these, or give list(dataset) to take the items as they are"
+        )
+
+
+def _refuse_moved(dataset: Any, seed: Any, label: Any, where: str) -> None:
+    """Labels are read once: those that random transforms change along with the example would be wrong in training."""
+    if not isinstance(label, np.ndarray):
+        return
+    for key in range(8):
+        seed(keyed.derive("moved", key))
+        if not np.array_equal(as_label(item_of(dataset, 0, where).label, f"{where} item 0"), label):
+            raise UserError(
+                f"{where} item 0 has another label each time it is read, by random transforms: labels are read once, "
+                "so leave out of the dataset what changes them"
+            )
+
+
+@contextmanager
+def repeatable() -> Iterator[Any]:
+    """A function that seeds the generators of torch, numpy and random; they are put back afterwards."""
+
+    def seed(key: int) -> None:
+        random.seed(key)
+        np.random.seed(key % 2**32)  # the one that transforms use
+        torch.default_generator.manual_seed(key)
+
+    with keyed.GENERATORS:
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        try:
+            yield seed
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])

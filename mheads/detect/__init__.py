@@ -1,1 +1,0 @@
-"""Detectors: training one from a trained ensemble, measuring several beside the paper, and seeing what members see."""

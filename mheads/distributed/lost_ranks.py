@@ -1,0 +1,216 @@
+"""The watch over the other ranks: who is lost, who hangs, and that all end with the name of the first.
+
+Every rank tells the store how far it is, again and again (its beat). The lead watches all, all watch the lead. A rank
+whose beat stands still is lost; one whose beat goes on, but which has work and makes no progress, hangs; one that only
+waits for others is innocent, however long that takes. Whoever finds a fault first writes it down for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn, TypeVar
+
+from mheads.common.console import clean
+from mheads.common.errors import UserError
+
+T = TypeVar("T")
+FAULT = "fault"
+TIMEOUT = 60.0  # until the recipe says otherwise
+PATIENCE = 5.0  # seconds that a rank has to end by itself after a failure
+EXIT_CODE = 3  # of a rank that ends because another one did
+SILENT = "has given no sign of life"
+
+
+class RankFailure(UserError):  # noqa: N818, it is the failure of another
+    """Another rank is lost, hangs, or has given up."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
+
+class Watch:
+    """What this rank tells of itself and sees of others, from the moment that all are there until `end`."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        self.rank, self.timeout = rank, timeout
+        self.failure: RankFailure | None = None
+        self.over = threading.Event()  # nothing is a failure any more
+        self.ending = False  # this rank says itself why it ends
+        self._lock = threading.Lock()
+        self.tell()
+        self._store = store
+        self._seen = {other: Seen() for other in (range(1) if rank else range(1, size))}
+        self._answered = time.monotonic()
+        self._threads = [
+            threading.Thread(target=target, name=f"mheads-{target.__name__}", daemon=True)
+            for target in (self._beat, self._guard)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def tell(
+        self,
+        fail: Callable[[RankFailure], None] | None = None,
+        progress: Callable[[], int] = int,
+        busy: Callable[[], bool] = bool,
+    ) -> None:
+        """Says whose progress the beat reports, and which function hears of a failure."""
+        self._progress, self._busy = progress, busy
+        with self._lock:
+            self._on_failure = fail
+            failure = self.failure
+        if failure is not None and fail is not None:
+            fail(failure)
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def lost(self, rank: int, error: BaseException) -> None:
+        """The connection to a rank broke. It may have left because of another's fault, which it then wrote down."""
+        if not self.over.is_set():
+            self.report(rank, str(error))
+
+    def report(self, rank: int, reason: str) -> None:
+        """Writes a fault down for all ranks, unless there is one already: all end with the first."""
+        self.fail(*self.write_down(rank, reason))
+
+    def write_down(self, rank: int, reason: str) -> tuple[int, str]:
+        """The first fault: who, and why."""
+        kept = ask(self._store, lambda store: store.compare_set(FAULT, "", json.dumps([rank, reason])))
+        # Whoever keeps the store may be gone: what we saw ourselves must do.
+        return (rank, reason) if kept is None else tuple(json.loads(kept))
+
+    def fail(self, rank: int, reason: str) -> None:
+        with self._lock:
+            if self.failure is not None or self.over.is_set():
+                return
+            self.failure = RankFailure(rank, reason)
+            tell = self._on_failure
+        # The work in hand is finished and what is being saved is saved; but if it is this rank that hangs, it never is.
+        last_resort = threading.Timer(PATIENCE, self._leave_anyhow)
+        last_resort.daemon = True
+        last_resort.start()
+        if tell is not None:
+            tell(self.failure)
+
+    def end(self) -> None:
+        """Ends the watch when all ranks are done: from here on the end of a rank is not a failure."""
+        self.over.set()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+
+    def _leave_anyhow(self) -> None:
+        if not self.ending:
+            if sys.stdout.isatty():
+                print("\x1b[?25h", end="")  # a progress bar has hidden the cursor
+            name = f"rank {self.rank} " if self.rank else ""
+            print(clean(f"{name}error: {self.failure}"), file=sys.stderr)
+        leave(EXIT_CODE)
+
+    @property
+    def _pause(self) -> float:
+        return min(0.5, self.timeout / 10)
+
+    def _beat(self) -> None:
+        """Tells how far this rank is, and looks at those it watches."""
+        store, count, present = self._store.clone(), 0, []
+        before = time.monotonic()
+        while not self.over.wait(self._pause if count else 0):
+            try:
+                store.set(f"beat/{self.rank}", json.dumps([count, self._progress(), bool(self._busy())]))
+                if store.check([FAULT]):
+                    self.fail(*json.loads(store.get(FAULT)))
+                    return
+                present += [rank for rank in self._seen if rank not in present and store.check([f"beat/{rank}"])]
+                beats = store.multi_get([f"beat/{rank}" for rank in present]) if present else []
+            except RuntimeError:
+                return  # the guard will notice that this has ended
+            now = self._answered = time.monotonic()
+            if now - before > self.timeout / 2:
+                # This process was stopped for a while, perhaps with all others: they get the time to say something.
+                for one in self._seen.values():
+                    one.alive = one.moved = now
+            before = now
+            for rank, beat in zip(present, beats, strict=True):
+                self._seen[rank].hear(json.loads(beat), now)
+            if self._accuse(now):
+                return
+            count += 1
+
+    def _accuse(self, now: float) -> bool:
+        for rank, one in self._seen.items():
+            if reason := one.judge(now, self.timeout):
+                text = f"rank {rank} {reason} for {self.timeout:g} s (timeout)"
+                quiet = [now - other.alive > self.timeout / 2 for other in self._seen.values()]
+                if reason == SILENT and len(quiet) > 1 and all(quiet):
+                    text += ", nor has any other: the network of rank 0 may be cut"
+                self.report(rank, text)
+                return True
+        return False
+
+    def _guard(self) -> None:
+        """Notices that the store does not answer."""
+        before = time.monotonic()
+        while not self.over.wait(self._pause):
+            now = time.monotonic()
+            if now - before > self.timeout / 2:
+                self._answered = now  # this process was stopped for a while
+            before = now
+            if self.failure is None and now - self._answered > self.timeout:
+                self.fail(
+                    0,
+                    f"rank 0 cannot be reached: its store has not answered for {self.timeout:g} s (timeout); "
+                    "its process or machine is gone, or the network between is cut",
+                )
+
+
+class Seen:
+    """What a watcher remembers of a rank."""
+
+    def __init__(self) -> None:
+        self.beat: Sequence[Any] = (None, None, False)
+        self.alive = self.moved = time.monotonic()
+
+    def hear(self, beat: Sequence[Any], now: float) -> None:
+        count, progress, busy = beat
+        if count != self.beat[0]:
+            self.alive = now
+        if progress != self.beat[1] or not busy:
+            self.moved = now
+        self.beat = beat
+
+    def judge(self, now: float, timeout: float) -> str | None:
+        if now - self.alive > timeout:
+            return SILENT
+        if self.beat[2] and now - self.moved > timeout:
+            return "has work and made no progress"
+        return None
+
+
+def ask(store: Any, question: Callable[[Any], T], seconds: float = 3.0) -> T | None:
+    """Asks the store in a thread of its own, since an answer may never come; None if it does not come in time."""
+    answers: list[T] = []
+
+    def run() -> None:
+        with suppress(RuntimeError):
+            answers.append(question(store.clone()))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process at once: threads that wait for a lost rank would keep it for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,46 @@
+"""What the training loop asks of any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from mheads.common.nested_values import Value
+from mheads.data.batches import Batch
+from mheads.engine.training_step import StepReport
+from mheads.losses import Loss
+from mheads.trees.treenet import TreeNet
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """Runs the stages of a tree over micro-batches. Of several processes each has one, and they act together."""
+
+    net: TreeNet  # the stages that are here
+    lead: bool  # keeps the run folder: of several processes, one
+
+    def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
+        """Computes the gradients of one step on all its examples; `update` then uses them."""
+
+    def update(self, update_stage: Callable[[str, list[Tensor]], None]) -> None:
+        """Applies the last step's gradients, stage by stage."""
+
+    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
+        """Outputs [M, b, C] and targets of each batch in order, without dropout; the lead gets them."""
+
+    def ask_to_stop(self, signum: int) -> None:
+        """Called by a signal's handler; the report of the next step that all processes agree on passes it on."""
+
+    def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
+        """Has the lead decide: returns plain data to all, and something else to the lead alone."""
+
+    def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Brings the tensors of all stages, by name, to the lead."""
+
+    def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Hands out the lead's tensors: returns those of the stages that are here."""
+
+    def close(self) -> None: ...

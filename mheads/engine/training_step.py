@@ -1,0 +1,314 @@
+"""What a step is: the tasks (stage, micro-batch, forward or backward) and what each of them spawns.
+
+An engine may run the tasks in any order: each is spawned when what it needs is there, and every sum has an
+order of its own. M members, B batch, b micro-batch, C classes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from mheads.common import nested_values
+from mheads.common.memory_layout import canonical
+from mheads.common.nested_values import Value
+from mheads.data.batches import Batch
+from mheads.engine import row_backward
+from mheads.engine.gradient_sums import Gradients, PairwiseSum
+from mheads.engine.rows import Rows
+from mheads.engine.stages import Stages
+from mheads.engine.tape import Context, Tape, record
+from mheads.losses import Loss
+from mheads.trees.tree_spec import Node
+
+# Phases of a micro-batch, the most advanced first: tasks that free memory go before those that take it.
+BACKWARD, LOSS, FORWARD, PREPARE = range(4)
+
+
+class Spawn(Protocol):
+    """Hands a task to the engine; tasks with lower priority tuples go first. A wide one computes on several threads."""
+
+    def __call__(
+        self, priority: tuple[int, ...], function: Callable[..., None], *args: object, wide: bool = False
+    ) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a training step reports: the loss, the signal that asks to stop after it (0: none), and, where
+    the step is logged, [M, B] losses and assignment."""
+
+    loss: float
+    losses: Tensor
+    assignment: Tensor
+    stop: int = 0
+
+
+def cuts(num_rows: int, parts: int) -> list[tuple[int, int]]:
+    """Consecutive slices whose sizes differ by at most one, the larger ones first."""
+    size, extra = divmod(num_rows, parts)
+    stops = [(i + 1) * size + min(i + 1, extra) for i in range(parts)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+class TrainingStep:
+    """Forward, loss and backward of one batch; leaves every stage's gradients in `gradients`.
+
+    It runs the stages that the net holds, on the micro-batches `mine` of all. Whatever goes from one stage
+    to another is handed on by a method of its own, so that an engine of several processes can send it instead.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        loss: Loss,
+        batch: Batch,
+        micro_batches: int,
+        key: tuple[int, int],
+        spawn: Spawn,
+        gradients: dict[str, list[Tensor]],
+        device: torch.device,
+        mine: range | None = None,
+    ) -> None:
+        self.stages, self.tree = stages, stages.tree
+        self.loss = loss
+        self.num_rows = batch.num_rows
+        self.mine = range(micro_batches) if mine is None else mine
+        parts = cuts(len(batch), micro_batches)
+        self.slices = [batch.rows(*part) for part in parts]
+        self.batches = {i: batch.cut(*parts[i]).to(device) for i in self.mine}
+        self.key = key
+        self.spawn = spawn
+        self.gradients = gradients
+        self.dtype, self.device = stages.net.dtype, device
+        self.sums = {name: PairwiseSum(len(self.mine)) for name in stages.facts}
+        # The part of the examples that a member learns from, where the loss tells.
+        members = self.tree.num_members
+        self.share = min(1.0, (loss.winners or members) / members)
+        self._lock = threading.Lock()
+        self._tapes: dict[tuple[str, int], Tape] = {}
+        self._outputs: dict[int, dict[int, Value]] = defaultdict(dict)
+        self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
+        self._roots_left = dict.fromkeys(self.mine, len(stages.roots))
+        self.totals: dict[tuple[int, int], float] = {}
+        self.losses = torch.zeros(members, self.num_rows, dtype=self.dtype, device=self.device)
+        self.assignment = torch.zeros_like(self.losses)
+        self._of_mean = self.losses.new_ones(()) / max(1, self.num_rows)  # the gradient of the rows' mean by their sum
+
+    def start(self) -> None:
+        # Running statistics are updated in the order of the micro-batches, so these run one after the other.
+        for i in self.mine[:1] if self.stages.statistics else self.mine:
+            if self.stages.roots:
+                self._spawn(PREPARE, i, None, self.prepare)
+
+    def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
+        # Members that have nothing in common are finished one after the other: only those running are in memory.
+        group = self.stages.groups[node.name] if node is not None and self.loss.separable else 0
+        wide = node is not None and self.stages[node.name].threads > 1
+        self.spawn((group, i, phase), function, i, *(() if node is None else (node,)), *args, wide=wide)
+
+    # The tasks, in the order in which a micro-batch meets them.
+
+    def prepare(self, i: int) -> None:
+        x = self.batches[i].network_inputs(self.dtype)
+        for root in self.stages.roots:
+            self._spawn(FORWARD, i, root, self.forward, x)
+
+    def forward(self, i: int, node: Node, x: Value) -> None:
+        batch, facts = self.batches[i], self.stages[node.name]
+        num_rows, rows = nested_values.num_rows(x), None
+        # Rows can be left out where those of the input are those of the loss.
+        by_row = not node.children and not facts.sided and num_rows == batch.num_rows
+        if by_row and batch.prior is not None and self.loss.skips_rows:
+            rows = Rows.where(batch.prior[node.members[0]] > 0, exactly=facts.mixing)
+        key = (self.key[0], "dropout", self.key[1], i, node.name)
+        wanted = self.stages.wanted[node.name]
+        context = Context(key, num_rows, batch.side_inputs(), wanted, None, facts.parameters, facts.known)
+        share = self.share if by_row and not facts.mixing else 1.0
+        with facts.intra_op():
+            tape = record(facts.module, x, context, rows, share)
+        if node.children:
+            self._tapes[node.name, i] = tape
+            self.hand_down(i, node, tape.output)
+        elif self.loss.separable:
+            member = node.members[0]
+            d_outputs = self._apply_loss(i, member, [tape.output])
+            self._take_back(i, node, tape, nested_values.map_leaves(lambda t: t[0], d_outputs))
+        else:
+            self._tapes[node.name, i] = tape
+            self.hand_over(i, node.members[0], tape.output)
+
+    def apply_loss(self, i: int) -> None:
+        outputs = self._outputs.pop(i)
+        d_outputs = self._apply_loss(i, None, [outputs[m] for m in range(len(outputs))])
+        learn = self.assignment[:, self.slices[i]] > 0 if self.share < 1 else None
+        for leaf in self.tree.leaves:
+            m = leaf.members[0]
+            d_output = nested_values.map_leaves(lambda t, m=m: t[m], d_outputs)
+            self.hand_back(i, leaf, d_output, None if learn is None else learn[m])
+
+    def backward(self, i: int, node: Node, d_output: Value, learn: Tensor | None = None) -> None:
+        self._take_back(i, node, self._tapes.pop((node.name, i)), d_output, learn)
+
+    def backward_of_sum(self, i: int, node: Node, terms: list[Value]) -> None:
+        self.backward(i, node, nested_values.map_leaves(add_in_order, *terms))
+
+    def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value, learn: Tensor | None = None) -> None:
+        with self.stages[node.name].intra_op():
+            d_input, gradients = tape.backward(d_output, learn)
+        total = self.sums[node.name].add(i - self.mine.start, gradients)
+        if total is not None:
+            self.keep(node.name, total)
+        if node.parent is not None:
+            self.hand_up(i, node, () if d_input is None else d_input)  # whoever is above waits, learning or not
+            return
+        with self._lock:
+            self._roots_left[i] -= 1
+            finished = self._roots_left[i] == 0
+        if finished and self.stages.statistics and i + 1 in self.mine:
+            self._spawn(PREPARE, i + 1, None, self.prepare)
+
+    # What goes from one stage to another.
+
+    def hand_down(self, i: int, node: Node, output: Value) -> None:
+        """Gives the output of a stage to those of its children that are here."""
+        for child in self.stages.here(node.children):
+            self._spawn(FORWARD, i, child, self.forward, output)
+
+    def hand_over(self, i: int, member: int, output: Value) -> None:
+        """Gives the output of a member to the loss."""
+        with self._lock:
+            outputs = self._outputs[i]
+            outputs[member] = output
+            complete = len(outputs) == self.tree.num_members
+        if complete:
+            self._spawn(LOSS, i, None, self.apply_loss)
+
+    def hand_back(self, i: int, leaf: Node, d_output: Value, learn: Tensor | None) -> None:
+        """Gives a member the gradient of its output from the loss; `learn` marks the rows that have one."""
+        self._spawn(BACKWARD, i, leaf, self.backward, d_output, learn)
+
+    def hand_up(self, i: int, node: Node, d_input: Value) -> None:
+        """Gives the gradient of a stage's input to its parent.
+
+        These are added in member order: the adjoint of handing all children the same value.
+        """
+        assert node.parent is not None
+        self.collect(i, self.tree.nodes[node.parent], {node.name: d_input})
+
+    def collect(self, i: int, parent: Node, d_children: dict[str, Value]) -> None:
+        """Takes in gradients from children of a stage; None for one that is already in the sum of those before it."""
+        with self._lock:
+            found = self._d_children[parent.name, i]
+            found |= d_children
+            complete = len(found) == len(parent.children)
+        if complete:
+            del self._d_children[parent.name, i]
+            terms = [found[child] for child in parent.children if found[child] is not None]
+            self._spawn(BACKWARD, i, parent, self.backward_of_sum, terms)
+
+    def keep(self, name: str, total: Gradients) -> None:
+        """Keeps the gradients of a stage, summed over the micro-batches, in tensors that outlive the step.
+
+        A sum that stayed where it was would split the memory of activations that the next member could use again.
+        Nothing learned is -0.0, which changes no sum that it is added to.
+        """
+        for kept, found in zip(self.gradients[name], total, strict=True):
+            kept.fill_(-0.0) if found is None else kept.copy_(found)
+
+    def _apply_loss(self, i: int, member: int | None, outputs: Sequence[Value]) -> Value:
+        """The gradient of the loss with respect to the outputs of all members, or of one if the loss is separable."""
+        batch = self.batches[i]
+        which = slice(None) if member is None else slice(member, member + 1)
+        with torch.enable_grad():
+            stacked = nested_values.map_leaves(_together, *outputs)
+            value = self.loss(
+                stacked,
+                batch.targets,
+                None if batch.prior is None else batch.prior[which],
+                None if batch.ties is None else batch.ties[which],
+            )
+            leaves = nested_values.leaves(stacked)
+            gradients = torch.autograd.grad(value.total, leaves, self._of_mean.to(value.total), allow_unused=True)
+        self.totals[member or 0, i] = value.total.item()
+        self.losses[which, self.slices[i]] = value.losses
+        self.assignment[which, self.slices[i]] = value.assignment
+        filled = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
+        return nested_values.rebuild(stacked, filled)
+
+    def report(self, stop: int = 0) -> StepReport:
+        """The report of the step, once no task is left."""
+        total = sum(self.totals[key] for key in sorted(self.totals))  # an order of its own, as every sum
+        return StepReport(total / max(1, self.num_rows), self.losses, self.assignment, stop)
+
+
+class ForwardPass:
+    """Outputs of all members on one batch without graph, for evaluation; `outputs` [M, b, C] when all is done."""
+
+    def __init__(
+        self, stages: Stages, read: Callable[[], Batch], index: int, spawn: Spawn, device: torch.device
+    ) -> None:
+        self.stages = stages
+        self.read = read
+        self.index = index
+        self.spawn = spawn
+        self.device = device
+        self.targets: Value = None
+        self._lock = threading.Lock()
+        self._outputs: dict[int, Value] = {}
+        self.outputs: Value = None
+
+    def start(self) -> None:
+        self.spawn((self.index, PREPARE), self.prepare)
+
+    def done(self) -> bool:
+        return self.outputs is not None
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        batch = self.read().to(self.device)
+        self.targets = batch.targets
+        x = batch.network_inputs(self.stages.net.dtype)
+        for root in self.stages.roots:
+            self.spawn((self.index, FORWARD), self.forward, root, x, batch.side_inputs())
+
+    @torch.inference_mode()
+    def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:
+        facts, x = self.stages[node.name], nested_values.map_leaves(canonical, x)
+        known = facts.known and row_backward.takes(x)
+        y = row_backward.outputs(facts.module, x) if known else facts.module(x, side)
+        if node.children:
+            self.hand_down(node, y, side)
+        else:
+            self.hand_over(node.members[0], y)
+
+    def hand_down(self, node: Node, output: Value, side: dict[str, Value]) -> None:
+        for child in self.stages.here(node.children):
+            self.spawn((self.index, FORWARD), self.forward, child, output, side)
+
+    def hand_over(self, member: int, output: Value) -> None:
+        with self._lock:
+            self._outputs[member] = output
+            complete = len(self._outputs) == self.stages.tree.num_members
+        if complete:
+            parts = [self._outputs[m] for m in range(self.stages.tree.num_members)]
+            self._outputs = {}
+            self.outputs = nested_values.map_leaves(lambda *ts: torch.stack(ts), *parts)
+
+
+def _together(*members: Tensor) -> Tensor:
+    """The outputs of members, M first, where a gradient begins."""
+    return (members[0].unsqueeze(0).detach() if len(members) == 1 else torch.stack(members)).requires_grad_()
+
+
+def add_in_order(*terms: Tensor) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total

@@ -1,0 +1,35 @@
+"""Learning from a teacher: beside the label of an example, what an ensemble or another network answers to it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mheads.common import nested_values
+from mheads.common.nested_values import Value
+from mheads.problems import MemberLoss
+
+
+def taught(of: MemberLoss, weight: float, temperature: float) -> MemberLoss:
+    """The loss of one member on one example, (1 - weight) l + weight T^2 KL(q || p): see `losses`.
+
+    l is `of`, the loss on the label.
+    """
+    return partial(losses, of=of, weight=weight, temperature=temperature)
+
+
+def losses(outputs: Value, y: tuple[Value, Tensor], of: MemberLoss, weight: float, temperature: float) -> Tensor:
+    """Outputs [M, B, C]; labels, and the teacher's probabilities [B, C] -> [M, B].
+
+    q = softmax(log answers / T) and p = softmax(scores / T) are softened by the temperature T, so that small
+    probabilities count as well (Hinton, Vinyals and Dean 2015). T^2 makes up for the gradients, which T divides twice.
+    """
+    labels, answers = y
+    scores = nested_values.leaves(outputs)[0]
+    wide = torch.promote_types(scores.dtype, torch.float32)  # in which small answers are not 0
+    q = (answers.to(wide).log() / temperature).softmax(-1).to(scores.dtype)
+    log_p = (scores / temperature).log_softmax(-1)
+    apart = (torch.xlogy(q, q) - q * log_p).sum(-1)
+    return (1 - weight) * of(outputs, labels) + weight * temperature**2 * apart

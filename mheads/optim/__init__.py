@@ -1,0 +1,1 @@
+"""Optimizers, each stage by itself, and schedules of the learning rate."""

@@ -1,1 +1,0 @@
-"""`mheads report`: pages of runs."""

@@ -1,0 +1,153 @@
+"""What every problem gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.problems.metrics import weighted_mean
+
+
+class Result(Protocol):
+    """The measures of an ensemble: plain data, under the same names as in JSON."""
+
+    problem: ClassVar[str]  # its name
+
+    @property
+    def members(self) -> list[float]: ...
+    @property
+    def ownership(self) -> list[list[int]]: ...
+    @property
+    def examples(self) -> int: ...
+    def to_dict(self) -> dict[str, Any]: ...
+    def headline(self) -> dict[str, str]:
+        """The few measures that a line of progress shows, by name."""
+
+
+class Metrics(Protocol):
+    """Measures a stream of outputs; exact however the stream is cut."""
+
+    def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None: ...
+    def result(self) -> Result: ...
+
+
+class Problem(Protocol):
+    """What is learned. M members, B examples."""
+
+    name: ClassVar[str]
+    unit: ClassVar[str]  # of the measures in the headline: "%", or nothing
+    measure: ClassVar[str]  # what is measured in the headline, with its unit
+    result_type: ClassVar[Any]  # a `metrics.PlainResult`
+    member_losses: ClassVar[tuple[str, ...]]  # those in `member_losses.py` that fit, its own first
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the groups that ownership counts: classes, where there are some."""
+
+    def group(self, targets: Tensor) -> Tensor:
+        """The group of each target, int64 [B]."""
+
+    def answer(self, outputs: Value) -> Tensor:
+        """The leaf of all members' outputs that is the answer, [M, B, ...]; others serve the loss."""
+
+    def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
+        """What the ensemble answers, from the answers of all members: [M, B, ...] -> [B, ...].
+
+        Weights [M, B] say how much each member counts, where they have scores.
+        """
+
+    def losses(self, outputs: Value, targets: Tensor) -> Tensor:
+        """The loss of each member's answer on each example, [M, B]."""
+
+    def check_output(self, output: Value, network: str, data: str) -> None:
+        """Refuses a network whose output [B, ...] cannot be an answer for these data."""
+
+    def check_targets(self, targets: np.ndarray, where: str) -> None: ...
+    def metrics(self, members: int, scored: bool = False) -> Metrics: ...
+    def unknown(self, members: int) -> Any:
+        """The result where nothing was evaluated: NaN throughout."""
+
+    @staticmethod
+    def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+        """The lines of a table of a result, as (name, text)."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+ANSWERS = {"ensemble_mean": "Ensemble-Mean", "ensemble_scored": "Ensemble-Scored"}  # what tables call them
+
+
+def together(
+    scores: Tensor, probabilities: Callable[[Tensor], Tensor], weights: Tensor | None, of_scores: bool
+) -> Tensor:
+    """The probabilities that members give together: the mean of theirs, or those of their mean score.
+
+    [M, B, ...] -> [B, ...]. Members with weights [M, B] are averaged by these.
+    """
+    if of_scores and weights is None:
+        return probabilities(scores.mean(0))
+    return mean_or_weighted(probabilities(scores), weights)
+
+
+def mean_or_weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """[M, B, ...] -> [B, ...], of members that count alike, or by weights [M, B]."""
+    return values.mean(0) if weights is None else weighted_mean(values, weights)
+
+
+def refuse_other_width(targets: np.ndarray, classes: tuple[str, ...], where: str) -> None:
+    """Refuses targets [N, C] for another number of classes."""
+    if targets.shape[1:] != (len(classes),):
+        raise UserError(f"{where}: labels of shape {list(targets.shape)}, but there are {len(classes)} classes")
+
+
+def percent_rows(summary: dict[str, Any], members: str) -> list[tuple[str, str]]:
+    """The rows of a table that results in percent have in common; `members` says what of the members is shown."""
+    several = len(summary["members"]) > 1
+    found = [(members, "  ".join(number(a) for a in summary["members"]) + (" %" if not several else ""))]
+    if several:
+        found += [
+            ("mean member", f"{number(summary['single'])} %"),
+            *((who, f"{number(summary[key])} %") for key, who in ANSWERS.items() if key in summary),
+            ("Oracle", f"{number(summary['oracle'])} %"),
+        ]
+    return found
+
+
+def further_row(measure: dict[str, Any], form: str = ".2f", unit: str = " %") -> str:
+    """What a table shows of a further measure: of one network, or of the members' mean, Ensemble-Mean and Oracle."""
+    who = {"single": "mean member", **ANSWERS, "oracle": "Oracle"}
+    if len(measure["members"]) == 1:
+        return number(measure["single"], form) + unit
+    return ", ".join(f"{who[name]} {number(measure[name], form)}{unit}" for name in who if name in measure)
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A number of a result as JSON has it."""
+    return "not finite" if value is None else format(value, form)
+
+
+def widened(problem: Any, output: Value, network: str) -> Any:
+    """The problem with as many classes as a Caffe net has scores for: as there, labels need not use them all."""
+    scores = nested_values.leaves(output)[0]
+    if problem.name not in ("classification", "segmentation") or scores.dim() < 2 or not of_caffe(network):
+        return problem
+    more = tuple(map(str, range(len(problem.classes), scores.shape[1])))
+    return replace(problem, classes=(*problem.classes, *more)) if more else problem
+
+
+def of_caffe(network: str) -> bool:
+    return network.startswith("mheads.caffe.")
+
+
+def more_classes(network: str, count: int) -> str:
+    """How a network is given as many classes: a Caffe net says so itself, others take an argument."""
+    if of_caffe(network):
+        return f"num_output: {count} in the net's last layer?"
+    return f"model_args.classes={count}?"

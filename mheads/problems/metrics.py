@@ -1,0 +1,346 @@
+"""What an ensemble knows, measured from its outputs: streamed, and exact however the stream is cut.
+
+Legend: M members, b examples of one update, C classes. All arithmetic is in float64, so that the numbers can
+be recomputed from saved outputs to the last digit shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mheads.common.schemas import Answers, Count, Number, Ranks, check
+from mheads.problems.baselines import chance_of_oracle, top
+
+BINS = 15  # of the expected calibration error
+LEAST_K = 10  # top_k goes at least so far, so that one network can be compared with an Oracle of several
+TOGETHER = ("ensemble_mean", "ensemble_scored")  # what the members answer together
+CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
+
+
+class PlainResult:
+    """A dataclass of numbers in lists and dicts that goes to JSON and back."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields ready for JSON; numbers that are not finite become null."""
+
+        def plain(name: str) -> Any:
+            if isinstance(value := getattr(self, name), str):
+                return value
+            # + 0 turns -0.0 to 0.0
+            return _map(lambda x: self.rounded(name, x) + 0 if math.isfinite(x) else None, value)
+
+        found = [f.name for f in fields(self) if getattr(self, f.name) is not None]  # type: ignore[arg-type]
+        return {name: plain(name) for name in found}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`, up to its rounding; other keys are ignored, and an older file may lack some.
+
+        Raises ValueError if they are not such values.
+        """
+        found = {name: values[name] for name in (f.name for f in fields(cls)) if name in values}  # type: ignore[arg-type]
+        found = _map(lambda x: math.nan if x is None else x, found)
+        check(cls, found)
+        return cls(**found)
+
+    def check_sizes(self, members: int, groups: int) -> None:
+        """Raises ValueError unless all measures are of so many members, and ownership of so many groups."""
+
+        def each(value: Any, name: str) -> None:
+            for key, part in value.items():
+                if isinstance(part, dict):
+                    each(part, f"{name}{key}.")
+                elif key in ("members", "ownership", "disagreement_pairs") and len(part) != members:
+                    raise ValueError(f"{name}{key} has {len(part)} rows, and the run {members} members")
+
+        each(vars(self), "")
+        for name, width in (("ownership", groups), ("disagreement_pairs", members)):
+            for row in getattr(self, name, ()):
+                if len(row) != width:
+                    raise ValueError(f"{name} has a row of {len(row)} numbers, where {width} should be")
+
+    def rounded(self, name: str, x: float) -> float:
+        """A number of a field, rounded for JSON to six digits."""
+        return x if isinstance(x, int) else float(f"{x:.6g}")
+
+
+class PercentResult(PlainResult):
+    """A result whose measures are in percent."""
+
+    members: list[float]
+    single: float
+    ensemble_mean: float
+    oracle: float
+    ensemble_scored: float | None
+
+    def rounded(self, name: str, x: float) -> float:
+        return round(x, 4)
+
+    def headline(self) -> dict[str, str]:
+        scored = {} if self.ensemble_scored is None else {"Ensemble-Scored": f"{self.ensemble_scored:.2f}"}
+        return {
+            "Ensemble-Mean": f"{self.ensemble_mean:.2f}",
+            **scored,
+            "Oracle": f"{self.oracle:.2f}",
+            "members": " ".join(f"{a:.1f}" for a in self.members),
+        }
+
+
+@dataclass(frozen=True)
+class Result(PercentResult):
+    """The metrics of one ensemble on one set of examples; accuracies and errors are in percent.
+
+    `single` is always the mean over the members, `ensemble_mean` the mean of their probabilities (of members trained on
+    the mean of their scores, that mean) taken as one predictor, `ensemble_scored` that mean weighted by their scores,
+    if they have some. What is not finite (the loss of a member that gives NaN) is NaN here and null in JSON.
+    """
+
+    problem: ClassVar[str] = "classification"
+
+    members: list[Number]  # accuracy of each
+    single: Number
+    ensemble_mean: Number
+    ensemble_mean_scores: Number  # of the mean of the logits
+    oracle: Number  # at least one member is right
+    oracle_by_loss: Number  # the owner, the member with the lowest loss on the example, is right
+    top_k: Ranks  # single, ensemble_mean: the true class is among the best 1, 2, .. of max(M, 10)
+    nll: Answers  # single, ensemble_mean: mean of -log p(true class)
+    calibration_error: Answers  # single, ensemble_mean: mean |accuracy - confidence| over 15 bins
+    disagreement: Number  # answers that differ, mean over pairs of members
+    disagreement_pairs: list[list[Number]]  # [M][M]
+    ownership: list[list[Count]]  # [M][C] examples of each class that each member owns
+    examples: Count
+    ensemble_scored: Number | None = None
+    oracle_chance: Number | None = None  # the Oracle of members that always give one class each, see `chance_of_oracle`
+
+    def rounded(self, name: str, x: float) -> float:
+        return round(x, 6) if name == "nll" else super().rounded(name, x)
+
+    def headline(self) -> dict[str, str]:
+        shown = super().headline()
+        if (beside := top(vars(self), len(self.members))) is None or len(self.members) == 1:
+            return shown
+        members = shown.pop("members")
+        return {**shown, f"top-{len(self.members)}": f"{beside:.2f}", "members": members}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return super().from_dict(({"top_k": values["top_m"]} if "top_m" in values else {}) | values)  # as it was called
+
+    @classmethod
+    def unknown(cls, members: int, classes: int) -> Result:
+        """The result where nothing was evaluated."""
+        nan, pair = math.nan, {"single": math.nan, "ensemble_mean": math.nan}
+        top = {name: [nan] * min(max(members, LEAST_K), classes) for name in pair}
+        square, owned = [[nan] * members] * members, [[0] * classes] * members
+        return cls([nan] * members, nan, nan, nan, nan, nan, top, pair, pair, nan, square, owned, 0, oracle_chance=nan)
+
+
+class Metrics:
+    """Counts and sums over a stream of outputs.
+
+    The members and, as row M, the mean of their probabilities are the M + 1 predictors of the arrays below; with
+    `of_scores` that mean is the softmax of the mean of logits. If members are `scored`, their mean weighted by the
+    scores is another.
+    """
+
+    result_type: ClassVar[type[Result]] = Result
+
+    def __init__(self, members: int, classes: int, scored: bool = False, of_scores: bool = False) -> None:
+        self.members, self.classes, self.of_scores = members, classes, of_scores
+        self.examples = 0
+        predictors = members + 1 + scored
+        self._ranks = torch.zeros(predictors, classes + 1, dtype=torch.long)  # how often which rank
+        self._losses = torch.zeros(predictors, dtype=torch.float64)
+        self._confidence = torch.zeros(predictors, BINS, dtype=torch.float64)  # summed, by bin
+        self._right = torch.zeros(predictors, BINS, dtype=torch.float64)
+        self._binned = torch.zeros(predictors, BINS, dtype=torch.float64)
+        self._ownership = torch.zeros(members, classes, dtype=torch.long)
+        self._differ = torch.zeros(members, members, dtype=torch.long)
+        self._labels = torch.zeros(classes, dtype=torch.long)
+        self._scores_right = self._oracle_right = self._owner_right = 0
+
+    def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
+        """Takes in the logits [M, b, C] and labels [b] of further examples; if scored, also weights [M, b]."""
+        expected = (self.members, len(y), self.classes)
+        if tuple(outputs.shape) != expected:
+            raise ValueError(f"outputs are {tuple(outputs.shape)}, expected (M, b, C) = {expected}")
+        logits, y = outputs.detach().cpu().double(), y.detach().cpu().long()
+        if ((y < 0) | (y >= self.classes)).any():
+            raise ValueError(f"labels run from {y.min()} to {y.max()}, outputs have {self.classes} classes")
+
+        shifted = logits - logits.amax(-1, keepdim=True)
+        exps = shifted.exp()
+        totals = exps.sum(-1, keepdim=True)
+        probabilities = exps / totals  # [M, b, C]
+        losses = totals[..., 0].log() - _of_class(shifted, y)  # [M, b]
+        score = mean_members(logits)  # [b, C]
+        if self.of_scores:
+            together, their_losses = [score.softmax(-1)], [-_of_class(score.log_softmax(-1), y)]
+        else:
+            together = [mean_members(probabilities)]
+            their_losses = [math.log(self.members) - torch.logsumexp(-losses, 0)]  # no underflow to log 0
+        if weights is not None:
+            weights = weights.detach().cpu()
+            together.append(weighted_mean(probabilities, weights))
+            their_losses.append(-torch.logsumexp(weights.log() - losses, 0))
+
+        member_ranks = _rank(logits, y)
+        ranks = torch.cat([member_ranks, *(_rank(p, y)[None] for p in together)])
+        confidence = torch.cat([probabilities.amax(-1), *(p.amax(-1)[None] for p in together)])
+        right = member_ranks == 0  # [M, b]
+        answers = logits.argmax(-1)  # [M, b]
+        owner, owned = owner_of(losses)
+
+        self.examples += len(y)
+        self._labels += torch.bincount(y, minlength=self.classes)
+        add_counts(self._ranks, torch.arange(len(ranks))[:, None], ranks)
+        self._losses += torch.cat([losses, *(loss[None] for loss in their_losses)]).sum(1)
+        self._bin(confidence, ranks == 0)
+        self._differ += (answers[:, None] != answers).sum(-1)
+        add_counts(self._ownership, owner[owned], y[owned])
+        self._scores_right += int((_rank(score, y) == 0).sum())
+        self._oracle_right += int(right.any(0).sum())
+        self._owner_right += int((right.gather(0, owner[None])[0] & owned).sum())
+
+    def _bin(self, confidence: Tensor, right: Tensor) -> None:
+        """Adds [predictors, b] to the bins (0, 1/15], (1/15, 2/15], ...; a NaN stays in the first bin's sum."""
+        bins = ((confidence.nan_to_num(0) * BINS).ceil().long() - 1).clamp(0, BINS - 1)
+        self._confidence.scatter_add_(1, bins, confidence)
+        self._right.scatter_add_(1, bins, right.double())
+        self._binned.scatter_add_(1, bins, torch.ones_like(confidence))
+
+    def result(self) -> Result:
+        """The metrics of all examples so far."""
+        if self.examples == 0:
+            raise ValueError("no examples to measure")
+        top = self._percent(self._ranks.cumsum(1)[:, : min(max(self.members, LEAST_K), self.classes)].double())
+        pairs = self._percent(self._differ.double())
+        num_pairs = max(self.members * (self.members - 1), 1)
+        m = self.members
+        scored = {"ensemble_scored": top[m + 1].tolist()} if len(top) > m + 1 else {}
+        return self.result_type(
+            members=top[:m, 0].tolist(),
+            single=top[:m, 0].mean().item(),
+            ensemble_mean=top[m, 0].item(),
+            ensemble_mean_scores=self._percent(self._scores_right),
+            oracle=self._percent(self._oracle_right),
+            oracle_by_loss=self._percent(self._owner_right),
+            top_k={"single": top[:m].mean(0).tolist(), "ensemble_mean": top[m].tolist(), **scored},
+            nll=self._by_answer(self._losses / self.examples),
+            calibration_error=self._by_answer(self._percent((self._right - self._confidence).abs().sum(1))),
+            disagreement=pairs.sum().item() / num_pairs,
+            disagreement_pairs=pairs.tolist(),
+            ownership=self._ownership.tolist(),
+            examples=self.examples,
+            ensemble_scored=scored["ensemble_scored"][0] if scored else None,
+            oracle_chance=chance_of_oracle(self._labels, self.members),
+        )
+
+    def reliability(self) -> dict[str, dict[str, list[float]]]:
+        """Mean confidence, accuracy (in percent) and number of examples of each of the 15 bins of confidence: of all
+        answers of single members, of the Ensemble-Mean and, with scores, of the Ensemble-Scored. An empty bin has NaN
+        for its means."""
+
+        def of(rows: slice) -> dict[str, list[float]]:
+            examples = self._binned[rows].sum(0)
+            means = {"confidence": self._confidence, "accuracy": self._right}
+            found = {name: (100 * sums[rows].sum(0) / examples).tolist() for name, sums in means.items()}
+            return found | {"examples": examples.tolist()}
+
+        m = self.members
+        found = {"members": of(slice(0, m)), "Ensemble-Mean": of(slice(m, m + 1))}
+        return found if len(self._binned) == m + 1 else found | {"Ensemble-Scored": of(slice(m + 1, m + 2))}
+
+    def _by_answer(self, values: Tensor) -> dict[str, float]:
+        """[predictors] -> the mean over the members, and the value of each answer of the ensemble."""
+        single, together = values[: self.members].mean().item(), values[self.members :].tolist()
+        return {"single": single, **dict(zip(TOGETHER, together, strict=False))}
+
+    def _percent(self, count: Any) -> Any:
+        return 100 * count / self.examples
+
+
+def compute(outputs: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Result:
+    """The metrics of logits [M, N, C] and labels [N]."""
+    outputs, y = torch.as_tensor(outputs), torch.as_tensor(y)
+    if outputs.dim() != 3 or y.shape != outputs.shape[1:2]:
+        shapes = f"{tuple(outputs.shape)} and {tuple(y.shape)}"
+        raise ValueError(f"outputs and labels are {shapes}, expected (M, N, C) and (N,)")
+    metrics = Metrics(outputs.shape[0], outputs.shape[2])
+    for rows, labels in zip(outputs.split(CHUNK, 1), y.split(CHUNK), strict=True):
+        metrics.update(rows, labels)
+    return metrics.result()
+
+
+def _rank(scores: Tensor, y: Tensor) -> Tensor:
+    """How many classes come before the true one: scores [..., b, C], labels [b] -> [..., b].
+
+    Of equal scores the lower index comes first. A true class whose score is NaN comes after everything, at
+    rank C, so that it is never right.
+    """
+    true = _of_class(scores, y)[..., None]
+    not_before = torch.arange(scores.shape[-1]) >= y[:, None]  # [b, C]
+    behind = (scores < true) | ((scores == true) & not_before)  # with itself, unless NaN
+    return scores.shape[-1] - behind.sum(-1)
+
+
+def owner_of(losses: Tensor) -> tuple[Tensor, Tensor]:
+    """The first member with the lowest loss, and whether there is one: [M, b] -> [b], [b].
+
+    NaN never owns; an infinite loss does when nobody has a finite one.
+    """
+    owner = losses.nan_to_num(nan=math.inf).argmin(0)  # which also makes an infinite loss the largest finite one
+    return owner, ~losses.isnan().all(0)
+
+
+def _of_class(scores: Tensor, y: Tensor) -> Tensor:
+    """The score of the labelled class: [..., b, C], [b] -> [..., b]."""
+    return scores[..., torch.arange(len(y)), y]
+
+
+def mean_members(values: Tensor) -> Tensor:
+    """[M, ...] -> [...], added in member order: the same rounding, hence the same ties, for any shape."""
+    return _sum_members(values) / len(values)
+
+
+def _sum_members(values: Tensor) -> Tensor:
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """[M, b, ...], [M, b] that add to 1 over the members -> [b, ...], added in member order."""
+    return _sum_members(values * weights.to(values.dtype).reshape(*weights.shape, *[1] * (values.dim() - 2)))
+
+
+def add_counts(table: Tensor, rows: Tensor, columns: Tensor) -> None:
+    """table[row, column] += 1 for each pair of the broadcast rows and columns."""
+    cells = (rows * table.shape[1] + columns).flatten()
+    table += torch.bincount(cells, minlength=table.numel()).view_as(table)
+
+
+def by_predictor(values: Sequence[float], scored: bool = False) -> dict[str, Any]:
+    """Values of the members, of the ensemble mean, if `scored` of the scored answer, and of the Oracle, by name."""
+    *first, oracle = map(float, values)
+    members, together = first[: -1 - scored], first[-1 - scored :]
+    single = sum(members) / len(members)
+    return {"members": members, "single": single, **dict(zip(TOGETHER, together, strict=False)), "oracle": oracle}
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to every number in nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map(function, item) for item in value]
+    return function(value)

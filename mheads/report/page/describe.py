@@ -1,0 +1,118 @@
+"""What a run is, in words and in the terms of its config."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from typing import Any
+
+from mheads.cli.printing.rank_text import count
+from mheads.common.errors import UserError
+from mheads.config import schema as configs
+from mheads.config.schema import Config
+from mheads.data.catalog import DATASETS
+from mheads.losses import LOSSES
+from mheads.runs.record import Record
+from mheads.suites.progress_line import duration
+
+NUMBERS = ("", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten")
+
+
+def sentence(record: Record) -> str:
+    """What was trained, how and on what, in one sentence."""
+    config = record.config
+    if config.members == 1:
+        who = f"One network, {config.model}"
+    else:
+        number = NUMBERS[config.members] if config.members < len(NUMBERS) else f"{config.members:,}"
+        who = f"{number} {config.model} networks {_shared(config)}"
+    alone = config.members == 1 and config.loss.name == "independent"
+    return f"{who}, trained on {record.data.name}{'' if alone else f' {loss_words(config)}'}."
+
+
+def _shared(config: Config) -> str:
+    if config.split is None or isinstance(config.split, int):
+        return "with nothing in common"
+    return (
+        f"that share their layers up to {config.split}"
+        if isinstance(config.split, str)
+        else "in a tree of shared layers"
+    )
+
+
+def loss_words(config: Config) -> str:
+    loss = config.loss
+    if loss.name == "independent":
+        return "each by itself"
+    if loss.name == "mcl":
+        k = loss.options["k"]
+        best = "member that does" if k == 1 else f"{k} members that do"
+        return f"by Multiple Choice Learning: each example teaches the {best} best on it"
+    return f"with the loss {loss.name}"
+
+
+def loss_text(config: Config) -> str:
+    """The loss, its options, and what its module says of it."""
+    loss = config.loss
+    options = ", ".join(f"{key}={short(value)}" for key, value in loss.options.items())
+    said = (sys.modules[LOSSES[loss.name].__module__].__doc__ or "").split("\n")[0] if loss.name in LOSSES else ""
+    return f"{loss.name}{f' ({options})' if options else ''}{f'. {said}' if said else ''}"
+
+
+def facts(record: Record) -> list[tuple[str, str]]:
+    """The settings that people ask for first."""
+    config, optim, data = record.config, record.config.optim, record.data
+    shape = " × ".join(map(str, data.shape))
+    schedule = optim.schedule.name if optim.schedule.name != "multistep" else f"multistep at {short(optim.schedule.at)}"
+    classes = getattr(data.problem, "classes", ())
+    of_classes = f" of {count(len(classes), 'class', 'es')}" if classes else ""
+    found = [
+        ("Network", config.model + (f" {short(config.model_args)}" if config.model_args else "")),
+        ("Members", f"{config.members}" + ("" if config.split is None else f", split {short(config.split)}")),
+        ("Loss", loss_text(config)),
+        ("Data", f"{data.name}, {shape}, {data.problem.name}{of_classes}"),
+        ("Sampling", f"{config.sampling.name}; initial weights: {config.init}"),
+        (
+            "Training",
+            f"{count(optim.iterations, 'iteration')} of {count(optim.batch_size * optim.accumulate, 'example')}"
+            + (f", after {config.pretrain:,} of cross-entropy" if config.pretrain else "")
+            + f"; {optim.name}, rate {optim.lr:g} ({schedule}), weight decay {optim.weight_decay:g}",
+        ),
+        ("Seed", str(config.seed)),
+    ]
+    if config.placement != "default":
+        found.append(("Placement", short(config.placement)))
+    return found
+
+
+def command(config: Config) -> str:
+    """The command that trains this again: the nearest recipe and what is different, else the config as a file."""
+    if config.data.name not in DATASETS:
+        return "mheads.fit(...) in Python, on the same arrays: config.yaml holds the settings"
+    best: list[str] | None = None
+    for recipe in configs.recipes():
+        try:
+            keys = configs.differing(configs.load(recipe), config)
+            values = configs.flatten(config)
+            words = [recipe, *(f"{key}={short(values[key])}" for key in keys)]
+            if (best is None or len(words) < len(best)) and configs.load(words[0], words[1:]) == config:
+                best = words
+        except UserError:  # these keys cannot be given so
+            continue
+    return shlex.join(["mheads", "train", *(best or ["config.yaml"])])
+
+
+def short(value: Any) -> str:
+    """A value as it is given on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def state(record: Record) -> str:
+    """How far an unfinished run is; nothing for one that is finished."""
+    total = record.config.pretrain + record.config.optim.iterations
+    return "" if record.finished else f"Not finished: iteration {record.iteration:,} of {total:,}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.1f} s" if value < 60 else duration(value)

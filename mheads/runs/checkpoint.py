@@ -1,0 +1,203 @@
+"""Checkpoints: whole or absent, and nothing in them can run code.
+
+    checkpoints/step-00000500/tensors.safetensors   weights, optimizer state, ownership so far
+                              state.json            the rest, and the checksum of both
+
+A checkpoint is written to a hidden folder, flushed to the disk, and renamed: however the process ends, a folder under
+its final name is complete. Later damage is found by the checksum; a checkpoint that was renamed or comes from another
+run is found by the step and the run in its state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import save as serialise
+from torch import Tensor
+
+from mheads.common import atomic_files
+from mheads.common.atomic_files import saving
+from mheads.common.safe_yaml import from_json
+from mheads.common.schemas import State, check, check_arrays
+
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError)
+TENSORS = "tensors.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    step: int
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class _Written(BaseModel):
+    sha256: str
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of a run folder; written by a thread of their own, so that training goes on meanwhile.
+
+    Each holds the `config` and the `identity` of its run. Where `run` is known, those of other runs are not read.
+    """
+
+    def __init__(self, folder: Path, keep: int = 1, run: str | None = None) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.run = run
+        self.fits: Callable[[dict[str, Tensor]], None] = lambda tensors: None  # raises ValueError for others
+        self.config = ""
+        self.identity: dict[str, Any] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="mheads-writer")
+        self._pending: Future[None] | None = None
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], again: bool = False) -> None:
+        """Begins to save; the tensors may change once this returns. Raises the error of the save before, if it failed.
+
+        A checkpoint that is there already is whole, since the run was resumed from it or stopped just here: it is
+        left alone, unless its state is to be written `again`.
+        """
+        self.wait()
+        if step in self.steps() and not again:
+            return
+        # The bytes of the file are the copy: large models need no second one.
+        content = to_bytes(tensors)
+        state = {**state, "step": step, "config": self.config, "identity": self.identity}
+        self._pending = self._writer.submit(self._write, step, content, state)
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def check(self) -> None:
+        """Raises the error of a save that has failed, so that training does not go on for nothing."""
+        if self._pending is not None and self._pending.done():
+            self.wait()
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=True)
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, the newest first."""
+        if not self.folder.is_dir():
+            return []
+        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*"))
+        return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def newest(self, warn: Callable[[str], None], limit: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint that is whole, of those up to step `limit`; `warn` is told of damaged ones."""
+        steps = [step for step in self.steps() if limit is None or step <= limit]
+        for i, step in enumerate(steps):
+            try:
+                return self._read(step)
+            except UNREADABLE as error:
+                older = steps[i + 1 : i + 2]
+                back = f"the one before, iteration {older[0]}" if older else "the start: no other is left"
+                warn(f"checkpoint {self.path(step)} is damaged ({error}); going back to {back}")
+        return None
+
+    def drop_after(self, step: int) -> None:
+        """Removes checkpoints newer than the one in use, which would otherwise count as the newest."""
+        for other in self.steps():
+            if other > step:
+                self._remove(other)
+        for leftover in self.folder.glob(".*"):  # left by a process that was killed
+            atomic_files.remove(leftover)
+
+    def _remove(self, step: int) -> None:
+        """Removes a checkpoint; it is renamed first, so that half of one never has a final name."""
+        hidden = self.folder / f".old-{step:08d}"
+        atomic_files.remove(hidden)
+        self.path(step).rename(hidden)
+        atomic_files.remove(hidden)
+
+    def damages(self) -> dict[Path, str]:
+        """Checkpoints that are damaged, and what is wrong with them."""
+        found = {}
+        for step in self.steps():
+            try:
+                self._state(step)
+            except UNREADABLE as error:
+                found[self.path(step)] = str(error)
+        return found
+
+    def _read(self, step: int) -> Checkpoint:
+        state, tensors = self._state(step), load_file(self.path(step) / TENSORS)
+        self.fits(tensors)
+        return Checkpoint(step, tensors, state)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        """The state in a checkpoint, if nothing in it is damaged."""
+        path = self.path(step)
+        if path.is_symlink():
+            raise ValueError("it is a link")
+        written = from_json(atomic_files.read(path / "state.json").decode())
+        check(_Written, written)
+        state: dict[str, Any] = written["state"]
+        if written["sha256"] != _sha256(atomic_files.digest(path / TENSORS), state):
+            raise ValueError("its checksum does not match")
+        if state["step"] != step:
+            raise ValueError(f"it is that of iteration {state['step']}, renamed")
+        if self.run is not None and state["identity"]["run"] != self.run:
+            raise ValueError("it belongs to another run")
+        check(State, state)
+        return state
+
+    def _write(self, step: int, tensors: bytes, state: dict[str, Any]) -> None:
+        final = self.path(step)
+        hidden = atomic_files.hidden_name(final)
+        with saving(final, hidden):
+            self.folder.mkdir(exist_ok=True)  # but not the run folder, if that is gone
+            atomic_files.remove(hidden)
+            hidden.mkdir()
+            atomic_files.write_new(hidden / "tensors.safetensors", tensors)
+            digest = _sha256(hashlib.sha256(tensors).hexdigest(), state)
+            atomic_files.write_new(hidden / "state.json", json.dumps({"sha256": digest, "state": state}))
+            atomic_files.flush(hidden)
+            if os.path.lexists(final):
+                self._remove(step)
+            hidden.rename(final)
+            atomic_files.flush(self.folder)
+        for old in self.steps()[self.keep :]:
+            self._remove(old)
+
+
+def refuse_misfits(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless these tensors are found, of the same shapes, and of numbers of the same kind."""
+    check_arrays(found, {name: tuple(tensor.shape) for name, tensor in wanted.items()})
+    for name, tensor in wanted.items():
+        there = found[name].dtype
+        if there.is_complex or there.is_floating_point != tensor.dtype.is_floating_point:
+            raise ValueError(f"{name} is {there}, where {tensor.dtype} should be")
+
+
+def to_bytes(tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> bytes:
+    """The bytes of a safetensors file; they share no memory with the tensors."""
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.untyped_storage().data_ptr() in seen:
+            tensor = tensor.clone()  # tied weights, which the format does not have
+        seen.add(tensor.untyped_storage().data_ptr())
+        plain[name] = tensor
+    return serialise(plain, metadata)
+
+
+def _sha256(tensors: str, state: dict[str, Any]) -> str:
+    return hashlib.sha256(f"{tensors} {json.dumps(state, sort_keys=True)}".encode()).hexdigest()

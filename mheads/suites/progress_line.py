@@ -1,0 +1,83 @@
+"""One line over all runs of a suite: how many are done, the current one with its bar, and the time left for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column
+
+from mheads.common.progress import Pace, Silent, step_line
+from mheads.problems.baselines import top
+from mheads.suites.jobs import Job
+
+
+class Overview(Silent):
+    """Is told of the progress of each run. Without a terminal it shows one line for each finished run."""
+
+    def __init__(self, console: Console, label: str, jobs: list[Job]) -> None:
+        self.console = console
+        self._label, self._count = label, len(jobs)
+        self._left = sum(job.total - job.steps_done() for job in jobs)  # steps of all runs
+        self._done = 0  # runs
+        self._seconds, self._steps = 0.0, 0  # what steps have taken so far
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24 if console.width >= 110 else 6),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[info]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+            console=console,
+            transient=True,
+            refresh_per_second=4,
+            disable=not console.is_terminal,
+        )
+
+    def begin(self, job: Job) -> None:
+        self._name = job.name
+
+    def ended(self, job: Job, result: dict[str, Any] | None) -> None:
+        self._done += 1
+        if result is not None:
+            measures = (("mean member", "single"), ("Ensemble-Mean", "ensemble_mean"), ("Oracle", "oracle"))
+            texts = [f"{name} {result[key]:.2f}" for name, key in measures if isinstance(result[key], int | float)]
+            members = len(result.get("members", ()))
+            if members > 1 and (beside := top(result, members)) is not None:
+                texts.append(f"top-{members} {beside:.2f}")
+            self.say("  ".join([f"{self._done}/{self._count}", job.name, *texts, duration(result["seconds"])]))
+
+    @contextmanager
+    def training(self, total: int, done: int) -> Iterator[None]:
+        label = f"{self._label} {self._done + 1}/{self._count} {self._name}"
+        task = self._bar.add_task(label, total=total, completed=done, info="")
+        self._task, self._pace, self._since = task, Pace(), time.monotonic()
+        with self._bar:
+            yield
+        self._bar.remove_task(task)
+
+    def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
+        now = time.monotonic()
+        self._seconds, self._since = self._seconds + now - self._since, now
+        self._steps, self._left = self._steps + 1, self._left - 1
+        left = duration(self._seconds / self._steps * self._left)
+        info, pace = f"{left} left for all", self._pace.add(images)
+        if self.console.width >= 110:  # else there is room for the bar alone
+            info += f", {step_line(loss, rate, pace, shares)}"
+        self._bar.update(self._task, completed=step, info=info)
+
+    def say(self, message: str) -> None:
+        self.console.print(message, markup=False, soft_wrap=True)
+
+    def warn(self, message: str) -> None:
+        self.console.print(message, style="yellow", markup=False, soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """2 h 05 min, 3 min 20 s, 12 s"""
+    whole = round(max(0.0, seconds))
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
+    return f"{whole // 60} min {whole % 60:02} s" if whole >= 60 else f"{whole} s"

@@ -1,0 +1,233 @@
+"""The parts of an experiment, each made of what a config says of it: network, loss, data and engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mheads import data as datasets
+from mheads import networks
+from mheads.common import fingerprint, safe_yaml
+from mheads.common.device import default_workers, resolve
+from mheads.common.errors import UserError, named
+from mheads.config.schema import Config
+from mheads.data import Data
+from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
+from mheads.losses import LOSSES, Loss
+from mheads.losses.distillation import taught
+from mheads.runs.folder import RunFolder
+from mheads.training.init_weights import start_from
+from mheads.trees.member_scores import with_scores
+from mheads.trees.treenet import TreeNet
+
+
+def factory(config: Config, as_partial: bool = False) -> Callable[[], nn.Module]:
+    """What makes the network of a config. With `as_partial` its identity is that of a partial of its arguments, which
+    `fit` was given."""
+    function = networks.resolve(config.model)
+    try:
+        inspect.signature(function).bind(**config.model_args)
+    except ValueError:
+        pass  # written in C: it has no signature to look at
+    except TypeError as error:
+        raise UserError(f"model_args = {config.model_args!r} do not fit {config.model}: {error}") from error
+
+    def make() -> nn.Module:
+        try:
+            network = function(**config.model_args)
+        except UserError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
+            called = f"model {config.model!r} with model_args = {config.model_args!r}"
+            raise UserError(f"{called} failed with {named(error)}") from error
+        if not isinstance(network, nn.Module):
+            raise UserError(f"model {config.model!r} gives {network!r}, not a torch.nn.Module")
+        return network
+
+    make.__name__ = config.model
+    # identity.py describes what is wrapped; of a run from a config, its config describes the arguments
+    make.__wrapped__ = partial(function, **config.model_args) if as_partial else function  # type: ignore[attr-defined]
+    make.in_config = config.model, config.model_args  # type: ignore[attr-defined]
+    return with_scores(make) if config.loss.name == "scored" else make
+
+
+def tree_of(config: Config, **options: Any) -> TreeNet:
+    """The tree that a config asks for, as somebody who writes one means it."""
+    return TreeNet(factory(config), config.members, config.split, **options)
+
+
+def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
+    """The tree of a config with its first weights, or `only` some stages."""
+    init = config.init if config.init == "same" else "random"
+    # The next seed, as in surgery.py: a new member must not start where one of the same number there did.
+    seed = config.seed + (None in (config.init_members or ()))
+    net = tree_of(config, seed=seed, init=init, only=only)
+    if config.init not in ("random", "same"):
+        net.origin = start_from(net, config.init, config.init_map, config.init_members)
+    elif config.init_map or config.init_members is not None:
+        raise UserError(f"init_map and init_members are about weights to start from, but init is {config.init}")
+    net.freeze(config.freeze)
+    return net
+
+
+def net_of_run(
+    folder: RunFolder,
+    config: Config,
+    warn: Callable[[str], None],
+    network_factory: Callable[[], nn.Module] | None = None,
+    trust: bool = False,
+) -> TreeNet:
+    """The tree of a run, without its weights. Code that only the folder names is run only if it is trusted.
+
+    `warn` is told if the code has changed since: that may be harmless, so it is not refused.
+    """
+    if network_factory is None:
+        if config.model.startswith("__main__:"):
+            raise UserError(
+                f"{folder.path} was trained on {config.model}, which only that script knows: "
+                "give its factory, mheads.load(run, factory). For the command line, put the network into a file of its "
+                "own, such as my_nets.py, import it from there, and train again"
+            )
+        if not networks.is_ours(config.model, config.model_args):
+            where = folder.read_identity().get("place")
+            if not trust:
+                raise UserError(
+                    f"{folder.path} names code of its own: {config.model} with model_args = {config.model_args!r}, "
+                    f"found in {where} when it was trained. None of it was run. If you trust it, give --trust "
+                    "(trust=True in Python), or the factory itself: mheads.load(run, factory)"
+                )
+            _look_in(where, config.model)
+        network_factory = factory(config, as_partial=fingerprint.of_partial(folder.read_identity()["network"]["code"]))
+    elif config.loss.name == "scored":
+        network_factory = with_scores(network_factory)
+    there = folder.read_identity()
+    drawn = there["network"]
+    net = TreeNet(network_factory, config.members, tree=config.split, seed=int(drawn["seed"]), init=drawn["init"])
+    if lines := fingerprint.differences(there, {**there, "network": net.identity}):
+        warn("\n  ".join([f"the network is not the one that {folder.path} was trained with:", *lines]))
+    return net
+
+
+def _look_in(place: str | None, name: str) -> None:
+    """Puts the folder that held a run's code when it was trained on the path, unless the module is found without it."""
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    package = name.partition(":")[0].partition(".")[0]
+    if package in sys.modules or importlib.util.find_spec(package) is not None or place is None:
+        return
+    if not Path(place).is_dir():
+        raise UserError(
+            f"model {name!r}: there is no module {package} here, and {place}, where it was found when the run was "
+            "trained, is gone: set PYTHONPATH to the folder that it is in now"
+        )
+    sys.path.append(place)
+
+
+def build_loss(config: Config) -> Loss:
+    """The loss of a config, if it fits the members and the sampling."""
+    loss, of = _make_loss(config), config.loss.of
+    if of is not None and not loss.takes_of:
+        raise UserError(
+            f"loss.of = {safe_yaml.short(of)}: {loss.name} has a loss of its own for each example; leave loss.of out"
+        )
+    loss = loss if of is None else replace(loss, of=of)
+    loss.check(config.members, config.sampling.name)
+    return loss
+
+
+def final_loss(loss: Loss, data: Data, config: Config) -> Loss:
+    """The loss as it is on these data, with what the teacher answers if there is one."""
+    loss, teacher = loss.on(data.problem), config.teacher
+    if teacher.answers is None:
+        return loss
+    if not loss.takes_of:
+        raise UserError(
+            f"teacher: {loss.name} has a loss of its own for each example, which takes no answers of a teacher; use "
+            "independent, score_averaged, mcl, relaxed, evolving, annealed or scored"
+        )
+    assert loss.member_loss is not None  # that of the problem, if no other
+    return replace(loss, of=taught(loss.member_loss, teacher.weight, teacher.temperature))
+
+
+def _make_loss(config: Config) -> Loss:
+    name, options, args = config.loss.name, config.loss.options, config.loss.args
+    if name in LOSSES:
+        if args:
+            keys = ", ".join(f"loss.{key}" for key in options)
+            raise UserError(
+                f"loss.args = {args!r}: they are the arguments of a loss of your own, and {name} is not one; it takes "
+                f"{keys or 'none'}"
+            )
+        return LOSSES[name](**options)
+    function = networks.import_factory(name, "loss")
+    if _is_plain_loss(function, args):
+        return Loss(name, partial(function, **args), options=args)
+    try:
+        loss = function(**args)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
+        raise UserError(f"loss {name!r} with loss.args = {args!r} failed with {named(error)}") from error
+    if not isinstance(loss, Loss):
+        raise UserError(
+            f"loss.name = {name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss; name a function "
+            "that makes one, or one of (outputs, y) that returns the losses [M, B]"
+        )
+    return loss
+
+
+def _is_plain_loss(function: Callable[..., Any], args: dict[str, Any]) -> bool:
+    """Whether this function is itself a loss of (outputs, y), instead of making one."""
+    try:
+        inspect.signature(function).bind(**args)
+    except TypeError:
+        try:
+            inspect.signature(function).bind(None, None, **args)
+        except TypeError:
+            return False
+        return True
+    except ValueError:  # not written in Python
+        return False
+    return False
+
+
+def load_data(config: Config, only: str | None = None) -> Data:
+    """The data of a config; `only` test where nothing is to be learned from them."""
+    options = {**config.data.model_dump(exclude={"reader"}), "only": only}
+    if options["normalize"] != "init":
+        return datasets.load(options.pop("name"), **options)
+    donor = RunFolder(Path(config.init))
+    if config.init in ("random", "same") or not donor.exists():
+        raise UserError(f"data.normalize=init is for a start from a run, and init is {config.init}: give its folder")
+    data = datasets.load(options.pop("name"), **{**options, "normalize": "none"})
+    there = donor.read_data()
+    same = there.shape == tuple(data.train.shape)
+    return replace(data, preprocess=there.preprocess if same else there.preprocess.by_channel())
+
+
+def threads_engine(config: Config, net: TreeNet, loss: Loss | None = None) -> ThreadsEngine:
+    """The engine of one process; to train, it is given the loss."""
+    device = resolve(config.device)
+    workers = config.engine.workers
+    if workers == "auto":
+        workers = default_workers(device, available_cores())
+    return ThreadsEngine(net, workers, micro_batches(config, net, loss), config.seed, device, config.optim.accumulate)
+
+
+def micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) -> int:
+    """How many micro-batches a batch is cut into; a loss of the user's own may need whole batches."""
+    asked = config.engine.micro_batches
+    whole = config.loss.whole_batch or (loss is not None and (loss.whole_batch or loss.of_whole_batch))
+    if asked == "auto" and whole:
+        return 1
+    return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked

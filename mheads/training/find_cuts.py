@@ -1,0 +1,126 @@
+"""Where a network can be split, and what lies above and below each place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.config.schema import of_model
+from mheads.engine.cost import example_of, multiply_adds
+from mheads.networks import INPUT_SHAPES
+from mheads.networks.dropout import replace_dropout
+from mheads.training.build import factory
+from mheads.trees.checks.hidden_randomness_and_state import compare_with_forward
+from mheads.trees.splitting.cut_sequential import Chain
+from mheads.trees.splitting.cut_traced_graph import GraphChain, finest_chain
+from mheads.trees.treenet import TreeNet
+
+MEMBERS = 4  # what a split would cost is said for so many
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters, and multiply-adds of one example in a forward."""
+
+    parameters: int
+    multiply_adds: int
+
+    def __add__(self, other: Part) -> Part:
+        return Part(self.parameters + other.parameters, self.multiply_adds + other.multiply_adds)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A layer that a network can be split after: what is shared, what each member has, and what goes from one to the
+    other (shapes of an example)."""
+
+    name: str
+    also: tuple[str, ...]
+    above: Part
+    below: Part
+    crossing: tuple[tuple[int, ...], ...]
+
+    def share(self, members: int = MEMBERS) -> tuple[float, float]:
+        """Parameters and multiply-adds of so many members, as parts of what as many networks have."""
+        pairs = (
+            (self.above.parameters, self.below.parameters),
+            (self.above.multiply_adds, self.below.multiply_adds),
+        )
+        first, second = ((a + members * b) / (members * max(1, a + b)) for a, b in pairs)
+        return first, second
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """All of a network; `why` fx could not follow it further, if so."""
+
+    network: str
+    whole: Part
+    cuts: list[Cut]
+    why: str | None
+
+
+def cuts_of(model: str, model_args: Sequence[str], shape: str | None) -> Cuts:
+    """The legal splits of a network by its name, with arguments key=value, for examples of a shape like 3,32,32."""
+    known = INPUT_SHAPES.get(model)
+    try:
+        wanted = known if shape is None else tuple(int(size) for size in shape.split(","))
+    except ValueError:
+        wanted = (0,)
+    if wanted is not None and min(wanted) < 1:
+        raise UserError(f"--shape {shape} is not the shape of an example: sizes with commas between, 3,32,32")
+    make = factory(of_model(model, model_args))
+    if wanted is None:
+        raise UserError(f"the shape of an example of {model} is not known: give --shape, 3,32,32 for example")
+    return find_cuts(make, wanted)
+
+
+@torch.no_grad()
+def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
+    """The legal splits of the network that a factory makes, for examples of this shape."""
+    net = TreeNet(make, members=1, only=())
+    network = net.network()
+    x = example = _example(net, shape)
+    chain = finest_chain(network)
+    parts, shapes = [], []
+    for layer in chain.layers:
+        stage = chain.stage([layer.name], network)
+        count, x = multiply_adds(stage.eval(), x)
+        parts.append(Part(sum(p.numel() for p in stage.parameters()), count))
+        shapes.append(tuple(tuple(t.shape[1:]) for t in nested_values.leaves(x)))
+    whole = sum(parts, Part(0, 0))
+    found = []
+    for i, layer in enumerate(chain.layers):
+        stop = i + 1
+        while stop < len(parts) and not chain.layers[stop].has_parameters and not chain.layers[stop].is_dropout:
+            stop += 1  # as a tree does
+        below = sum(parts[stop:], Part(0, 0))
+        if (layer.has_parameters or layer.ends) and below.parameters and _holds(net, chain, stop, example):
+            above = sum(parts[:stop], Part(0, 0))
+            found.append(Cut(layer.name, layer.also, above, below, shapes[stop - 1]))
+    return Cuts(net.network_name, whole, found, chain.why)
+
+
+def _holds(net: TreeNet, chain: Chain, stop: int, example: Value) -> bool:
+    """Whether a size that goes past the cut before layer `stop` is the number of rows: only running it tells."""
+    if not isinstance(chain, GraphChain) or not chain.borrows_rows(stop):
+        return True
+    network = replace_dropout(net.network())
+    try:
+        compare_with_forward(net.network_name, network, chain, example, {chain.layers[stop - 1].name})
+    except UserError:
+        return False
+    return True
+
+
+def _example(net: TreeNet, shape: tuple[int, ...]) -> Value:
+    try:
+        return example_of(net, shape)
+    except UserError as error:
+        raise UserError(f"{error} (an example was taken to be of shape {shape}: --shape says another)") from error

@@ -1,0 +1,157 @@
+"""Scores: a number with which each member says whether an example is its own, beside its answer.
+
+A network with a score gives {"answer": ..., "score": [B]}. `with_scores` has a network give one: a linear layer on what
+its last layer takes. So an ensemble of specialists can give one answer: see `weights`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mheads.common.errors import UserError
+from mheads.common.modules import children
+from mheads.common.nested_values import Value
+
+OWN = (
+    'let the network give its own: return {"answer": answer, "score": score} with a score [B] from its forward, and '
+    "set gives_score = True on it"
+)
+
+
+def answer_of(outputs: Value) -> Value:
+    """The outputs without scores."""
+    return outputs["answer"] if _is_scored(outputs) else outputs
+
+
+def check_order(outputs: Value, network: str) -> None:
+    """Refuses a score before the answer: the first value of an output is what everybody takes for the answer."""
+    if _is_scored(outputs) and next(iter(outputs)) == "score":
+        raise UserError(f'{network} gives {{"score": ..., "answer": ...}}: put the answer first')
+
+
+def score_of(outputs: Value) -> Tensor | None:
+    """The scores [M, B] of outputs, if there are some."""
+    if not _is_scored(outputs):
+        return None
+    score, shape = outputs["score"], _first(outputs["answer"]).shape[:2]
+    if score.shape not in (shape, (*shape, 1)):
+        raise UserError(f"scores of shape {list(score.shape)}, not one number for each example, {list(shape)}: {OWN}")
+    return score.reshape(shape)
+
+
+def weights(outputs: Value) -> Tensor | None:
+    """How much each member counts in the scored answer, [M, B] in float64, if there are scores.
+
+    The sigmoid of a score is the probability that the member is the one to ask; they are divided by their sum. In log
+    space: all of them may be next to nothing.
+    """
+    score = score_of(outputs)
+    return None if score is None else F.logsigmoid(score.double()).softmax(0)
+
+
+def _is_scored(outputs: Value) -> bool:
+    return isinstance(outputs, dict) and outputs.keys() == {"answer", "score"}
+
+
+def _first(value: Value) -> Tensor:
+    while not isinstance(value, Tensor):
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return value
+
+
+class Score(nn.Linear):
+    """Gives 0 at first: no member is preferred before it has learned anything."""
+
+    fresh = True  # weights to start from may have none
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class ScoredLinear(nn.Linear):
+    """A last layer with a score beside it, under its own names."""
+
+    gives_score = True
+    score: Score
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        features = x if x.dim() == 2 else x.flatten(1, -2).mean(1)
+        return {"answer": super().forward(x), "score": self.score(features)[:, 0]}
+
+
+class ScoredConv2d(nn.Conv2d):
+    """A last layer of maps with a score beside it, of the mean over its pixels."""
+
+    gives_score = True
+    score: Score
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"answer": super().forward(x), "score": self.score(x.flatten(2).mean(2))[:, 0]}
+
+
+class OnAnswer(nn.Module):
+    """A layer after the last one with weights: it takes the answer, and leaves the score alone."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {**outputs, "answer": self.layer(outputs["answer"])}
+
+
+_SCORED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ScoredLinear, nn.Conv2d: ScoredConv2d}
+
+
+def with_scores(network: Callable[[], nn.Module] | nn.Module) -> Any:
+    """A factory of networks, or a copy of a network, with a score beside the answer; one that gives it stays as it is.
+
+    All that the network has keeps its name; `score` is the layer that gives it, a part of the last layer.
+    """
+    if isinstance(network, nn.Module):
+        return _scored(copy.deepcopy(network))
+
+    def make() -> nn.Module:
+        made = network()
+        return _scored(made) if isinstance(made, nn.Module) else made  # what it is otherwise, a tree refuses
+
+    make.__name__ = getattr(network, "__name__", type(network).__name__)
+    make.__wrapped__ = network  # type: ignore[attr-defined]  # identity.py describes it
+    return make
+
+
+def _scored(network: nn.Module) -> nn.Module:
+    if not any(getattr(module, "gives_score", False) for module in network.modules()):
+        _add(network, type(network).__name__)
+    return network
+
+
+def _add(module: nn.Module, network: str) -> None:
+    """Gives the last layer with weights in a module a score."""
+    in_a_row = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+    after = []
+    for name, layer in reversed(children(module)):
+        if next(layer.parameters(), None) is None:
+            after.append(name)
+            continue
+        kind = _SCORED.get(type(layer))
+        if kind is not None:
+            where = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+            size = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+            layer.__class__ = kind
+            layer.score = Score(size, 1, **where)  # type: ignore[arg-type]
+        elif not children(layer):
+            raise UserError(f"the last layer of {network} is a {type(layer).__name__}, not a Linear or Conv2d: {OWN}")
+        else:
+            _add(layer, network)
+        if in_a_row:
+            for other in after:
+                module._modules[other] = OnAnswer(module._modules[other])  # type: ignore[arg-type]
+        return
+    raise UserError(f"{network} has no last layer to put a score beside: {OWN}")

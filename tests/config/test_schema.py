@@ -1,0 +1,184 @@
+import re
+
+import pytest
+import yaml
+
+from mheads.cli.printing.recipes import annotated
+from mheads.common.errors import UserError
+from mheads.config import schema as configs
+from mheads.config import unknown_keys
+from mheads.config.schema import Config
+
+
+@pytest.mark.parametrize("name", configs.recipes())
+def test_every_recipe_is_a_valid_config(name):
+    assert isinstance(configs.load(name), Config)
+
+
+def test_the_papers_recipe_of_cifar10_quick_is_as_published():
+    config = configs.load("cifar10_quick")
+    optim = config.optim
+    assert (optim.lr, optim.momentum, optim.weight_decay, optim.batch_size, optim.iterations) == (
+        0.001, 0.9, 0.004, 350, 5000,
+    )  # fmt: skip
+    assert optim.caffe_momentum
+    assert optim.schedule.at == [4000]
+
+
+def test_overrides_reach_nested_keys_and_short_forms():
+    config = configs.load("digits", ["loss=mcl", "loss.k=2", "optim.schedule=cosine", "optim.lr=1e-3", "split=conv1"])
+    assert (config.loss.name, config.loss.k, config.optim.schedule.name) == ("mcl", 2, "cosine")
+    assert config.optim.lr == 0.001
+    assert config.split == "conv1"
+
+
+def test_a_tree_can_be_given_on_the_command_line():
+    assert configs.load("digits", ["split={conv1: [{conv2: 2}, 2]}"]).split == {"conv1": [{"conv2": 2}, 2]}
+
+
+def test_the_resolved_config_reads_back_as_itself(tmp_path):
+    config = configs.load("digits", ["loss=mcl", "split={conv1: [2, {ip1: 2}]}", "optim.schedule=plateau"])
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert configs.read(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("key", configs.PATHS)
+def test_a_path_may_begin_with_the_home_folder(key, tmp_path, monkeypatch):
+    """A shell does not expand `init=~/x`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    needs = {"sampling.path": ["sampling.name=file"], "sampling.generalist": ["sampling.name=clustered"]}.get(key, [])
+    file = "x.npz"  # which data.regions.proposals may be, too
+    assert str(configs.flatten(configs.load("digits", [*needs, f"{key}=~/{file}"]))[key]) == str(tmp_path / file)
+    unknown = configs.flatten(configs.load("digits", [*needs, f"{key}=~nobody-of-this-name/{file}"]))[key]
+    assert str(unknown).endswith(f"/~nobody-of-this-name/{file}")
+
+
+def test_the_digest_ignores_only_what_decides_no_bit_of_the_result():
+    digest = configs.load("digits").digest()
+    free = ["engine.workers=1", "log.every=3", "timeout=5", "placement=auto"]
+    assert configs.load("digits", free).digest() == digest
+    for decisive in ("seed=1", "optim.iterations=7", "optim.lr=0.5"):
+        assert configs.load("digits", [decisive]).digest() != digest
+
+
+@pytest.mark.parametrize("name", ["independent", "score_averaged", "prob_averaged", "mcl"])
+def test_the_loss_of_a_folder_that_exists_is_read_as_it_was_written(name, tmp_path):
+    """These keys are in every folder, whatever its loss, and decide its name and whether it may be resumed."""
+    written = {"name": name, "args": {}, "k": 2, "ce_weight": 0.5, "stable": False, "scale_rate": True}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"loss": written}))
+    found = configs.flatten(configs.read(tmp_path / "config.yaml"))
+    assert {key: found[f"loss.{key}"] for key in written} == written
+    defaults = {"args": {}, "k": 1, "ce_weight": 0.0, "stable": True, "scale_rate": True}
+    found = configs.flatten(configs.load("digits", [f"loss={name}"]))
+    assert {key: found[f"loss.{key}"] for key in defaults} == defaults
+
+
+@pytest.mark.parametrize("name", configs.recipes())
+def test_a_config_with_descriptions_reads_back_as_itself(name):
+    odd = ["split={conv1: [{conv2: 2}, 2]}", "model_args={'a: b': \"two\\nlines # one\", c: [1, {d: null}]}", "seed=3"]
+    config = configs.load(name, ["members=4", *odd])
+    text = annotated(config)
+    assert yaml.safe_load(text) == config.model_dump(mode="json")
+    for key in ("the first rate", "everything random follows from it", "how many members"):
+        assert f"# {key}\n" in f"{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("lss.k=1", ["'lss'", "'loss'"]),
+        ("loss.kk=1", ["'loss.kk'", "'loss.k'"]),
+        ("optim.schedule.evry=3", ["'optim.schedule.evry'", "'optim.schedule.every'"]),
+        ("lr=0.1", ["'lr'", "'optim.lr'"]),
+        ("epochs=3", ["'epochs'", "optim.iterations", "epochs x examples / optim.batch_size"]),
+        ("optim.epochs=3", ["'optim.epochs'", "epochs x examples / optim.batch_size"]),
+        ("optimizer=adam", ["'optimizer'", "optim.name: sgd or adamw"]),
+        ("optim.optimizer=adam", ["'optim.optimizer'", "optim.name: sgd or adamw"]),
+        ("learning_rate=3", ["optim.lr"]),
+        ("optim.learning-rate=3", ["optim.lr"]),
+        ("lr_schedule=cosine", ["optim.schedule.name", "cosine"]),
+        ("batch=3", ["optim.batch_size"]),
+        ("num_members=3", ["it is members"]),
+        ("heads=3", ["it is members"]),
+        ("dataset=cifar10", ["data.name"]),
+        ("weight_decay=1", ["'optim.weight_decay'"]),
+        ("dropout=0.5", ["model_args", "layer"]),
+        ("optim.lr=fast", ["optim.lr", "'fast'", "number"]),
+        ("optim.lr=-1", ["optim.lr", "-1", "greater than 0"]),
+        ("optim.lr=.inf", ["optim.lr", "inf", "finite"]),
+        ("members=two", ["members", "'two'", "integer"]),
+        ("members=0", ["members = 0", "1"]),
+        ("members=1000000000", ["members = 1000000000", "10000"]),
+        ("loss={name: mcl, k: 0}", ["loss.k = 0", "greater than or equal to 1"]),
+        ("loss.k=two", ["loss.k = 'two'", "integer"]),
+        ("loss.ce_weight=-1e-3", ["loss.ce_weight = -0.001", "greater than or equal to 0"]),
+        ("loss.stable=maybe", ["loss.stable = 'maybe'", "boolean"]),
+        ("loss=mcll", ["'mcll'", "mcl", "package.module:factory"]),
+        ("engine.workers=two", ["engine.workers = 'two'", "'auto'", "integer"]),
+        ("optim=3", ["optim = 3", "optim.lr"]),
+        ("split=yes", ["split = True", "layer"]),
+        ("data.mirror=7", ["data.mirror = 7", "boolean"]),
+        ("loss.k", ["'loss.k'", "key=value"]),
+        ("loss.k=[", ["'loss.k=['", "YAML"]),
+        ("sampling={name: specialists, groups: [[0], [1]]}", ["2 groups", "4 members"]),
+    ],
+)
+def test_a_mistake_is_named_with_its_place_and_the_remedy(override, parts):
+    with pytest.raises(UserError) as caught:
+        configs.load("digits", [override])
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_one_mistake_is_one_line():
+    with pytest.raises(UserError) as caught:
+        configs.load("digits", ["engine.workers=0"])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_all_mistakes_are_named_at_once():
+    with pytest.raises(UserError) as caught:
+        configs.load("digits", ["optim.lr=fast", "seed=-1", "sed=1"])
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"optim: {iteration: 5}", "'optim.iteration'; did you mean 'optim.iterations'"),
+        (b"loss: {name: mcl", "not valid YAML"),
+        (b"- a\n- b", "mapping"),
+        (b"\xba\xff", "cannot be read"),
+    ],
+)
+def test_mistakes_in_a_file_name_the_file(tmp_path, content, message):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message) as caught:
+        configs.load(str(path))
+    assert str(path) in str(caught.value)
+
+
+def test_an_unknown_recipe_names_the_nearest():
+    with pytest.raises(UserError, match=r"'digts'.*did you mean digits"):
+        configs.load("digts")
+
+
+def test_every_hint_by_meaning_names_what_there_is():
+    names = {part for key in configs.known_keys() for part in (key, key.split(".")[0])}
+    for name, meant in unknown_keys.MEANINGS.items():
+        assert not any(key.rsplit(".", 1)[-1] == name for key in configs.known_keys()), f"{name} is a key"
+        first = re.match(r"[a-z_.]+", meant)[0]
+        assert first in names or meant.startswith(("the option --folder", "model_args."))
+
+
+def test_an_override_of_a_section_changes_only_what_it_names():
+    plain, changed = configs.load("digits"), configs.load("digits", ["optim={lr: 0.1}"])
+    assert changed.optim == plain.optim.model_copy(update={"lr": 0.1})
+    another = configs.load("digits", ["optim.schedule={name: cosine}"])
+    assert another.optim.schedule == configs.ScheduleOptions(name="cosine")  # nothing of the multistep is left
+    assert configs.load("digits", ["data={name: npz, path: x.npz}"]).data.normalize == "none"
+
+
+def test_of_a_key_given_twice_the_last_counts():
+    assert configs.load("digits", ["optim.lr=0.1", "optim.lr=0.2"]).optim.lr == 0.2

@@ -1,0 +1,425 @@
+"""Predicted steps against times worked out by hand, and placements chosen by them."""
+
+import itertools
+import json
+import random
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mheads import TreeNet, UserError
+from mheads.config import schema as configs
+from mheads.distributed.placement import Placement, default, explicit, meshes
+from mheads.distributed.planning.job import Cluster, Job
+from mheads.distributed.planning.loads import StageLoad, counted_loads, measured_loads
+from mheads.distributed.planning.search import auto, exchanged, predict, traffic
+from mheads.distributed.planning.simulation import Simulation
+from mheads.engine.cost import stage_costs
+from mheads.networks import NETWORKS
+from mheads.training.rank_plan import input_shape, job_of, place
+from mheads.trees.splitting.cut_sequential import Layer
+from mheads.trees.tree_spec import parse
+
+LAYERS = [Layer(name, True, False) for name in "abcd"]
+TREE = parse({"a": 2}, LAYERS)
+TRUNK, BRANCH = StageLoad(1, 2, 10, 100), StageLoad(3, 5, 2, 40)
+LOADS = {"trunk": TRUNK, "a/0": BRANCH, "a/1": BRANCH}
+WIRES = {"bandwidth": 40.0, "latency": 0.5}  # a float takes a tenth of a second
+FREE = {"bandwidth": float("inf"), "latency": 0.0}
+APART = Placement({"trunk": 0, "a/0": 1, "a/1": 1}, 2)
+
+
+# By hand.
+
+
+@pytest.mark.parametrize("separable", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_one_rank_does_all_the_work_and_sends_nothing(micro_batches, separable):
+    found = predict(Job(TREE, 4, micro_batches, separable), Cluster(9, 1, **WIRES), LOADS, default(TREE, 1, 1))
+    assert found.step_seconds == pytest.approx(76)
+    assert found.compute_seconds == (76,)
+    assert found.idle_share == pytest.approx(0)
+    assert (found.exposed_seconds, found.floats_sent, found.edges) == (0, 0, ())
+
+
+def test_workers_of_a_rank_take_earlier_micro_batches_first_and_backward_before_forward():
+    found = predict(Job(TREE, 4, 4, True), Cluster(9, 4, **WIRES), LOADS, default(TREE, 1, 1))
+    # Four trunks at once until 1; the branches of the first two until 9; two trunks back until 11, beside them the
+    # branches of the third until 17; those of the fourth from 11 until 19, and its trunk back.
+    assert found.step_seconds == pytest.approx(21)
+    assert found.compute_seconds == (76,)
+
+
+def test_branches_on_another_rank_wait_for_the_trunk_and_it_for_them():
+    found = predict(Job(TREE, 1, 1, True), Cluster(9, 1, **WIRES), LOADS, APART)
+    # trunk 1, message 0.5 + 1, two branches of 8, the sum of their gradients 0.5 + 1, trunk 2; a report and a decision
+    assert found.step_seconds == pytest.approx(1 + 1.5 + 16 + 1.5 + 2 + 1)
+    assert found.exposed_seconds == pytest.approx(4)
+    assert found.compute_seconds == (3, 16)
+    assert found.idle_share == pytest.approx(1 - 19 / 46)
+    assert found.floats_sent == 20
+
+
+def test_a_loss_of_all_members_gathers_the_outputs_and_sends_gradients_back():
+    found = predict(Job(TREE, 1, 1, False), Cluster(9, 1, **WIRES), LOADS, APART)
+    # The first branch's output travels while the second computes: that one ends at 1 + 1.5 + 6. Its output takes 0.7,
+    # the first gradient 0.7 back, then two backwards of 5 without a pause.
+    assert found.step_seconds == pytest.approx(8.5 + 0.7 + 0.7 + 10 + 1.5 + 2 + 1)
+    assert found.floats_sent == 20 + 2 * 2 * 2
+
+
+def test_only_the_first_siblings_in_one_place_are_added_before_they_are_sent():
+    tree = parse({"a": 4}, LAYERS)
+    loads = {name: TRUNK if name == "trunk" else BRANCH for name in tree.nodes}
+    for held, back in (([0, 0, 1, 1], 2), ([1, 1, 0, 0], 1), ([1, 1, 1, 1], 1), ([1, 0, 1, 1], 3)):
+        placement = Placement(dict(zip(tree.nodes, [0, *held], strict=True)), 2)
+        (edge,) = traffic(Job(tree, 7, 1, True), loads, placement)
+        assert (edge.stage, edge.source, edge.target, edge.forward, edge.backward) == ("trunk", 0, 1, 70, 70 * back)
+        found = predict(Job(tree, 7, 1, True), Cluster(9, 1, **WIRES), loads, placement)
+        assert found.floats_sent == 70 * (1 + back)
+
+
+def test_a_balanced_pipeline_has_no_gap_but_at_its_ends():
+    loads = {"trunk": StageLoad(1, 1, 10, 0), "a/0": StageLoad(0.5, 0.5, 2, 0), "a/1": StageLoad(0.5, 0.5, 2, 0)}
+    for micro_batches in (1, 2, 4, 16):
+        found = predict(Job(TREE, micro_batches, micro_batches, True), Cluster(9, 1, **FREE), loads, APART)
+        assert found.step_seconds == pytest.approx(2 * micro_batches + 2)
+        assert found.exposed_seconds == 0
+
+
+def test_messages_are_hidden_behind_the_work_of_other_micro_batches():
+    loads = {"trunk": StageLoad(1, 1, 10, 0), "a/0": StageLoad(0.5, 0.5, 2, 0), "a/1": StageLoad(0.5, 0.5, 2, 0)}
+    wires = {"bandwidth": 100.0, "latency": 0.0}  # 0.4 per message
+    found = predict(Job(TREE, 16, 16, True), Cluster(9, 1, **wires), loads, APART)
+    assert found.step_seconds == pytest.approx(34 + 0.4 + 0.4)  # the first there and the last back
+
+
+def test_messages_of_a_rank_queue_up():
+    tree = parse({"a": 3}, LAYERS)
+    loads = {name: StageLoad(0, 0, 10, 0) for name in tree.nodes}
+    found = predict(Job(tree, 1, 1, True), Cluster(9, 1, **WIRES), loads, default(tree, 4, 1))
+    # Out of the trunk at 1, 2, 3, and each comes back as soon as it is there: 1.5 + 1.5, 2.5 + 1.5, 3.5 + 1.5.
+    assert found.step_seconds == pytest.approx(3.5 + 1.5 + 1)
+
+
+def test_replicas_exchange_their_gradients_in_parts_and_sums():
+    tree = parse(1, LAYERS)
+    loads = {"trunk": TRUNK}
+    found = predict(Job(tree, 2, 2, True), Cluster(9, 1, **WIRES), loads, default(tree, 2, 2))
+    assert found.step_seconds == pytest.approx(3 + 2 * (50 * 0.1 + 0.5) + 1)
+    assert found.compute_seconds == (3, 3)
+    assert found.floats_sent == exchanged(loads, default(tree, 2, 2)) == 200
+
+
+def test_gradients_of_branches_travel_while_the_trunk_computes():
+    loads = {"trunk": StageLoad(1, 100, 0, 0), "a/0": StageLoad(3, 5, 2, 100), "a/1": StageLoad(3, 5, 2, 100)}
+    placement = Placement(dict.fromkeys(TREE.nodes, 0), 1, 2)
+    found = predict(Job(TREE, 2, 2, True), Cluster(9, 1, **WIRES), loads, placement)
+    assert found.step_seconds == pytest.approx(1 + 16 + 100 + 1 + 1)  # nothing of the trunk to sum but two latencies
+
+
+def test_uneven_micro_batches_make_the_first_replica_the_slowest():
+    found = predict(
+        Job(parse(1, LAYERS), 3, 2, True), Cluster(9, 1, **FREE), {"trunk": TRUNK}, Placement({"trunk": 0}, 1, 2)
+    )
+    assert found.compute_seconds == (6, 3)
+    assert found.step_seconds == 6
+
+
+# In general.
+
+specs = st.sampled_from([1, 3, {"a": 2}, {"b": 5}, {"a": [{"b": 2}, 2]}, {"a": [{"b": 2}, {"c": 3}]}, [{"a": 2}, 2]])
+times = st.integers(0, 8).map(lambda n: n / 4)
+stage_loads = st.builds(StageLoad, times, times, st.integers(0, 50), st.integers(0, 200))
+
+
+@st.composite
+def jobs(draw):
+    """A job, a cluster, and loads by run of layers."""
+    tree = parse(draw(specs), LAYERS)
+    by_run = {node.layers: draw(stage_loads) for node in tree.nodes.values()}
+    loads = {name: by_run[node.layers] for name, node in tree.nodes.items()}
+    micro_batches = draw(st.sampled_from([1, 2, 3, 4, 8]))
+    rows = micro_batches * draw(st.integers(1, 3)) + draw(st.integers(0, micro_batches - 1))
+    cluster = Cluster(
+        draw(st.integers(1, 7)),
+        draw(st.integers(1, 3)),
+        draw(st.sampled_from([4.0, 100.0, 1e9])),
+        draw(st.sampled_from([0.0, 0.1])),
+    )
+    return Job(tree, rows, micro_batches, draw(st.booleans())), cluster, loads
+
+
+@st.composite
+def placements(draw, tree, micro_batches):
+    slots, replicas = draw(st.sampled_from(meshes(len(tree.nodes), 6, micro_batches)))
+    held = draw(st.lists(st.integers(0, slots - 1), min_size=len(tree.nodes), max_size=len(tree.nodes)))
+    return Placement(dict(zip(tree.nodes, held, strict=True)), slots, replicas)
+
+
+@given(st.data())
+def test_no_step_is_shorter_than_its_work_or_its_longest_path(data):
+    job, cluster, loads = data.draw(jobs())
+    tree = job.tree
+    placement = data.draw(placements(tree, job.micro_batches))
+    found = predict(job, cluster, loads, placement)
+    work = {name: load.forward + load.backward for name, load in loads.items()}
+    total = job.rows * sum(work.values())
+    assert sum(found.compute_seconds) == pytest.approx(total)
+    assert len(found.compute_seconds) == placement.ranks
+    assert found.step_seconds * cluster.workers >= max(found.compute_seconds) - 1e-9
+    largest = -(-job.rows // job.micro_batches)
+    paths = [sum(work[node.name] for node in tree.path(member)) for member in range(tree.num_members)]
+    assert found.step_seconds >= largest * max(paths) - 1e-9
+    assert 0 <= found.idle_share <= 1
+    assert 0 <= found.exposed_seconds <= found.step_seconds
+    if placement.ranks == 1:
+        assert found.exposed_seconds == found.floats_sent == 0
+    assert found == predict(job, cluster, loads, placement)
+
+
+@given(jobs())
+@settings(max_examples=60)
+def test_auto_is_never_predicted_to_be_slower_than_the_default(drawn):
+    job, cluster, loads = drawn
+    tree, ranks = job.tree, cluster.ranks
+    found = auto(job, cluster, loads)
+    assert list(found.stages) == list(tree.nodes)
+    assert set(found.stages.values()) == set(range(found.slots))
+    assert found.stages[tree.roots[0].name] == 0
+    assert (found.slots, found.replicas) in meshes(len(tree.nodes), ranks, job.micro_batches)
+    usual = predict(job, cluster, loads, default(tree, ranks, job.micro_batches))
+    assert predict(job, cluster, loads, found).step_seconds <= usual.step_seconds * (1 + 1e-8)
+    assert auto(job, cluster, loads) == found
+
+
+def test_auto_comes_close_to_the_best_of_all_placements():
+    draw = random.Random(0)
+    for _ in range(12):
+        tree = parse(draw.choice([{"a": 3}, {"b": 4}, {"a": [{"b": 2}, 1]}]), LAYERS)
+        runs = {
+            node.layers: StageLoad(draw.random(), 2 * draw.random(), draw.randint(1, 100), draw.randint(1, 100))
+            for node in tree.nodes.values()
+        }
+        loads = {name: runs[node.layers] for name, node in tree.nodes.items()}
+        ranks, micro_batches, separable = draw.choice([2, 3]), draw.choice([1, 2, 4]), draw.random() < 0.5
+        bandwidth = 4 * draw.choice([10.0, 1e2, 1e5])
+        job = Job(tree, 16, micro_batches, separable)
+        found = auto(job, Cluster(ranks, 1, bandwidth, 0.01), loads)
+        step = Simulation(job, loads, 1)
+        best = min(
+            step.run(Placement(dict(zip(tree.nodes, held, strict=True)), *mesh), 4 / bandwidth, 0.01)[0]
+            for mesh in meshes(len(tree.nodes), ranks, micro_batches)
+            for held in itertools.product(range(mesh[0]), repeat=len(tree.nodes))
+        )
+        assert step.run(found, 4 / bandwidth, 0.01)[0] <= 1.05 * best
+
+
+def test_auto_keeps_a_tree_together_where_sending_is_dear_and_spreads_it_where_it_is_free():
+    job = Job(TREE, 4, 1, separable=True)
+    assert set(auto(job, Cluster(3, 1, 0.01, 0.0), LOADS).stages.values()) == {0}
+    assert auto(job, Cluster(3, 1, 1e9, 0.0), LOADS).slots >= 2
+
+
+def test_of_equally_fast_placements_auto_takes_the_one_that_sends_less():
+    loads = dict.fromkeys(TREE.nodes, StageLoad(0, 0, 10, 10))
+    placement = auto(Job(TREE, 4, 1, True), Cluster(3, 1, **FREE), loads)
+    assert placement == Placement(dict.fromkeys(TREE.nodes, 0), 1)
+
+
+def test_a_thousand_ranks_are_predicted_too():
+    tree = parse({"a": 1000}, LAYERS)
+    loads = {name: TRUNK if name == "trunk" else BRANCH for name in tree.nodes}
+    found = predict(Job(tree, 4, 4, True), Cluster(9, 1, **FREE), loads, default(tree, 1000, 4))
+    # Rank 0 has the trunk and the last branch; the trunk's last micro-batch waits for that branch, or for the others.
+    assert sum(found.compute_seconds) == pytest.approx(4 * (3 + 8000))
+    assert found.step_seconds == pytest.approx(4 * (3 + 8))
+
+
+# What a stage takes.
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(1, 4, 3), norm=nn.BatchNorm2d(4), pool=nn.MaxPool2d(2), flatten=nn.Flatten(),
+            hidden=nn.Linear(36, 8), drop=nn.Dropout(0.5), out=nn.Linear(8, 3),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [None, "conv1", {"conv1": [{"conv2": 2}, 2]}])
+def test_counted_loads_are_those_of_the_whole_tree(split):
+    net = TreeNet(NETWORKS["cifar10_quick"], 4, split)
+    loads = counted_loads(Job(net.tree, 1, 1, True), net, torch.zeros(1, 3, 32, 32), flops=2.0)
+    for name, cost in stage_costs(net, (3, 32, 32)).items():
+        load, root = loads[name], net.tree.nodes[name].parent is None
+        assert load.forward == cost.forward
+        assert load.forward + load.backward == cost.step(root)
+        assert load.output_floats == cost.output_floats
+        assert load.parameters == sum(p.numel() for p in net.stage(name).parameters())
+
+
+def test_a_member_that_learns_from_some_rows_counts_only_their_backward():
+    net = TreeNet(small, tree={"conv": 2}, only=())
+    whole, half = (
+        counted_loads(Job(net.tree, 1, 1, False, share), net, torch.zeros(1, 1, 8, 8), 1.0) for share in (1.0, 0.5)
+    )
+    assert half["trunk"] == whole["trunk"]
+    assert half["conv/0"].forward == whole["conv/0"].forward
+    assert half["conv/0"].backward == whole["conv/0"].backward / 2
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_measuring_changes_neither_the_network_nor_the_threads(share):
+    network = small()
+    net = TreeNet(lambda: network, tree={"norm": 3}, only=())  # one network, which is drawn again and again
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    threads = torch.get_num_threads()
+    job = Job(net.tree, 16, 1, False, share)
+    found = measured_loads(job, net, torch.zeros(1, 1, 8, 8), seconds=0.01)
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+    assert found.keys() == net.tree.nodes.keys()
+    counted = counted_loads(job, net, torch.zeros(1, 1, 8, 8), 1e9)
+    for name, load in found.items():
+        assert load.forward > 0
+        assert load.backward > 0
+        assert (load.output_floats, load.parameters) == (counted[name].output_floats, counted[name].parameters)
+
+
+# Configs.
+
+
+def test_a_job_is_what_the_config_says():
+    config = configs.load("cifar10_quick", ["split=conv2", "loss=mcl", "optim.accumulate=2"])
+    job = job_of(config)
+    assert job.example.shape == (1, 3, 32, 32)
+    assert (job.rows, job.micro_batches, job.separable, job.share) == (700, 8, False, 0.25)
+    assert list(job.tree.nodes) == ["trunk", "conv2/0", "conv2/1", "conv2/2", "conv2/3"]
+
+
+def test_the_shape_of_an_example_needs_no_data(tmp_path):
+    np.savez(tmp_path / "mine.npz", x_train=np.zeros((5, 2, 9, 7), np.uint8))
+    np.savez_compressed(tmp_path / "gray.npz", x_train=np.zeros((5, 9, 7), np.uint8))
+    for overrides, shape in (
+        (["data=cifar100"], (3, 32, 32)),
+        (["data={name: folder, path: nowhere, crop: 24}"], (3, 24, 24)),
+        (["data={name: folder, path: nowhere}"], (3, 256, 256)),
+        (["data={name: folder, path: nowhere, grey: true}"], (1, 256, 256)),
+        (["data={name: npz, path: nowhere}"], (1, 8, 8)),  # what the network is known for
+        ([f"data={{name: npz, path: {tmp_path}/mine.npz}}"], (2, 9, 7)),
+        ([f"data={{name: npz, path: {tmp_path}/gray.npz}}"], (1, 9, 7)),
+    ):
+        assert input_shape(configs.load("digits", overrides)) == shape
+    with pytest.raises(UserError, match=r"data\.path"):
+        input_shape(configs.load("digits", ["model=user_networks:with_dropout", "data={name: npz, path: nowhere}"]))
+    (tmp_path / "text.npz").write_text("no arrays")
+    with pytest.raises(UserError, match=r"text\.npz has no array x_train"):
+        input_shape(configs.load("digits", [f"data={{name: npz, path: {tmp_path}/text.npz}}"]))
+
+
+def test_only_auto_needs_costs_and_so_the_shape_of_the_data():
+    own = ["model=user_networks:with_dropout", "split=conv", "data={name: npz, path: nowhere}"]
+    job = job_of(configs.load("digits", own))
+    cluster, by_hand = Cluster(2), {"trunk": 0, "conv/0": 1}
+    assert place("default", job, cluster) == default(job.tree, 2, job.micro_batches)
+    assert place(by_hand, job, cluster) == explicit(job.tree, by_hand, 2, job.micro_batches)
+    assert place("auto", job, cluster, dict.fromkeys(job.tree.nodes, BRANCH)).ranks <= 2
+    with pytest.raises(UserError, match="not known"):
+        place("auto", job, cluster)
+
+
+# Commands.
+
+PLAN = ["plan", "cifar10_quick", "split=conv2", "--flops", "0.1"]
+
+
+def test_plan_shows_the_default_and_auto_beside_one_rank(mheads, tmp_path):
+    done = mheads(*PLAN, "--ranks", "2", "--json", tmp_path / "plan.json")
+    assert done.code == 0
+    for text in ("4 members, batch 350 in 4 micro-batches", "step", "images/s", "exposed communication", "replicas x"):
+        assert text in done.out
+    assert "trunk, conv2/3" in done.out
+    written = json.loads((tmp_path / "plan.json").read_text())
+    one, usual, best = (written["placements"][way] for way in ("one rank", "default", "auto"))
+    job = job_of(configs.load("cifar10_quick", ["split=conv2"]))
+    cluster = Cluster(2)
+    expected = predict(job, cluster, job.counted(1e11), place("default", job, cluster))
+    assert usual["step_seconds"] == expected.step_seconds
+    assert usual["floats_sent"] == 2 * 350 * 2048
+    assert best["step_seconds"] <= usual["step_seconds"] < one["step_seconds"]
+    assert one["images_per_second"] == pytest.approx(350 / one["step_seconds"])
+
+
+def test_plan_shows_a_placement_of_ones_own(mheads):
+    done = mheads(*PLAN, "placement={trunk: 0, conv2/0: 1}", "--ranks", "2")
+    assert done.code == 0
+    assert "as given" in done.out
+    assert "trunk, conv2/1-3" in done.out
+    assert (
+        "as given" not in mheads(*PLAN, "placement={trunk: 0, conv2/0: 1}", "--ranks", "2", "--placement", "auto").out
+    )
+
+
+def test_plan_is_short_for_many_ranks_and_fits_80_columns(mheads, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = mheads(*PLAN, "members=200", "engine.micro_batches=1", "--ranks", "210", "--placement", "default")
+    assert done.code == 0
+    assert "conv2/0-199, 1 each" in done.out
+    assert "one tree on 201 ranks; 9 ranks of 210 with nothing to do" in done.out
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert len(done.out.splitlines()) < 30
+
+
+def test_plan_measures_where_it_is_not_told(mheads):
+    done = mheads("plan", "digits", "split=conv1", "--ranks", "2")
+    assert done.code == 0
+    assert "measured on this machine" in done.out
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--ranks", "2", "--placement", "best"], ["default or auto", "'best'"]),
+        (["--ranks", "2", "--bandwidth", "0"], ["--bandwidth", "above 0"]),
+        (["--ranks", "2", "--latency", "-1"], ["--latency"]),
+        (["--ranks", "2", "--flops", "0"], ["--flops", "above 0"]),
+        (["--ranks", "2", "placement={trunk: 0, conv2/0: 4}"], ["0 to 4", "2 are running"]),
+        (["--ranks", "2", "model=user_networks:with_dropout", "split=conv"], ["conv", "(2, 3, 32, 32)"]),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_refused(mheads, options, parts):
+    done = mheads(*PLAN, *options)
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    for part in parts:
+        assert part in done.err
+
+
+def test_the_tree_shows_who_holds_what_and_what_is_sent(mheads):
+    done = mheads("tree", "cifar10_quick", "split=conv2", "loss=mcl", "--ranks", "2")
+    assert done.code == 0
+    assert "trunk  rank 0  conv1" in done.out
+    assert "conv2/0  rank 1" in done.out
+    lines = [line.split() for line in done.out.splitlines()]
+    assert ["trunk", "0", "1", "716,800", "716,800"] in lines
+    assert ["conv2/0-2", "1", "0", "3,500", "each", "3,500", "each"] in lines
+    assert "1,454,600 floats per step between ranks" in done.out
+
+
+def test_the_tree_shows_replicas(mheads):
+    done = mheads("tree", "cifar10_quick", "split=conv2", "--ranks", "11")
+    assert done.code == 0
+    assert "2 replicas of 5 ranks each; 1 rank of 11 with nothing to do" in done.out
+    assert "conv2/3  ranks 4, 9" in done.out
+    assert f"{2 * 498120:,} of them gradients of weights" in done.out
+
+
+def test_the_tree_without_ranks_is_as_before(mheads):
+    assert "rank" not in mheads("tree", "cifar10_quick", "split=conv2").out

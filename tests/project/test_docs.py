@@ -1,0 +1,90 @@
+"""The code in README and docs runs as it stands; the examples run."""
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import yaml
+from matplotlib.image import imread
+
+import mheads
+from mheads.config import schema as configs
+from mheads.networks import NETWORKS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [page for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if "```python" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        exec(compile(block, page.name, "exec"), names)
+    if page.name == "one_answer.md":
+        assert all(1 <= len(answers) <= 4 for answers in names["candidates"])
+        assert names["accuracy"] > 80
+    assert len(names) > 2  # it did something
+
+
+def test_the_tables_of_results_are_those_of_the_files():
+    tables = runpy.run_path(str(ROOT / "docs/tables.py"))
+    for table in tables["TABLES"]:
+        page = table.page.read_text()
+        assert page == tables["filled"](page, table), "run python docs/tables.py"
+    readme, paper, fifth = map(tables["made"], tables["TABLES"])
+    assert "80.76 (80.72" in readme and "80.76 (80.72" in paper
+    assert "not run" not in readme and len(paper.splitlines()) > len(readme.splitlines()) - 1
+    assert "classical MCL" in fifth and "91.83" not in fifth  # the paper's figures are of all iterations
+
+
+def test_every_network_by_name_is_listed_with_its_arguments_and_defaults():
+    page = (ROOT / "docs/networks.md").read_text()
+    listed = dict(re.findall(r"^\| `(\w+)` \| (`.*) \|$", page, re.MULTILINE))
+    assert set(listed) == set(NETWORKS)
+    for name, factory in NETWORKS.items():
+        arguments = inspect.signature(factory).parameters
+        said = dict(re.findall(r"`(\w+)`(?: (\[.*?\]|[^,`:]*))?(?=,|:|$)", listed[name]))
+        assert list(said) == list(arguments), name
+        for key, default in said.items():
+            if default:
+                expected = arguments[key].default
+                assert yaml.safe_load(default) == (list(expected) if isinstance(expected, tuple) else expected)
+
+
+def test_every_key_of_a_config_is_listed_with_its_default():
+    page = (ROOT / "docs/configuration.md").read_text()
+    listed = dict(re.findall(r"^\| `([\w.]+)` \| [^|]+ \| `([^|]*)` \|", page, re.MULTILINE))
+    defaults = configs.flatten(configs.Config())
+    assert set(listed) == set(defaults)
+    for key, said in listed.items():
+        default = float(said) if isinstance(defaults[key], float) else yaml.safe_load(said)  # YAML has no 1e-08
+        assert default == defaults[key], key
+
+
+def test_every_name_of_the_package_is_listed():
+    table = (ROOT / "docs/python.md").read_text().partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`(\w+)", cell)}
+    assert listed == {name for name in mheads.__all__ if name != "__version__"}
+
+
+def test_one_answer_prints_its_table(capsys):
+    example = runpy.run_path(str(ROOT / "examples/one_answer.py"), run_name="example")
+    for name in ("independent", "MCL, k=2"):  # the others take as long
+        del example["main"].__globals__["LOSSES"][name]
+    example["main"](seeds=1, iterations=5)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:]] == list(example["LOSSES"])
+    numbers = [[float(cell) for cell in line.strip("| ").split(" | ")[1:]] for line in lines[2:]]
+    assert all(row[-1] >= max(row[0], row[1]) for row in numbers)  # nobody beats the Oracle
+
+
+def test_two_answers_are_shared_out_and_drawn(tmp_path, capsys):
+    example = runpy.run_path(str(ROOT / "examples/two_answers.py"), run_name="example")
+    ratio = example["main"](iterations=100, picture=tmp_path / "two.png")
+    assert ratio > 10  # the better of two members is so many times nearer than one network
+    assert f"{ratio:.1f} times less" in capsys.readouterr().out
+    assert imread(tmp_path / "two.png").std() > 0.05  # something is drawn

@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import re
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from helpers.commands import Running
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+
+from mheads.common.errors import UserError
+from mheads.report.figures import figures
+from mheads.report.figures.figures import history_figure, ownership_figure, save, suite_figure
+from mheads.report.figures.overlaps import Hidden, equal, hidden
+from mheads.report.page import svg
+
+DIGITS = [str(digit) for digit in range(10)]
+
+
+def counts(members: int, classes: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(1, 100, size=(members, classes))
+
+
+def panels(figure):
+    """The heat maps, without the colour bar."""
+    return [axes for axes in figure.axes if axes.images]
+
+
+def texts(panel) -> list[str]:
+    return [text.get_text() for text in panel.texts]
+
+
+def test_each_class_is_shared_out_to_a_hundred_percent():
+    table = counts(4, 10)
+    (panel,) = panels(ownership_figure(table, DIGITS))
+    shown = panel.images[0].get_array()
+    np.testing.assert_allclose(shown.sum(0), 100)
+    np.testing.assert_allclose(shown, 100 * table / table.sum(0))
+
+
+def test_values_stand_in_their_cells():
+    (panel,) = panels(ownership_figure(np.array([[3, 0], [1, 5]]), ["cat", "dog"]))
+    values = {text.get_position(): text.get_text() for text in panel.texts}
+    assert values == {(0, 0): "75", (1, 0): "0", (0, 1): "25", (1, 1): "100"}
+
+
+def test_labels_name_members_and_classes():
+    (panel,) = panels(ownership_figure(counts(2, 3), ["cat", "dog", "automobile"]))
+    assert [label.get_text() for label in panel.get_xticklabels()] == ["cat", "dog", "automobile"]
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["member 0", "member 1"]
+
+
+def test_names_are_drawn_as_they_are(tmp_path):
+    names = ["$x^2$", "$_", "no \udc80 character", "two\nlines\tof 猫", 120 * "a"]
+    figure = ownership_figure({"a $b$": counts(2, 5), "c\udc81": counts(2, 5)}, names)
+    save(figure, tmp_path / "names.png")  # and no warning of letters that no font has
+    first = panels(figure)[0]
+    shown = ["$x^2$", "$_", "no ? character", "two lines of 猫", 23 * "a" + "…"]
+    assert [label.get_text() for label in first.get_xticklabels()] == shown
+    assert not any(label.get_parse_math() for label in first.get_xticklabels())
+
+
+def test_letters_that_a_font_lacks_are_taken_from_others_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "further_fonts", lambda: ["DejaVu Serif"])
+    figure = ownership_figure(counts(2, 2), ["cat", "dog"])
+    for _ in range(2):
+        save(figure, tmp_path / "a.png")
+        assert panels(figure)[0].get_xticklabels()[0].get_fontfamily() == ["sans-serif", "DejaVu Serif"]
+
+
+def test_several_ensembles_stand_side_by_side_with_one_colour_bar():
+    figure = ownership_figure({"independent": counts(4, 10), "MCL": counts(3, 10)}, DIGITS)
+    assert [panel.get_title() for panel in panels(figure)] == ["independent", "MCL"]
+    assert len(figure.axes) == 3
+    first, second = (panel.get_subplotspec() for panel in panels(figure))
+    assert first.rowspan == second.rowspan
+
+
+def test_more_ensembles_than_a_page_is_wide_stand_in_rows():
+    found = panels(ownership_figure({str(i): counts(4, 10) for i in range(4)}, DIGITS))
+    assert [panel.get_subplotspec().num1 for panel in found] == [0, 1, 2, 3]
+    assert found[0].get_gridspec().get_geometry() == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("members", "names"), [(1, ["all"]), (1, DIGITS), (4, ["all"]), (2, 8 * ["a rather long name"])]
+)
+def test_nothing_is_cut_off_small_figures(members, names):
+    figure = ownership_figure(counts(members, len(names)), names)
+    figure.draw_without_rendering()
+    bar = figure.axes[-1].yaxis.label.get_window_extent()
+    labels = [label.get_window_extent() for label in panels(figure)[0].get_xticklabels()]
+    assert all(figure.bbox.containsx(box.x0) and figure.bbox.containsy(box.y0) for box in [bar, *labels])
+    assert figure.bbox.containsx(bar.x1) and figure.bbox.containsy(bar.y1)
+
+
+def test_a_hundred_classes_stand_one_above_the_other_without_values():
+    names = [f"class {c}" for c in range(100)]
+    figure = ownership_figure({"independent": counts(4, 100), "MCL": counts(4, 100)}, names)
+    first, second = (panel.get_subplotspec() for panel in panels(figure))
+    assert first.colspan == second.colspan
+    assert [texts(panel) for panel in panels(figure)] == [[], []]
+
+
+@pytest.mark.parametrize("num_classes", [100, 301])
+def test_labels_of_many_classes_do_not_overlap(num_classes):
+    figure = ownership_figure(counts(4, num_classes), [f"class {c}" for c in range(num_classes)])
+    figure.canvas.draw()
+    boxes = [label.get_window_extent() for label in panels(figure)[0].get_xticklabels()]
+    assert all(left.x1 <= right.x0 for left, right in pairwise(boxes))
+
+
+def test_a_class_without_examples_stays_empty():
+    (panel,) = panels(ownership_figure(np.array([[0, 2], [0, 2]]), ["cat", "dog"]))
+    assert panel.images[0].get_array().mask.tolist() == [[True, False], [True, False]]
+    assert texts(panel) == ["50", "50"]
+
+
+@pytest.mark.parametrize("members", [1, 12, 13])
+def test_lines_of_members_can_be_told_apart(members):
+    line = {
+        "iteration": 1,
+        "member_losses": [1.0] * members,
+        "members": [1.0] * members,
+        "ensemble_mean": 1,
+        "oracle": 2,
+    }
+    figure = history_figure([line], [line])
+    figure.draw_without_rendering()
+    left, right = figure.axes
+    assert len({(line.get_color(), line.get_linestyle()) for line in left.lines}) == members
+    assert [line.get_label() for line in right.lines[members:]] == ["Ensemble-Mean", "Oracle"][: 2 * (members > 1)]
+    named = left.get_legend()
+    assert (named is None) == (members == 13)
+    full, beside = (left, named) if members == 12 else (right, right.get_legend())
+    if members > 1:  # beside the lines, not on them
+        assert beside.get_window_extent().x0 >= full.get_window_extent().x1
+    assert all(tick == round(tick) for tick in left.get_xticks())  # there is no half iteration, also of one point
+    assert len(history_figure([], [line]).axes) == 1  # a panel without lines says nothing
+
+
+def test_large_errors_that_differ_little_are_written_in_full():
+    lines = [
+        {"iteration": i, "members": [1476.1 + i / 10] * 2, "ensemble_mean": 1476.1, "oracle": 1476.0} for i in (1, 2, 3)
+    ]
+    figure = history_figure([], lines, "root mean square error")
+    figure.canvas.draw()
+    (panel,) = figure.axes
+    assert panel.yaxis.get_offset_text().get_text() == ""
+    assert any(tick.get_text().startswith("1476") for tick in panel.get_yticklabels())
+
+
+def test_another_number_of_classes_is_refused():
+    with pytest.raises(ValueError, match=r"ownership 'MCL' is \(4, 10\), expected \(M, 2\)"):
+        ownership_figure({"MCL": counts(4, 10)}, ["cat", "dog"])
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_save_replaces_the_file_and_leaves_no_other(tmp_path, suffix):
+    path = tmp_path / f"ownership.{suffix}"
+    path.write_text("old")
+    save(ownership_figure(counts(3, 10), DIGITS), path)
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() != b"old"
+    if suffix == "png":
+        assert imread(path).std() > 0.05
+
+
+def test_a_failed_save_keeps_the_old_file(tmp_path):
+    class Unwritable:
+        def savefig(self, file, format):
+            file.write(b"half")
+            raise OSError("disk full")
+
+    path = tmp_path / "ownership.png"
+    path.write_text("old")
+    with pytest.raises(UserError, match=r"could not save .*ownership.png: disk full"):
+        save(Unwritable(), path)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_pyplot_is_never_loaded():
+    code = (
+        "import sys, numpy, mheads.api; assert 'matplotlib' not in sys.modules;"
+        "import mheads.report.figures as f;"
+        "f.ownership_figure(numpy.ones((2, 2)), ['cat', 'dog']); assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    done = Running("--version", before=partial(exec, code, {})).finish()
+    assert done.code == 0, done.err
+
+
+def test_a_suite_has_panels_and_rows_for_what_is_known():
+    nothing, ours, theirs = (None,) * 4, (80.0, 1.0, None, None), (None, None, 81.0, None)
+    panels = {
+        "Oracle": [ours, nothing, nothing],
+        "Ensemble-Scored": [nothing, nothing, nothing],
+        "Ensemble-Mean": [nothing, nothing, theirs],
+    }
+    shown = suite_figure(["one", "two", "three"], panels, "a suite").axes
+    assert [panel.get_xlabel() for panel in shown] == ["Oracle", "Ensemble-Mean"]
+    assert [text.get_text() for text in shown[0].get_yticklabels()] == ["one", "three"]
+    assert len(suite_figure(["one"], {"Oracle": [nothing]}, "not run yet").axes) == 1
+
+
+# Losses, and lines that lie on each other.
+
+
+def history(trained, members, *, mean=1.0, oracle=2.0):
+    """The panels of a history whose steps have these losses, and whose evaluations are all alike."""
+    logged = enumerate(zip(trained, members, strict=True))
+    steps = [{"iteration": i, "loss": loss, "member_losses": own} for i, (loss, own) in logged]
+    own = [0.5] * len(members[0])
+    evaluations = [{"iteration": i, "members": own, "ensemble_mean": mean, "oracle": oracle} for i in range(3)]
+    return history_figure(steps, evaluations).axes
+
+
+def test_the_history_shows_the_loss_that_is_trained():
+    left, _ = history([0.7, 0.1, 0.01], [[6, 7], [16, 17], [9, 8]])
+    assert [line.get_label() for line in left.lines] == ["member 0", "member 1", "trained loss"]
+    trained = left.lines[-1]
+    assert list(trained.get_ydata()) == [0.7, 0.1, 0.01] and trained.get_linewidth() > left.lines[0].get_linewidth()
+    assert left.get_yscale() == "log"  # or it would lie on the floor
+    assert [text.get_text() for text in left.get_legend().get_texts()] == ["member 0", "member 1", "trained loss"]
+
+
+def test_a_sum_over_members_is_shown_for_one_of_them():
+    left, _ = history([8.0, 4.0, 3.0], [[5, 3], [2, 2], [1.5, 1.5]])
+    assert left.lines[-1].get_label() == "trained loss / 2" and list(left.lines[-1].get_ydata()) == [4, 2, 1.5]
+    left, _ = history([3.0, 2.0], [[3.0], [2.0]])
+    assert left.lines[-1].get_label() == "trained loss" and left.get_yscale() == "linear"
+
+
+def test_losses_below_zero_are_on_a_plain_axis():
+    left, _ = history([-50.0, 0.1, 9.0], [[1.0, -3.0]] * 3)
+    assert left.get_yscale() == "linear" and list(left.lines[-1].get_ydata()) == [-50.0, 0.1, 9.0]
+
+
+def drawn_again(panel):
+    """(colour, x, y) of what is drawn once more over the line that hides it."""
+    return [
+        (tuple(found.get_color()[0][:3]), *found.get_segments()[0].T.tolist())
+        for found in panel.collections
+        if isinstance(found, LineCollection)
+    ]
+
+
+def test_lines_that_lie_on_each_other_are_all_seen():
+    left, right = history([4.0, 3.0, 2.0], [[4.0, 9.0], [3.0, 9.0], [1.0, 9.0]], mean=2.0)
+    first = drawn_again(left)
+    assert first == [(to_rgb("#0072B2"), [0, 1], [4, 3])]  # member 0, as long as it is what is trained
+    members, mean = drawn_again(right)
+    assert members == (to_rgb("#0072B2"), [0, 1, 2], [0.5] * 3) and mean == ((0, 0, 0), [0, 1, 2], [2.0] * 3)
+    wide = [found.get_linewidth()[0] for found in right.collections]
+    assert wide[1] > right.lines[-1].get_linewidth()  # black on black is told by its width
+    assert right.lines[-1].get_fillstyle() == "none"  # and one point of the Oracle is a ring
+    assert drawn_again(history([4.0], [[5.0, 6.0]])[0]) == []
+
+
+def test_hidden_lines_take_turns():
+    x = [1, 2, 3, 4]
+    lines = [(x, [5, 5, 5, 1]), (x, [5, 5, 5, 9]), (x, [0, 5, 5, None]), (x[1:], [5, 5, 9])]
+    found = {(part.line, part.turn, part.turns, tuple(part.x)): part for part in hidden(lines, 10)}
+    assert list(found) == [
+        (0, 0, 2, (1, 2)),
+        (0, 0, 4, (2, 3)), (1, 1, 4, (2, 3)), (2, 2, 4, (2, 3)),
+        (1, 0, 2, (3, 4)),
+    ]  # fmt: skip
+    # Each has a quarter of the way, and the last one, which is on top, shows through in its own.
+    (length, gap), *_ = [part.dashes[1] for key, part in found.items() if key[2] == 4]
+    starts = [-part.dashes[0] % (length + gap) for key, part in found.items() if key[2] == 4]
+    assert starts == [0, length, 2 * length] and gap == 3 * length
+    assert hidden([([1], [5.0]), ([1], [5.0]), ([1], [6.0])], 10) == [Hidden(0, 0, 2, [1], [5.0])]
+    assert hidden([(x, [5.0] * 4)] * 13, 10) == []
+
+
+def test_lines_that_are_equal_from_end_to_end_are_named():
+    x = [1, 2, 3]
+    lines = [(x, [1, 2, 3]), (x, [1, 2, 3.001]), (x, [1.0, 2.0, 3.0]), (x, [None] * 3), (x, [None] * 3)]
+    assert equal(["a", "b", "c", "d", "e"], lines) == "a = c"
+
+
+def test_the_lines_of_a_page_are_all_seen_too():
+    lines = [svg.Line("mean", [1, 2, 3], [7, 8, 9], "ink"), svg.Line("Oracle", [1, 2, 3], [9, 8, 9], "ink dashed")]
+    assert ' again"' not in str(svg.line_chart([lines[0], svg.Line("Oracle", [1, 2, 3], [9, 8, 8])], "x", "y"))
+    lines.append(svg.Line("<member>", [2, 3], [8, 9], "s1"))
+    drawn = str(svg.line_chart(lines, "x", "y"))
+    (one, two) = re.findall(r'<g class="line ([^"]*) again"><title>(.*?)</title><path style="(.*?)" d="M(.*?)"', drawn)
+    assert (one[:2], two[:2]) == (("ink", "mean"), ("ink dashed", "Oracle"))
+    assert one[2] == "stroke-dasharray: 8.0 16.0; stroke-dashoffset: 24.0" and two[2].endswith("offset: 16.0")
+    assert one[3] == two[3]
+    dots = [svg.Line(name, [1], [5.0], style) for name, style in (("a", "s0"), ("b", "s1"), ("c", "s2"))]
+    drawn = str(svg.line_chart(dots, "x", "y"))
+    widths = re.findall(r'again"><title>.</title><path class="dot" style="stroke-width: (.*?)"', drawn)
+    assert widths == ["5.3", "2.7"]  # two thirds and a third of the dot on top

@@ -1,0 +1,182 @@
+"""What runs say of a claim: by how many seeds, and how surely."""
+
+from pathlib import Path
+
+import pytest
+
+from mheads.suites import findings, results
+from mheads.suites.tables import markdown
+from mheads.suites.verdicts import verdicts
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def document(values, *claims, **how):
+    """Runs with these values of `oracle`, by row and seed (a list counts from 0)."""
+    runs = {
+        row: [
+            {"seed": seed, "result": {"problem": "classification", "parameters": 10 * len(row), "oracle": value}}
+            for seed, value in (found.items() if isinstance(found, dict) else enumerate(found))
+        ]
+        for row, found in values.items()
+    }
+    rows = [{"name": row, "run": row, "paper": {"oracle": [90, 1]}} for row in values]
+    usual = {"scale": 1, "validation": 0, "overrides": [], "metrics": ["oracle"]}
+    return usual | {"rows": rows, "claims": list(claims), "runs": runs} | how
+
+
+def claim(relation, right="b.oracle", **further):
+    return {"left": "a.oracle", "is": relation, "right": right, **further}
+
+
+def word_of(values, made):
+    (verdict,) = verdicts(document(values, made))
+    return verdict.word
+
+
+@pytest.mark.parametrize(
+    ("a", "relation", "right", "word"),
+    [
+        (98.06, "better", "b.oracle", "higher, one seed"),
+        (97.99, "better", "b.oracle + 0.07", "lower, one seed"),
+        (97.99, "no worse", "b.oracle + 0.07", "lower, one seed"),
+        (97.994, "better", "b.oracle", "equal, one seed"),  # at the precision that is shown
+        (97.994, "worse", "97.99", "equal, one seed"),
+        (50.0, "below", "60", "lower, one seed"),
+        (97.0, "about", "b.oracle", "within 2 %, one seed"),
+        (90.0, "about", "b.oracle", "not within 2 %, one seed"),
+    ],
+)
+def test_one_seed_gives_a_direction_and_no_verdict(a, relation, right, word):
+    assert word_of({"a": [a], "b": [97.99]}, claim(relation, right, within=0.02)) == word
+
+
+# By hand, n = 3: t = mean / (std / sqrt 3), and |t| must be above 4.303, the 97.5 % point of t with 2 degrees.
+FAR = [92.0, 92.3, 91.8]  # a - b = 2, 2.3, 1.8: mean 2.033, std 0.252, t = 14.0
+NEAR = [90.5, 89.8, 90.3]  # 0.5, -0.2, 0.3: mean 0.2, std 0.361, t = 0.96
+EVEN = [90.0, 90.0, 90.0]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "relation", "right", "word"),
+    [
+        (FAR, EVEN, "better", "b.oracle", "holds"),
+        (FAR, EVEN, "no worse", "b.oracle", "holds"),
+        (FAR, EVEN, "worse", "b.oracle", "does not hold"),
+        (FAR, EVEN, "no better", "b.oracle", "does not hold"),
+        (FAR, EVEN, "below", "b.oracle", "does not hold"),
+        (FAR, EVEN, "better", "b.oracle + 1", "holds"),  # 1, 1.3, 0.8: t = 7.1
+        (FAR, EVEN, "better", "b.oracle + 2", "within noise"),
+        (FAR, EVEN, "better", "b.oracle + 3", "does not hold"),  # -1, -0.7, -1.2: t = -6.7
+        (FAR, EVEN, "above", "2 * b.oracle - 90", "holds"),  # the same margins as b.oracle
+        (FAR, EVEN, "above", "90", "holds"),
+        (FAR, EVEN, "above", "92", "within noise"),
+        (NEAR, EVEN, "better", "b.oracle", "within noise"),
+        (NEAR, EVEN, "no worse", "b.oracle", "within noise"),
+        (NEAR, EVEN, "worse", "b.oracle", "within noise"),
+        # Rows that rise and fall together: apart by less than they vary, and yet surely. 0.4, 0.5, 0.45: t = 15.6
+        ([80.4, 90.5, 85.45], [80.0, 90.0, 85.0], "better", "b.oracle", "holds"),
+        # About: both ends of the tolerance, 90 +- 1.8 and 90 +- 2.7, must be told from the difference.
+        (NEAR, EVEN, "about", "b.oracle", "holds"),  # to the ends 1.3, 2.0, 1.5 and 2.3, 1.6, 2.1: t = 7.7 and 9.6
+        (FAR, EVEN, "about", "b.oracle", "within noise"),  # -0.2, -0.5, 0
+        ([95.0, 95.2, 94.9], EVEN, "about", "b.oracle", "does not hold"),
+        # The same in every seed: no variance, and by signs alone six seeds are wanted (2 / 2^6 = 0.03).
+        ([90.5] * 3, EVEN, "better", "b.oracle", "within noise"),
+        ([90.5] * 6, [90.0] * 6, "better", "b.oracle", "holds"),
+        ([89.5] * 6, [90.0] * 6, "no worse", "b.oracle", "does not hold"),
+        (EVEN, EVEN, "better", "b.oracle", "within noise"),
+        (EVEN, EVEN, "no worse", "b.oracle", "holds"),
+        # 0.1 apart in both seeds, but for the arithmetic: 0.3 - 0.2 and 0.8 - 0.7 are not the same number.
+        ([0.3, 0.8], [0.2, 0.7], "better", "b.oracle", "within noise"),
+        # Two seeds: |t| must be above 12.7.
+        ([92.0, 92.1], [90.0, 90.0], "better", "b.oracle", "holds"),  # 2, 2.1: t = 41
+        ([92.0, 93.0], [90.0, 90.0], "better", "b.oracle", "within noise"),  # 2, 3: t = 5
+    ],
+)
+def test_several_seeds_are_tested_in_pairs(a, b, relation, right, word):
+    assert word_of({"a": a, "b": b}, claim(relation, right, within=0.02)) == word
+
+
+@pytest.mark.parametrize(
+    ("rows", "word"),
+    [
+        ({"a": FAR, "b": EVEN, "c": [80.0, 80.1, 80.0]}, "holds"),
+        ({"a": FAR, "b": EVEN, "c": []}, "holds so far"),
+        ({"a": NEAR, "b": EVEN, "c": [80.0, 80.1, 80.0]}, "within noise"),
+        ({"a": NEAR, "b": EVEN, "c": FAR}, "does not hold"),
+        ({"a": NEAR, "b": EVEN, "c": []}, "within noise"),
+    ],
+)
+def test_neighbours_of_an_order_are_tested_one_by_one(rows, word):
+    assert word_of(rows, {"order": ["a", "b", "c"], "by": "oracle"}) == word
+
+
+def test_only_seeds_that_all_rows_have_are_compared():
+    rows = {"a": {1: 92.0, 2: 92.3, 3: 91.8, 7: 1.0}, "b": {0: 99.0, 1: 90.0, 2: 90.0, 3: 90.0}}
+    (verdict,) = verdicts(document(rows, claim("better")))
+    assert (verdict.word, verdict.num_seeds) == ("holds", 3)
+    # t = 2.0333 / (0.25166 / sqrt 3) = 13.994 with 2 degrees of freedom: p = 1 - t / sqrt(t^2 + 2) = 0.0051
+    assert verdict.figures == "a.oracle 92.03, b.oracle 90.00; 3 seeds in common, p = 0.0051"
+    (verdict,) = verdicts(document({"a": {0: 9.0, 1: 2.0}, "b": {1: 1.0, 2: 9.0}}, claim("better")))
+    assert (verdict.word, verdict.figures) == ("higher, one seed", "a.oracle 2.00, b.oracle 1.00; 1 seed in common")
+    for made in (claim("better"), {"order": ["a", "b"], "by": "oracle"}):
+        (verdict,) = verdicts(document({"a": {0: 2.0}, "b": {1: 1.0}}, made))
+        assert (verdict.word, verdict.figures) == ("open", "no seed is in all of a and b")
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_what_no_seed_changes_needs_no_test(seeds):
+    made = {"left": "bb.parameters", "is": "above", "right": "a.parameters"}
+    (verdict,) = verdicts(document({"a": [1.0] * seeds, "bb": [1.0] * seeds}, made))
+    assert (verdict.word, verdict.figures) == ("holds", "bb.parameters 20.00, a.parameters 10.00")
+
+
+def written(found):
+    return markdown(found | {"suite": "s", "recipe": "r", "members": 2, "command": "c"})
+
+
+def test_a_page_names_the_test_its_level_and_the_number_of_seeds(monkeypatch):
+    monkeypatch.setattr("mheads.suites.tables.made_with", lambda found: [])
+    assert "One seed each: where the first figure lies from the second, and no verdict" in written(
+        document({"a": [2.0], "b": [1.0]}, claim("better"))
+    )
+    text = written(document({"a": FAR, "b": EVEN}, claim("better"), claim("above", "a.oracle")))
+    assert "By a paired t-test over seeds (n = 3), two-sided at 5 %." in text
+    text = written(document({"a": FAR, "b": EVEN[:2]}, claim("better"), claim("above", "90")))
+    assert "(n = 2 to 3)" in text
+    assert "t-test" not in written(document({"a": FAR, "b": EVEN}))
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"scale": 0.2}, "training takes 0.2 of the iterations"),
+        ({"validation": 5000}, "5,000 training examples are held out, they are what is measured on"),
+        ({"validation": 5000, "test": True}, "5,000 training examples are held out"),
+        ({"overrides": ["optim.iterations=100"]}, "optim.iterations=100 is set"),
+        ({"overrides": ["data.path=.../it", "data={limit: 60}"]}, "data={limit: 60} is set"),
+        ({"overrides": ["teacher.answers=.../a.npz"]}, "teacher.answers=.../a.npz is set"),
+    ],
+)
+def test_the_papers_figures_stand_beside_runs_like_the_papers_alone(how, why, monkeypatch):
+    monkeypatch.setattr("mheads.suites.tables.made_with", lambda found: [])
+    found = document({"a": FAR}, **how)
+    text = written(found)
+    assert "| row | trials | Oracle |\n" in text and f"since its runs are others: here {why}." in text
+    assert (findings.theirs(found, "a", "oracle"), findings.apart(found, "a", "oracle")) == ("", "")
+
+
+@pytest.mark.parametrize("overrides", [[], ["data.path=.../it", "log.every=5", "engine.workers=2"]])
+def test_the_papers_figures_stand_beside_full_runs_wherever_they_are_made(overrides, monkeypatch):
+    monkeypatch.setattr("mheads.suites.tables.made_with", lambda found: [])
+    text = written(document({"a": FAR}, overrides=overrides))
+    assert "| Oracle | paper | difference |\n" in text and "| 90.00 ± 1.00 | +2.03 |" in text
+    assert "its runs are others" not in text
+
+
+def test_the_pages_of_results_are_those_of_the_files():
+    for path in RESULTS.glob("*.json"):
+        found = results.load(path)
+        assert path.with_suffix(".md").read_text() == markdown(found, f"{path.stem}.png"), (
+            "run mheads reproduce --tables"
+        )

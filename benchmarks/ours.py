@@ -10,13 +10,13 @@ import torch
 
 from benchmarks import peers
 from benchmarks.remote import RemotePeers
-from mheads.config.schema import OptimOptions
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.losses import Loss
 from mheads.networks import NETWORKS
 from mheads.optim.optimizers import Optimizer
+from mheads.optim.options import OptimOptions
 from mheads.trees.treenet import TreeNet
 
 SHAPE, BATCH, MEMBERS = (3, 32, 32), 350, 4

@@ -10,15 +10,12 @@ from typing import IO
 
 import numpy as np
 import torch
-from rich.console import Group
 from torch import Tensor
 
 from mheads.api import fit
 from mheads.api.answer_files import Answers, write_csv, write_npz
 from mheads.api.prepared import beside, check, raw_examples
 from mheads.api.run import Run
-from mheads.cli.printing.answers import answers as shown
-from mheads.cli.printing.answers import answers_to_image
 from mheads.common import packed_arrays
 from mheads.common.atomic_files import check_place, write_atomically
 from mheads.common.errors import UserError
@@ -30,12 +27,9 @@ from mheads.data.readers.image_files import SUFFIXES, UnreadableError
 from mheads.data.readers.unlabelled import ARRAYS, read_array, read_csv
 from mheads.data.splits import Beside
 from mheads.engine.measure import answers, in_eval_mode
-from mheads.problems import Classification
 from mheads.training.build import threads_engine
 
-FEW = 10  # images that get a table each
 WARNED = 10  # images that cannot be read, one by one
-SHOWN = 100  # lines of a table; the rest is for a file
 WRITTEN = (".csv", ".npz")
 
 
@@ -113,6 +107,22 @@ class Asked:
         return str(self.file), str(i)
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """What the members of a run answer to examples: outputs [M, N, ...], and weights [M, N] if members have scores."""
+
+    run: Run
+    asked: Asked
+    outputs: Tensor
+    weights: Tensor | None
+
+    @property
+    def images(self) -> list[Path] | None:
+        """The image files that were read, if these are images."""
+        examples = self.asked.examples
+        return examples.readable if isinstance(examples, ImageFiles) else None
+
+
 def predict_files(
     path: Path,
     files: Sequence[Path],
@@ -121,8 +131,8 @@ def predict_files(
     trust: bool = False,
     output: Path | None = None,
     left_out: list[str] | None = None,
-) -> Iterator[Group]:
-    """Tables of what every member and the ensemble answer; with `output` none, but the answers in that file.
+) -> Iterator[Predicted]:
+    """What every member answers; with `output` nothing is given back, and the answers are in that file.
 
     Images in folders that cannot be read are warned of and added to `left_out`.
     """
@@ -147,7 +157,7 @@ def predict_files(
             found_for.append((part, torch.cat(found, 1), None if weights[0] is None else torch.cat(weights, 1)))
         _warn_of_unread(asked, watch, left_out)
     for part, whole, counted in found_for:
-        yield from _tables(run, part, whole.double(), counted, watch)
+        yield Predicted(run, part, whole.double(), counted)
 
 
 def _warn_of_unread(asked: Sequence[Asked], watch: Watcher, left_out: list[str] | None) -> None:
@@ -218,27 +228,6 @@ def _write(run: Run, asked: Sequence[Asked], path: Path, watch: Watcher) -> None
         write_csv(run, batches, file) if path.suffix.lower() == ".csv" else write_npz(run, batches, file)
 
     write_atomically(path, write)
-
-
-def _tables(run: Run, part: Asked, found: Tensor, weights: Tensor | None, watch: Watcher) -> Iterator[Group]:
-    """Of answers [M, N, ...] and weights [M, N]: a table for each of a few images, else one with a line for each."""
-    problem, count = run.data.problem, found.shape[1]
-    images = part.examples.readable if isinstance(part.examples, ImageFiles) else None
-    if images is not None and count <= FEW:
-        for i, image in enumerate(images):
-            outputs, count_of = found[:, i : i + 1], None if weights is None else weights[:, i : i + 1]
-            if isinstance(problem, Classification):
-                together = [problem.mean(outputs)[0]]
-                together += [] if count_of is None else [problem.mean(outputs, count_of)[0]]
-                yield answers_to_image(image, outputs[:, 0].softmax(-1), problem.classes, together)
-            else:
-                yield shown(str(image), outputs, problem, weights=count_of)
-        return
-    title = str(part.file) if images is None else f"{count:,} images"
-    names = None if images is None else [str(image) for image in images[:SHOWN]]
-    yield shown(title, found[:, :SHOWN], problem, names, None if weights is None else weights[:, :SHOWN])
-    if count > SHOWN:
-        watch.say(f"these are {SHOWN} of {count:,}: -o answers.csv, or .npz, writes all")
 
 
 def _refuse_no_image(path: Path, run: Run) -> None:

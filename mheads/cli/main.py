@@ -253,11 +253,14 @@ def predict(
     Example: mheads predict runs/mcl pictures -o answers.csv
     """
     from mheads.api.predict import predict_files
+    from mheads.cli.printing.answers import tables
     from mheads.common.progress import Terminal
 
     left_out: list[str] = []
-    for answers in predict_files(run, files, resize, Terminal(console), trust, output, left_out):
-        console.print(answers)
+    watch = Terminal(console)
+    for predicted in predict_files(run, files, resize, watch, trust, output, left_out):
+        for table in tables(predicted, watch):
+            console.print(table)
     if left_out:
         raise typer.Exit(1)
 
@@ -366,6 +369,8 @@ def report(
     from mheads.common.progress import Terminal
     from mheads.report.page import report as pages
     from mheads.suites.jobs import Options
+    from mheads.suites.page import report_suite
+    from mheads.suites.paper_rows import paper_figures
     from mheads.suites.suite import read
 
     if bool(runs) == bool(suite):
@@ -375,9 +380,9 @@ def report(
         if follow:
             raise UserError("--watch follows runs: give their folders instead of --suite")
         options = Options(recipe or read(suite).recipe, scale=scale, validation=validation)
-        made = pages.report_suite(suite, options, output, watch, folder)
+        made = report_suite(suite, options, output, watch, folder)
     else:
-        made = (pages.follow if follow else pages.report)(runs or [], output, watch, trust)
+        made = (pages.follow if follow else pages.report)(runs or [], output, watch, trust, paper=paper_figures)
     console.print(str(made), markup=False, soft_wrap=True)
 
 

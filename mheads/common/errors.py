@@ -46,3 +46,7 @@ def of_the_system(error: OSError) -> Exception:
     name = str(error.filename or "")
     name = name if len(name) <= 300 else f"{name[:300]}... ({len(name):,} characters)"
     return UserError(f"{error.strerror} ({name})" if name else f"{error.strerror}")
+
+
+class DamageError(UserError):
+    """Raised when a file is not what was written."""

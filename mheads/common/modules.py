@@ -80,3 +80,8 @@ def avoid_overruns(network: nn.Module) -> nn.Module:
 def children(network: nn.Module) -> list[tuple[str, nn.Module]]:
     """Names and children in order; unlike named_children, one that occurs twice (a ReLU, often) is listed twice."""
     return [(name, child) for name, child in network._modules.items() if child is not None]
+
+
+def trainable(stage: nn.Module) -> list[Tensor]:
+    """The parameters that a tape's gradients belong to, in the same order."""
+    return [p for p in stage.parameters() if p.requires_grad]

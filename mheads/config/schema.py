@@ -20,7 +20,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     create_model,
@@ -30,38 +29,26 @@ from pydantic import (
 from mheads import networks
 from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
+from mheads.common.options import Section, named_section, option
 from mheads.config.unknown_keys import meaning
 from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss, options
+from mheads.optim.options import OptimOptions
+
+S = TypeVar("S", bound=Section)
 
 
-def _option(default: Any, description: str, **limits: Any) -> Any:
-    return Field(default, description=description, **limits)
-
-
-def _named(value: Any) -> Any:
-    """Turns `bagging` into `{name: bagging}`, which it is short for."""
-    return {"name": value} if isinstance(value, str) else value
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-
-S = TypeVar("S", bound=_Section)
-
-
-class Sampling(_Section):
-    name: Literal["full", "bagging", "subset", "specialists", "clustered", "file", "array"] = _option(
+class Sampling(Section):
+    name: Literal["full", "bagging", "subset", "specialists", "clustered", "file", "array"] = option(
         "full", "who learns from which examples"
     )
-    fraction: float = _option(0.63, "subset: the share of the examples that a member sees", gt=0, le=1)
-    groups: Literal["random"] | list[list[int]] = _option(
+    fraction: float = option(0.63, "subset: the share of the examples that a member sees", gt=0, le=1)
+    groups: Literal["random"] | list[list[int]] = option(
         "random", "specialists: the classes of each member, or random for an even split by the seed"
     )
-    generalist: Path | None = _option(
+    generalist: Path | None = option(
         None, "clustered: the folder of a finished run; classes that it confuses go together"
     )
-    path: Path | None = _option(None, "file: an .npz or .npy file of priors [M, N] on the training examples")
+    path: Path | None = option(None, "file: an .npz or .npy file of priors [M, N] on the training examples")
 
 
 def _no_truth_value(value: Any) -> Any:
@@ -92,19 +79,19 @@ def _member_loss(given: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-class LossSection(_Section):
+class LossSection(Section):
     """The keys that every loss has; the others in the section are options of single losses."""
 
-    name: Annotated[str, AfterValidator(_loss_name)] = _option(
+    name: Annotated[str, AfterValidator(_loss_name)] = option(
         "independent", f"{', '.join(LOSSES)}, or package.module:factory of your own"
     )
-    args: dict[str, Any] = _option({}, "arguments of the factory of your own loss")
-    of: Annotated[str | dict[str, Any] | None, AfterValidator(_member_loss)] = _option(
+    args: dict[str, Any] = option({}, "arguments of the factory of your own loss")
+    of: Annotated[str | dict[str, Any] | None, AfterValidator(_member_loss)] = option(
         None,
         f"the loss of one member on one example: {', '.join(MEMBER_LOSSES)}, or package.module:function of your own, "
         "with its options {name: smooth_l1, beta: 0.5}; none: that of the problem",
     )
-    scale_rate: bool = _option(True, "averaged losses with sgd: multiply the rate by the number of members")
+    scale_rate: bool = option(True, "averaged losses with sgd: multiply the rate by the number of members")
 
     @property
     def whole_batch(self) -> bool:
@@ -122,8 +109,8 @@ class LossSection(_Section):
 def _loss_options() -> Any:
     """The loss section with a field for each option of any loss; all are checked, whichever loss is named."""
     fields: dict[str, Any] = {
-        key: (option.type, _option(option.default, f"{', '.join(owners)}: {option.description}"))
-        for key, (option, owners) in options.keys(LOSSES).items()
+        key: (declared.type, option(declared.default, f"{', '.join(owners)}: {declared.description}"))
+        for key, (declared, owners) in options.keys(LOSSES).items()
     }
     if taken := LossSection.model_fields.keys() & fields:
         raise TypeError(f"no option of a loss can be called {', '.join(taken)}: every loss has that key")
@@ -136,158 +123,124 @@ else:
     LossOptions = _loss_options()
 
 
-class RegionOptions(_Section):
+class RegionOptions(Section):
     """Of images with objects; the defaults are those of the Fast R-CNN release."""
 
-    objects: Literal["voc"] | list[str] = _option("voc", "their classes, or voc for the twenty of PASCAL VOC")
-    proposals: str = _option(
+    objects: Literal["voc"] | list[str] = option("voc", "their classes, or voc for the twenty of PASCAL VOC")
+    proposals: str = option(
         "selective_search",
         "where regions come from: selective_search, an .npz or a .mat file; {part} in its name varies",
     )
-    with_objects: bool = _option(False, "evaluation: the objects' own boxes are proposed as well, as in training")
-    most: int = _option(2000, "regions proposed in an image", ge=1)
-    per_image: int = _option(64, "training: regions that an image gives to a step", ge=1)
-    foreground: float = _option(0.25, "training: the share of them that may be objects", gt=0, le=1)
-    foreground_overlap: float = _option(0.5, "training: overlap from which a region is an object", gt=0, le=1)
-    background_overlap: tuple[float, float] = _option(
+    with_objects: bool = option(False, "evaluation: the objects' own boxes are proposed as well, as in training")
+    most: int = option(2000, "regions proposed in an image", ge=1)
+    per_image: int = option(64, "training: regions that an image gives to a step", ge=1)
+    foreground: float = option(0.25, "training: the share of them that may be objects", gt=0, le=1)
+    foreground_overlap: float = option(0.5, "training: overlap from which a region is an object", gt=0, le=1)
+    background_overlap: tuple[float, float] = option(
         (0.1, 0.5), "training: overlaps from and below which it is background"
     )
-    short_side: int = _option(600, "length of the shorter side of an image", ge=16, le=10_000)
-    long_side: int = _option(1000, "length of the longer side, at most", ge=16, le=10_000)
-    strict: bool = _option(False, "stop at the first thing that is wrong in the annotations")
+    short_side: int = option(600, "length of the shorter side of an image", ge=16, le=10_000)
+    long_side: int = option(1000, "length of the longer side, at most", ge=16, le=10_000)
+    strict: bool = option(False, "stop at the first thing that is wrong in the annotations")
 
 
-class DataOptions(_Section):
-    name: str = _option("digits", "a dataset by name: `mheads data list` shows them")
-    root: Path | None = _option(None, "where a fetched set lies, if not in the cache; list: where names begin")
-    path: Path | None = _option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
-    test_path: Path | None = _option(None, "list, hdf5, lmdb: what is tested on")
-    arrays: tuple[str, str] | None = _option(
+class DataOptions(Section):
+    name: str = option("digits", "a dataset by name: `mheads data list` shows them")
+    root: Path | None = option(None, "where a fetched set lies, if not in the cache; list: where names begin")
+    path: Path | None = option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
+    test_path: Path | None = option(None, "list, hdf5, lmdb: what is tested on")
+    arrays: tuple[str, str] | None = option(
         None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
     )
     problem: Literal[
         "auto", "classification", "regression", "multilabel", "soft_labels", "segmentation", "examples"
-    ] = _option(
+    ] = option(
         "auto",
         "npz, list, hdf5, lmdb: what is learned; auto: what the targets look like; examples, of any data: to give "
         "these back",
     )
-    validation: int = _option(0, "hold out the last n training examples and evaluate on them", ge=0)
-    normalize: Literal["none", "mean_image", "mean_std", "init"] = _option(
+    validation: int = option(0, "hold out the last n training examples and evaluate on them", ge=0)
+    normalize: Literal["none", "mean_image", "mean_std", "init"] = option(
         "none", "what is subtracted and divided by; init: as in the run that training starts from"
     )
-    scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = _option(
+    scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = option(
         "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"
     )
-    channels: Literal["rgb", "bgr"] = _option("rgb", "images: the order of channels that the network sees")
-    pad: int = _option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
-    mirror: bool = _option(False, "training: mirror at random")
-    resize: int = _option(256, "folder, list: length of the shorter side after resizing", ge=1, le=10_000)
-    crop: int | None = _option(None, "folder, list, lmdb: side of the crop that the network sees", ge=1, le=10_000)
-    grey: bool = _option(False, "folder, list: read images in one channel")
-    limit: int | None = _option(None, "use only the first n training and n test examples", ge=1)
-    regions: RegionOptions = _option(RegionOptions(), "voc: regions of images")
+    channels: Literal["rgb", "bgr"] = option("rgb", "images: the order of channels that the network sees")
+    pad: int = option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
+    mirror: bool = option(False, "training: mirror at random")
+    resize: int = option(256, "folder, list: length of the shorter side after resizing", ge=1, le=10_000)
+    crop: int | None = option(None, "folder, list, lmdb: side of the crop that the network sees", ge=1, le=10_000)
+    grey: bool = option(False, "folder, list: read images in one channel")
+    limit: int | None = option(None, "use only the first n training and n test examples", ge=1)
+    regions: RegionOptions = option(RegionOptions(), "voc: regions of images")
     reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
-        _option("every", "ranks: each reads what it needs, or the lead, rank 0, reads for all")
+        option("every", "ranks: each reads what it needs, or the lead, rank 0, reads for all")
     )
 
 
-class EngineOptions(_Section):
-    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = _option("auto", "threads; never changes a result")
-    micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = _option("auto", "parts that a batch is cut into")
+class EngineOptions(Section):
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = option("auto", "threads; never changes a result")
+    micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = option("auto", "parts that a batch is cut into")
 
 
-class ScheduleOptions(_Section):
-    name: Literal["constant", "step", "multistep", "cosine", "plateau", "exp", "inv", "poly", "sigmoid"] = _option(
-        "constant", "how the rate falls"
-    )
-    every: int = _option(1000, "step: multiply by gamma every n iterations; sigmoid: where the middle is", ge=1)
-    at: list[int] = _option([], "multistep: multiply by gamma at these iterations")
-    gamma: float = _option(0.1, "step, multistep, plateau, exp: the factor; inv: how fast it falls", gt=0)
-    power: float = _option(1.0, "inv: (1 + gamma i)^-power; poly: (1 - i / iterations)^power")
-    slope: float = _option(0.01, "sigmoid: 1 / (1 + exp(-slope (i - every))), falling if it is below 0")
-    window: int = _option(20000, "plateau: compare the mean loss of the last n iterations with the n before", ge=1)
-    threshold: float = _option(0.01, "plateau: the relative drop that counts as progress", ge=0, lt=1)
-    warmup: int = _option(0, "rise linearly over the first n iterations", ge=0)
+class LogOptions(Section):
+    every: int = option(50, "iterations between lines of metrics.jsonl; the last one always has a line", ge=1)
+    evaluate_every: int = option(500, "iterations between evaluations on the test set; 0: only at the end", ge=0)
+    checkpoint_every: int = option(500, "iterations between checkpoints; 0: only at the end", ge=0)
+    keep: int = option(2, "how many of the newest checkpoints are kept", ge=1)
+    tensorboard: bool = option(False, "also write the log for TensorBoard, in the run folder")
+    idle_after: int = option(100, "warn of a member that has won no example for n iterations", ge=1)
 
 
-class OptimOptions(_Section):
-    name: Literal["sgd", "adamw", "adam", "adagrad", "rmsprop", "adadelta"] = _option(
-        "sgd", "the optimizer; the last four as in Caffe"
-    )
-    lr: float = _option(0.01, "the first rate", gt=0)
-    momentum: float = _option(0.9, "sgd: momentum; adam, adadelta: how slowly means forget", ge=0, lt=1)
-    momentum2: float = _option(0.999, "adam: how slowly the mean of squares forgets", ge=0, lt=1)
-    rms_decay: float = _option(0.99, "rmsprop: how slowly the mean of squares forgets", ge=0, lt=1)
-    delta: float = _option(1e-8, "adam, adagrad, rmsprop, adadelta: added where something is divided by", gt=0)
-    nesterov: bool = _option(False, "sgd: Nesterov's form")
-    caffe_momentum: bool = _option(False, "sgd: the rate inside the momentum, as in Caffe")
-    weight_decay: float = _option(0.0, "weight decay", ge=0)
-    regularization: Literal["l2", "l1"] = _option("l2", "l1: weights decay by their sign instead of their size")
-    clip: float | None = _option(None, "gradients of all weights together are cut to this norm", gt=0)
-    batch_size: int = _option(100, "examples per batch", ge=1, le=1_000_000)
-    accumulate: int = _option(1, "batches per step: gradients are averaged over them", ge=1, le=100_000)
-    iterations: int = _option(500, "steps", ge=1)
-    schedule: Annotated[ScheduleOptions, BeforeValidator(_named)] = _option(ScheduleOptions(), "how the rate falls")
-
-
-class LogOptions(_Section):
-    every: int = _option(50, "iterations between lines of metrics.jsonl; the last one always has a line", ge=1)
-    evaluate_every: int = _option(500, "iterations between evaluations on the test set; 0: only at the end", ge=0)
-    checkpoint_every: int = _option(500, "iterations between checkpoints; 0: only at the end", ge=0)
-    keep: int = _option(2, "how many of the newest checkpoints are kept", ge=1)
-    tensorboard: bool = _option(False, "also write the log for TensorBoard, in the run folder")
-    idle_after: int = _option(100, "warn of a member that has won no example for n iterations", ge=1)
-
-
-class TeacherOptions(_Section):
-    answers: Literal["array"] | Path | None = _option(
+class TeacherOptions(Section):
+    answers: Literal["array"] | Path | None = option(
         None, "an .npz or .npy file of probabilities [N, C] for the training examples, to be learned beside the labels"
     )
-    weight: float = _option(0.9, "how much these answers count; the labels count for the rest", gt=0, le=1)
-    temperature: float = _option(2.0, "softens the answers, and those of the members", gt=0, le=1000)
+    weight: float = option(0.9, "how much these answers count; the labels count for the rest", gt=0, le=1)
+    temperature: float = option(2.0, "softens the answers, and those of the members", gt=0, le=1000)
 
 
 MAX_ROWS = 10_000_000  # of a step
 
 
-class Config(_Section):
+class Config(Section):
     """One experiment."""
 
-    model: Annotated[str, AfterValidator(networks.checked)] = _option(
+    model: Annotated[str, AfterValidator(networks.checked)] = option(
         "digits", "a network's name, or package.module:factory of your own"
     )
-    model_args: dict[str, Any] = _option({}, "arguments of the network's factory")
-    members: int = _option(4, "how many members", ge=1, le=10_000)
-    split: Annotated[str | int | list[Any] | dict[str, Any] | None, BeforeValidator(_no_truth_value)] = _option(
+    model_args: dict[str, Any] = option({}, "arguments of the network's factory")
+    members: int = option(4, "how many members", ge=1, le=10_000)
+    split: Annotated[str | int | list[Any] | dict[str, Any] | None, BeforeValidator(_no_truth_value)] = option(
         None, "the last shared layer, or a tree such as {conv1: [{conv2: 2}, 2]}; none: independent members"
     )
-    init: str = _option("random", "random, same, a file of weights, or the folder of a finished run to start from")
-    init_map: dict[str, str | None] = _option(
+    init: str = option("random", "random, same, a file of weights, or the folder of a finished run to start from")
+    init_map: dict[str, str | None] = option(
         {}, "init: beginnings of the names in the file and what they are here, null to leave out: {backbone: features}"
     )
-    init_members: list[Annotated[int, Field(ge=0)] | None] | None = _option(
+    init_members: list[Annotated[int, Field(ge=0)] | None] | None = option(
         None, "init: the member of that run that each member starts from, null for one that is drawn: [0, 2, null]"
     )
-    freeze: list[str] = _option(
+    freeze: list[str] = option(
         [], "stages, layers or modules inside that do not learn: [trunk], [conv1], [..conv3] up to it"
     )
-    sampling: Annotated[Sampling, BeforeValidator(_named)] = _option(Sampling(), "who learns from which examples")
-    loss: Annotated[LossOptions, BeforeValidator(_named)] = _option(LossOptions(), "the loss")
-    teacher: TeacherOptions = _option(TeacherOptions(), "whose answers are learned beside the labels")
-    pretrain: int = _option(0, "iterations of independent, each member by itself, before the loss takes over", ge=0)
-    data: Annotated[DataOptions, BeforeValidator(_named)] = _option(DataOptions(), "the data")
-    engine: EngineOptions = _option(EngineOptions(), "how the work is cut and spread")
+    sampling: Annotated[Sampling, BeforeValidator(named_section)] = option(Sampling(), "who learns from which examples")
+    loss: Annotated[LossOptions, BeforeValidator(named_section)] = option(LossOptions(), "the loss")
+    teacher: TeacherOptions = option(TeacherOptions(), "whose answers are learned beside the labels")
+    pretrain: int = option(0, "iterations of independent, each member by itself, before the loss takes over", ge=0)
+    data: Annotated[DataOptions, BeforeValidator(named_section)] = option(DataOptions(), "the data")
+    engine: EngineOptions = option(EngineOptions(), "how the work is cut and spread")
     placement: Annotated[
         Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_named_stages)
-    ] = _option(
+    ] = option(
         "default", "ranks: trunk on 0 and branches spread; auto: the fastest by measured costs; or {stage: rank}"
     )
-    timeout: float = _option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
-    optim: OptimOptions = _option(OptimOptions(), "optimizer and schedule")
-    log: LogOptions = _option(LogOptions(), "logging, evaluation, checkpoints")
-    device: str = _option("auto", "cpu, cuda or cuda:N; auto: a GPU if torch sees one (untested), else the CPU")
-    seed: int = _option(0, "everything random follows from it", ge=0)
+    timeout: float = option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
+    optim: OptimOptions = option(OptimOptions(), "optimizer and schedule")
+    log: LogOptions = option(LogOptions(), "logging, evaluation, checkpoints")
+    device: str = option("auto", "cpu, cuda or cuda:N; auto: a GPU if torch sees one (untested), else the CPU")
+    seed: int = option(0, "everything random follows from it", ge=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
@@ -332,7 +285,7 @@ class Config(_Section):
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _meaning(section: type[_Section], key: str) -> str:
+def _meaning(section: type[Section], key: str) -> str:
     return str(section.model_fields[key].description).partition(": ")[2]
 
 
@@ -538,9 +491,9 @@ def override(tree: dict[str, Any], given: str) -> None:
     for section in sections:
         child = tree.get(section)
         if isinstance(child, str):
-            child = _named(child)  # `loss: mcl` in the file, `loss.k=2` on the command line
+            child = named_section(child)  # `loss: mcl` in the file, `loss.k=2` on the command line
         tree[section] = tree = dict(child) if isinstance(child, dict) else {}
-    before = _named(tree.get(last))
+    before = named_section(tree.get(last))
     if isinstance(value, dict) and isinstance(before, dict) and key in SECTIONS:
         value = before | value  # keys that are not given stay as they were, unless the section's name changes
         if before.get("name") != value.get("name"):
@@ -559,7 +512,7 @@ def keys_of(given: str) -> list[str]:
 
 def keys_in(key: str, value: Any) -> list[str]:
     """The keys that this value of a key sets."""
-    inner = _named(value) if key in SECTIONS else value
+    inner = named_section(value) if key in SECTIONS else value
     if key not in SECTIONS or not isinstance(inner, dict):
         return [key]
     return [one for name, part in inner.items() for one in keys_in(f"{key}.{name}", part)]

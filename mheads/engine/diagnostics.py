@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -147,3 +148,16 @@ def idle_warning(members: Sequence[int], iterations: int, options: Collection[st
         f"{who} won no example in the last {iterations:,} iterations, and so little or nothing to learn from. What "
         f"helps: {', '.join(helps)}"
     )
+
+
+def learning_rows(learning: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the members learned from at the end of training, where some learn from more than others."""
+    if not learning or len(set(learning["wins"])) == 1:
+        return []
+    most = math.log2(len(learning["wins"]))
+    wins = " ".join(f"{100 * w:.1f}" for w in learning["wins"])
+    return [
+        ("wins", f"{wins} % of the last examples (entropy {learning['entropy']:.2f} of {most:.2f} bits)"),
+        ("effective batch", " ".join(f"{n:.0f}" for n in learning["effective_batch"])),
+        ("gradient norms", " ".join(f"{n:.3g}" for n in learning["gradient_norm"])),
+    ]

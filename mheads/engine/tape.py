@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mheads.common import nested_values
 from mheads.common.memory_layout import canonical
-from mheads.common.modules import has_batch_statistics
+from mheads.common.modules import has_batch_statistics, trainable
 from mheads.common.nested_values import Value
 from mheads.engine import row_backward
 from mheads.engine.gradient_sums import Gradients
@@ -177,8 +177,3 @@ class PartialTape:
         inner = None if learn is None else self.rows.within(learn)
         d_input, gradients = self.tape.backward(self.rows.take_gradient(d_output), inner)
         return None if d_input is None else self.rows.put(d_input), gradients
-
-
-def trainable(stage: nn.Module) -> list[Tensor]:
-    """The parameters that a tape's gradients belong to, in the same order."""
-    return [p for p in stage.parameters() if p.requires_grad]

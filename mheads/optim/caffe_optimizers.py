@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mheads.config.schema import OptimOptions
+from mheads.optim.options import OptimOptions
 
 
 class AdaptiveRule(torch.optim.Optimizer):

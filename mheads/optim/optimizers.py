@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from mheads.common.errors import UserError
-from mheads.config.schema import OptimOptions, ScheduleOptions
-from mheads.engine.tape import trainable
+from mheads.common.modules import trainable
 from mheads.optim.caffe_optimizers import AdaptiveRule
+from mheads.optim.options import OptimOptions, ScheduleOptions
 from mheads.trees.treenet import TreeNet
 
 HUGE = 1e37  # that float32 still holds

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mheads.common import atomic_files, packed_arrays, schemas
-from mheads.common.errors import UserError
+from mheads.common.errors import DamageError, UserError
 from mheads.common.safe_yaml import from_json
 from mheads.config import schema as configs
 from mheads.config.schema import Config
@@ -28,7 +28,7 @@ from mheads.problems import Problem
 from mheads.runs.checkpoint import to_bytes
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.lock import LOCK
-from mheads.runs.manifest import AGAIN, DamageError, Manifest
+from mheads.runs.manifest import AGAIN, Manifest
 from mheads.runs.metrics_log import Log, check_line, good_lines
 
 T = TypeVar("T")

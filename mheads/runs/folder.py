@@ -18,14 +18,14 @@ from torch import Tensor
 
 from mheads.common import atomic_files
 from mheads.common import fingerprint as identity
-from mheads.common.errors import UserError
+from mheads.common.errors import DamageError, UserError
 from mheads.config import schema as configs
 from mheads.config.schema import Config
 from mheads.runs.checkpoint import TENSORS, Checkpoint, Checkpoints, refuse_misfits
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.files import RunFiles, as_json
 from mheads.runs.lock import Lock
-from mheads.runs.manifest import AGAIN, DamageError
+from mheads.runs.manifest import AGAIN
 from mheads.trees.treenet import TreeNet
 
 Warn = Callable[[str], None]

@@ -14,15 +14,11 @@ from functools import cached_property
 from pathlib import Path
 
 from mheads.common import atomic_files
-from mheads.common.errors import UserError
+from mheads.common.errors import DamageError
 from mheads.common.safe_yaml import from_json
 from mheads.common.schemas import Digests, check
 
 AGAIN = "the command that trained the run, given again, makes it anew from the newest checkpoint"
-
-
-class DamageError(UserError):
-    """Raised when a file of a run is not what was written."""
 
 
 class Manifest:

@@ -10,20 +10,9 @@ from typing import Any, NamedTuple
 
 from mheads import problems
 from mheads.config import schema as configs
+from mheads.problems.metric_text import label, number
 from mheads.suites.suite import MEMBER, read_figure
 
-LABELS = {
-    "members": "members",
-    "single": "mean member",
-    "ensemble_mean": "Ensemble-Mean",
-    "ensemble_mean_scores": "mean of scores",
-    "ensemble_scored": "Ensemble-Scored",
-    "oracle": "Oracle",
-    "top_m": "top-M",
-    "on_proposals": "boxes as proposed",
-    "train_loss": "training loss",
-    "member_train_loss": "training loss of a member",
-}
 NOT_RUN = "not run"
 # What is better whatever the problem; the others follow it.
 LOWER = (
@@ -45,10 +34,6 @@ class Trials(NamedTuple):
     @property
     def std(self) -> float | None:
         return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-
-def label(metric: str) -> str:
-    return LABELS.get(metric, metric.replace("_", " "))
 
 
 def trials(document: dict[str, Any], row: str, metric: str) -> Trials | None:
@@ -163,12 +148,6 @@ def in_percent(document: dict[str, Any]) -> bool:
 
 
 # Figures as text.
-
-
-def number(value: float, metric: str, percent: bool = True) -> str:
-    if "loss" in metric or "nll" in metric or metric == "evenness":
-        return f"{value:.3f}"
-    return f"{value:.2f}" if percent or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def ours(document: dict[str, Any], row: str, metric: str) -> str:

@@ -14,12 +14,11 @@ from typing import Any
 
 from mheads.api.classical import is_stable, read_rounds
 from mheads.common import atomic_files
-from mheads.common.errors import UserError
+from mheads.common.errors import DamageError, UserError
 from mheads.config import schema as configs
 from mheads.config.schema import Config
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
-from mheads.runs.manifest import DamageError
 from mheads.suites.suite import Suite, Table, read
 from mheads.training.build import load_data
 

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
 from mheads.common.progress import Pace, Silent, step_line
+from mheads.common.text import duration
 from mheads.problems.baselines import top
 from mheads.suites.jobs import Job
 
@@ -73,11 +74,3 @@ class Overview(Silent):
 
     def warn(self, message: str) -> None:
         self.console.print(message, style="yellow", markup=False, soft_wrap=True)
-
-
-def duration(seconds: float) -> str:
-    """2 h 05 min, 3 min 20 s, 12 s"""
-    whole = round(max(0.0, seconds))
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02} min"
-    return f"{whole // 60} min {whole % 60:02} s" if whole >= 60 else f"{whole} s"

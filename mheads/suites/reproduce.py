@@ -18,11 +18,13 @@ from mheads.api.classical import train_rounds
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.common.signals import handling
+from mheads.common.text import duration
 from mheads.config.schema import Config
+from mheads.problems.metric_text import label
 from mheads.report.figures.figures import save, suite_figure
 from mheads.suites import findings, results, tables, timing
 from mheads.suites.jobs import FOLDER, Job, Options, Planner, in_order
-from mheads.suites.progress_line import Overview, duration
+from mheads.suites.progress_line import Overview
 from mheads.suites.same_data_and_code import Alike
 from mheads.suites.suite import SUITES, read
 from mheads.training.experiment import Experiment, build
@@ -258,7 +260,7 @@ def _figure(document: dict[str, Any]) -> Any:
             ours, paper = findings.trials(document, row, metric), findings.paper(document, row, metric) or {}
             mean, std = (ours.mean, ours.std) if ours else (None, None)
             points.append((mean, std, paper.get("mean"), paper.get("std")))
-        panels[findings.label(metric)] = points
+        panels[label(metric)] = points
     return suite_figure(rows, panels, tables.title(document))
 
 

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from mheads.common import fingerprint
-from mheads.common.errors import UserError
-from mheads.runs.manifest import DamageError
+from mheads.common.errors import DamageError, UserError
 from mheads.suites.jobs import Job
 
 Found = dict[str, Any]  # what identity.json holds

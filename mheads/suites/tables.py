@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mheads.problems.metric_text import label
 from mheads.suites import findings
 from mheads.suites.verdicts import TEST, how_tested, verdicts
 
@@ -47,7 +48,7 @@ def cells(document: Document, row: str) -> list[str]:
 
 
 def heads(document: Document) -> list[str]:
-    return [findings.label(metric) if kind == "ours" else kind for metric, kind in columns(document)]
+    return [label(metric) if kind == "ours" else kind for metric, kind in columns(document)]
 
 
 def shown(document: Document) -> RenderableType:

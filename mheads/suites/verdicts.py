@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mheads.suites.findings import by_seed, higher_is_better, in_percent, label, number, why_missing
+from mheads.problems.metric_text import label, number
+from mheads.suites.findings import by_seed, higher_is_better, in_percent, why_missing
 from mheads.suites.suite import Term
 
 Document = dict[str, Any]

@@ -23,8 +23,9 @@ from mheads.caffe.prototxt import Solver, parse
 from mheads.caffe.solver import log_of, optim_of, seed_of
 from mheads.common.errors import UserError
 from mheads.common.protobuf import field
-from mheads.config.schema import Config, OptimOptions
+from mheads.config.schema import Config
 from mheads.optim.optimizers import Optimizer, Schedule
+from mheads.optim.options import OptimOptions
 from mheads.training.build import build_net
 from mheads.training.experiment import build
 

@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.utils import prune
 
 from mheads.common.memory_layout import canonical
+from mheads.common.modules import trainable
 from mheads.engine import row_backward
 from mheads.engine.rows import Rows
-from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record, trainable
+from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record
 from mheads.networks import NETWORKS
 from mheads.networks.dropout import Dropout, keyed_masks
 from mheads.trees.splitting.cut_sequential import Stage

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from mheads import TreeNet, UserError
-from mheads.config.schema import OptimOptions, ScheduleOptions
 from mheads.optim.optimizers import Optimizer, Schedule
+from mheads.optim.options import OptimOptions, ScheduleOptions
 
 
 def one_layer() -> nn.Sequential:

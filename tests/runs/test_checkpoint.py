@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mheads.common import atomic_files
-from mheads.common.errors import UserError
+from mheads.common.errors import DamageError, UserError
 from mheads.config import schema
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import DataFacts, RunFolder
-from mheads.runs.manifest import DamageError, Manifest
+from mheads.runs.manifest import Manifest
 from mheads.training import experiment
 
 # Checkpoints.

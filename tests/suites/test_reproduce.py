@@ -19,13 +19,14 @@ from safetensors.torch import save_file
 from mheads.api.evaluate import evaluate_run
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
+from mheads.common.text import duration
 from mheads.config.schema import load
 from mheads.networks.digits import digits
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
 from mheads.suites import results as documents
 from mheads.suites.jobs import Options, Planner
-from mheads.suites.progress_line import Overview, duration
+from mheads.suites.progress_line import Overview
 from mheads.suites.reproduce import Run
 from mheads.suites.suite import read
 from mheads.trees.treenet import TreeNet

@@ -11,7 +11,33 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from mheads.api.predict import Predicted
+from mheads.common.progress import Watcher
 from mheads.problems import Classification, MultiLabel, Problem, Segmentation
+
+FEW = 10  # images that get a table each
+SHOWN = 100  # lines of a table; the rest is for a file
+
+
+def tables(predicted: Predicted, watch: Watcher) -> Iterator[Group]:
+    """A table for each of a few images, else one with a line for each example."""
+    found, weights, problem = predicted.outputs, predicted.weights, predicted.run.data.problem
+    images, count = predicted.images, found.shape[1]
+    if images is not None and count <= FEW:
+        for i, image in enumerate(images):
+            outputs, count_of = found[:, i : i + 1], None if weights is None else weights[:, i : i + 1]
+            if isinstance(problem, Classification):
+                together = [problem.mean(outputs)[0]]
+                together += [] if count_of is None else [problem.mean(outputs, count_of)[0]]
+                yield answers_to_image(image, outputs[:, 0].softmax(-1), problem.classes, together)
+            else:
+                yield answers(str(image), outputs, problem, weights=count_of)
+        return
+    title = str(predicted.asked.file) if images is None else f"{count:,} images"
+    names = None if images is None else [str(image) for image in images[:SHOWN]]
+    yield answers(title, found[:, :SHOWN], problem, names, None if weights is None else weights[:, :SHOWN])
+    if count > SHOWN:
+        watch.say(f"these are {SHOWN} of {count:,}: -o answers.csv, or .npz, writes all")
 
 
 def answers(

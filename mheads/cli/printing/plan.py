@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mheads.cli.printing.rank_text import count, mesh_text, names, ranks_of, seconds
+from mheads.cli.printing.rank_text import mesh_text, names, ranks_of, seconds
+from mheads.common.text import count
 from mheads.distributed.placement import Placement
 from mheads.distributed.planning.job import Cluster
 from mheads.distributed.planning.search import Prediction

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from mheads.common.text import count
+
 if TYPE_CHECKING:
     from mheads.distributed.placement import Placement
 
@@ -63,7 +65,3 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:,.2f} s"
     return f"{1e3 * value:.1f} ms" if value >= 1e-3 or not value else f"{1e6 * value:.0f} µs"
-
-
-def count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number:,} {what}{plural if number != 1 else ''}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from rich import box
@@ -11,6 +10,7 @@ from rich.text import Text
 
 from mheads import problems
 from mheads.data.catalog import DATASETS
+from mheads.engine.diagnostics import learning_rows
 from mheads.problems.base import ANSWERS
 from mheads.problems.baselines import top
 
@@ -29,19 +29,6 @@ def result_table(result: dict[str, Any]) -> Table:
     table.add_row("parameters", f"{result['parameters']:,}")
     table.add_row("training", f"{result['iterations']:,} iterations, {result['seconds']:.1f} s")
     return table
-
-
-def learning_rows(learning: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the members learned from at the end of training, where some learn from more than others."""
-    if not learning or len(set(learning["wins"])) == 1:
-        return []
-    most = math.log2(len(learning["wins"]))
-    wins = " ".join(f"{100 * w:.1f}" for w in learning["wins"])
-    return [
-        ("wins", f"{wins} % of the last examples (entropy {learning['entropy']:.2f} of {most:.2f} bits)"),
-        ("effective batch", " ".join(f"{n:.0f}" for n in learning["effective_batch"])),
-        ("gradient norms", " ".join(f"{n:.3g}" for n in learning["gradient_norm"])),
-    ]
 
 
 def comparison_table(results: dict[str, dict[str, Any]]) -> Table:

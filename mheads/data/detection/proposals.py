@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from mheads.common import atomic_files, packed_arrays, seeds
-from mheads.common.errors import UserError, named, warn
+from mheads.common.errors import DamageError, UserError, named, warn
 from mheads.data.detection.voc import Scene
 from mheads.data.file_digests import Shown, digests
 from mheads.data.readers.cache import cache_dir, recover, scratch, storing
 from mheads.data.readers.folder import cores
-from mheads.runs.manifest import DamageError
 
 SEARCH = "selective_search"
 DIGEST = hashlib.sha256().digest_size  # of the bytes before, at the end of a file that is kept

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from mheads.common import nested_values
-from mheads.common.modules import children
+from mheads.common.modules import children, trainable
 from mheads.common.nested_values import Value
-from mheads.config.schema import OptimOptions
 from mheads.distributed.planning.job import Job
 from mheads.engine.cost import costs_on
 from mheads.engine.memory import keep_freed_memory
-from mheads.engine.tape import Context, record, trainable
+from mheads.engine.tape import Context, record
 from mheads.optim.optimizers import Optimizer
+from mheads.optim.options import OptimOptions
 from mheads.trees.splitting.cut_sequential import Stage
 from mheads.trees.tree_spec import Node, Tree
 from mheads.trees.treenet import TreeNet

@@ -7,14 +7,13 @@ import shlex
 import sys
 from typing import Any
 
-from mheads.cli.printing.rank_text import count
 from mheads.common.errors import UserError
+from mheads.common.text import count, duration
 from mheads.config import schema as configs
 from mheads.config.schema import Config
 from mheads.data.catalog import DATASETS
 from mheads.losses import LOSSES
 from mheads.runs.record import Record
-from mheads.suites.progress_line import duration
 
 NUMBERS = ("", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten")
 

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from mheads.cli.printing.tables import learning_rows
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
+from mheads.config.schema import Config
 from mheads.engine.cost import costs_on, example_of
+from mheads.engine.diagnostics import learning_rows
 from mheads.problems import Classification
 from mheads.problems.baselines import top
+from mheads.problems.metric_text import label, number
 from mheads.report.page import curves, describe, svg
 from mheads.report.page.agreement import agreement
 from mheads.report.page.detections import class_table
@@ -35,12 +37,15 @@ from mheads.report.page.html import (
     ownership_grid,
 )
 from mheads.runs.record import Record
-from mheads.suites.findings import label, number
-from mheads.suites.paper_rows import paper_figures
 from mheads.trees.treenet import TreeNet
 
+# What the paper says of a config: the name of its row, and the figure of each metric; None where it says nothing.
+PaperFigures = Callable[[Config], tuple[str, dict[str, dict[str, Any]]] | None]
 
-def page_of(record: Record, watch: Watcher, trust: bool = False, look: bool = True) -> Page:
+
+def page_of(
+    record: Record, watch: Watcher, trust: bool = False, look: bool = True, paper: PaperFigures | None = None
+) -> Page:
     """All that can be shown of a run; without `look`, only what needs neither network nor data."""
     net, why_no_net = _try(lambda: network(record, watch, trust))
     evidence, why = (None, why_no_net) if net is None else (None, "This is computed when the run is finished.")
@@ -50,7 +55,7 @@ def page_of(record: Record, watch: Watcher, trust: bool = False, look: bool = Tr
     shown = pictures(record, watch) if look and record.config.members > 1 else []
     sections = [
         Section("run", "What was run", [Facts(describe.facts(record)), _tree(record, net, why_no_net)]),
-        Section("results", "Results", _results(record)),
+        Section("results", "Results", _results(record, paper)),
         Section("curves", "Over training", [curves.measures(record), curves.losses(record.log)]),
     ]
     if record.config.members > 1:
@@ -153,14 +158,14 @@ def _tree(record: Record, net: TreeNet | None, why: str) -> Part:
     return Drawing("The tree: which layers are shared by which members", drawn, note, least)
 
 
-def _results(record: Record) -> list[Part]:
+def _results(record: Record, paper: PaperFigures | None) -> list[Part]:
     result = record.result
     if result is None:
         return [Missing("The run was not evaluated yet.")]
     found = [(name, Text.from_markup(text).plain) for name, text in record.data.problem.rows(result)]
     found += learning_rows(result.get("learning") or {})
     more = [class_table(record, result)] if record.data.problem.name == "detection" else []
-    beside = paper_figures(record.config) if record.finished else None
+    beside = paper(record.config) if paper and record.finished else None
     note = f"On {result['examples']:,} examples of the {result['split']} set."
     if beside is None:
         rows = [[Cell(name), Cell(text)] for name, text in found]

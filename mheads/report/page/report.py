@@ -7,34 +7,31 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from mheads.common.atomic_files import check_output, check_place, write_atomically
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Watcher
-from mheads.report.page.html import Cell, Page, Section, Table
-from mheads.report.page.one_run import page_of
-from mheads.report.page.several_runs import Fact, best_of, page_of_all
+from mheads.report.page.html import Page
+from mheads.report.page.one_run import PaperFigures, page_of
+from mheads.report.page.several_runs import page_of_all
 from mheads.runs.folder import RunFolder
 from mheads.runs.record import Record, read_all
-from mheads.suites import findings, results, tables
-from mheads.suites.jobs import FOLDER, Options, Planner
-from mheads.suites.suite import read
-from mheads.suites.verdicts import TEST, how_tested, verdicts
 
 REFRESH = 5  # seconds after which an open page of a run that goes on is loaded again
 POLL = 1.0  # seconds between two looks at its folder, at least
 PAUSE = 5  # times as long as a page took: the network of a large run is built for each, beside its training
 
 
-def report(paths: Sequence[Path], output: Path | None, watch: Watcher, trust: bool = False) -> Path:
+def report(
+    paths: Sequence[Path], output: Path | None, watch: Watcher, trust: bool = False, paper: PaperFigures | None = None
+) -> Path:
     """Writes the page of a run to report.html in its folder, or of several beside the first; returns where it is."""
     if output is not None:
         check_output(output, SUFFIXES)
     records = read_all(paths, lenient=True)
     output = check_place(output or _usual(paths))
-    write_atomically(output, _page(records, watch, trust).html())
+    write_atomically(output, _page(records, watch, trust, paper=paper).html())
     return output
 
 
@@ -44,6 +41,7 @@ def follow(
     watch: Watcher,
     trust: bool = False,
     wait: Callable[[float], None] = time.sleep,
+    paper: PaperFigures | None = None,
 ) -> Path:
     """Writes the page anew whenever the runs go on, until all are finished or Ctrl-C; an open page follows.
 
@@ -59,7 +57,7 @@ def follow(
             if now != before:
                 records = read_all(paths, lenient=True)
                 if all(record.finished for record in records):
-                    return report(paths, file, watch, trust)
+                    return report(paths, file, watch, trust, paper)
                 if page is None:
                     watch.say(f"{file} follows the run until it is finished; Ctrl-C ends this")
                 with warnings.catch_warnings(action="ignore"):  # what is wrong with a run is told once
@@ -90,72 +88,10 @@ WATCHED = ("metrics.jsonl", "assignments.npz", "result.json", "config.yaml")
 SUFFIXES = (".html", ".htm")
 
 
-def report_suite(name: str, options: Options, output: Path | None, watch: Watcher, folder: Path = FOLDER) -> Path:
-    """Writes the page of a suite: its table beside the paper's, and the runs of `mheads reproduce` that are there."""
-    suite, planner = read(name), Planner(options, folder)
-    table = planner.table(suite)
-    if output is not None:
-        check_output(output, SUFFIXES)
-    document = results.make(table, planner, 1)
-    records: dict[Path, Record] = {}
-    for row in table.names:
-        for job in sorted(planner.jobs_there(suite, row), key=lambda job: job.seed):
-            if job.path not in records and job.folder.exists():
-                title = job.row if job.seed == options.seed else f"{job.row}, seed {job.seed}"
-                records[job.path] = Record.read(job.folder.path, title, lenient=True)
-                if job.finished():
-                    results.add(document, job, planner, suite)
-    if not records:
-        again = results.command(name, options, [options.seed])
-        raise UserError(f"{folder} holds no run of {suite.name} on {options.short}: train them, {again}")
-    page = page_of_all(
-        list(records.values()),
-        watch,
-        title=tables.title(document),
-        about=suite.about,
-        further=_beside(document),
-        best=_best(document),
-    )
-    output = output or folder / results.file_name(suite.name, options).replace(".json", ".html")
-    write_atomically(output, page.html())
-    return output
-
-
-def _best(document: results.Document) -> list[Fact]:
-    """The rows with the best means over their trials: all that have them."""
-    found, percent = [], findings.in_percent(document)
-    for metric in ("ensemble_mean", "oracle"):
-        rows = {entry["name"]: findings.trials(document, entry["name"], metric) for entry in document["rows"]}
-        means = {row: trials.mean for row, trials in rows.items() if trials is not None}
-        if means:
-            higher = findings.higher_is_better(document, metric)
-            value, who = best_of(means, higher, partial(findings.number, metric=metric, percent=percent))
-            value = findings.ours(document, who[0], metric) if len(who) == 1 else value
-            found.append((f"Best {findings.label(metric)}", value, "%" if percent else "", ", ".join(who)))
-    return found
-
-
-def _beside(document: results.Document) -> list[Section]:
-    """The table beside the paper's, and what it claims."""
-    rows = []
-    for entry in document["rows"]:
-        trials = findings.num_trials(document, entry["name"])
-        cells = [Cell(text) for text in tables.cells(document, entry["name"])]
-        rows.append([Cell(entry["name"]), Cell(str(trials) if trials else ""), *cells])
-    heads = ["row", "trials", *tables.heads(document)]
-    why = findings.why_no_paper(document)
-    title, what = ("The table", "Our runs") if why else ("Beside the paper", "Our runs and the paper's figures")
-    found = [Section("table", title, [Table(what, heads, rows, note=why)])]
-    if claims := verdicts(document):
-        lines = [[Cell(claim.claim), Cell(claim.word), Cell(claim.figures)] for claim in claims]
-        tested = f"{how_tested(claims)} {TEST}".strip()
-        table = Table("What is claimed, and what our runs say of it", ["claim", "here", "figures"], lines, note=tested)
-        found.append(Section("claims", "What holds", [table]))
-    return found
-
-
-def _page(records: Sequence[Record], watch: Watcher, trust: bool, look: bool = True) -> Page:
-    return page_of(records[0], watch, trust, look) if len(records) == 1 else page_of_all(records, watch, look)
+def _page(
+    records: Sequence[Record], watch: Watcher, trust: bool, look: bool = True, paper: PaperFigures | None = None
+) -> Page:
+    return page_of(records[0], watch, trust, look, paper) if len(records) == 1 else page_of_all(records, watch, look)
 
 
 def _usual(paths: Sequence[Path]) -> Path:

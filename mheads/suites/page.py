@@ -1,0 +1,83 @@
+"""The page of a suite: its table beside the paper's, what it claims, and its runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from mheads.common.atomic_files import check_output, write_atomically
+from mheads.common.errors import UserError
+from mheads.common.progress import Watcher
+from mheads.problems.metric_text import label, number
+from mheads.report.page.html import Cell, Section, Table
+from mheads.report.page.report import SUFFIXES
+from mheads.report.page.several_runs import Fact, best_of, page_of_all
+from mheads.runs.record import Record
+from mheads.suites import findings, results, tables
+from mheads.suites.jobs import FOLDER, Options, Planner
+from mheads.suites.suite import read
+from mheads.suites.verdicts import TEST, how_tested, verdicts
+
+
+def report_suite(name: str, options: Options, output: Path | None, watch: Watcher, folder: Path = FOLDER) -> Path:
+    """Writes the page of a suite: its table beside the paper's, and the runs of `mheads reproduce` that are there."""
+    suite, planner = read(name), Planner(options, folder)
+    table = planner.table(suite)
+    if output is not None:
+        check_output(output, SUFFIXES)
+    document = results.make(table, planner, 1)
+    records: dict[Path, Record] = {}
+    for row in table.names:
+        for job in sorted(planner.jobs_there(suite, row), key=lambda job: job.seed):
+            if job.path not in records and job.folder.exists():
+                title = job.row if job.seed == options.seed else f"{job.row}, seed {job.seed}"
+                records[job.path] = Record.read(job.folder.path, title, lenient=True)
+                if job.finished():
+                    results.add(document, job, planner, suite)
+    if not records:
+        again = results.command(name, options, [options.seed])
+        raise UserError(f"{folder} holds no run of {suite.name} on {options.short}: train them, {again}")
+    page = page_of_all(
+        list(records.values()),
+        watch,
+        title=tables.title(document),
+        about=suite.about,
+        further=_beside(document),
+        best=_best(document),
+    )
+    output = output or folder / results.file_name(suite.name, options).replace(".json", ".html")
+    write_atomically(output, page.html())
+    return output
+
+
+def _best(document: results.Document) -> list[Fact]:
+    """The rows with the best means over their trials: all that have them."""
+    found, percent = [], findings.in_percent(document)
+    for metric in ("ensemble_mean", "oracle"):
+        rows = {entry["name"]: findings.trials(document, entry["name"], metric) for entry in document["rows"]}
+        means = {row: trials.mean for row, trials in rows.items() if trials is not None}
+        if means:
+            higher = findings.higher_is_better(document, metric)
+            value, who = best_of(means, higher, partial(number, metric=metric, percent=percent))
+            value = findings.ours(document, who[0], metric) if len(who) == 1 else value
+            found.append((f"Best {label(metric)}", value, "%" if percent else "", ", ".join(who)))
+    return found
+
+
+def _beside(document: results.Document) -> list[Section]:
+    """The table beside the paper's, and what it claims."""
+    rows = []
+    for entry in document["rows"]:
+        trials = findings.num_trials(document, entry["name"])
+        cells = [Cell(text) for text in tables.cells(document, entry["name"])]
+        rows.append([Cell(entry["name"]), Cell(str(trials) if trials else ""), *cells])
+    heads = ["row", "trials", *tables.heads(document)]
+    why = findings.why_no_paper(document)
+    title, what = ("The table", "Our runs") if why else ("Beside the paper", "Our runs and the paper's figures")
+    found = [Section("table", title, [Table(what, heads, rows, note=why)])]
+    if claims := verdicts(document):
+        lines = [[Cell(claim.claim), Cell(claim.word), Cell(claim.figures)] for claim in claims]
+        tested = f"{how_tested(claims)} {TEST}".strip()
+        table = Table("What is claimed, and what our runs say of it", ["claim", "here", "figures"], lines, note=tested)
+        found.append(Section("claims", "What holds", [table]))
+    return found

@@ -634,8 +634,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "the file is there before the manifest knows it",
-                    "        self.manifest.expect(path, content)\n        files.write_atomically(path, content)",
-                    "        files.write_atomically(path, content)\n        self.manifest.expect(path, content)",
+                    "        self.manifest.expect(path, content)\n        atomic_files.write_atomically(path, content)",
+                    "        atomic_files.write_atomically(path, content)\n        self.manifest.expect(path, content)",
                 ),
             ],
         ),
@@ -1013,7 +1013,7 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "scores are not measured",
-                    "yield problem.answer(outputs), scores.weights(outputs), targets",
+                    "yield problem.answer(outputs), member_scores.weights(outputs), targets",
                     "yield problem.answer(outputs), None, targets",
                 ),
                 Bug(

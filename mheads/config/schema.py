@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -22,19 +22,16 @@ from pydantic import (
     BeforeValidator,
     Field,
     ValidationError,
-    create_model,
     model_validator,
 )
 
 from mheads import networks
 from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
-from mheads.common.options import Section, named_section, option
+from mheads.common.options import S, Section, named_section, option, options_of, section_of
 from mheads.config.unknown_keys import meaning
-from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss, options
+from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss
 from mheads.optim.options import OptimOptions
-
-S = TypeVar("S", bound=Section)
 
 
 class Sampling(Section):
@@ -103,24 +100,13 @@ class LossSection(Section):
         """The arguments for the factory of the loss."""
         if self.name not in LOSSES:
             return self.args
-        return {key: getattr(self, key) for key in options.options(LOSSES[self.name])}
-
-
-def _loss_options() -> Any:
-    """The loss section with a field for each option of any loss; all are checked, whichever loss is named."""
-    fields: dict[str, Any] = {
-        key: (declared.type, option(declared.default, f"{', '.join(owners)}: {declared.description}"))
-        for key, (declared, owners) in options.keys(LOSSES).items()
-    }
-    if taken := LossSection.model_fields.keys() & fields:
-        raise TypeError(f"no option of a loss can be called {', '.join(taken)}: every loss has that key")
-    return create_model("LossOptions", __base__=LossSection, **fields)
+        return {key: getattr(self, key) for key in options_of(LOSSES[self.name])}
 
 
 if TYPE_CHECKING:
     LossOptions = LossSection
 else:
-    LossOptions = _loss_options()
+    LossOptions = section_of("LossOptions", LossSection, LOSSES)
 
 
 class RegionOptions(Section):
@@ -244,11 +230,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.optim.name == "sgd" and self.optim.nesterov and not self.optim.momentum:
+        if self.optim.options.get("nesterov") and not self.optim.options["momentum"]:
             raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
-        if self.optim.name == "adamw" and self.optim.regularization == "l1":
+        if self.optim.entry.decoupled and self.optim.regularization == "l1":
             raise ValueError(
-                "optim.regularization = l1 is not for adamw, whose decay is apart from gradients: use adam"
+                f"optim.regularization = l1 is not for {self.optim.name}, whose decay is apart from gradients: use adam"
             )
         if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
             raise ValueError(
@@ -292,7 +278,7 @@ def _meaning(section: type[Section], key: str) -> str:
 def is_free(key: str, config: Config) -> bool:
     """Whether this key may differ when a run is resumed: it decides no bit of the steps already done."""
     if key == "optim.iterations":
-        return config.optim.schedule.name not in ("cosine", "poly")  # their rates depend on where they end
+        return not config.optim.schedule.entry.ends
     return key in ("engine.workers", "data.reader", "placement", "timeout") or key.startswith("log.")
 
 

@@ -14,7 +14,8 @@ from mheads.data.batches import Batch
 from mheads.engine.diagnostics import Diagnostics
 from mheads.engine.interface import Engine
 from mheads.engine.training_step import StepReport
-from mheads.optim.optimizers import Optimizer, Schedule
+from mheads.optim.schedules import Schedule
+from mheads.optim.stage_updates import Optimizer
 from mheads.problems import Problem, Result
 from mheads.runs.checkpoint import refuse_misfits
 from mheads.runs.folder import RunFolder

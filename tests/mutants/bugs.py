@@ -731,7 +731,7 @@ AREAS: dict[str, list[File]] = {
     ],
     "optimizers": [
         File(
-            "mheads/optim/optimizers.py",
+            "mheads/optim/stage_updates.py",
             "tests/optim/test_optimizers.py",
             [
                 Bug(
@@ -770,29 +770,35 @@ AREAS: dict[str, list[File]] = {
                     "if parameter.requires_grad",
                 ),
                 Bug(
-                    "warmup begins at 0",
-                    "rate *= (iteration + 1) / options.warmup",
-                    "rate *= iteration / options.warmup",
-                ),
-                Bug(
-                    "steps come one iteration late",
-                    "sum(iteration >= at for at in options.at)",
-                    "sum(iteration > at for at in options.at)",
-                ),
-                Bug(
-                    "a window after a drop is compared with the one before it",
-                    "self.previous = None  # a new window at the new rate",
-                    "self.previous = mean  # a new window at the new rate",
-                ),
-                Bug(
-                    "a plateau of worse losses is none",
-                    "mean > (1 - self.options.threshold) * self.previous",
-                    "abs(mean - self.previous) < self.options.threshold * self.previous",
-                ),
-                Bug(
                     "what is loaded is what was saved, not a copy",
                     "else tensor.to(parameter.device, copy=True)",
                     "else tensor",
+                ),
+            ],
+        ),
+        File(
+            "mheads/optim/schedules.py",
+            "tests/optim/test_optimizers.py",
+            [
+                Bug(
+                    "warmup begins at 0",
+                    "rate *= (iteration + 1) / self.warmup",
+                    "rate *= iteration / self.warmup",
+                ),
+                Bug(
+                    "steps come one iteration late",
+                    "sum(i >= one for one in at)",
+                    "sum(i > one for one in at)",
+                ),
+                Bug(
+                    "a window after a drop is compared with the one before it",
+                    "self.previous = None  # a new window at the new learning rate",
+                    "self.previous = mean  # a new window at the new learning rate",
+                ),
+                Bug(
+                    "a plateau of worse losses is none",
+                    "mean > (1 - self.threshold) * self.previous",
+                    "abs(mean - self.previous) < self.threshold * self.previous",
                 ),
             ],
         ),

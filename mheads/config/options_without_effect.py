@@ -8,6 +8,7 @@ from mheads.common.errors import UserError
 from mheads.common.options import Factories, options_by_key
 from mheads.config.schema import Config, flatten, keys_of
 from mheads.data.catalog import DATASETS
+from mheads.data.resampling import FACTORIES as SAMPLINGS
 from mheads.losses import LOSSES
 from mheads.optim.optimizers import FACTORIES as OPTIMIZERS
 from mheads.optim.schedules import FACTORIES as SCHEDULES
@@ -21,12 +22,7 @@ def _owners(section: str, factories: Factories) -> dict[str, tuple[str, ...]]:
 
 # By the key that chooses, the options that not all of its values have.
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "sampling.name": {
-        "sampling.fraction": ("subset",),
-        "sampling.groups": ("specialists",),
-        "sampling.generalist": ("clustered",),
-        "sampling.path": ("file",),
-    },
+    "sampling.name": _owners("sampling", SAMPLINGS),
     "optim.name": _owners("optim", OPTIMIZERS),
     "optim.schedule.name": _owners("optim.schedule", SCHEDULES),
     "loss.name": {

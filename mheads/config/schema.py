@@ -28,24 +28,50 @@ from pydantic import (
 from mheads import networks
 from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
-from mheads.common.options import S, Section, named_section, option, options_of, section_of
+from mheads.common.options import (
+    Factories,
+    S,
+    Section,
+    named_section,
+    option,
+    options_by_key,
+    options_of,
+    section_of,
+)
 from mheads.config.unknown_keys import meaning
+from mheads.data import resampling
+from mheads.data.resampling import SAMPLINGS
 from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss
 from mheads.optim.options import OptimOptions
 
 
-class Sampling(Section):
-    name: Literal["full", "bagging", "subset", "specialists", "clustered", "file", "array"] = option(
-        "full", "who learns from which examples"
+def _sampling_name(name: str) -> str:
+    if name not in SAMPLINGS:
+        raise ValueError(f"a sampling is one of {', '.join(SAMPLINGS)}")
+    return name
+
+
+class SamplingSection(Section):
+    """The key that every sampling has."""
+
+    name: Annotated[str, AfterValidator(_sampling_name)] = option(
+        "full", f"which member learns from which examples: {', '.join(SAMPLINGS)}"
     )
-    fraction: float = option(0.63, "subset: the share of the examples that a member sees", gt=0, le=1)
-    groups: Literal["random"] | list[list[int]] = option(
-        "random", "specialists: the classes of each member, or random for an even split by the seed"
-    )
-    generalist: Path | None = option(
-        None, "clustered: the folder of a finished run; classes that it confuses go together"
-    )
-    path: Path | None = option(None, "file: an .npz or .npy file of priors [M, N] on the training examples")
+
+    @property
+    def entry(self) -> resampling.Entry:
+        return SAMPLINGS[self.name]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments for the factory of the sampling."""
+        return {key: getattr(self, key) for key in options_of(self.entry.make)}
+
+
+if TYPE_CHECKING:
+    Sampling = SamplingSection
+else:
+    Sampling = section_of("Sampling", SamplingSection, resampling.FACTORIES)
 
 
 def _no_truth_value(value: Any) -> Any:
@@ -245,16 +271,24 @@ class Config(Section):
             raise ValueError(
                 f"init_members names {len(self.init_members)} for {self.members} members: give one each, null for new"
             )
-        groups = self.sampling.groups
-        if self.sampling.name == "specialists" and isinstance(groups, list) and len(groups) != self.members:
+        groups = self.sampling.options.get("groups")
+        if isinstance(groups, list) and len(groups) != self.members:
             raise ValueError(f"sampling.groups has {len(groups)} groups for {self.members} members: give one each")
-        for name, key in (("file", "path"), ("clustered", "generalist")):
-            given = getattr(self.sampling, key)
-            if self.sampling.name == name and given is None:
-                raise ValueError(f"sampling.name = {name} needs sampling.{key}, {_meaning(Sampling, key)}")
-            if self.sampling.name != name and given is not None:
-                raise ValueError(f"sampling.{key} is for sampling.name={name}, but it is {self.sampling.name}")
+        self._check_required("sampling", self.sampling, resampling.FACTORIES)
         return self
+
+    @staticmethod
+    def _check_required(section: str, chosen: SamplingSection, factories: Factories) -> None:
+        """An option without a default belongs to its entry: the entry needs it, and no other takes it."""
+        for key, shared in options_by_key(factories).items():
+            if shared.default is not None:
+                continue
+            given, (owner, *_) = getattr(chosen, key), shared.owners
+            if chosen.name == owner and given is None:
+                meaning = next(iter(shared.meanings))
+                raise ValueError(f"{section}.name = {owner} needs {section}.{key}, {meaning}")
+            if chosen.name != owner and given is not None:
+                raise ValueError(f"{section}.{key} is for {section}.name={owner}, but it is {chosen.name}")
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -269,10 +303,6 @@ class Config(Section):
         decisive = {k: given[k] for k in counts if given[k] != default[k]}
         text = json.dumps(decisive, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _meaning(section: type[Section], key: str) -> str:
-    return str(section.model_fields[key].description).partition(": ")[2]
 
 
 def is_free(key: str, config: Config) -> bool:
@@ -441,7 +471,7 @@ def _absolute(config: Config) -> Config:
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
     init = config.init if in_memory else str(_plain(Path(config.init)))
     paths = {"data.root": data.root, "data.path": data.path, "data.test_path": data.test_path, "init": init}
-    paths |= {"sampling.generalist": sampling.generalist, "sampling.path": sampling.path}
+    paths |= {f"sampling.{key}": getattr(sampling, key) for key in ("generalist", "path")}
     paths["teacher.answers"] = teacher.answers
     for key, path in paths.items():
         if path is not None and str(path).encode("utf-8", "replace") != os.fsencode(path):

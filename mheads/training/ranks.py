@@ -86,7 +86,7 @@ def build(config: Config, world: World) -> Experiment:
     net = parts.build_net(config, only=placement.owned(world.rank))
     world.compare("start", {"init": init_weights.donor_digest(config.init) or config.init})
     clustered = None
-    if config.sampling.name == "clustered":
+    if config.sampling.entry.from_run:
         clustered = world.share("groups", lambda: experiments.cluster_classes(config))
     if config.data.reader == "lead" and not world.lead:
         absent = absent_data(world)

@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from PIL import Image
 import mheads as package
 from mheads.config import options_without_effect, schema
 from mheads.config.schema import load, recipes
+from mheads.data.resampling import SAMPLINGS
 from mheads.optim.optimizers import OPTIMIZERS
 from mheads.optim.options import OptimOptions
 from mheads.optim.schedules import SCHEDULES, ScheduleOptions
@@ -209,7 +209,7 @@ NOBODY = ["sampling=full", "optim.name=adamw", "optim.schedule=cosine", "loss=in
 def test_the_options_that_the_config_describes_as_somebodys_are_refused_for_others():
     sections = {"sampling": schema.Sampling, "optim": OptimOptions, "optim.schedule": ScheduleOptions}
     for section, kind in sections.items():
-        names = get_args(kind.model_fields["name"].annotation) or (*OPTIMIZERS, *SCHEDULES)
+        names = (*OPTIMIZERS, *SCHEDULES, *SAMPLINGS)
         for key, field in kind.model_fields.items():
             before = [part.partition(":")[0] for part in str(field.description).split(";") if ":" in part]
             owners = [word for words in before for word in words.strip().split(", ") if word in names]

@@ -119,3 +119,13 @@ def test_two_answers_are_shared_out_and_drawn(tmp_path, capsys):
     assert ratio > 10  # the better of two members is so many times nearer than one network
     assert f"{ratio:.1f} times less" in capsys.readouterr().out
     assert imread(tmp_path / "two.png").std() > 0.05  # something is drawn
+
+
+def test_the_drawing_of_gradients_is_what_its_script_draws(tmp_path):
+    script = runpy.run_path(str(ROOT / "docs/draw_gradients.py"), run_name="script")
+    kept = imread(script["PICTURE"])
+    script["main"].__globals__["PICTURE"] = tmp_path / "gradients.png"
+    script["main"]()
+    drawn = imread(tmp_path / "gradients.png")
+    assert drawn.shape == kept.shape
+    assert abs(drawn - kept).mean() < 0.02  # another version of matplotlib may set letters otherwise

@@ -56,8 +56,8 @@ def run(*command, cwd):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel, built from a copy: in the checkout setuptools would leave build/, whose files go into the next wheel even
-    after they are deleted from the package."""
+    """A wheel, built from a copy: in the checkout setuptools would leave build/, whose files go into the next wheel
+    even after they are deleted from the package."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "mheads", folder / "mheads", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("benchmarks", "tests"):
@@ -111,8 +111,8 @@ for module in pkgutil.walk_packages(mheads.__path__, "mheads."):
 
 @pytest.mark.full
 def test_the_demo_runs_from_a_wheel_in_a_clean_environment(wheel, tmp_path):
-    """The clean environment takes the dependencies from this one: a .pth file names its site-packages. The .pth files in
-    there are not read, so an editable mheads of this environment stays unknown."""
+    """The clean environment takes the dependencies from this one: a .pth file names its site-packages. The .pth files
+    in there are not read, so an editable mheads of this environment stays unknown."""
     clean, folder = tmp_path / "clean", tmp_path / "elsewhere"
     folder.mkdir()
     venv.create(clean, symlinks=True)

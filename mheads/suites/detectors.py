@@ -117,7 +117,7 @@ def paired_test(one: Precisions, other: Precisions) -> dict[str, float]:
 
 def paper() -> dict[str, Any]:
     """What the paper reports, by boxes, row and class."""
-    return json.loads(resources.files("mheads.suites").joinpath("paper.json").read_text())
+    return json.loads(resources.files("mheads.suites").joinpath("paper_detection.json").read_text())
 
 
 def paper_row(runs: Sequence[Path], classes: Sequence[str]) -> str | None:

@@ -16,6 +16,7 @@ from PIL import Image
 import mheads as package
 from mheads.config import options_without_effect, schema
 from mheads.config.schema import load, recipes
+from mheads.optim.options import OptimOptions, ScheduleOptions
 
 QUICK = ["data.limit=150", "optim.iterations=2", "optim.batch_size=32"]
 
@@ -204,7 +205,7 @@ NOBODY = ["sampling=full", "optim.name=adamw", "optim.schedule=cosine", "loss=in
 
 
 def test_the_options_that_the_config_describes_as_somebodys_are_refused_for_others():
-    sections = {"sampling": schema.Sampling, "optim": schema.OptimOptions, "optim.schedule": schema.ScheduleOptions}
+    sections = {"sampling": schema.Sampling, "optim": OptimOptions, "optim.schedule": ScheduleOptions}
     for section, kind in sections.items():
         names = get_args(kind.model_fields["name"].annotation)
         for key, field in kind.model_fields.items():

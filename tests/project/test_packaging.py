@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import yaml
 
 import mheads
 
@@ -92,6 +94,58 @@ def test_the_wheel_says_whose_it_is_and_under_which_licence(wheel):
 def test_the_version_stands_in_one_place():
     assert project()["dynamic"] == ["version"] and "version" not in project()
     assert f"## [{mheads.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def read_yaml(path):
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def test_workflows_call_targets_of_the_makefile_on_each_python_of_the_classifiers():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    jobs = read_yaml(".github/workflows/ci.yml")["jobs"]
+    called = {name: {step["run"] for step in job["steps"] if "run" in step} for name, job in jobs.items()}
+    assert all(f"make {name}" in called[name] and name in targets for name in ("lint", "test", "full"))
+    pythons = {line.rpartition(" ")[2] for line in project()["classifiers"] if "Python :: 3." in line}
+    cases = jobs["test"]["strategy"]["matrix"]["include"]
+    assert {case["python"] for case in cases} == pythons
+    assert {case["torch"] for case in cases} == {"pinned", "oldest", "newest"}
+    (torch,) = (need for need in project()["dependencies"] if need.startswith("torch"))
+    assert f"'{torch.replace('>=', '==')}.*'" in (ROOT / ".github/workflows/ci.yml").read_text()
+
+
+@pytest.mark.parametrize(("tag", "code"), [(f"v{mheads.__version__}", 0), ("v9.9.9", 1), (mheads.__version__, 1)])
+def test_a_release_needs_the_tag_of_its_version(tag, code):
+    steps = read_yaml(".github/workflows/release.yml")["jobs"]["build"]["steps"]
+    (check,) = (step["run"] for step in steps if step.get("name") == "Check that the tag is the version")
+    folder = Path(sys.executable).parent
+    environment = {**os.environ, "GITHUB_REF_NAME": tag, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-e", "-c", check], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert (f"has version {mheads.__version__}" in done.stderr) == bool(code)
+
+
+def test_hooks_before_a_commit_are_the_commands_of_make_lint():
+    (repo,) = read_yaml(".pre-commit-config.yaml")["repos"]
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    commands = [line.replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in lint.split("\n\t")]
+    entries = [hook["entry"].replace(" --force-exclude", "") for hook in repo["hooks"]]
+    assert entries == [command.strip() for command in commands]
+    assert repo["repo"] == "local" and {hook["language"] for hook in repo["hooks"]} == {"system"}
+
+
+def test_forms_for_issues_and_the_citation_have_what_their_readers_need():
+    for name in ("bug", "feature"):
+        form = read_yaml(f".github/ISSUE_TEMPLATE/{name}.yml")
+        assert form["name"] and form["description"]
+        ids = [field["id"] for field in form["body"]]
+        assert len(set(ids)) == len(ids) > 0 and all(field["attributes"]["label"] for field in form["body"])
+    citation = read_yaml("CITATION.cff")
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["license"] == project()["license"] and "version" not in citation
+    (paper,) = citation["references"]
+    names = [author["family-names"] for author in paper["authors"]]
+    assert names == ["Lee", "Purushwalkam", "Cogswell", "Crandall", "Batra"]
+    assert paper["identifiers"][0]["value"] == "arXiv:1511.06314"
 
 
 # Imports every module and every public name, so that one that only the checkout has is noticed.

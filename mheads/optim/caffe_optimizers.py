@@ -41,12 +41,14 @@ class AdaptiveRule(torch.optim.Optimizer):
         m, v = _mean(state, "mean", g, b1), _mean(state, "squares", g.square(), b2)
         t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float64)) + 1
         correction = math.sqrt(1 - b2 ** t.item()) / (1 - b1 ** t.item())
-        return m / v.sqrt().add_(self.options.delta) * correction
+        update: Tensor = m / v.sqrt().add_(self.options.delta) * correction
+        return update
 
     def _adagrad(self, g: Tensor, state: dict[str, Any]) -> Tensor:
         """h <- h + g^2, g / (sqrt(h) + delta)."""
         state["squares"] = state.get("squares", torch.zeros_like(g)) + g.square()
-        return g / state["squares"].sqrt().add_(self.options.delta)
+        squares: Tensor = state["squares"]
+        return g / squares.sqrt().add_(self.options.delta)
 
     def _rmsprop(self, g: Tensor, state: dict[str, Any]) -> Tensor:
         """h <- d h + (1 - d) g^2, g / (sqrt(h) + delta)."""
@@ -56,7 +58,7 @@ class AdaptiveRule(torch.optim.Optimizer):
         """h <- mu h + (1 - mu) g^2, s = g sqrt((u + delta) / (h + delta)), u <- mu u + (1 - mu) s^2."""
         mu, delta = self.options.momentum, self.options.delta
         h = _mean(state, "squares", g.square(), mu)
-        before = state.get("updates", torch.zeros_like(g))
+        before: Tensor = state.get("updates", torch.zeros_like(g))
         update = g * ((before + delta) / (h + delta)).sqrt_()
         _mean(state, "updates", update.square(), mu)
         return update
@@ -64,5 +66,6 @@ class AdaptiveRule(torch.optim.Optimizer):
 
 def _mean(state: dict[str, Any], name: str, value: Tensor, keep: float) -> Tensor:
     """A mean that forgets, with this value in it; it begins at 0."""
-    state[name] = state.get(name, torch.zeros_like(value)) * keep + value * (1 - keep)
-    return state[name]
+    before: Tensor = state.get(name, torch.zeros_like(value))
+    state[name] = mean = before * keep + value * (1 - keep)
+    return mean

@@ -200,6 +200,7 @@ class Schedule:
 def _power(base: float, exponent: float) -> float:
     """base ^ exponent; a rate that grows beyond all numbers is infinite, which the loss then shows."""
     try:
-        return base**exponent
+        power: float = base**exponent
+        return power
     except (OverflowError, ZeroDivisionError):
         return math.inf

@@ -31,6 +31,9 @@ def tiny() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10))
 
 
+OPTIONS = {"lr": peers.RATE, "momentum": peers.MOMENTUM, "weight_decay": peers.DECAY}
+
+
 class Ours:
     """Our engine on the same task as the peers: raw pixels in, updated weights out."""
 
@@ -65,7 +68,7 @@ class Ours:
 
 def optimizer(net: TreeNet) -> Optimizer:
     """An optimizer like that of the peers."""
-    found = Optimizer(net, OptimOptions(lr=peers.RATE, momentum=peers.MOMENTUM, weight_decay=peers.DECAY))
+    found = Optimizer(net, OptimOptions.model_validate(OPTIONS))
     found.set_rate(peers.RATE)
     return found
 

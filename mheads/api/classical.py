@@ -100,7 +100,9 @@ def train_rounds(
 
 def is_stable(entry: dict[str, Any], tolerance: float = TOLERANCE) -> bool:
     """Whether so few examples changed their member after this round that it was the last."""
-    return entry["changed"] == 0 or entry["changed"] < tolerance * sum(entry["examples"])
+    changed: int = entry["changed"]
+    total: int = sum(entry["examples"])
+    return changed == 0 or changed < tolerance * total
 
 
 def share_out(losses: Tensor, ties: Tensor, least: int) -> Tensor:

@@ -167,7 +167,8 @@ def weighted(prior: np.ndarray | None, weights: np.ndarray | None, members: int)
             f"member {int(np.argmin(totals))} would learn from examples of weight 0 only; "
             "give some of its examples a weight above 0"
         )
-    return (both / totals).astype(np.float32)
+    normalized: np.ndarray = (both / totals).astype(np.float32)
+    return normalized
 
 
 def _bagging(seed: int, members: int, n: int) -> np.ndarray:

@@ -53,7 +53,8 @@ def adam(
         m, v = _mean(state, "mean", g, b1), _mean(state, "squares", g.square(), b2)
         t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float64)) + 1
         correction = math.sqrt(1 - b2 ** t.item()) / (1 - b1 ** t.item())
-        return m / v.sqrt().add_(delta) * correction
+        update: Tensor = m / v.sqrt().add_(delta) * correction
+        return update
 
     return CaffeOptimizer(groups, lr, rule)
 
@@ -63,7 +64,8 @@ def adagrad(groups: Groups, lr: float, delta: Epsilon = 1e-8) -> torch.optim.Opt
 
     def rule(g: Tensor, state: State) -> Tensor:
         state["squares"] = state.get("squares", torch.zeros_like(g)) + g.square()
-        return g / state["squares"].sqrt().add_(delta)
+        squares: Tensor = state["squares"]
+        return g / squares.sqrt().add_(delta)
 
     return CaffeOptimizer(groups, lr, rule)
 
@@ -82,7 +84,7 @@ def adadelta(groups: Groups, lr: float, momentum: Beta1 = 0.9, delta: Epsilon = 
 
     def rule(g: Tensor, state: State) -> Tensor:
         h = _mean(state, "squares", g.square(), momentum)
-        before = state.get("updates", torch.zeros_like(g))
+        before: Tensor = state.get("updates", torch.zeros_like(g))
         update = g * ((before + delta) / (h + delta)).sqrt_()
         _mean(state, "updates", update.square(), momentum)
         return update
@@ -92,5 +94,6 @@ def adadelta(groups: Groups, lr: float, momentum: Beta1 = 0.9, delta: Epsilon = 
 
 def _mean(state: State, name: str, value: Tensor, decay: float) -> Tensor:
     """A mean that forgets, with this value in it; it begins at 0."""
-    state[name] = state.get(name, torch.zeros_like(value)) * decay + value * (1 - decay)
-    return state[name]
+    before: Tensor = state.get(name, torch.zeros_like(value))
+    state[name] = mean = before * decay + value * (1 - decay)
+    return mean

@@ -194,6 +194,6 @@ REMEMBERED = ("drops", "total", "count", "previous")  # in state.json of a check
 def _power(base: float, exponent: float) -> float:
     """base ^ exponent; a learning rate that grows beyond all numbers is infinite, which the loss then shows."""
     try:
-        return base**exponent
+        return float(base**exponent)
     except (OverflowError, ZeroDivisionError):
         return math.inf

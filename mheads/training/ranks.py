@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mheads.common.device import default_workers, resolve
 from mheads.common.errors import UserError
@@ -139,7 +140,7 @@ def place(config: Config, world: World) -> Placement:
     """Who holds what: decided by the lead, since measured costs differ from rank to rank."""
     bandwidth = world.bandwidth() if config.placement == "auto" else BANDWIDTH
 
-    def decide() -> dict:
+    def decide() -> dict[str, Any]:
         workers = config.engine.workers if config.engine.workers != "auto" else world.cores
         cluster = Cluster(world.size, workers, bandwidth)
         found = rank_plan.place(config.placement, rank_plan.job_of(config), cluster)

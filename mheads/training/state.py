@@ -63,7 +63,7 @@ class Standing:
 
     def capture(
         self, tensors: dict[str, torch.Tensor], optimizer: Optimizer, schedule: Schedule, log: MetricsLog
-    ) -> tuple[dict, dict]:
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """All that a checkpoint holds: the tensors of all stages and what the lead remembers."""
         arrays = {**self.history.state(), "owned": self.owned, **self.diagnostics.arrays()}
         state = {

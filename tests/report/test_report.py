@@ -499,6 +499,7 @@ def demo_page(tmp_path_factory):
     return folder / "report.html"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_pages_work_in_a_browser(mheads, runs, demo_page):
     assert mheads("report", runs["<b>evil"]).code == 0

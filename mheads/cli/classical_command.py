@@ -30,7 +30,7 @@ def classical(
 
     config = configs.load(recipe, overrides or [])
     from mheads.api.classical import train_rounds
-    from mheads.cli.printing.classical import RoundTerminal, rounds_table
+    from mheads.cli.printing.rounds import RoundTerminal, rounds_table
     from mheads.config.options_without_effect import refuse_idle
 
     path = folder.expanduser() if folder else Path("runs") / f"classical-{Path(recipe).stem}-{config.digest()}"

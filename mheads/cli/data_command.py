@@ -31,7 +31,7 @@ def get(
 @data.command("list")
 def list_datasets() -> None:
     """List the datasets, and say which are here."""
-    from mheads.cli.printing.tables import dataset_table
+    from mheads.cli.printing.result_tables import dataset_table
 
     console.print(dataset_table())
     from mheads.data.catalog import DATASETS

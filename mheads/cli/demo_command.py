@@ -44,7 +44,7 @@ def run_demo(folder: Path, console: Console) -> None:
     import numpy as np
     from rich.text import Text
 
-    from mheads.cli.printing.tables import comparison_table
+    from mheads.cli.printing.result_tables import comparison_table
     from mheads.common.atomic_files import write_atomically
     from mheads.common.progress import Silent, Terminal
     from mheads.config import schema as configs

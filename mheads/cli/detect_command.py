@@ -72,7 +72,7 @@ def evaluate(
 
     Example: mheads detect eval runs/tree-0 runs/tree-1 --against runs/ensemble-0 --against runs/ensemble-1
     """
-    from mheads.cli.printing.detections import WHO, precision_table, verdict
+    from mheads.cli.printing.detector_tables import WHO, precision_table, verdict
     from mheads.common.progress import Terminal
     from mheads.suites.detectors import PREDICTORS, measured, paired_test, paper, paper_row, precisions, same_images
 
@@ -115,7 +115,7 @@ def show(
 
     Example: mheads detect show runs/detector street.jpg -o found.png
     """
-    from mheads.cli.printing.detections import object_table
+    from mheads.cli.printing.detector_tables import object_table
     from mheads.common.atomic_files import check_output
     from mheads.common.progress import Terminal
     from mheads.report.detections import find_objects

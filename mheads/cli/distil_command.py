@@ -25,7 +25,7 @@ def distil(
     Example: mheads distil runs/mcl --folder runs/small
     """
     from mheads.api.distil import distil as learn
-    from mheads.cli.printing.tables import comparison_table
+    from mheads.cli.printing.result_tables import comparison_table
     from mheads.common.progress import Terminal
 
     run = run.expanduser()

@@ -28,7 +28,7 @@ def evaluate(
     Example: mheads eval runs/mcl --outputs outputs.npz
     """
     from mheads.api.evaluate import evaluate_run
-    from mheads.cli.printing.tables import result_table
+    from mheads.cli.printing.result_tables import result_table
     from mheads.common.progress import Terminal
 
     console.print(result_table(evaluate_run(run, outputs, Terminal(console), overrides or [], split, trust)))

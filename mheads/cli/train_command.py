@@ -62,7 +62,7 @@ def train_recipe(
     with session(errors, configs.timeout(recipe, overrides)) as world:
         config, notes = _config(recipe, overrides, solver)
         # After the config, whose mistakes are told at once: torch takes a second.
-        from mheads.cli.printing.tables import result_table
+        from mheads.cli.printing.result_tables import result_table
         from mheads.common.progress import Silent, Terminal
         from mheads.config.options_without_effect import refuse_idle
         from mheads.runs.folder import RunFolder

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mheads.cli.printing.answers import detail_table
+from mheads.cli.printing.answers import details
 from mheads.cli.printing.plan import show
 from mheads.cli.printing.rank_text import names, numbers, ranks_of
-from mheads.cli.printing.tables import comparison_table, result_table
+from mheads.cli.printing.result_tables import comparison_table, result_table
 from mheads.cli.printing.tree import draw
 from mheads.common.console import Console
 from mheads.config.schema import load
@@ -120,7 +120,7 @@ def test_predictions_and_comparisons_fit_80_columns():
     things = [
         comparison_table({"independent": one, "TreeNet, conv1": one}),
         result_table(one),
-        detail_table("cat.png", problem.answer_text(scores, [problem.mean(scores)]).detail(0)),
+        details("cat.png", problem.answer_text(scores, [problem.mean(scores)]).detail(0)),
     ]
     for thing in things:
         assert printed(thing, 80) == printed(thing, 300)

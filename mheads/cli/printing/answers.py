@@ -24,47 +24,52 @@ def tables(predicted: Predicted, watch: Watcher) -> Iterator[Group]:
     """A table for each of a few images, else one with a line for each example."""
     outputs, weights, problem = predicted.outputs, predicted.weights, predicted.run.data.problem
     images, count = predicted.images, outputs.shape[1]
-    members, scored = len(outputs), weights is not None
 
-    def text(rows: slice) -> AnswerText:
-        return _text(problem, outputs[:, rows], None if weights is None else weights[:, rows])
+    def part(rows: slice) -> tuple[Tensor, Tensor | None]:
+        return outputs[:, rows], None if weights is None else weights[:, rows]
 
     if images is not None and count <= FEW:
         for i, image in enumerate(images):
-            answers = text(slice(i, i + 1))
-            if answers.detail is not None:
-                yield detail_table(str(image), answers.detail(0))
-            else:
-                yield lines_table(str(image), answers, members, scored)
+            one, scores = part(slice(i, i + 1))
+            detail = _text(one, problem, scores).detail
+            yield answers(str(image), one, problem, None, scores) if detail is None else details(str(image), detail(0))
         return
     title = str(predicted.asked.file) if images is None else f"{count:,} images"
     names = None if images is None else [str(image) for image in images[:SHOWN]]
-    yield lines_table(title, text(slice(SHOWN)), members, scored, names)
+    first, scores = part(slice(SHOWN))
+    yield answers(title, first, problem, names, scores)
     if count > SHOWN:
         watch.say(f"these are {SHOWN} of {count:,}: -o answers.csv, or .npz, writes all")
 
 
-def _text(problem: Problem, outputs: Tensor, weights: Tensor | None) -> AnswerText:
-    """Outputs [M, N, ...] as text; weights [M, N] are those of the scored answer, where members have scores."""
+def _text(outputs: Tensor, problem: Problem, weights: Tensor | None) -> AnswerText:
     ensemble = [problem.mean(outputs), *([] if weights is None else [problem.mean(outputs, weights)])]
     return problem.answer_text(outputs, ensemble)
 
 
-def lines_table(
-    title: str, answers: AnswerText, members: int, scored: bool, names: Sequence[str] | None = None
+def answers(
+    title: str,
+    outputs: Tensor,
+    problem: Problem,
+    names: Sequence[str] | None = None,
+    weights: Tensor | None = None,
 ) -> Group:
-    """A table with a line for each example; these have names, or are numbered."""
+    """A table of outputs [M, N, ...], with a line for each example; these have names, or are numbered.
+
+    Weights [M, N] are those of the scored answer, where members have scores.
+    """
+    text = _text(outputs, problem, weights)
+    ensemble = list(ANSWERS.values())[: 1 if weights is None else 2]
+    members = [f"member {m}" for m in range(len(outputs))]
     table = Table(box=box.SIMPLE_HEAD)
-    ensemble, agree = list(ANSWERS.values())[: 1 + scored], ["agree"] * answers.agreement
-    who = [*ensemble, *agree, *(f"member {m}" for m in range(members))]
-    for column in ("row" if names is None else "image", *who):
-        table.add_column(column, no_wrap=not answers.long)
-    for row, line in enumerate(answers.lines):
+    for column in ("row" if names is None else "image", *ensemble, *["agree"] * text.agreement, *members):
+        table.add_column(column, no_wrap=not text.long)
+    for row, line in enumerate(text.lines):
         table.add_row(str(row) if names is None else names[row], *line)
     return Group(title, table)
 
 
-def detail_table(title: str, detail: AnswerDetail) -> Group:
+def details(title: str, detail: AnswerDetail) -> Group:
     """A table of the answers to one example."""
     heading = Text.assemble(f"{title}: ", (detail.answer, "bold"), f" {detail.about}")
     table = Table(box=box.SIMPLE_HEAD)

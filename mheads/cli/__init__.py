@@ -1,1 +1,6 @@
-"""The command line: parse, call, print. Torch is imported only by the commands that need it."""
+"""The command line.
+
+`main.py` lists the commands and turns errors, signals and closed pipes into exit codes: read it first. The command
+`mheads NAME` is in `NAME_command.py`; options that several commands take are in `shared.py`. What commands print, as
+tables, trees and plans, is in `printing/`. What commands do is in the other rooms: a command parses, builds and calls.
+"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
+from mheads.problems.answer_text import AnswerText
 from mheads.problems.metrics import weighted_mean
 
 
@@ -77,6 +78,9 @@ class Problem(Protocol):
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         """The lines of a table of a result, as (name, text)."""
+
+    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
+        """The answers of members [M, B, ...] and of the ensemble (each as `mean` gives it) as text."""
 
     def to_dict(self) -> dict[str, Any]: ...
 

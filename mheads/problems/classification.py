@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -13,12 +14,14 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
+from mheads.problems.answer_text import AnswerDetail, AnswerText
 from mheads.problems.base import ANSWERS, more_classes, number, percent_rows, together
 from mheads.problems.baselines import near_chance, top
 from mheads.problems.member_losses import cross_entropies
 from mheads.problems.metrics import Metrics, Result
 
 SHOWN_K = 5  # the last top-k that a table shows of one network
+RANKS = ("answer", "second", "third")  # the classes that are shown of the answer to one example
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,32 @@ class Classification:
             scored = f", scored {said['ensemble_scored']}" if "ensemble_scored" in said else ""
             found.append((name, said["ensemble_mean"] + scored))
         return found
+
+    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
+        probabilities = outputs.softmax(-1)
+        lines = self._answer_lines(probabilities.argmax(-1), ensemble)
+        return AnswerText(lines, detail=partial(self._answer_detail, probabilities, ensemble))
+
+    def _answer_lines(self, votes: Tensor, ensemble: Sequence[Tensor]) -> Iterator[list[str]]:
+        """From the classes [M, B] that members vote for, and probabilities [B, C] of the ensemble."""
+        for row, best in enumerate(ensemble[0].argmax(-1)):
+            answers = [f"{self.classes[int(p[row].argmax())]} {100 * p[row].max():.1f}%" for p in ensemble]
+            agree = f"{int((votes[:, row] == best).sum())} of {len(votes)}"
+            yield [*answers, agree, *(self.classes[c] for c in votes[:, row])]
+
+    def _answer_detail(self, probabilities: Tensor, ensemble: Sequence[Tensor], row: int) -> AnswerDetail:
+        """The best classes of one example."""
+        columns = RANKS[: len(self.classes)]
+
+        def best(p: Tensor) -> list[str]:
+            top = p[row].topk(len(columns))
+            return [f"{self.classes[c]} {100 * v:.1f}%" for v, c in zip(top.values, top.indices, strict=True)]
+
+        answer = int(ensemble[0][row].argmax())
+        agree = int((probabilities[:, row].argmax(-1) == answer).sum())
+        about = f"({100 * ensemble[0][row, answer]:.1f}%), {agree} of {len(probabilities)} members agree"
+        members = [best(p) for p in probabilities]
+        return AnswerDetail(self.classes[answer], about, columns, members, [best(p) for p in ensemble])
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "classes": list(self.classes)} | ({"of_scores": True} if self.of_scores else {})

@@ -20,6 +20,7 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number, OfClasses, check
 from mheads.problems import boxes as box
+from mheads.problems.answer_text import AnswerText, number_text
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
 from mheads.problems.base import number, percent_rows
 from mheads.problems.member_losses import region_losses
@@ -179,6 +180,9 @@ class Detection:
                 (name, f"Ensemble-Mean {number(each['ensemble_mean'])}, mean member {number(each['single'])} %")
             )
         return found
+
+    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
+        return number_text(outputs, ensemble)
 
     def to_dict(self) -> dict[str, Any]:
         sizes = {"means": [list(row) for row in self.means], "deviations": [list(row) for row in self.deviations]}

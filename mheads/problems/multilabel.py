@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
+from mheads.problems.answer_text import AnswerText
 from mheads.problems.base import further_row, more_classes, percent_rows, refuse_other_width, together
 from mheads.problems.member_losses import binary_cross_entropies
 from mheads.problems.metrics import PercentResult, by_predictor, mean_members, owner_of, weighted_mean
@@ -168,6 +170,20 @@ class MultiLabel:
             ("F1, micro", further_row(summary["f1_micro"])),
             ("F1, macro", further_row(summary["f1_macro"])),
         ]
+
+    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
+        return AnswerText(self._answer_lines(outputs.sigmoid() > 0.5, ensemble), long=True)
+
+    def _answer_lines(self, given: Tensor, ensemble: Sequence[Tensor]) -> Iterator[list[str]]:
+        """From the labels [M, B, C] that members give, and probabilities [B, C] of the ensemble."""
+
+        def labels(p: Tensor) -> str:
+            return ", ".join(f"{self.classes[c]} {100 * p[c]:.1f}%" for c in (p > 0.5).nonzero()[:, 0]) or "none"
+
+        for row, p in enumerate(ensemble[0]):
+            agree = f"{int((given[:, row] == (p > 0.5)).all(-1).sum())} of {len(given)}"
+            members = (", ".join(self.classes[c] for c in one.nonzero()[:, 0]) or "none" for one in given[:, row])
+            yield [*(labels(answer[row]) for answer in ensemble), agree, *members]
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "classes": list(self.classes)} | ({"of_scores": True} if self.of_scores else {})

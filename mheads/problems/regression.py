@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
+from mheads.problems.answer_text import AnswerText, number_text
 from mheads.problems.base import further_row, mean_or_weighted
 from mheads.problems.member_losses import absolute_errors, squared_errors
 from mheads.problems.metrics import PlainResult, by_predictor, weighted_mean
@@ -189,6 +191,9 @@ class Regression:
         if "mae" in summary:  # runs of older versions have none
             found += [("MAE", further_row(summary["mae"], ".4g", "")), ("R²", further_row(summary["r2"], ".4f", ""))]
         return found
+
+    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
+        return number_text(outputs, ensemble)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "num_values": self.num_values}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
+from mheads.problems.answer_text import AnswerText
 from mheads.problems.base import further_row, percent_rows, together
 from mheads.problems.member_losses import IGNORED, cross_entropies
 from mheads.problems.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of, weighted_mean
@@ -194,6 +196,23 @@ class Segmentation:
             *percent_rows(summary, "mean IoU of members"),
             ("pixel accuracy", further_row(summary["pixel_accuracy"])),
         ]
+
+    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
+        return AnswerText(self._answer_lines(outputs.softmax(2).argmax(2), [p.argmax(1) for p in ensemble]), long=True)
+
+    def _answer_lines(self, votes: Tensor, ensemble: Sequence[Tensor]) -> Iterator[list[str]]:
+        """From the classes of pixels: [M, B, H, W] of members, [B, H, W] of the ensemble."""
+
+        def shares(pixels: Tensor) -> str:
+            each = pixels.flatten().bincount(minlength=len(self.classes)) / pixels.numel()
+            best = each.topk(min(3, len(self.classes)))
+            pairs = zip(best.values, best.indices, strict=True)
+            return ", ".join(f"{self.classes[c]} {100 * share:.1f}%" for share, c in pairs if share)
+
+        for row, pixels in enumerate(ensemble[0]):
+            same = 100 * (votes[:, row] == pixels).all(0).double().mean()
+            answers = [shares(answer[row]) for answer in ensemble]
+            yield [*answers, f"on {same:.1f}%", *(shares(one) for one in votes[:, row])]
 
     def to_dict(self) -> dict[str, Any]:
         found = {"name": self.name, "classes": list(self.classes), "size": list(self.size)}

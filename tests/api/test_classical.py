@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from mheads import load
 from mheads.api import classical, evaluate
-from mheads.cli.printing.classical import rounds_table
+from mheads.cli.printing.rounds import rounds_table
 from mheads.common.progress import Silent
 from mheads.config import schema
 

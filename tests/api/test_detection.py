@@ -428,7 +428,7 @@ def test_a_test_image_that_cannot_be_read_costs_no_training(scenes, tmp_path, mo
 
 
 def test_a_paired_test_of_equal_differences_says_nothing():
-    from mheads.cli.printing.detections import verdict
+    from mheads.cli.printing.detector_tables import verdict
     from mheads.suites.detectors import Precisions, paired_test
 
     classes = ("a", "b", "c")

@@ -4,12 +4,14 @@ import fcntl
 import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.commands import TINY, process, result
+from helpers.commands import PYTHONPATH, TINY, process, result
 from PIL import Image
 
 import mheads as package
@@ -502,6 +504,24 @@ def test_help_groups_the_commands_and_gives_an_example_of_each(mheads):
         assert f"mheads {command}" in mheads(command, "--help").out
 
 
+@pytest.mark.parametrize("command", [["--help"], ["train", "--help"], [], ["recipes"]], ids=" ".join)
+def test_a_command_ends_quietly_when_the_reader_closes_the_pipe(command):
+    """As in `mheads --help | head -1`: with the code of a process that SIGPIPE ends, and no word on stderr."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-m", "mheads", *command]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(line, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_the_help_does_not_wait_for_torch():
+    code = "import sys, mheads.cli.main; print('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment).stdout == b"False\n"
+
+
 def test_an_unknown_command_or_option_is_exit_code_2(mheads):
     assert mheads("trian").code == 2
     assert mheads("train", "digits", "--rum", "x").code == 2
@@ -515,7 +535,7 @@ def test_a_process_that_fails_prints_the_message_alone():
 
 
 def test_the_demo_ends_with_a_table_a_picture_and_a_page(mheads, tmp_path, monkeypatch):
-    from mheads.cli import demo
+    from mheads.cli import demo_command as demo
 
     shorter = {title: [*given, *QUICK, "pretrain=2"] for title, given in demo.ENSEMBLES.items()}
     monkeypatch.setattr(demo, "ENSEMBLES", shorter)

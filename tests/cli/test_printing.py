@@ -2,21 +2,21 @@
 
 import io
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from mheads.cli.printing.answers import answers_to_image
+from mheads.cli.printing.answers import details
 from mheads.cli.printing.plan import show
 from mheads.cli.printing.rank_text import names, numbers, ranks_of
-from mheads.cli.printing.tables import comparison_table, result_table
+from mheads.cli.printing.result_tables import comparison_table, result_table
 from mheads.cli.printing.tree import draw
 from mheads.common.console import Console
 from mheads.config.schema import load
 from mheads.data.catalog import DATASETS
 from mheads.distributed.placement import Placement
 from mheads.distributed.planning.job import Cluster
+from mheads.problems import Classification
 from mheads.training.predict_speed import make_plan
 
 
@@ -115,13 +115,12 @@ def test_predictions_and_comparisons_fit_80_columns():
     }
     one |= {"seconds": 11.9, "iterations": 500, "disagreement": 1.2, "nll": {"ensemble_mean": 0.1}}
     one |= {"calibration_error": {"ensemble_mean": 1.0}}
-    probabilities = torch.softmax(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), -1)
+    problem = Classification(("aquarium_fish", "pickup_truck", "maple_tree"))
+    scores = torch.randn(4, 1, 3, generator=torch.Generator().manual_seed(0))
     things = [
         comparison_table({"independent": one, "TreeNet, conv1": one}),
         result_table(one),
-        answers_to_image(
-            Path("cat.png"), probabilities, ("aquarium_fish", "pickup_truck", "maple_tree"), [probabilities.mean(0)]
-        ),
+        details("cat.png", problem.answer_text(scores, [problem.mean(scores)]).detail(0)),
     ]
     for thing in things:
         assert printed(thing, 80) == printed(thing, 300)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from mheads.cli.printing.detections import object_table
+from mheads.cli.printing.detector_tables import object_table
 from mheads.common.console import Console, clean
 from mheads.common.progress import Terminal
 

@@ -16,7 +16,7 @@ from helpers.chromium import CHROMIUM, Browser
 from rich.console import Console
 
 from mheads.api import evaluate
-from mheads.cli import demo
+from mheads.cli import demo_command as demo
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Terminal
 from mheads.config import schema as configs

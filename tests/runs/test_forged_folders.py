@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 import mheads as package
-from mheads.cli.printing.tables import comparison_table, result_table
+from mheads.cli.printing.result_tables import comparison_table, result_table
 from mheads.common import schemas
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent

@@ -1,4 +1,4 @@
-"""The commands of `mheads detect`: parse, build, call; no logic. Torch is imported only when one of them runs."""
+"""`mheads detect` trains, measures and shows detectors of objects."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from mheads.common.console import Console
+from mheads.cli.shared import console
 
-app = typer.Typer(help="Find objects in images: Fast R-CNN on a tree.", no_args_is_help=True)
-console = Console()
-errors = Console(stderr=True)
+detect = typer.Typer(help="Find objects in images: Fast R-CNN on a tree.", no_args_is_help=True)
 
 Runs = Annotated[list[Path], typer.Argument(help="Run folders of detectors.")]
 Boxes = Annotated[
@@ -22,7 +20,7 @@ Trust = Annotated[
 ]
 
 
-@app.command()
+@detect.command()
 def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, dotted.")
@@ -46,13 +44,13 @@ def train(
     Example: mheads detect train --from runs/caffenet --voc VOCdevkit/VOC2007 -f runs/detector
     """
     from mheads.api.detector import overrides_from
-    from mheads.cli.train import train_recipe
+    from mheads.cli.train_command import train_recipe
 
     given = [*(["data.regions.strict=true"] if strict else []), *(overrides or [])]
-    train_recipe(recipe, overrides_from(start, voc, proposals, given), folder, console, errors, quiet=quiet)
+    train_recipe(recipe, overrides_from(start, voc, proposals, given), folder, quiet=quiet)
 
 
-@app.command(name="eval")
+@detect.command(name="eval")
 def evaluate(
     runs: Runs,
     against: Annotated[
@@ -74,7 +72,7 @@ def evaluate(
 
     Example: mheads detect eval runs/tree-0 runs/tree-1 --against runs/ensemble-0 --against runs/ensemble-1
     """
-    from mheads.cli.printing.detections import WHO, precision_table, verdict
+    from mheads.cli.printing.detector_tables import WHO, precision_table, verdict
     from mheads.common.progress import Terminal
     from mheads.suites.detectors import PREDICTORS, measured, paired_test, paper, paper_row, precisions, same_images
 
@@ -101,7 +99,7 @@ def evaluate(
         console.print(verdict(columns[0], other, paired_test(columns[0], other)))
 
 
-@app.command()
+@detect.command()
 def show(
     run: Annotated[Path, typer.Argument(help="The run folder of a detector.")],
     image: Annotated[Path, typer.Argument(help="An image.")],
@@ -117,7 +115,7 @@ def show(
 
     Example: mheads detect show runs/detector street.jpg -o found.png
     """
-    from mheads.cli.printing.detections import object_table
+    from mheads.cli.printing.detector_tables import object_table
     from mheads.common.atomic_files import check_output
     from mheads.common.progress import Terminal
     from mheads.report.detections import find_objects

@@ -1,28 +1,59 @@
-"""A training from its command to its table."""
+"""`mheads train`, and a training from its command to its table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from mheads.common.console import Console
+import typer
+
+from mheads.cli.shared import FOLDER, Overrides, console, errors
 from mheads.common.errors import UserError
-from mheads.config import schema as configs
-from mheads.training.session import session
+
+if TYPE_CHECKING:
+    from mheads.config.schema import Config
+
+
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe's name (digits, ...), the path of a YAML file, or of a Caffe net or solver (.prototxt)."
+        ),
+    ],
+    overrides: Overrides = None,
+    solver: Annotated[
+        Path | None,
+        typer.Option(
+            help="With a Caffe net: its solver (.prototxt), which may follow the net without this; a solver that names "
+            "its net will do alone."
+        ),
+    ] = None,
+    run: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
+    force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Train; the same command again resumes, or says that the run is finished.
+
+    Example: mheads train cifar10_quick loss.name=mcl loss.k=1 --folder runs/mcl
+    """
+    train_recipe(recipe, overrides or [], run, solver=solver, force=force, quiet=quiet)
 
 
 def train_recipe(
     recipe: str,
     overrides: Sequence[str],
     run: Path | None,
-    console: Console,
-    errors: Console,
     *,
     force: bool = False,
     quiet: bool = False,
     solver: Path | None = None,
 ) -> None:
     """Trains in a run folder, by default runs/RECIPE-DIGEST, on one process or on this one of several."""
+    from mheads.config import schema as configs
+    from mheads.training.session import session
+
     given = [override for override in overrides if "=" not in override and configs.is_caffe(override)]
     if given and configs.is_caffe(recipe):
         if solver is not None or len(given) > 1:
@@ -31,7 +62,7 @@ def train_recipe(
     with session(errors, configs.timeout(recipe, overrides)) as world:
         config, notes = _config(recipe, overrides, solver)
         # After the config, whose mistakes are told at once: torch takes a second.
-        from mheads.cli.printing.tables import result_table
+        from mheads.cli.printing.result_tables import result_table
         from mheads.common.progress import Silent, Terminal
         from mheads.config.options_without_effect import refuse_idle
         from mheads.runs.folder import RunFolder
@@ -50,8 +81,10 @@ def train_recipe(
             console.print(result_table(result))
 
 
-def _config(recipe: str, overrides: Sequence[str], solver: Path | None) -> tuple[configs.Config, list[str]]:
+def _config(recipe: str, overrides: Sequence[str], solver: Path | None) -> tuple[Config, list[str]]:
     """The config of a recipe or of a Caffe net, and notes on it."""
+    from mheads.config import schema as configs
+
     if configs.is_caffe(recipe):
         from mheads.caffe.convert import load
 

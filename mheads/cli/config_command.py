@@ -1,0 +1,29 @@
+"""`mheads config` prints a config with all its values."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from mheads.cli.shared import Overrides, Recipe, console
+
+
+def show_config(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    describe: Annotated[bool, typer.Option(help="Say in a comment what each key means.")] = True,
+) -> None:
+    """Print a recipe's config as YAML with all values filled in: what training would take, or a file to start from.
+
+    Example: mheads config digits loss=mcl > mine.yaml
+    """
+    from mheads.config import schema as configs
+
+    config = configs.load(recipe, overrides or [])
+    from mheads.cli.printing.recipes import annotated
+    from mheads.config.options_without_effect import refuse_idle
+
+    refuse_idle(config, overrides or [])
+
+    console.print(annotated(config) if describe else config.to_yaml().rstrip(), markup=False, soft_wrap=True)

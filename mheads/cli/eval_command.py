@@ -1,0 +1,34 @@
+"""`mheads eval` measures a trained run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mheads.cli.shared import RunPath, Trust, console
+
+
+def evaluate(
+    run: RunPath,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other data: data.path=other.npz.")
+    ] = None,
+    outputs: Annotated[
+        Path | None, typer.Option(help="Also save outputs [M, N, C] and labels [N] to this .npz file.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="train, validation or test; by default what training evaluated on.")
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Compute the metrics of a run anew: on its test set, on another split, on other data.
+
+    Example: mheads eval runs/mcl --outputs outputs.npz
+    """
+    from mheads.api.evaluate import evaluate_run
+    from mheads.cli.printing.result_tables import result_table
+    from mheads.common.progress import Terminal
+
+    console.print(result_table(evaluate_run(run, outputs, Terminal(console), overrides or [], split, trust)))

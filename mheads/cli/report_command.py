@@ -1,0 +1,51 @@
+"""`mheads report` writes the page of runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mheads.cli.shared import FOLDER, Trust, console
+from mheads.common.errors import UserError
+
+
+def report(
+    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; several are set side by side.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The .html; by default report.html in the run folder, or beside several."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--watch", help="Write it anew while training goes on; the open page loads itself again.")
+    ] = False,
+    suite: Annotated[str | None, typer.Option(help="Instead of runs: those of `mheads reproduce SUITE`.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="With --suite: the recipe; by default the suite's own.")] = None,
+    scale: Annotated[float, typer.Option(help="With --suite: the part of the iterations.")] = 1,
+    validation: Annotated[int, typer.Option(help="With --suite: how many training examples were held out.")] = 0,
+    folder: Annotated[Path, typer.Option(*FOLDER, help="With --suite: where its runs are.")] = Path("runs/reproduce"),
+    trust: Trust = False,
+) -> None:
+    """Write a page to open in a browser: results, curves, ownership over time, the hardest images, in one HTML file.
+
+    Example: mheads report runs/mcl
+    """
+    from mheads.common.progress import Terminal
+    from mheads.report.page import report as pages
+    from mheads.suites.jobs import Options
+    from mheads.suites.page import report_suite
+    from mheads.suites.paper_rows import paper_figures
+    from mheads.suites.suite import read
+
+    if bool(runs) == bool(suite):
+        raise UserError("give run folders, or --suite SUITE for the runs of mheads reproduce")
+    watch = Terminal(console)
+    if suite is not None:
+        if follow:
+            raise UserError("--watch follows runs: give their folders instead of --suite")
+        options = Options(recipe or read(suite).recipe, scale=scale, validation=validation)
+        made = report_suite(suite, options, output, watch, folder)
+    else:
+        made = (pages.follow if follow else pages.report)(runs or [], output, watch, trust, paper=paper_figures)
+    console.print(str(made), markup=False, soft_wrap=True)

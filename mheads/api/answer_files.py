@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from mheads.api.run import Run
-from mheads.common.errors import UserError
-from mheads.problems import Classification, MultiLabel
+from mheads.problems import gives_probabilities
 
 Answers = tuple[list[tuple[str, str]], Tensor, Tensor | None]  # of a batch: names, [M, b, ...], and weights [M, b]
 
@@ -25,34 +24,11 @@ def write_csv(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
     writer = csv.writer(text)
     for number, (names, found, weights) in enumerate(batches):
         found = found.double()
-        if found.dim() != 3:
-            raise UserError(
-                f"a row of a .csv has no room for outputs of shape {tuple(found.shape[2:])} per example: write an .npz"
-            )
-        mean = problem.mean(found)
-        together = [mean] if weights is None else [mean, problem.mean(found, weights)]
-        members = [f"member_{m}" for m in range(len(found))]
-        if isinstance(problem, Classification):
-            votes, best = found.argmax(-1), [p.max(-1) for p in together]
-            scored = [] if weights is None else ["scored_answer", "scored_probability"]
-            columns = ["answer", "probability", *scored, "agreement", *members]
-            agreement = (votes == best[0].indices).double().mean(0)
-            lines = [
-                [text for b in best for text in (problem.classes[b.indices[i]], f"{b.values[i]:.6g}")]
-                + [f"{agreement[i]:.6g}"]
-                + [problem.classes[vote] for vote in votes[:, i]]
-                for i in range(len(names))
-            ]
-        else:
-            labels = problem.classes if isinstance(problem, MultiLabel) else range(found.shape[2])
-            several, who = len(labels) > 1, ["mean", "scored"][: len(together)] + members
-            columns = [f"{one}_{label}" if several else one for one in who for label in labels]
-            said = found.sigmoid() if isinstance(problem, MultiLabel) else found  # probabilities, as their mean is
-            numbers = torch.cat([torch.stack(together), said]).permute(1, 0, 2).flatten(1)  # [b, answers x D]
-            lines = [[f"{x:.9g}" for x in row] for row in numbers]
+        ensemble = [problem.mean(found)] + ([] if weights is None else [problem.mean(found, weights)])
+        answers = problem.answer_columns(found, ensemble)
         if number == 0:
-            writer.writerow(map(_cell, ["file", "row", *columns]))
-        writer.writerows(map(_cell, [*name, *line]) for name, line in zip(names, lines, strict=True))
+            writer.writerow(map(_cell, ["file", "row", *answers.names]))
+        writer.writerows(map(_cell, [*name, *line]) for name, line in zip(names, answers.lines, strict=True))
     text.detach()
 
 
@@ -84,7 +60,7 @@ def write_npz(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
     problem = run.data.problem
     if counted:
         arrays["weights"] = torch.cat(counted, 1).numpy()
-    if isinstance(problem, Classification | MultiLabel):
+    if gives_probabilities(problem):
         means = torch.cat([problem.mean(part.double()) for part in parts])
         arrays |= {"probabilities": means.numpy(), "classes": np.array(problem.classes)}
         if counted:

@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from mheads.common.errors import UserError
+from mheads.problems import finds_objects
 from mheads.runs.folder import RunFolder
 
 
@@ -22,7 +23,7 @@ def overrides_from(run: Path | None, voc: Path | None, proposals: str | None, gi
         folder = RunFolder(run)
         folder.require()
         there = folder.read_config()
-        if folder.read_data().problem.name == "detection":
+        if finds_objects(folder.read_data().problem):
             raise UserError(f"{run} detects objects already: go on from it with init={run}")
         if (channels := folder.read_data().shape[0]) != 3:
             raise UserError(

@@ -26,7 +26,7 @@ from mheads.data.catalog import DATASETS
 from mheads.data.sample_weights import read_array
 from mheads.distributed.launcher import detect
 from mheads.engine.measure import answers
-from mheads.problems import Classification
+from mheads.problems import is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import FORCE, RunFolder
 from mheads.runs.record import titles
@@ -134,8 +134,8 @@ def _config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Confi
 
 def _check(facts: DataFacts, data: Data, path: Path) -> None:
     """Refuses data that the run has no answers for."""
-    if not isinstance(facts.problem, Classification) or not isinstance(data.problem, Classification):
-        other = facts.problem if not isinstance(facts.problem, Classification) else data.problem
+    if not is_single_label(facts.problem) or not is_single_label(data.problem):
+        other = facts.problem if not is_single_label(facts.problem) else data.problem
         raise UserError(
             f"{path}: probabilities of classes can be learned from a run, and this is {other.name}; in Python, "
             "fit(net, train=(x, run.answer(x))) learns other answers"

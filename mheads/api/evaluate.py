@@ -28,7 +28,7 @@ from mheads.data import POSED
 from mheads.data.catalog import DATASETS
 from mheads.data.splits import Split
 from mheads.engine.measure import all_answers, in_eval_mode, measure
-from mheads.problems import Detection, Problem
+from mheads.problems import Problem, finds_objects
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.training import build
@@ -170,7 +170,7 @@ def examples_of(
             f"{', '.join(known)}: give data with the same classes in the same order"
         )
     there.check_targets(examples.targets, f"{data.name}: {split}")
-    if isinstance(there, Detection) and isinstance(here, Detection):
+    if finds_objects(there) and finds_objects(here):
         facts = replace(facts, problem=replace(there, truths=here.truths))  # which a run does not keep
         examples = examples.measured_by(there)  # type: ignore[union-attr]  # they are regions
     return facts, examples, split

@@ -31,7 +31,7 @@ from mheads.data.batches import Batch
 from mheads.distributed.launcher import detect
 from mheads.engine.measure import Models, answers, in_eval_mode, measure
 from mheads.losses import LOSSES, Loss, base_loss, independent
-from mheads.problems import PROBABILITIES, Classification, Regression, Segmentation, are_probabilities
+from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
 from mheads.training import build, init_weights
@@ -401,20 +401,12 @@ def evaluate(
     engine, plain = Models(forward), Preprocess()
     with in_eval_mode(modules):
         found, _, _ = next(answers(engine, split, plain, solved, rows=batch_size))
-        pixels = isinstance(solved, Segmentation)
-        if found.dim() != (5 if pixels else 3):
-            wanted = "[B, C, H, W]" if pixels else "[B, C]"
-            if isinstance(solved, Regression):
-                wanted = f"[B, {solved.num_values}], as y.reshape(len(y), -1) gives them"
-            what = "numbers" if isinstance(solved, Regression) else "logits"
-            raise UserError(f"each model must give {what} {wanted}, not {tuple(found.shape[1:])}")
-        if classes is None and isinstance(solved, Classification | Segmentation):  # as many classes as there are scores
-            largest = len(solved.classes) - 1
-            if largest >= found.shape[2]:
-                raise UserError(f"label {largest}, but the models give {found.shape[2]} scores")
-            solved = replace(solved, classes=tuple(map(str, range(found.shape[2]))))
+        if found.dim() != 1 + solved.answer_dims:
+            raise UserError(f"each model must give {solved.output_form}, not {tuple(found.shape[1:])}")
+        if classes is None:
+            solved = solved.for_scores(found.shape[2])
         solved.check_output(found[0], "a model", "the test set")
-        if isinstance(solved, Classification) and are_probabilities(found):
+        if is_single_label(solved) and are_probabilities(found):
             told(f"the models give {PROBABILITIES}")
         return measure(engine, split, plain, solved, rows=batch_size)
 

@@ -27,6 +27,7 @@ from mheads.data.readers.image_files import SUFFIXES, UnreadableError
 from mheads.data.readers.unlabelled import ARRAYS, read_array, read_csv
 from mheads.data.splits import Beside
 from mheads.engine.measure import answers, in_eval_mode
+from mheads.problems import finds_objects
 from mheads.training.build import threads_engine
 
 WARNED = 10  # images that cannot be read, one by one
@@ -141,7 +142,7 @@ def predict_files(
     if output is not None and check_place(output).resolve() in [file.resolve() for file in files]:
         raise UserError(f"{output} is also what is asked about: give another file for the answers")
     run = fit.load(path, trust=trust, warn=watch.warn)
-    if run.data.problem.name == "detection":
+    if finds_objects(run.data.problem):
         raise UserError(f"{path} finds objects in images: mheads detect show draws them")
     with telling(watch):
         asked = _asked(run, files, resize)

@@ -25,7 +25,7 @@ from mheads.data.arrays import Unlabelled
 from mheads.data.assembly import side_shapes
 from mheads.data.torch_dataset import DatasetSplit
 from mheads.engine.measure import all_answers, in_eval_mode, measure
-from mheads.problems import Classification, Problem
+from mheads.problems import Problem, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
@@ -221,7 +221,7 @@ def labelled(
     if problem is not None:
         # Targets of a problem that is made from another are read as those of the other.
         name = next((n for kind in type(problem).__mro__ if (n := getattr(kind, "name", "")) in datasets.POSED), name)
-        classes = problem.classes if isinstance(problem, Classification) else None
+        classes = problem.classes if is_single_label(problem) else None
     splits, found = datasets.posed({where: split}, classes, name)
     found = problem or found
     found.check_targets(splits[where].targets, where)

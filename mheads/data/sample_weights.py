@@ -13,7 +13,7 @@ import torch
 from mheads.common import packed_arrays
 from mheads.common.errors import UserError
 from mheads.data.splits import Data
-from mheads.problems import Classification, SoftLabels
+from mheads.problems import SoftLabels, is_single_label
 
 
 def read_priors(path: Path) -> np.ndarray:
@@ -51,7 +51,7 @@ def of_rows(given: Any, rows: np.ndarray | None, members: int, count: int) -> An
 def check_answers(given: Any, data: Data, where: str) -> np.ndarray:
     """What a teacher answers to the training examples, as float32 [N, C]."""
     problem = data.problem
-    if not isinstance(problem, Classification):
+    if not is_single_label(problem):
         raise UserError(
             f"{where}: a teacher's answers are probabilities of classes, and {data.name} is {problem.name}; to learn "
             "what another network gives, give that as the targets"

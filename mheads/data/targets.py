@@ -45,7 +45,7 @@ def posed(splits: Splits, classes: Sequence[str] | None, problem: str = "auto") 
 
 def warn_of_flags(targets: np.ndarray, problem: Problem) -> None:
     """Says that a single yes or no, given as 0.0 and 1.0, is learned as a number, since nobody said what it is."""
-    single = isinstance(problem, Regression) and problem.num_values == 1
+    single = getattr(problem, "num_values", 0) == 1
     if single and len(targets) and bool(np.isin(targets, (0, 1)).all()):
         warn(
             "the labels are only 0 and 1, as floats, and are taken as numbers, with squared errors: "

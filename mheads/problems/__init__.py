@@ -13,6 +13,7 @@ from typing import Any
 from mheads.problems.base import Metrics, Problem, Result, widened
 from mheads.problems.classification import PROBABILITIES, Classification, are_probabilities
 from mheads.problems.detection import Detection
+from mheads.problems.kinds import finds_objects, gives_probabilities, is_single_label
 from mheads.problems.member_losses import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 from mheads.problems.multilabel import MultiLabel
 from mheads.problems.regression import Regression
@@ -44,7 +45,10 @@ __all__ = [
     "SoftLabels",
     "are_probabilities",
     "cross_entropies",
+    "finds_objects",
     "from_dict",
+    "gives_probabilities",
+    "is_single_label",
     "named",
     "squared_errors",
     "widened",

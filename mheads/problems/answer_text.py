@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -41,3 +42,22 @@ def number_text(outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
             yield [" ".join(f"{x:.4g}" for x in answers[row]) for answers in (*ensemble, *outputs)]
 
     return AnswerText(lines(), agreement=False)
+
+
+@dataclass(frozen=True)
+class AnswerColumns:
+    """The answers to several examples for a file: names of columns, and a line of cells for each example."""
+
+    names: list[str]
+    lines: list[list[str]]
+
+
+def number_columns(
+    outputs: Tensor, ensemble: Sequence[Tensor], labels: Sequence[object] | None = None
+) -> AnswerColumns:
+    """Numbers [M, B, D], and [B, D] of the ensemble, in full precision: a column for each answer and value."""
+    labels = range(outputs.shape[2]) if labels is None else labels
+    who = [*["mean", "scored"][: len(ensemble)], *(f"member_{m}" for m in range(len(outputs)))]
+    names = [f"{one}_{label}" if len(labels) > 1 else one for one in who for label in labels]
+    numbers = torch.cat([torch.stack(list(ensemble)), outputs]).permute(1, 0, 2).flatten(1)  # [B, answers x D]
+    return AnswerColumns(names, [[f"{x:.9g}" for x in row] for row in numbers])

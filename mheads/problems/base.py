@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.problems.answer_text import AnswerText
+from mheads.problems.answer_text import AnswerColumns, AnswerText
 from mheads.problems.metrics import weighted_mean
 
 
@@ -44,6 +44,7 @@ class Problem(Protocol):
 
     name: ClassVar[str]
     unit: ClassVar[str]  # of the measures in the headline: "%", or nothing
+    answer_kind: ClassVar[str]  # what a member gives, in words: "numbers"
     measure: ClassVar[str]  # what is measured in the headline, with its unit
     result_type: ClassVar[Any]  # a `metrics.PlainResult`
     member_losses: ClassVar[tuple[str, ...]]  # those in `member_losses.py` that fit, its own first
@@ -81,6 +82,20 @@ class Problem(Protocol):
 
     def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
         """The answers of members [M, B, ...] and of the ensemble (each as `mean` gives it) as text."""
+
+    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
+        """The answers as cells of a .csv file: of the ensemble, and of each member."""
+
+    def for_scores(self, count: int) -> Any:
+        """The same for networks with so many scores, where labels alone do not say how many classes there are."""
+
+    @property
+    def answer_dims(self) -> int:
+        """Dimensions of one member's answers, the examples included."""
+
+    @property
+    def output_form(self) -> str:
+        """What one network must give, in words and with its shape."""
 
     def to_dict(self) -> dict[str, Any]: ...
 
@@ -135,6 +150,24 @@ def further_row(measure: dict[str, Any], form: str = ".2f", unit: str = " %") ->
 def number(value: float | None, form: str = ".2f") -> str:
     """A number of a result as JSON has it."""
     return "not finite" if value is None else format(value, form)
+
+
+class HasClasses(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+
+
+P = TypeVar("P", bound=HasClasses)
+
+
+def with_classes(problem: P, count: int) -> P:
+    """The problem with so many classes, called by their numbers; labels must not need more."""
+    largest = len(problem.classes) - 1
+    if largest >= count:
+        raise UserError(f"label {largest}, but the models give {count} scores")
+    return replace(problem, classes=tuple(map(str, range(count))))
 
 
 def widened(problem: Any, output: Value, network: str) -> Any:

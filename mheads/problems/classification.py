@@ -14,8 +14,8 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.problems.answer_text import AnswerDetail, AnswerText
-from mheads.problems.base import ANSWERS, more_classes, number, percent_rows, together
+from mheads.problems.answer_text import AnswerColumns, AnswerDetail, AnswerText
+from mheads.problems.base import ANSWERS, more_classes, number, percent_rows, together, with_classes
 from mheads.problems.baselines import near_chance, top
 from mheads.problems.member_losses import cross_entropies
 from mheads.problems.metrics import Metrics, Result
@@ -32,9 +32,14 @@ class Classification:
     of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "classification"
     unit: ClassVar[str] = "%"
+    answer_kind: ClassVar[str] = "one class"
     measure: ClassVar[str] = "accuracy, %"
     result_type: ClassVar[Any] = Result
     member_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    single_label: ClassVar[bool] = True
+    gives_probabilities: ClassVar[bool] = True
+    output_form: ClassVar[str] = "logits [B, C]"
+    answer_dims: ClassVar[int] = 2
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -103,6 +108,22 @@ class Classification:
         probabilities = outputs.softmax(-1)
         lines = self._answer_lines(probabilities.argmax(-1), ensemble)
         return AnswerText(lines, detail=partial(self._answer_detail, probabilities, ensemble))
+
+    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
+        votes, best = outputs.argmax(-1), [p.max(-1) for p in ensemble]
+        names = ["answer", "probability", "scored_answer", "scored_probability"][: 2 * len(best)]
+        agreement = (votes == best[0].indices).double().mean(0)
+        lines = [
+            [text for b in best for text in (self.classes[b.indices[i]], f"{b.values[i]:.6g}")]
+            + [f"{agreement[i]:.6g}"]
+            + [self.classes[vote] for vote in votes[:, i]]
+            for i in range(outputs.shape[1])
+        ]
+        return AnswerColumns([*names, "agreement", *(f"member_{m}" for m in range(len(votes)))], lines)
+
+    def for_scores(self, count: int) -> Classification:
+        """The same with as many classes as a network has scores."""
+        return with_classes(self, count)
 
     def _answer_lines(self, votes: Tensor, ensemble: Sequence[Tensor]) -> Iterator[list[str]]:
         """From the classes [M, B] that members vote for, and probabilities [B, C] of the ensemble."""

@@ -20,7 +20,7 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number, OfClasses, check
 from mheads.problems import boxes as box
-from mheads.problems.answer_text import AnswerText, number_text
+from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns, number_text
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
 from mheads.problems.base import number, percent_rows
 from mheads.problems.member_losses import region_losses
@@ -116,9 +116,13 @@ class Detection:
     truths: Sequence[Truth] = field(default=(), compare=False, repr=False)  # of the images that are evaluated on
     name: ClassVar[str] = "detection"
     unit: ClassVar[str] = "%"
+    answer_kind: ClassVar[str] = "boxes"
     measure: ClassVar[str] = "mean average precision, VOC 2007's 11 points, %"
     result_type: ClassVar[Any] = DetectionResult
     member_losses: ClassVar[tuple[str, ...]] = ("fast_rcnn",)
+    finds_objects: ClassVar[bool] = True
+    output_form: ClassVar[str] = "logits [B, C]"
+    answer_dims: ClassVar[int] = 2
     other_losses: ClassVar[tuple[str, ...]] = ("prob_averaged", "confident", "scored")  # that know classes, not boxes
     evaluation_rows: ClassVar[int] = 1  # images differ in size
 
@@ -180,6 +184,12 @@ class Detection:
                 (name, f"Ensemble-Mean {number(each['ensemble_mean'])}, mean member {number(each['single'])} %")
             )
         return found
+
+    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
+        return number_columns(outputs, ensemble)
+
+    def for_scores(self, count: int) -> Detection:
+        return self
 
     def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
         return number_text(outputs, ensemble)

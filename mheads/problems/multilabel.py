@@ -15,7 +15,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
-from mheads.problems.answer_text import AnswerText
+from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns
 from mheads.problems.base import further_row, more_classes, percent_rows, refuse_other_width, together
 from mheads.problems.member_losses import binary_cross_entropies
 from mheads.problems.metrics import PercentResult, by_predictor, mean_members, owner_of, weighted_mean
@@ -117,9 +117,13 @@ class MultiLabel:
     of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "multilabel"
     unit: ClassVar[str] = "%"
+    answer_kind: ClassVar[str] = "several classes"
     measure: ClassVar[str] = "mean average precision, %"
     result_type: ClassVar[Any] = MultiLabelResult
     member_losses: ClassVar[tuple[str, ...]] = ("bce",)
+    gives_probabilities: ClassVar[bool] = True
+    output_form: ClassVar[str] = "logits [B, C]"
+    answer_dims: ClassVar[int] = 2
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -173,6 +177,12 @@ class MultiLabel:
 
     def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
         return AnswerText(self._answer_lines(outputs.sigmoid() > 0.5, ensemble), long=True)
+
+    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
+        return number_columns(outputs.sigmoid(), ensemble, self.classes)  # probabilities, as their mean is
+
+    def for_scores(self, count: int) -> MultiLabel:
+        return self
 
     def _answer_lines(self, given: Tensor, ensemble: Sequence[Tensor]) -> Iterator[list[str]]:
         """From the labels [M, B, C] that members give, and probabilities [B, C] of the ensemble."""

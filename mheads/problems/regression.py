@@ -15,7 +15,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
-from mheads.problems.answer_text import AnswerText, number_text
+from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns, number_text
 from mheads.problems.base import further_row, mean_or_weighted
 from mheads.problems.member_losses import absolute_errors, squared_errors
 from mheads.problems.metrics import PlainResult, by_predictor, weighted_mean
@@ -126,9 +126,16 @@ class Regression:
     num_values: int
     name: ClassVar[str] = "regression"
     unit: ClassVar[str] = ""
+    answer_kind: ClassVar[str] = "numbers"
     measure: ClassVar[str] = "root mean square error"
     result_type: ClassVar[Any] = RegressionResult
     member_losses: ClassVar[tuple[str, ...]] = ("mse", "mae", "smooth_l1", "gaussian_nll")
+
+    answer_dims: ClassVar[int] = 2
+
+    @property
+    def output_form(self) -> str:
+        return f"numbers [B, {self.num_values}], as y.reshape(len(y), -1) gives them"
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -191,6 +198,12 @@ class Regression:
         if "mae" in summary:  # runs of older versions have none
             found += [("MAE", further_row(summary["mae"], ".4g", "")), ("R²", further_row(summary["r2"], ".4f", ""))]
         return found
+
+    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
+        return number_columns(outputs, ensemble)
+
+    def for_scores(self, count: int) -> Regression:
+        return self
 
     def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
         return number_text(outputs, ensemble)

@@ -17,8 +17,8 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
-from mheads.problems.answer_text import AnswerText
-from mheads.problems.base import further_row, percent_rows, together
+from mheads.problems.answer_text import AnswerColumns, AnswerText
+from mheads.problems.base import further_row, percent_rows, together, with_classes
 from mheads.problems.member_losses import IGNORED, cross_entropies
 from mheads.problems.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of, weighted_mean
 
@@ -136,9 +136,12 @@ class Segmentation:
     of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "segmentation"
     unit: ClassVar[str] = "%"
+    answer_kind: ClassVar[str] = "a class for each pixel"
     measure: ClassVar[str] = "mean IoU, %"
     result_type: ClassVar[Any] = SegmentationResult
     member_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    output_form: ClassVar[str] = "logits [B, C, H, W]"
+    answer_dims: ClassVar[int] = 4
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -199,6 +202,15 @@ class Segmentation:
 
     def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
         return AnswerText(self._answer_lines(outputs.softmax(2).argmax(2), [p.argmax(1) for p in ensemble]), long=True)
+
+    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
+        raise UserError(
+            f"a row of a .csv has no room for outputs of shape {tuple(outputs.shape[2:])} per example: write an .npz"
+        )
+
+    def for_scores(self, count: int) -> Segmentation:
+        """The same with as many classes as a network has scores."""
+        return with_classes(self, count)
 
     def _answer_lines(self, votes: Tensor, ensemble: Sequence[Tensor]) -> Iterator[list[str]]:
         """From the classes of pixels: [M, B, H, W] of members, [B, H, W] of the ensemble."""

@@ -17,7 +17,7 @@ from mheads.data.detection.proposals import of_scenes
 from mheads.data.detection.regions import Drawing, RegionSplit, decoded
 from mheads.data.detection.voc import Scene
 from mheads.data.readers.image_files import UNREADABLE, opened_image
-from mheads.problems import Detection
+from mheads.problems import finds_objects
 from mheads.problems.average_precision import Truth
 from mheads.problems.detection import Detections
 from mheads.runs.folder import RunFolder
@@ -43,7 +43,7 @@ def find_objects(
     folder.require()
     config, facts = folder.read_config(), folder.read_data()
     problem = facts.problem
-    if not isinstance(problem, Detection):
+    if not finds_objects(problem):
         raise UserError(f"{path} is a run that learned {problem.name}: mheads predict shows its answers")
     net = build.net_of_run(folder, config, watch.warn, trust=trust)
     folder.load_weights(net, watch.warn)

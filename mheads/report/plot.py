@@ -13,7 +13,7 @@ from mheads.api import evaluate, fit
 from mheads.common.atomic_files import check_output
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
-from mheads.problems import Classification
+from mheads.problems import is_single_label
 from mheads.report.figures import charts, figures
 from mheads.report.figures.figures import Figure
 from mheads.runs.record import Record, one_network, read_all
@@ -132,7 +132,7 @@ def reliability(records: Sequence[Record], watch: Watcher, trust: bool) -> Figur
     bins = {}
     for record in records:
         problem = record.data.problem
-        if not isinstance(problem, Classification):
+        if not is_single_label(problem):
             raise UserError(f"{record.folder.path} is {problem.name}: reliability is about classes")
         run = fit.load(record.folder.path, trust=trust, warn=watch.warn)
         outputs, weights, targets = evaluate.weighted_outputs_of(run)

@@ -12,7 +12,7 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.data.catalog import DATASETS
 from mheads.data.splits import Split
-from mheads.problems import Classification
+from mheads.problems import is_single_label
 from mheads.report.figures.figures import PALETTE
 from mheads.report.figures.video import RATE, check_file, ownership_frames, write_video
 from mheads.runs.record import Record
@@ -59,7 +59,7 @@ def class_pictures(record: Record, kind: str, watch: Watcher) -> np.ndarray:
     """
     names = groups(record)
     problem, shape = record.data.problem, record.data.shape
-    if not isinstance(problem, Classification) or len(shape) != 3 or record.config.data.name not in DATASETS:
+    if not is_single_label(problem) or len(shape) != 3 or record.config.data.name not in DATASETS:
         watch.warn(f"{record.folder.path}: no images of its classes are at hand, so they are shown as colours")
         return plain_colours(len(names))
     train = build.load_data(record.config).train

@@ -15,6 +15,7 @@ import numpy as np
 from mheads.api.evaluate import evaluate_run
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
+from mheads.problems import finds_objects
 from mheads.runs.folder import RunFolder
 
 PREDICTORS = ("ensemble_mean", "single", "oracle")  # single: the mean over the members
@@ -47,7 +48,7 @@ def measured(
     for path in runs:
         folder = RunFolder(path)
         folder.require()
-        if folder.read_data().problem.name != "detection":
+        if not finds_objects(folder.read_data().problem):
             raise UserError(f"{path} is a run that learned {folder.read_data().problem.name}: mheads eval measures it")
         finished = folder.result.is_file() and not overrides and split is None
         found.append(folder.read_result() if finished else evaluate_run(path, None, watch, overrides, split, trust))

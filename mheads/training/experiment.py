@@ -26,7 +26,7 @@ from mheads.engine.interface import Engine
 from mheads.engine.measure import all_answers
 from mheads.losses import Loss, independent
 from mheads.losses import check as promises
-from mheads.problems import PROBABILITIES, Classification, are_probabilities, widened
+from mheads.problems import PROBABILITIES, are_probabilities, finds_objects, is_single_label, widened
 from mheads.runs import tensorboard
 from mheads.runs.folder import RunFolder
 from mheads.training.build import (
@@ -174,7 +174,7 @@ def assemble(
     if loss.of_scores and hasattr(data.problem, "of_scores"):
         data = replace(data, problem=replace(data.problem, of_scores=True))  # type: ignore[type-var]
     data.problem.check_output(outputs, net.network_name, data.name)
-    if isinstance(data.problem, Classification) and are_probabilities(data.problem.answer(outputs)):
+    if is_single_label(data.problem) and are_probabilities(data.problem.answer(outputs)):
         warn(f"{net.network_name} gives {PROBABILITIES}")
     loss.check(net.num_members, config.sampling.name)
     each = loss.each_batch or not loss.whole_batch
@@ -240,7 +240,7 @@ def _sample(
 ) -> tuple[np.ndarray | None, list[list[int]] | None, dict[str, Any]]:
     """The priors [M, N], the classes of specialists, and what decides them besides the config."""
     sampling, classes = config.sampling, data.problem.groups
-    if sampling.entry.by_class and data.problem.name == "detection":
+    if sampling.entry.by_class and finds_objects(data.problem):
         raise UserError(
             f"sampling = {sampling.name} deals out examples by their class, and an image has objects of several: use "
             "full, bagging or subset, or say with sampling.name=file who learns from which image"
@@ -291,7 +291,7 @@ def cluster_classes(config: Config) -> dict[str, Any]:
     folder, said = RunFolder(path), f"sampling.generalist = {path}"
     folder.require()
     there, facts = folder.read_config(), folder.read_data()
-    if not isinstance(facts.problem, Classification):
+    if not is_single_label(facts.problem):
         raise UserError(f"{said} learned {facts.problem.name}: give a run that tells classes apart")
     if there.data.name not in datasets.DATASETS:
         raise UserError(

@@ -12,6 +12,7 @@ from mheads.common import atomic_files, fingerprint
 from mheads.common.errors import UserError
 from mheads.config.schema import Config
 from mheads.data import Data
+from mheads.problems import finds_objects, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.training import weight_files
@@ -80,14 +81,14 @@ def donor_differences(config: Config, data: Data) -> list[str]:
     if not RunFolder(Path(config.init)).exists():  # random, same, or weights without a run
         return []
     there, here = RunFolder(Path(config.init)).read_data(), DataFacts.of(data)
-    what = "classes" if here.problem.name == "classification" else "groups"
+    what = "classes" if is_single_label(here.problem) else "groups"
     alike = {
         "the shape of an example": (there.shape, here.shape),
         "the problem": (there.problem.name, here.problem.name),
         f"the number of {what}": (len(there.problem.groups), len(here.problem.groups)),
         **{f"class {c}": names for c, names in enumerate(zip(there.problem.groups, here.problem.groups, strict=False))},
     }
-    detects = (there.problem.name != "detection") and here.problem.name == "detection"  # which is no surprise
+    detects = finds_objects(here.problem) and not finds_objects(there.problem)  # which is no surprise
     pairs = {
         **({} if detects else alike),
         "data.scale": (there.preprocess.scale, here.preprocess.scale),

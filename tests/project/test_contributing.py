@@ -73,6 +73,76 @@ data: {name: bars}
 optim: {iterations: 30, lr: 0.05, batch_size: 20}
 """
 # The commands, one after another in one process: code, out and err of each.
+OPTIMIZER = """
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+
+class SignDescent(torch.optim.Optimizer):
+    def __init__(self, groups, lr, beta):
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self.beta = beta
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.sub_(mean.mul_(self.beta).add_(p.grad, alpha=1 - self.beta).sign(), alpha=group["lr"])
+
+
+def signs(
+    groups, lr: float, beta: Annotated[float, Field(ge=0, lt=1, description="the decay rate of the mean")] = 0.5
+) -> torch.optim.Optimizer:
+    return SignDescent(groups, lr, beta)
+"""
+SCHEDULE = """
+from typing import Annotated
+
+from pydantic import Field
+
+
+def saw(teeth: Annotated[int, Field(ge=1, description="how often it falls")] = 3):
+    return lambda i, n: 1 - (i * teeth / n) % 1
+"""
+SAMPLING = '''
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+
+def turns(stride: Annotated[int, Field(ge=1, description="so many examples in a row go to one member")] = 1):
+    """Members take turns."""
+
+    def draw(request):
+        owner = np.arange(len(request.labels)) // stride % request.members
+        mine = np.stack([owner == m for m in range(request.members)]).astype(np.float32)
+        return mine / mine.mean(1, keepdims=True)
+
+    return draw
+'''
+FIGURE = """
+from matplotlib.figure import Figure
+
+
+def sizes(records, watch, trust):
+    figure = Figure()
+    figure.subplots().bar(range(len(records)), [record.config.members for record in records])
+    return figure
+"""
+COMMAND = '''
+from pathlib import Path
+
+from mheads.cli.shared import console
+
+
+def size(run: Path) -> None:
+    """Say how many bytes the weights of a run take."""
+    console.print(f"{(run / 'model.safetensors').stat().st_size} bytes")
+'''
 SCRIPT = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -106,7 +176,7 @@ def insert(file, line, last):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The package with a loss and a dataset from the page, and with a network, a problem and a recipe."""
+    """The package with a loss and a dataset from the page, and one of everything else that is an entry."""
     root = tmp_path_factory.mktemp("copy")
     package = root / "mheads"
     shutil.copytree(ROOT / "mheads", package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -133,6 +203,26 @@ def copy(tmp_path_factory):
     insert(
         problems, 'from mheads.problems.absolute import Absolute\n, "absolute": Absolute', '"regression": Regression'
     )
+    for file, code, table, entry, last in (
+        (
+            "optim/signs.py",
+            OPTIMIZER,
+            "optim/optimizers.py",
+            '"signs": Entry(signs)',
+            '    "adam": Entry(adam),\n',
+        ),
+        ("optim/saw.py", SCHEDULE, "optim/schedules.py", '"saw": Entry(saw, ends=True)', '    "exp": '),
+        ("data/turns.py", SAMPLING, "data/resampling.py", '"turns": Entry(turns)', '    "array": Entry(array),\n'),
+        ("report/figures/sizes.py", FIGURE, "report/plot.py", '"sizes": sizes', '    "wins": wins,\n'),
+        ("cli/size_command.py", COMMAND, "cli/main.py", '"size": size', '        "tree": tree,\n'),
+    ):
+        (package / file).write_text(code)
+        module, name = file.removesuffix(".py").replace("/", "."), entry.split('"')[1]
+        text = (package / table).read_text()
+        assert text.count(last) == 1, (table, last)
+        text = text.replace(last, f"    {entry},\n{last}")
+        first = re.search(r"^from mheads", text, re.MULTILINE).start()
+        (package / table).write_text(f"{text[:first]}from mheads.{module} import {name}\n{text[first:]}")
     return root
 
 
@@ -152,7 +242,9 @@ def command(copy, tmp_path_factory):
         def run(*args):
             process.stdin.write(json.dumps([str(arg) for arg in args]) + "\n")
             process.stdin.flush()
-            return json.loads(process.stdout.readline())
+            line = process.stdout.readline()
+            assert line.startswith("["), (args, line, process.stdout.readline())
+            return json.loads(line)
 
         yield run
         process.stdin.close()
@@ -240,3 +332,45 @@ def test_the_arguments_of_a_reader_are_its_keys(command, tmp_path):
         ]
         code, _, err = command("train", *command_line)
         assert (code, words is None or words in err) == (0 if words is None else 2, True), err
+
+
+def test_one_of_each_is_an_entry_and_every_command_takes_a_run_of_it(command, copy, tmp_path):
+    """A problem, a network, a dataset, a loss, an optimizer, a schedule and a sampling of one's own in one run."""
+    run = tmp_path / "run"
+    keys = ["data=distances", "loss=bounded", "optim.name=signs", "optim.beta=0.25", "optim.schedule=saw"]
+    keys += ["optim.schedule.teeth=2", "sampling=turns", "sampling.stride=5", "optim.lr=0.01"]
+    code, _, err = command("train", "bars", *keys, "--folder", run)
+    assert code == 0, err
+    for key, said in (("optim.beta=1", "less than 1"), ("optim.momentum=0.5", "optim.momentum is an option of sgd")):
+        code, _, err = command("train", "bars", *keys, key, "--folder", tmp_path / "refused")
+        assert (code, said in err) == (2, True), err
+    Image.fromarray(np.zeros((6, 10), np.uint8)).save(tmp_path / "none.png")
+    assert command("size", run) == [0, f"{(run / 'model.safetensors').stat().st_size} bytes\n", ""]
+    for args in (
+        ["config", "bars", *keys],
+        ["tree", "bars", *keys],
+        ["plan", "bars", "--ranks", 2, "--flops", 2],
+        ["eval", run, "--outputs", tmp_path / "outputs.npz"],
+        ["predict", run, tmp_path / "none.png"],
+        ["predict", run, tmp_path / "none.png", "-o", tmp_path / "answers.csv"],
+        ["predict", run, tmp_path / "none.png", "-o", tmp_path / "answers.npz"],
+        ["plot", "history", run],
+        ["plot", "sizes", run],
+        ["report", run],
+        ["report", run, run, "-o", tmp_path / "both.html"],
+        ["export", run, "-o", tmp_path / "net.pt2"],
+        ["train", "bars", *keys, "--folder", run],
+    ):
+        code, out, err = command(*args)
+        assert code == 0, (args, out, err)
+    page = (run / "report.html").read_text()
+    assert all(word in page for word in ("absolute", "signs", "saw", "turns", "bounded"))
+    for args in (
+        ["plot", "reliability", run],
+        ["video", run],
+        ["saliency", run],
+        ["distil", run],
+        ["detect", "eval", run],
+    ):
+        code, out, err = command(*args)
+        assert (code, err[:7], "Traceback" in err) == (2, "error: ", False), (args, out, err)

@@ -6,19 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mheads.problems import Classification
+from mheads.problems import is_single_label
 from mheads.report.page.evidence import Evidence
 from mheads.report.page.html import Cell, Grid, Grids, Missing, Part, Table, percents
 from mheads.runs.record import Record
 
 MANY_CLASSES = 40  # from here on a confusion matrix is a list of the most frequent confusions
 MOST_CONFUSIONS = 20
-GIVEN = {
-    "regression": "numbers",
-    "multilabel": "several classes",
-    "segmentation": "a class for each pixel",
-    "detection": "boxes",
-}
 
 
 def agreement(record: Record, evidence: Evidence | None, why: str) -> list[Part]:
@@ -33,8 +27,8 @@ def agreement(record: Record, evidence: Evidence | None, why: str) -> list[Part]
         found.append(
             Grids([Grid("differ", title, members, [f"{m}" for m in range(len(members))], percents(differ)[None], [""])])
         )
-    if not isinstance(record.data.problem, Classification):
-        return found or [Missing(f"Members give {GIVEN[record.data.problem.name]}, not one class that could differ.")]
+    if not is_single_label(record.data.problem):
+        return found or [Missing(f"Members give {record.data.problem.answer_kind}, not one class that could differ.")]
     if evidence is None:
         return [*found, Missing(f"Which classes are confused is not known: {why}")]
     names, counts = record.data.problem.groups, evidence.confusion

@@ -19,7 +19,7 @@ from mheads.common.progress import Watcher, telling
 from mheads.data.catalog import DATASETS
 from mheads.data.splits import Split
 from mheads.engine.measure import answers, in_eval_mode
-from mheads.problems import Classification
+from mheads.problems import is_single_label
 from mheads.problems.metrics import add_counts
 from mheads.report.page.html import Gallery, picture
 from mheads.report.saliency.command import said
@@ -82,7 +82,7 @@ def network(record: Record, watch: Watcher, trust: bool) -> TreeNet:
 def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
     """Runs the newest weights over the examples that training evaluates on."""
     problem = record.data.problem
-    if not isinstance(problem, Classification):
+    if not is_single_label(problem):
         raise UserError(f"this is about classes, and the run is {problem.name}")
     weights = record.folder.load_weights(net, lambda message: None)  # the page itself says how far the run is
     with telling(watch):
@@ -177,7 +177,7 @@ def pictures(record: Record, watch: Watcher) -> list[str]:
     """A small picture of each class as a data URI, or none where no images are at hand."""
     if record.config.data.name not in DATASETS or len(record.data.shape) != 3:
         return []
-    if not isinstance(record.data.problem, Classification):
+    if not is_single_label(record.data.problem):
         return []
     try:
         return [picture(found, 40) for found in class_pictures(record, "typical", watch)]

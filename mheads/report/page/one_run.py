@@ -13,7 +13,7 @@ from mheads.common.progress import Watcher
 from mheads.config.schema import Config
 from mheads.engine.cost import costs_on, example_of
 from mheads.engine.diagnostics import learning_rows
-from mheads.problems import Classification
+from mheads.problems import finds_objects, is_single_label
 from mheads.problems.baselines import top
 from mheads.problems.metric_text import label, number
 from mheads.report.page import curves, describe, svg
@@ -62,7 +62,7 @@ def page_of(
         sections.append(Section("ownership", owned_title([record]), _ownership(record, shown), OWNED))
         sections.append(Section("wins", "Who wins", [curves.wins(record.log)], WINS))
     sections.append(Section("agreement", "Where answers differ", agreement(record, evidence, why)))
-    if isinstance(record.data.problem, Classification):
+    if is_single_label(record.data.problem):
         trusted = [curves.reliability(evidence.reliability, record.config.members)] if evidence else [Missing(why)]
         sections.append(Section("reliability", "How far to trust it", trusted))
         sections.append(Section("hardest", "The hardest examples", _hardest(evidence, why), HARD))
@@ -164,7 +164,7 @@ def _results(record: Record, paper: PaperFigures | None) -> list[Part]:
         return [Missing("The run was not evaluated yet.")]
     found = [(name, Text.from_markup(text).plain) for name, text in record.data.problem.rows(result)]
     found += learning_rows(result.get("learning") or {})
-    more = [class_table(record, result)] if record.data.problem.name == "detection" else []
+    more = [class_table(record, result)] if finds_objects(record.data.problem) else []
     beside = paper(record.config) if paper and record.finished else None
     note = f"On {result['examples']:,} examples of the {result['split']} set."
     if beside is None:

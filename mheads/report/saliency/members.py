@@ -25,7 +25,7 @@ from mheads.common.progress import Silent, Watcher
 from mheads.data.catalog import DATASETS
 from mheads.data.splits import Split
 from mheads.engine.measure import all_answers, in_eval_mode
-from mheads.problems import Classification
+from mheads.problems import is_single_label
 from mheads.problems.metrics import owner_of
 from mheads.report.figures.figures import Figure, shorten
 from mheads.report.figures.saliency_maps import SHORT, saliency_figure
@@ -310,7 +310,7 @@ def _check(run: Run, beside: Run | None, layer: str | None) -> None:
     for one in (run, beside):
         if one is None:
             continue
-        if not isinstance(one.data.problem, Classification):
+        if not is_single_label(one.data.problem):
             raise UserError(f"{one.folder} is {one.data.problem.name}: saliency is about the scores of classes")
         if len(one.data.shape) != 3:
             raise UserError(f"{one.folder} was trained on examples of shape {one.data.shape}, not on images")

@@ -356,6 +356,7 @@ def test_one_of_each_is_an_entry_and_every_command_takes_a_run_of_it(command, co
         ["predict", run, tmp_path / "none.png", "-o", tmp_path / "answers.npz"],
         ["plot", "history", run],
         ["plot", "sizes", run],
+        ["video", run, "-o", tmp_path / "video.gif"],
         ["report", run],
         ["report", run, run, "-o", tmp_path / "both.html"],
         ["export", run, "-o", tmp_path / "net.pt2"],
@@ -367,7 +368,6 @@ def test_one_of_each_is_an_entry_and_every_command_takes_a_run_of_it(command, co
     assert all(word in page for word in ("absolute", "signs", "saw", "turns", "bounded"))
     for args in (
         ["plot", "reliability", run],
-        ["video", run],
         ["saliency", run],
         ["distil", run],
         ["detect", "eval", run],

@@ -2,16 +2,30 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# The rooms of the algorithm: their tests train little, and few of them start other processes.
+FAST := tests/common tests/problems tests/trees tests/losses tests/optim tests/config tests/engine
 
-.PHONY: demo test bits mutants check lint clean
+.PHONY: demo test fast full bench bits mutants check lint clean
 
 demo: $(READY)
 	$(BIN)/mheads demo
 
-# Two processes share the tests. Those of ranks start several processes of their own, so they run one after the other.
+# Two processes share the tests. Those of ranks, which start several processes of their own, come after the others.
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --ignore tests/distributed
-	$(BIN)/python -m pytest tests/distributed
+	$(BIN)/python -m pytest -n 2 tests/distributed
+
+# About a minute, while you work on the rooms that FAST lists.
+fast: $(READY)
+	$(BIN)/python -m pytest -n 2 $(FAST)
+
+# The full-size checks that `make test` leaves out.
+full: $(READY)
+	$(BIN)/python -m pytest -m full
+
+# The benchmarks of benchmarks/README.md, all of them.
+bench: $(READY)
+	$(BIN)/python -m benchmarks all
 
 # Whether runs have the bits that they had at an earlier commit: tests/bits/BASE names it.
 bits: $(READY)

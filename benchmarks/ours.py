@@ -15,8 +15,8 @@ from mheads.data.preprocessing import Preprocess
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.losses import Loss
 from mheads.networks import NETWORKS
-from mheads.optim.optimizers import Optimizer
 from mheads.optim.options import OptimOptions
+from mheads.optim.stage_updates import Optimizer
 from mheads.trees.treenet import TreeNet
 
 SHAPE, BATCH, MEMBERS = (3, 32, 32), 350, 4
@@ -29,6 +29,9 @@ def network() -> torch.nn.Module:
 def tiny() -> torch.nn.Module:
     """A network whose arithmetic takes no time: 3,072 numbers, 8 of which go on."""
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10))
+
+
+OPTIONS = {"lr": peers.RATE, "momentum": peers.MOMENTUM, "weight_decay": peers.DECAY}
 
 
 class Ours:
@@ -65,7 +68,7 @@ class Ours:
 
 def optimizer(net: TreeNet) -> Optimizer:
     """An optimizer like that of the peers."""
-    found = Optimizer(net, OptimOptions(lr=peers.RATE, momentum=peers.MOMENTUM, weight_decay=peers.DECAY))
+    found = Optimizer(net, OptimOptions.model_validate(OPTIONS))
     found.set_rate(peers.RATE)
     return found
 

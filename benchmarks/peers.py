@@ -33,7 +33,8 @@ def sgd(named: Sequence[tuple[str, Tensor]], bias_rate: float = 2.0) -> torch.op
 
 def duplicate(net: nn.Module, memory_format: torch.memory_format = torch.contiguous_format) -> nn.Module:
     """A copy of a network in the given memory format."""
-    return copy.deepcopy(net).to(memory_format=memory_format)  # type: ignore[call-overload]
+    made: nn.Module = copy.deepcopy(net).to(memory_format=memory_format)  # type: ignore[call-overload]
+    return made
 
 
 class Peer:

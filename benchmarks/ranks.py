@@ -87,7 +87,7 @@ class RemoteRanks:
 
     def step(self, payload: bool = True) -> float:
         """Seconds of a step, from when the first rank begins to when the last one is done."""
-        spans = self._call("step", payload)
+        spans: list[tuple[float, float]] = self._call("step", payload)
         return max(end for _, end in spans) - min(began for began, _ in spans)
 
     def latency(self, case: Case, turns: int = 20) -> float:
@@ -98,7 +98,8 @@ class RemoteRanks:
     def transfer(self, edge: Edge, case: Case) -> float:
         """Seconds to move what a step moves over an edge, micro-batch by micro-batch, there and back,
         while nothing is computed."""
-        return self._call("transfer", edge, case)[edge.source]
+        seconds: list[float] = self._call("transfer", edge, case)
+        return seconds[edge.source]
 
     def close(self) -> None:
         for pipe in self._pipes:

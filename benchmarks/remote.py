@@ -37,7 +37,8 @@ class RemotePeers:
 
         def step() -> float:
             self._pipe.send(name)
-            return self._pipe.recv()
+            seconds: float = self._pipe.recv()
+            return seconds
 
         return step
 

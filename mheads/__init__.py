@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mheads import data, distributed, losses
+    from mheads import data, distributed, losses, networks
     from mheads.api.evaluate import outputs_of
     from mheads.api.fit import Interrupted, evaluate, fit, load
     from mheads.api.run import Run
@@ -37,12 +37,20 @@ __all__ = [
     "fit",
     "load",
     "losses",
+    "networks",
     "outputs_of",
     "saliency",
     "with_scores",
 ]
 
-_MODULES = ("data", "distributed", "dropout", "losses", "saliency")
+_MODULES = {
+    "data": "mheads.data",
+    "distributed": "mheads.distributed",
+    "dropout": "mheads.networks.dropout",
+    "losses": "mheads.losses",
+    "networks": "mheads.networks",
+    "saliency": "mheads.report.saliency",
+}
 _HOMES = {
     "Dropout": "mheads.networks.dropout",
     "Interrupted": "mheads.api.fit",
@@ -63,7 +71,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _MODULES:
-        return importlib.import_module(f"mheads.{name}")
+        return importlib.import_module(_MODULES[name])
     raise AttributeError(f"module 'mheads' has no attribute {name!r}")
 
 

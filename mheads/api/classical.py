@@ -100,7 +100,9 @@ def train_rounds(
 
 def is_stable(entry: dict[str, Any], tolerance: float = TOLERANCE) -> bool:
     """Whether so few examples changed their member after this round that it was the last."""
-    return entry["changed"] == 0 or entry["changed"] < tolerance * sum(entry["examples"])
+    changed: int = entry["changed"]
+    total: int = sum(entry["examples"])
+    return changed == 0 or changed < tolerance * total
 
 
 def share_out(losses: Tensor, ties: Tensor, least: int) -> Tensor:
@@ -142,7 +144,9 @@ def _check(config: Config) -> None:
 def _of_round(config: Config, folder: Path, number: int) -> Config:
     """The config of a round: an ordinary run on priors from a file, from the weights of the round before."""
     folder = folder.absolute()
-    update: dict[str, Any] = {"sampling": Sampling(name="file", path=folder / f"round{number}.npz")}
+    update: dict[str, Any] = {
+        "sampling": Sampling.model_validate({"name": "file", "path": folder / f"round{number}.npz"})
+    }
     if number:
         update |= {"init": str(folder / f"round{number - 1}"), "init_map": {}, "init_members": None}
         update["seed"] = seeds.derive(config.seed, "round", number) % 2**31  # another order of the examples

@@ -37,7 +37,8 @@ class Prepared(nn.Module):
         """The outputs of raw examples that were checked, as `raw_examples` gives them."""
         parameter = next(self.network.parameters(), torch.empty(0))
         x = self.data.inputs(raw.to(parameter.device), parameter.dtype)
-        return self.network(x) if side is None else self.network(x, side)
+        outputs: Tensor = self.network(x) if side is None else self.network(x, side)
+        return outputs
 
 
 def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:

@@ -160,7 +160,8 @@ def _is_there(layer: Layer) -> bool:
 
 def _has_colour(layer: Layer) -> bool:
     if layer.type == "ImageData":
-        return layer.message.image_data_param.is_color
+        colour: bool = layer.message.image_data_param.is_color
+        return colour
     shape = lmdb_shape(Path(_source(layer)), None)
     return shape is not None and shape[0] == 3
 
@@ -173,9 +174,9 @@ def _source(layer: Layer) -> str:
 def _batch_size(layer: Layer) -> int:
     m = layer.message
     if layer.type in SOURCES:
-        return getattr(m, SOURCES[layer.type]).batch_size
+        return int(getattr(m, SOURCES[layer.type]).batch_size)
     if layer.type == "MemoryData":
-        return m.memory_data_param.batch_size
+        return int(m.memory_data_param.batch_size)
     dims = _dims(layer)
     return max(0, dims[0]) if dims else 0
 

@@ -259,7 +259,8 @@ class GraphNetwork(nn.Module):
             else:
                 values |= {top: found[i] for i, top in enumerate(tops)}
         if len(self._outputs) == 1:
-            return values[self._outputs[0]]
+            output: Tensor = values[self._outputs[0]]
+            return output
         return tuple(values[number] for number in self._outputs)
 
 

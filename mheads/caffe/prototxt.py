@@ -43,11 +43,13 @@ class Layer:
 
     @property
     def name(self) -> str:
-        return self.message.name
+        name: str = self.message.name
+        return name
 
     @property
     def type(self) -> str:
-        return self.message.type
+        kind: str = self.message.type
+        return kind
 
     def __str__(self) -> str:
         return f"layer {self.name!r} ({self.type})"

@@ -344,7 +344,8 @@ def _code_differences(old: Code, new: Code) -> list[str]:
 
 
 def _same_code(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    one, other = before.get("code", ""), after.get("code", "")
+    one: str = before.get("code", "")
+    other: str = after.get("code", "")
     if one.split()[:1] == other.split()[:1]:
         return one == other
     return before.get("source") == after.get("source")  # of another version of Python

@@ -1,10 +1,31 @@
-"""Sections of a config: typed keys with limits, each with the sentence that documents it."""
+"""Sections of a config, and entries that own their options.
+
+A loss, an optimizer, a schedule, a sampling: each is a factory, and the arguments whose annotations say what they mean
+are its options, keys of the section that names it:
+
+    def mcl(k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 1) -> Loss:
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic.fields import FieldInfo
+
+Factories = Mapping[str, Callable[..., Any]]
+
+
+class Section(BaseModel):
+    """A frozen section that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=Section)
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
@@ -17,7 +38,76 @@ def named_section(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class Section(BaseModel):
-    """A frozen section that refuses unknown keys."""
+@dataclass(frozen=True)
+class Option:
+    """An argument of a factory that a config may give: its type with its limits, its default, and what it means."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    type: Any
+    default: Any
+    description: str
+
+
+@dataclass(frozen=True)
+class SharedOption:
+    """An option, and the entries that have it by what it means to them."""
+
+    type: Any
+    default: Any
+    meanings: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        return tuple(name for names in self.meanings.values() for name in names)
+
+    @property
+    def description(self) -> str:
+        return "; ".join(f"{', '.join(names)}: {meaning}" for meaning, names in self.meanings.items())
+
+
+def options_of(factory: Callable[..., Any]) -> dict[str, Option]:
+    """The annotated arguments of a factory; the others are for callers in Python alone."""
+    options = {}
+    arguments = inspect.signature(factory).parameters
+    for key, hint in get_type_hints(factory, include_extras=True).items():
+        if get_origin(hint) is not Annotated:
+            continue
+        texts = [part.description for part in hint.__metadata__ if isinstance(part, FieldInfo) and part.description]
+        if arguments[key].default is inspect.Parameter.empty or not texts:
+            raise TypeError(f"option {key} of {factory.__name__} needs a default and Field(description=...)")
+        options[key] = Option(hint, arguments[key].default, texts[0])
+    return options
+
+
+def options_by_key(factories: Factories) -> dict[str, SharedOption]:
+    """Each option with the entries that have it. Those that share one must give it one type and default."""
+    shared: dict[str, SharedOption] = {}
+    for name, factory in factories.items():
+        for key, declared in options_of(factory).items():
+            first = shared.setdefault(key, SharedOption(declared.type, declared.default))
+            if _kind(declared) != _kind(first):
+                raise TypeError(
+                    f"{first.owners[0]} and {name} both have an option {key}, but {_kind(first)} and "
+                    f"{_kind(declared)}: declare it alike in both, or give it another name"
+                )
+            first.meanings.setdefault(declared.description, []).append(name)
+    return shared
+
+
+def _kind(declared: Option | SharedOption) -> str:
+    """The type, limits and default of an option in words."""
+    parts = [repr(part.metadata) for part in declared.type.__metadata__ if isinstance(part, FieldInfo)]
+    return f"{declared.type.__origin__} {' '.join(parts)} = {declared.default!r}"
+
+
+def section_of(name: str, base: type[S], factories: Factories) -> type[S]:
+    """A section with a field for each option of any entry; all are checked, whichever entry is named.
+
+    It is to be bound to this name in the module of the base, so that configs can be pickled.
+    """
+    shared = options_by_key(factories)
+    if taken := base.model_fields.keys() & shared:
+        raise TypeError(f"no entry can have an option {', '.join(taken)}: every {base.__name__} has that key")
+    fields: dict[str, Any] = {
+        key: (declared.type, option(declared.default, declared.description)) for key, declared in shared.items()
+    }
+    return create_model(name, __base__=base, __module__=base.__module__, **fields)

@@ -5,38 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mheads.common.errors import UserError
+from mheads.common.options import Factories, options_by_key
 from mheads.config.schema import Config, flatten, keys_of
 from mheads.data.catalog import DATASETS
-from mheads.losses import LOSSES, options
+from mheads.data.resampling import FACTORIES as SAMPLINGS
+from mheads.losses import LOSSES
+from mheads.optim.optimizers import FACTORIES as OPTIMIZERS
+from mheads.optim.schedules import FACTORIES as SCHEDULES
 
 SCALE_RATE = "loss.scale_rate"
+
+
+def _owners(section: str, factories: Factories) -> dict[str, tuple[str, ...]]:
+    return {f"{section}.{key}": shared.owners for key, shared in options_by_key(factories).items()}
+
+
 # By the key that chooses, the options that not all of its values have.
 OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "sampling.name": {
-        "sampling.fraction": ("subset",),
-        "sampling.groups": ("specialists",),
-        "sampling.generalist": ("clustered",),
-        "sampling.path": ("file",),
-    },
-    "optim.name": {
-        "optim.momentum": ("sgd", "adam", "adadelta"),
-        "optim.momentum2": ("adam",),
-        "optim.rms_decay": ("rmsprop",),
-        "optim.delta": ("adam", "adagrad", "rmsprop", "adadelta"),
-        "optim.nesterov": ("sgd",),
-        "optim.caffe_momentum": ("sgd",),
-    },
-    "optim.schedule.name": {
-        "optim.schedule.every": ("step", "sigmoid"),
-        "optim.schedule.at": ("multistep",),
-        "optim.schedule.gamma": ("step", "multistep", "plateau", "exp", "inv"),
-        "optim.schedule.power": ("inv", "poly"),
-        "optim.schedule.slope": ("sigmoid",),
-        "optim.schedule.window": ("plateau",),
-        "optim.schedule.threshold": ("plateau",),
-    },
+    "sampling.name": _owners("sampling", SAMPLINGS),
+    "optim.name": _owners("optim", OPTIMIZERS),
+    "optim.schedule.name": _owners("optim.schedule", SCHEDULES),
     "loss.name": {
-        **{f"loss.{key}": tuple(owners) for key, (_, owners) in options.keys(LOSSES).items()},
+        **_owners("loss", LOSSES),
         SCALE_RATE: ("score_averaged", "prob_averaged"),
     },
     "data.name": {

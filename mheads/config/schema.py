@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -22,33 +22,56 @@ from pydantic import (
     BeforeValidator,
     Field,
     ValidationError,
-    create_model,
     model_validator,
 )
 
 from mheads import networks
 from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
-from mheads.common.options import Section, named_section, option
+from mheads.common.options import (
+    Factories,
+    S,
+    Section,
+    named_section,
+    option,
+    options_by_key,
+    options_of,
+    section_of,
+)
 from mheads.config.unknown_keys import meaning
-from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss, options
+from mheads.data import resampling
+from mheads.data.resampling import SAMPLINGS
+from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss
 from mheads.optim.options import OptimOptions
 
-S = TypeVar("S", bound=Section)
+
+def _sampling_name(name: str) -> str:
+    if name not in SAMPLINGS:
+        raise ValueError(f"a sampling is one of {', '.join(SAMPLINGS)}")
+    return name
 
 
-class Sampling(Section):
-    name: Literal["full", "bagging", "subset", "specialists", "clustered", "file", "array"] = option(
-        "full", "who learns from which examples"
+class SamplingSection(Section):
+    """The key that every sampling has."""
+
+    name: Annotated[str, AfterValidator(_sampling_name)] = option(
+        "full", f"which member learns from which examples: {', '.join(SAMPLINGS)}"
     )
-    fraction: float = option(0.63, "subset: the share of the examples that a member sees", gt=0, le=1)
-    groups: Literal["random"] | list[list[int]] = option(
-        "random", "specialists: the classes of each member, or random for an even split by the seed"
-    )
-    generalist: Path | None = option(
-        None, "clustered: the folder of a finished run; classes that it confuses go together"
-    )
-    path: Path | None = option(None, "file: an .npz or .npy file of priors [M, N] on the training examples")
+
+    @property
+    def entry(self) -> resampling.Entry:
+        return SAMPLINGS[self.name]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments for the factory of the sampling."""
+        return {key: getattr(self, key) for key in options_of(self.entry.make)}
+
+
+if TYPE_CHECKING:
+    Sampling = SamplingSection
+else:
+    Sampling = section_of("Sampling", SamplingSection, resampling.FACTORIES)
 
 
 def _no_truth_value(value: Any) -> Any:
@@ -103,24 +126,13 @@ class LossSection(Section):
         """The arguments for the factory of the loss."""
         if self.name not in LOSSES:
             return self.args
-        return {key: getattr(self, key) for key in options.options(LOSSES[self.name])}
-
-
-def _loss_options() -> Any:
-    """The loss section with a field for each option of any loss; all are checked, whichever loss is named."""
-    fields: dict[str, Any] = {
-        key: (declared.type, option(declared.default, f"{', '.join(owners)}: {declared.description}"))
-        for key, (declared, owners) in options.keys(LOSSES).items()
-    }
-    if taken := LossSection.model_fields.keys() & fields:
-        raise TypeError(f"no option of a loss can be called {', '.join(taken)}: every loss has that key")
-    return create_model("LossOptions", __base__=LossSection, **fields)
+        return {key: getattr(self, key) for key in options_of(LOSSES[self.name])}
 
 
 if TYPE_CHECKING:
     LossOptions = LossSection
 else:
-    LossOptions = _loss_options()
+    LossOptions = section_of("LossOptions", LossSection, LOSSES)
 
 
 class RegionOptions(Section):
@@ -244,11 +256,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.optim.name == "sgd" and self.optim.nesterov and not self.optim.momentum:
+        if self.optim.options.get("nesterov") and not self.optim.options["momentum"]:
             raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
-        if self.optim.name == "adamw" and self.optim.regularization == "l1":
+        if self.optim.entry.decoupled and self.optim.regularization == "l1":
             raise ValueError(
-                "optim.regularization = l1 is not for adamw, whose decay is apart from gradients: use adam"
+                f"optim.regularization = l1 is not for {self.optim.name}, whose decay is apart from gradients: use adam"
             )
         if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
             raise ValueError(
@@ -259,16 +271,24 @@ class Config(Section):
             raise ValueError(
                 f"init_members names {len(self.init_members)} for {self.members} members: give one each, null for new"
             )
-        groups = self.sampling.groups
-        if self.sampling.name == "specialists" and isinstance(groups, list) and len(groups) != self.members:
+        groups = self.sampling.options.get("groups")
+        if isinstance(groups, list) and len(groups) != self.members:
             raise ValueError(f"sampling.groups has {len(groups)} groups for {self.members} members: give one each")
-        for name, key in (("file", "path"), ("clustered", "generalist")):
-            given = getattr(self.sampling, key)
-            if self.sampling.name == name and given is None:
-                raise ValueError(f"sampling.name = {name} needs sampling.{key}, {_meaning(Sampling, key)}")
-            if self.sampling.name != name and given is not None:
-                raise ValueError(f"sampling.{key} is for sampling.name={name}, but it is {self.sampling.name}")
+        self._check_required("sampling", self.sampling, resampling.FACTORIES)
         return self
+
+    @staticmethod
+    def _check_required(section: str, chosen: SamplingSection, factories: Factories) -> None:
+        """An option without a default belongs to its entry: the entry needs it, and no other takes it."""
+        for key, shared in options_by_key(factories).items():
+            if shared.default is not None:
+                continue
+            given, (owner, *_) = getattr(chosen, key), shared.owners
+            if chosen.name == owner and given is None:
+                meaning = next(iter(shared.meanings))
+                raise ValueError(f"{section}.name = {owner} needs {section}.{key}, {meaning}")
+            if chosen.name != owner and given is not None:
+                raise ValueError(f"{section}.{key} is for {section}.name={owner}, but it is {chosen.name}")
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
@@ -285,14 +305,10 @@ class Config(Section):
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _meaning(section: type[Section], key: str) -> str:
-    return str(section.model_fields[key].description).partition(": ")[2]
-
-
 def is_free(key: str, config: Config) -> bool:
     """Whether this key may differ when a run is resumed: it decides no bit of the steps already done."""
     if key == "optim.iterations":
-        return config.optim.schedule.name not in ("cosine", "poly")  # their rates depend on where they end
+        return not config.optim.schedule.entry.ends
     return key in ("engine.workers", "data.reader", "placement", "timeout") or key.startswith("log.")
 
 
@@ -455,7 +471,7 @@ def _absolute(config: Config) -> Config:
     in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
     init = config.init if in_memory else str(_plain(Path(config.init)))
     paths = {"data.root": data.root, "data.path": data.path, "data.test_path": data.test_path, "init": init}
-    paths |= {"sampling.generalist": sampling.generalist, "sampling.path": sampling.path}
+    paths |= {f"sampling.{key}": getattr(sampling, key) for key in ("generalist", "path")}
     paths["teacher.answers"] = teacher.answers
     for key, path in paths.items():
         if path is not None and str(path).encode("utf-8", "replace") != os.fsencode(path):

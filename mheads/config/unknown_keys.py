@@ -1,7 +1,11 @@
 """Names that other libraries use, and what they are called here."""
 
+from mheads.optim.optimizers import OPTIMIZERS
+from mheads.optim.schedules import SCHEDULES
+
 EPOCHS = "optim.iterations, where iterations = epochs x examples / optim.batch_size"
-RATES = "optim.schedule.name: constant, step, multistep, cosine, plateau, exp, inv, poly or sigmoid"
+OPTIMIZER = f"optim.name: {', '.join(OPTIMIZERS)}"
+RATES = f"optim.schedule.name: {', '.join(SCHEDULES)}"
 BY_HAND = "log.evaluate_every, to see how training goes: nothing else stops it, but Ctrl-C saves"
 
 MEANINGS = {
@@ -16,9 +20,9 @@ MEANINGS = {
     "max_iter": "optim.iterations",
     "iters": "optim.iterations",
     "num_iterations": "optim.iterations",
-    "optimizer": "optim.name: sgd or adamw, adam, adagrad, rmsprop, adadelta",
-    "optimiser": "optim.name: sgd or adamw, adam, adagrad, rmsprop, adadelta",
-    "solver": "optim.name: sgd or adamw, adam, adagrad, rmsprop, adadelta",
+    "optimizer": OPTIMIZER,
+    "optimiser": OPTIMIZER,
+    "solver": OPTIMIZER,
     "clip_gradients": "optim.clip",
     "iter_size": "optim.accumulate",
     "learning_rate": "optim.lr",

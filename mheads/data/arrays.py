@@ -267,11 +267,11 @@ def _unboxed(array: np.ndarray, what: str) -> np.ndarray:
         raise UserError(f"{what} are {short(array.item())}: give an array, a tensor, or a list of such")
     kinds = {type(value) for value in array.flat}
     for number, dtype in ((numbers.Integral, np.int64), (numbers.Real, np.float64)):
-        if kinds and all(issubclass(kind, number) and kind is not bool for kind in kinds):
+        if kinds and all(kind is not bool and issubclass(kind, number) for kind in kinds):
             return array.astype(dtype)
     if any(issubclass(kind, np.ndarray | torch.Tensor | list | tuple) for kind in kinds):
         raise UserError(f"{what} are an array of objects; stack equally sized arrays into one with numpy.stack")
-    others = ((i, value) for i, value in np.ndenumerate(array) if not isinstance(value, numbers.Real) or value is True)
+    others = ((i, value) for i, value in np.ndenumerate(array) if value is True or not isinstance(value, numbers.Real))
     place, found = next(others, ((), None))
     raise UserError(
         f"{what} are objects, not numbers: at {list(place)} there is {short(found)}; encode names as numbers, one-hot "

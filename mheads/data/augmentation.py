@@ -24,7 +24,8 @@ def uniforms(seeds: np.ndarray, count: int) -> np.ndarray:
 def _mix(bits: np.ndarray) -> np.ndarray:
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    mixed: np.ndarray = bits ^ (bits >> np.uint64(31))
+    return mixed
 
 
 def crop_and_mirror(images: np.ndarray, seeds: np.ndarray, *, pad: int, mirror: bool) -> np.ndarray:

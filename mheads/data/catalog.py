@@ -87,7 +87,8 @@ class Dataset:
 
     def example(self, file: Path, shape: tuple[int, ...], **keys: Any) -> np.ndarray:
         """Reads an image as an example, uint8 [C, H, W]."""
-        return _call(partial(self.image, file, shape), keys)
+        example: np.ndarray = _call(partial(self.image, file, shape), keys)
+        return example
 
 
 DATASETS = {

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from mheads.common.atomic_files import open_file
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import sealed, unsealed
 from mheads.data.readers import cache
 
+Entry = list[Any]  # digest, size, mtime, ctime: as JSON has them
 _writing = threading.Lock()
 PATIENCE = 3.0  # seconds before a terminal is told what is going on
 
@@ -28,7 +30,7 @@ def digests(root: Path, names: Sequence[str], threads: int, check: Callable[[Pat
     store = _store(root)
     known = _remembered(store)
     shown = Shown(len(names), "reading images for their checksum")
-    found: dict[str, list] = {}
+    found: dict[str, Entry] = {}
     refused: dict[str, UserError] = {}
 
     def share(first: int) -> None:
@@ -54,7 +56,7 @@ def digests(root: Path, names: Sequence[str], threads: int, check: Callable[[Pat
     return [found[name][0] for name in names]
 
 
-def _entry(path: Path, known: list | None) -> list:
+def _entry(path: Path, known: Entry | None) -> Entry:
     """Digest, size and times of a file; a known digest is kept if size and times are as known."""
     try:
         # ctime, unlike mtime, cannot be set back.
@@ -77,7 +79,7 @@ def _store(root: Path) -> Path | None:
         return None
 
 
-def _remembered(store: Path | None) -> dict[str, list]:
+def _remembered(store: Path | None) -> dict[str, Entry]:
     if store is None:
         return {}
     try:
@@ -89,7 +91,7 @@ def _remembered(store: Path | None) -> dict[str, list]:
         return {}  # reading all files again is never wrong
 
 
-def _remember(store: Path | None, found: dict[str, list]) -> None:
+def _remember(store: Path | None, found: dict[str, Entry]) -> None:
     if store is None:
         return
     try:

@@ -46,7 +46,8 @@ class Preprocess:
         """
         raw, places = raw if isinstance(raw, tuple) else (raw, None)
         if raw.dtype == torch.int64:
-            return raw.contiguous()
+            tokens: torch.Tensor = raw.contiguous()
+            return tokens
         raw, sizes = pixels_last(raw), None
         if places is not None and places.shape[1] == 2:
             sizes, places = places, None

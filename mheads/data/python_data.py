@@ -142,7 +142,7 @@ def _stacked(items: Sequence[Item], where: str) -> ArraySplit:
     return as_split(*stack(items, where), where, stack_side([item.side for item in items], where))
 
 
-def _of_loader(loader: DataLoader, where: str) -> ArraySplit | DatasetSplit:
+def _of_loader(loader: DataLoader[Any], where: str) -> ArraySplit | DatasetSplit:
     """The loader's dataset if the loader gives each item once; else what the loader gives in one pass."""
     dataset, sampler = loader.dataset, loader.sampler
     if loader.batch_sampler is not None:  # batches, put together by collate_fn

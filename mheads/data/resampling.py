@@ -1,18 +1,24 @@
-"""Which example comes when, and which member learns from it: all of it a function of the seed."""
+"""Which example comes when, and which member learns from it: all of it a function of the seed.
+
+Samplings are factories by name, whose annotated arguments are options of a config. To add one, write its factory and
+its line in `SAMPLINGS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from mheads.common import seeds
 from mheads.common.errors import UserError
+from mheads.common.options import options_of
 from mheads.data.sample_weights import check_priors
-
-PRIORS = ("full", "bagging", "subset", "specialists", "clustered", "file", "array")
 
 
 def order(seed: int, epoch: int, n: int) -> np.ndarray:
@@ -39,40 +45,115 @@ def stream(seed: int, n: int, start: int, stop: int) -> tuple[np.ndarray, np.nda
     return rows, epochs
 
 
-def priors(
-    name: str,
-    *,
-    seed: int,
-    members: int,
-    labels: np.ndarray,
-    num_classes: int,
-    fraction: float = 0.63,
-    groups: Sequence[Sequence[int]] | Literal["random"] | None = None,
-    given: Any = None,
-    where: str = "sampling",
-) -> np.ndarray | None:
-    """How much each member learns from each training example, float32 [M, N] with rows of mean 1.
+@dataclass(frozen=True)
+class Request:
+    """What samplings look at: the class of each training example, int [N], among so many.
 
-    full: everything alike (None). bagging: as often as the example was drawn in N draws with replacement.
-    subset: a random `fraction` of the examples, each once. specialists: the examples of the member's own
-    classes; `groups` lists these classes for each member, or "random" (the default) deals them out evenly. clustered:
-    the same, with groups that a run has found (`clusters.py`). file, array: the array `given`, which is from `where`.
+    `groups`: the classes of each member, where they were found before. `given`: the array of `where`.
     """
-    if name not in PRIORS:
-        raise UserError(f"sampling is {name!r}; it can be {', '.join(PRIORS)}")
-    if name in ("file", "array"):
-        return check_priors(given, members, len(labels), where)
-    if groups is not None and name not in ("specialists", "clustered"):
+
+    seed: int
+    members: int
+    labels: np.ndarray
+    num_classes: int
+    groups: Sequence[Sequence[int]] | Literal["random"] | None = None
+    given: Any = None
+    where: str = "sampling"
+
+
+# How much each member learns from each training example, float32 [M, N] with rows of mean 1; None for all alike.
+Sampling = Callable[[Request], np.ndarray | None]
+
+Fraction = Annotated[float, Field(gt=0, le=1, description="the share of the examples that a member sees")]
+Groups = Annotated[
+    Literal["random"] | list[list[int]],
+    Field(description="the classes of each member, or random for an even split by the seed"),
+]
+Generalist = Annotated[
+    Path | None, Field(description="the folder of a finished run; classes that it confuses go together")
+]
+WeightsFile = Annotated[
+    Path | None, Field(description="an .npz or .npy file of sample weights [M, N] on the training examples")
+]
+
+
+def full() -> Sampling:
+    """Every member learns from every example."""
+    return lambda request: None
+
+
+def bagging() -> Sampling:
+    """From an example as often as it was drawn in N draws with replacement."""
+    return lambda request: _bagging(request.seed, request.members, len(request.labels))
+
+
+def subset(fraction: Fraction = 0.63) -> Sampling:
+    """From a random fraction of the examples, each once."""
+    return lambda request: _subset(request.seed, request.members, len(request.labels), fraction)
+
+
+def specialists(groups: Groups = "random") -> Sampling:
+    """From the examples of the member's own classes."""
+
+    def draw(request: Request) -> np.ndarray:
+        own = groups if request.groups is None else request.groups
+        if own == "random":
+            own = deal(request.seed, request.members, request.num_classes)
+        return _specialists(own, request.members, request.labels, request.num_classes)
+
+    return draw
+
+
+def clustered(generalist: Generalist = None) -> Sampling:
+    """As specialists, with groups that a run has found (`clusters.py`)."""
+    return specialists()
+
+
+def file(path: WeightsFile = None) -> Sampling:
+    """By the sample weights in a file."""
+    return array()
+
+
+def array() -> Sampling:
+    """By an array of sample weights."""
+    return lambda request: check_priors(request.given, request.members, len(request.labels), request.where)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`make` is the factory. `even`: every member learns from examples of all classes. `by_class`: members have classes
+    of their own. `from_run`: these are found by a run before."""
+
+    make: Callable[..., Sampling]
+    even: bool = False
+    by_class: bool = False
+    from_run: bool = False
+
+
+SAMPLINGS: dict[str, Entry] = {
+    "full": Entry(full, even=True),
+    "bagging": Entry(bagging, even=True),
+    "subset": Entry(subset, even=True),
+    "specialists": Entry(specialists, by_class=True),
+    "clustered": Entry(clustered, by_class=True, from_run=True),
+    "file": Entry(file),
+    "array": Entry(array),
+}
+FACTORIES = {name: entry.make for name, entry in SAMPLINGS.items()}
+
+
+def priors(name: str, *, groups: Any = None, given: Any = None, where: str = "sampling", **more: Any) -> Any:
+    """The sample weights [M, N] of a sampling by name, or None for all alike.
+
+    `more` are seed, members, labels and num_classes of a `Request`, and options of the sampling.
+    """
+    if name not in SAMPLINGS:
+        raise UserError(f"sampling is {name!r}; it can be {', '.join(SAMPLINGS)}")
+    entry = SAMPLINGS[name]
+    if groups is not None and not entry.by_class:
         raise UserError(f"sampling groups are for 'specialists', but sampling is {name!r}; leave the groups out")
-    if name == "full":
-        return None
-    if name == "bagging":
-        return _bagging(seed, members, len(labels))
-    if name == "subset":
-        return _subset(seed, members, len(labels), fraction)
-    if groups is None or groups == "random":
-        groups = deal(seed, members, num_classes)
-    return _specialists(groups, members, labels, num_classes)
+    options = {key: more.pop(key) for key in options_of(entry.make) if key in more}
+    return entry.make(**options)(Request(groups=groups, given=given, where=where, **more))
 
 
 def weighted(prior: np.ndarray | None, weights: np.ndarray | None, members: int) -> np.ndarray | None:
@@ -86,7 +167,8 @@ def weighted(prior: np.ndarray | None, weights: np.ndarray | None, members: int)
             f"member {int(np.argmin(totals))} would learn from examples of weight 0 only; "
             "give some of its examples a weight above 0"
         )
-    return (both / totals).astype(np.float32)
+    normalized: np.ndarray = (both / totals).astype(np.float32)
+    return normalized
 
 
 def _bagging(seed: int, members: int, n: int) -> np.ndarray:

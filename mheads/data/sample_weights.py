@@ -111,4 +111,5 @@ def check_priors(given: Any, members: int, n: int, where: str) -> np.ndarray:
             "give each member at least one"
         )
     found = np.ldexp(found, -np.frexp(largest)[1])  # exact, and the sum of the largest numbers stays finite
-    return (found / found.mean(axis=1, keepdims=True)).astype(np.float32)
+    weights: np.ndarray = (found / found.mean(axis=1, keepdims=True)).astype(np.float32)
+    return weights

@@ -29,7 +29,7 @@ import sys
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, reduce
 from typing import Any
@@ -83,7 +83,7 @@ class _Layer(nn.Module):
         return {**self.__dict__, "_open": {}, "_early": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._enter()  # a copy is a further layer: it must not answer for the original
 
     def _enter(self) -> None:
@@ -191,12 +191,12 @@ class Broadcast(_Layer):
         rank = dist.get_rank()
         if rank == self.root:
             x = self._check_input(x)
-            return _Send.apply(self, self._begin(), self.ranks, x)
+            return _apply_send(self, self._begin(), self.ranks, x)
         if rank not in self.ranks:
             return None
         call = self._begin()
         found = self._take_value(call, self.root)
-        return _Receive.apply(self, call, [self.root], [found], _anchor(found[1]))[0]
+        return _apply_receive(self, call, [self.root], [found], _anchor(found[1]))[0]
 
 
 class Gather(_Layer):
@@ -215,13 +215,13 @@ class Gather(_Layer):
         if rank in self.ranks or x is not None:
             x = self._check_input(x)
         if rank != self.root:
-            return _Send.apply(self, self._begin(), [self.root], x)
+            return _apply_send(self, self._begin(), [self.root], x)
         call = self._begin()
         found = [
             (x.detach().clone(), False) if source == rank else self._take_value(call, source) for source in self.ranks
         ]
         linked = x if x is not None and x.requires_grad else _anchor(any(wanted for _, wanted in found))
-        return _Receive.apply(self, call, self.ranks, found, linked)
+        return _apply_receive(self, call, self.ranks, found, linked)
 
 
 class _Send(torch.autograd.Function):
@@ -270,6 +270,12 @@ class _Receive(torch.autograd.Function):
             elif rank == dist.get_rank() and gradient is not None:
                 total = gradient
         return None, None, None, None, total
+
+
+# torch has no annotations for `Function.apply`: its arguments are those of `forward` without `ctx`.
+_apply_send: Callable[[_Layer, int, Iterable[int], Tensor], Tensor] = _Send.apply
+_apply_receive: Callable[[_Layer, int, Iterable[int], list[tuple[Tensor, bool]], Tensor], tuple[Tensor, ...]]
+_apply_receive = _Receive.apply
 
 
 def _anchor(wanted: bool) -> Tensor:

@@ -189,8 +189,9 @@ class RanksEngine(ThreadsEngine):
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         channel = self._call("scatter")
         if not self.lead:
-            ((_, found),) = self.hear(channel, 1)
-            return found
+            own: dict[str, Tensor]
+            ((_, own),) = self.hear(channel, 1)
+            return own
 
         def of(stages: Sequence[str]) -> dict[str, Tensor]:
             prefixes = tuple(f"{kind}/stages.{name}." for kind in ("model", "optim") for name in stages)

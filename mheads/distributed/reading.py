@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ def inputs_needed(tree: Tree, placement: Placement, rank: int, batch_size: int, 
     return range(slices[0][0], slices[-1][1])
 
 
-def facts_of(data: Data) -> dict:
+def facts_of(data: Data) -> dict[str, Any]:
     return {
         "name": data.name,
         "problem": data.problem.to_dict(),

@@ -26,14 +26,14 @@ from mheads.common.errors import UserError
 from mheads.distributed.launcher import MPICH, Launch
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 ELSEWHERE = "192.0.2.1"  # an address of documentation (RFC 5737): whatever leads there is the default route
 
 
 def rendezvous(launch: Launch, timeout: float) -> Store:
     """A store that all ranks share, once all are there; after `timeout` seconds an error that says what is missing."""
-    from torch.distributed import PrefixStore
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     deadline = _Deadline(timeout)
     with ExitStack() as afterwards:
@@ -94,7 +94,7 @@ def _listen(launch: Launch) -> socket.socket:
 
 def _connect(launch: Launch, address: str, port: int, listener: socket.socket | None, deadline: _Deadline) -> Store:
     """The store itself for whoever has a socket to listen at, a client for the others."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     stores: list[Store] = []
     reason = "no answer"
@@ -236,7 +236,8 @@ def _address_towards(target: str) -> str | None:
     """This host's address on the way to another; connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect((target, 9))
-        return probe.getsockname()[0]
+        address: str = probe.getsockname()[0]
+        return address
     return None
 
 

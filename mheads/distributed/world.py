@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from mheads.distributed.lost_ranks import PATIENCE, TIMEOUT, RankFailure, Watch,
 from mheads.distributed.rendezvous import rendezvous, use_interface
 from mheads.distributed.wire import GONE
 from mheads.engine.threads import own_cores
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -95,7 +98,7 @@ class World:
         except RuntimeError:
             self.watch.fail(0, f"rank 0 {GONE}")
 
-    def _without(self, store: dist.Store, step: str) -> list[int]:
+    def _without(self, store: Store, step: str) -> list[int]:
         """The ranks that have not yet told of a step."""
         return [rank for rank in range(self.size) if not store.check([f"{step}/{rank}"])]
 
@@ -196,7 +199,8 @@ class World:
             while not self.store.check([key]):
                 self.watch.check()
                 time.sleep(0.02)
-            return self.store.get(key)
+            value: bytes = self.store.get(key)
+            return value
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -252,6 +256,7 @@ class World:
         """Whether the store gets these keys in time."""
 
         def look(store: Any) -> bool:
+            found: bool
             until = time.monotonic() + seconds
             while not (found := store.check(keys)) and time.monotonic() < until:
                 time.sleep(0.02)

@@ -110,9 +110,9 @@ def step_multiply_adds(net: TreeNet, shape: tuple[int, ...], side: dict[str, Val
 
 
 def _multiply_adds(layer: nn.Module, y: Value) -> int:
-    y = nested_values.leaves(y)[0]
+    num_outputs: int = nested_values.leaves(y)[0][0].numel()  # of one example
     if isinstance(layer, nn.Conv2d):
         kernel = layer.kernel_size[0] * layer.kernel_size[1]
-        return y[0].numel() * layer.in_channels // layer.groups * kernel
+        return num_outputs * layer.in_channels // layer.groups * kernel
     assert isinstance(layer, nn.Linear)
-    return y[0].numel() * layer.in_features
+    return num_outputs * layer.in_features

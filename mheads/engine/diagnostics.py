@@ -57,7 +57,8 @@ class Diagnostics:
 
     def winners(self) -> list[float]:
         """Each member's part of all that was won since the last line of the log."""
-        return (self.wins / max(self.wins.sum(), 1)).tolist()
+        parts: list[float] = (self.wins / max(self.wins.sum(), 1)).tolist()
+        return parts
 
     def fallen_idle(self, after: int) -> list[int]:
         """The members that have now won nothing for exactly so many iterations."""
@@ -112,7 +113,8 @@ def effective_examples(assignment: Tensor) -> Tensor:
 
 def entropy(parts: Sequence[float]) -> float:
     """In bits: 0 if one member wins everything, log2 M if all win alike."""
-    return abs(sum(p * np.log2(p) for p in parts if p > 0))
+    bits: float = abs(sum(p * np.log2(p) for p in parts if p > 0))
+    return bits
 
 
 def gradient_norms(engine: Engine) -> dict[str, Tensor]:
@@ -136,7 +138,8 @@ def clip_scale(engine: Engine, most: float) -> float:
         norm = squares**0.5
         return (most / norm if norm > most else 1.0), None
 
-    return engine.agree(decide)[0]
+    factor: float = engine.agree(decide)[0]
+    return factor
 
 
 def idle_warning(members: Sequence[int], iterations: int, options: Collection[str]) -> str:

@@ -269,4 +269,5 @@ def auto_micro_batches(batch_size: int, net: TreeNet) -> int:
         return 1
     if "counts" in net.side_inputs:
         return batch_size
-    return 2 ** max(0, round(math.log2(batch_size / 80)))
+    count: int = 2 ** max(0, round(math.log2(batch_size / 80)))
+    return count

@@ -11,15 +11,18 @@ by name, `of="mae"`.
 
 from collections.abc import Callable
 
-from mheads.losses.annealed import annealed
-from mheads.losses.averaged import prob_averaged, score_averaged
-from mheads.losses.confident import confident
-from mheads.losses.evolving import evolving
-from mheads.losses.independent import independent
+# `name as name` exports it to type checkers, which cannot read `*LOSSES` in `__all__`.
+from mheads.losses.annealed import annealed as annealed
+from mheads.losses.averaged import prob_averaged as prob_averaged
+from mheads.losses.averaged import score_averaged as score_averaged
+from mheads.losses.confident import confident as confident
+from mheads.losses.evolving import evolving as evolving
+from mheads.losses.independent import independent as independent
 from mheads.losses.loss import Loss, LossValue
-from mheads.losses.mcl import assign, mcl
-from mheads.losses.relaxed import relaxed
-from mheads.losses.scored import scored
+from mheads.losses.mcl import assign
+from mheads.losses.mcl import mcl as mcl
+from mheads.losses.relaxed import relaxed as relaxed
+from mheads.losses.scored import scored as scored
 from mheads.problems import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
 
 LOSSES: dict[str, Callable[..., Loss]] = {

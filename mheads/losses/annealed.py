@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -52,7 +52,7 @@ def annealed(
     )
 
 
-def _cooled(options: dict, iteration: int, iterations: int, members: int) -> Loss:
+def _cooled(options: dict[str, Any], iteration: int, iterations: int, members: int) -> Loss:
     first, floor, normalize = options["temperature"], options["floor"], options["normalize"]
     part = iteration / (options["until"] * iterations)
     if part >= 1 or first <= floor:

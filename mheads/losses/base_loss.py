@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from mheads.common.errors import UserError
+from mheads.common.options import options_of
 from mheads.common.safe_yaml import short
-from mheads.losses.options import options
 from mheads.networks import import_factory
 from mheads.problems import MEMBER_LOSSES, MemberLoss
 
@@ -31,7 +31,7 @@ def checked(of: Any) -> Any:
         if ":" not in name:
             raise UserError(f"it is one of {', '.join(MEMBER_LOSSES)}, or package.module:function of your own")
         return of
-    known = options(MEMBER_LOSSES[name])
+    known = options_of(MEMBER_LOSSES[name])
     for key, value in given.items():
         if key not in known:
             raise UserError(f"{name} has no option {short(key)}; it has {', '.join(known) or 'none'}")

@@ -75,7 +75,8 @@ def named(factory: Any) -> tuple[str, dict[str, Any]] | None:
     """
     inner = inspect.unwrap(factory, stop=lambda outer: hasattr(outer, "in_config"))
     if hasattr(inner, "in_config"):
-        return inner.in_config
+        name_and_args: tuple[str, dict[str, Any]] = inner.in_config
+        return name_and_args
     made, args, given = (inner.func, inner.args, inner.keywords) if isinstance(inner, partial) else (inner, (), {})
     name = next((name for name, known in NETWORKS.items() if known is made), None)
     given = safe_yaml.as_plain(given)
@@ -123,4 +124,5 @@ def import_factory(name: str, what: str) -> Callable[..., Any]:
     if not callable(factory):
         kind = type(factory).__name__
         raise UserError(f"{what} {name!r}: {attribute} is of type {kind}, not a function that returns one")
-    return factory
+    checked_factory: Callable[..., Any] = factory
+    return checked_factory

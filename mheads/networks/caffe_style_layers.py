@@ -72,7 +72,8 @@ def local_response_norm(size: int = 5, alpha: float = 1e-4, beta: float = 0.75) 
 
 def _unfilled(layer: type[nn.Module], *args: int, **kwargs: int) -> nn.Module:
     """The layer without PyTorch's own initialisation, which would cost as much as the filler."""
-    return skip_init(layer, *args, **kwargs, device=torch.get_default_device())
+    made: nn.Module = skip_init(layer, *args, **kwargs, device=torch.get_default_device())
+    return made
 
 
 def _fill(layer: nn.Module, std: float, bias: float, lr_mult: Pair, decay_mult: Pair) -> nn.Module:

@@ -101,7 +101,7 @@ class WideBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.bn1(x))
-        y = self.conv2(self.drop(F.relu(self.bn2(self.conv1(h)))))
+        y: Tensor = self.conv2(self.drop(F.relu(self.bn2(self.conv1(h)))))
         return y + (x if self.shortcut is None else self.shortcut(h))
 
 

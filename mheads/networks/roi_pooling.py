@@ -7,6 +7,7 @@ all such windows are made once for an image, by doubling. So the work for a regi
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class RegionPool(nn.Module):
 
     def forward(self, x: Tensor, regions: Tensor, counts: Tensor) -> Tensor:
         parts = regions.split(counts.tolist())
-        found = [_Pooled.apply(one, part, self.size, self.scale) for one, part in zip(x, parts, strict=True)]
+        found = [_pool(one, part, self.size, self.scale) for one, part in zip(x, parts, strict=True)]
         return torch.cat(found) if len(found) != 1 else found[0]
 
     def extra_repr(self) -> str:
@@ -89,6 +90,10 @@ class _Pooled(torch.autograd.Function):
         found = flat.new_zeros(height * width + 1, channels)  # the last row is for cells outside of the map
         found.scatter_add_(0, where.long().remainder(height * width + 1), flat)
         return found[:-1].view(height, width, channels).permute(2, 0, 1), None, None, None
+
+
+# torch has no annotations for `Function.apply`: its arguments are those of `forward` without `ctx`.
+_pool: Callable[[Tensor, Tensor, int, float], Tensor] = _Pooled.apply
 
 
 def _lookups(begin: Tensor, end: Tensor, height: int, width: int) -> tuple[list[Tensor], Tensor, tuple[int, int]]:

@@ -65,12 +65,14 @@ class Block(nn.Module):
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """Tokens [B, T, W] -> [B, T, W]; where `real` [B, T] is false, nobody attends to the token."""
         x = x + self.drop1(self.attend(self.norm1(x), real))
-        return x + self.drop2(self.down(F.gelu(self.up(self.norm2(x)))))
+        y: Tensor = self.drop2(self.down(F.gelu(self.up(self.norm2(x)))))
+        return x + y
 
     def attend(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         mask = None if real is None else real[:, None, None]
-        return self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+        return y
 
 
 class MeanOfTokens(nn.Module):

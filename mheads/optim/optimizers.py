@@ -1,205 +1,62 @@
-"""Optimizers and schedules: one torch optimizer per stage, all at the rate that the schedule gives."""
+"""Optimizers by name: factories whose annotated arguments are options of a config.
+
+Each takes groups of parameters, with `lr_mult` and their decay, and the first learning rate, and makes a torch
+optimizer. To add one, write its factory and its line in `OPTIMIZERS`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from itertools import product
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
-from torch import Tensor, nn
+from pydantic import Field
 
-from mheads.common.errors import UserError
-from mheads.common.modules import trainable
-from mheads.optim.caffe_optimizers import AdaptiveRule
-from mheads.optim.options import OptimOptions, ScheduleOptions
-from mheads.trees.treenet import TreeNet
+from mheads.optim.caffe_optimizers import adadelta, adagrad, adam, rmsprop
 
-HUGE = 1e37  # that float32 still holds
+Groups = list[dict[str, Any]]
 
-
-class Optimizer:
-    """Updates stages, each by itself: an engine may do so in any order and place."""
-
-    def __init__(self, net: TreeNet, options: OptimOptions) -> None:
-        self.options = options
-        self.rate = 0.0
-        self.scale = 1.0  # of the next gradients: below 1 where they are clipped
-        self.parameters = {name: trainable(stage) for name, stage in net.stages.items()}
-        # A stage whose layers are all frozen has nothing to update.
-        self.stages = {name: _optimizer(net.stage(name), options) for name, found in self.parameters.items() if found}
-        self.names = {id(p): name for name, p in net.named_parameters()}
-
-    def set_rate(self, rate: float) -> None:
-        """Sets the rate of the next update; each layer's own multiplier applies on top."""
-        for optimizer in self.stages.values():
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["lr_mult"]
-            if self.options.caffe_momentum and rate > 0 and self.rate not in (0.0, rate):
-                # Caffe's momentum remembers steps, rate included; torch's remembers gradients. They part only here.
-                for state in optimizer.state.values():
-                    if state.get("momentum_buffer") is not None:
-                        ratio = min(self.rate / rate, HUGE)
-                        state["momentum_buffer"].mul_(ratio)
-                        if ratio > 1.05:  # a rate that falls faster than momentum fades would end at infinity
-                            state["momentum_buffer"].clamp_(-HUGE, HUGE)
-        self.rate = rate
-
-    def update(self, stage: str, gradients: list[Tensor]) -> None:
-        """Takes one step of a stage. A member that learned nothing still decays and keeps its momentum."""
-        if stage not in self.stages:
-            return
-        for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):
-            parameter.grad = gradient if self.scale == 1.0 else gradient * self.scale
-        if self.options.regularization == "l1":
-            self._decay_by_sign(self.stages[stage])
-        self.stages[stage].step()
-        for parameter in self.parameters[stage]:
-            parameter.grad = None
-
-    @torch.no_grad()
-    def _decay_by_sign(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if group["l1"]:
-                    parameter.grad = parameter.grad + group["l1"] * parameter.sign()
-
-    def forget(self) -> None:
-        """Sets momentum to zero, as at the start."""
-        for optimizer in self.stages.values():
-            optimizer.state.clear()
-
-    def state(self) -> dict[str, Tensor]:
-        """`parameter name:what` -> tensor, the same names for any tree of processes."""
-        return {
-            f"{self.names[id(parameter)]}:{what}": tensor
-            for optimizer in self.stages.values()
-            for parameter, state in optimizer.state.items()
-            for what, tensor in state.items()
-            if isinstance(tensor, Tensor)
-        }
-
-    def refuse_misfits(self, tensors: dict[str, Tensor]) -> None:
-        """Raises ValueError if these are no state of the parameters here: each has the same, as all are updated."""
-        for optimizer in self.stages.values():
-            shapes = {self.names[id(p)]: p.shape for group in optimizer.param_groups for p in group["params"]}
-            kinds = {key.rpartition(":")[2] for key in tensors if key.rpartition(":")[0] in shapes}
-            for what, (name, shape) in product(sorted(kinds), shapes.items()):
-                tensor = tensors.get(f"{name}:{what}")
-                wanted = torch.Size([]) if what == "step" else shape
-                if tensor is None or tensor.shape != wanted or not tensor.is_floating_point():
-                    said = "is missing" if tensor is None else f"is {tensor.dtype} {list(tensor.shape)}"
-                    raise ValueError(f"optim/{name}:{what} {said}, where floats {list(wanted)} should be")
-
-    def load_state(self, tensors: dict[str, Tensor], rate: float) -> None:
-        found: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        for key, tensor in tensors.items():
-            name, _, what = key.rpartition(":")
-            found[name][what] = tensor
-        for optimizer in self.stages.values():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    for what, tensor in found[self.names[id(parameter)]].items():
-                        fits = what != "step" and tensor.shape == parameter.shape  # a count needs all its digits
-                        # Copied into the parameter's own strides: strides decide bits.
-                        optimizer.state[parameter][what] = (
-                            torch.empty_like(parameter).copy_(tensor)
-                            if fits
-                            else tensor.to(parameter.device, copy=True)
-                        )
-        self.rate = rate
+Momentum = Annotated[float, Field(ge=0, lt=1, description="momentum")]
+Nesterov = Annotated[bool, Field(description="Nesterov's form")]
+CaffeMomentum = Annotated[bool, Field(description="the learning rate inside the momentum, as in Caffe")]
 
 
-def _optimizer(stage: nn.Module, options: OptimOptions) -> torch.optim.Optimizer:
-    groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
-    seen: set[int] = set()  # a weight that two layers share is one weight
-    for module in stage.modules():
-        multipliers = getattr(module, "multipliers", {})
-        known = [name for name, _ in module.named_parameters(recurse=False)]
-        if unknown := [name for name in multipliers if name not in known and getattr(module, name, ...) is ...]:
-            raise UserError(
-                f"multipliers of a {type(module).__name__} name {unknown[0]!r}; its parameters are {', '.join(known)}"
-            )
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
-                groups[multipliers.get(name, (1.0, 1.0))].append(parameter)
-    decay_of = "l1" if options.regularization == "l1" else "weight_decay"
-    parameters: list[dict[str, Any]] = [
-        {"params": params, "lr_mult": lr, decay_of: options.weight_decay * decay}
-        for (lr, decay), params in groups.items()
-    ]
-    # On the CPU torch's fused SGD leaves most weights of 16 bits as they are.
-    fused = all(p.dtype in (torch.float32, torch.float64) for params in groups.values() for p in params)
-    if options.name == "adamw":
-        return torch.optim.AdamW(parameters, lr=options.lr, fused=fused)
-    if options.name != "sgd":
-        return AdaptiveRule(parameters, options)
-    return torch.optim.SGD(parameters, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=fused)
+def sgd(
+    groups: Groups,
+    lr: float,
+    momentum: Momentum = 0.9,
+    nesterov: Nesterov = False,
+    caffe_momentum: CaffeMomentum = False,  # stage_updates.py sees to it where the learning rate changes
+) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_fused(groups))
 
 
-class Schedule:
-    """The rate of each iteration; only the plateau rule remembers anything."""
-
-    def __init__(self, options: ScheduleOptions, lr: float, iterations: int) -> None:
-        self.options = options
-        self.lr = lr
-        self.iterations = iterations
-        self.drops = 0
-        self.total, self.count = 0.0, 0  # of the losses since the window began
-        self.previous: float | None = None  # the mean loss of the window before
-
-    def rate(self, iteration: int) -> float:
-        options = self.options
-        rate = self.lr
-        if options.name == "step":
-            rate *= _power(options.gamma, iteration // options.every)
-        elif options.name == "multistep":
-            rate *= options.gamma ** sum(iteration >= at for at in options.at)
-        elif options.name == "cosine":
-            rate *= 0.5 * (1 + math.cos(math.pi * min(1.0, iteration / self.iterations)))
-        elif options.name == "plateau":
-            rate *= options.gamma**self.drops
-        elif options.name == "exp":
-            rate *= _power(options.gamma, iteration)
-        elif options.name == "inv":
-            rate *= _power(1 + options.gamma * iteration, -options.power)
-        elif options.name == "poly":
-            rate *= _power(1 - min(1.0, iteration / self.iterations), options.power)
-        elif options.name == "sigmoid":
-            rate *= 0.5 * (1 + math.tanh(options.slope * (iteration - options.every) / 2))  # which does not overflow
-        if iteration < options.warmup:
-            rate *= (iteration + 1) / options.warmup
-        return rate
-
-    def observe(self, loss: float) -> None:
-        """Takes in the training loss of an iteration: the plateau rule drops the rate when windows stop improving."""
-        if self.options.name != "plateau":
-            return
-        self.total, self.count = self.total + loss, self.count + 1
-        if self.count < self.options.window:
-            return
-        mean = self.total / self.count
-        self.total, self.count = 0.0, 0
-        if self.previous is not None and mean > (1 - self.options.threshold) * self.previous:
-            self.drops += 1
-            self.previous = None  # a new window at the new rate
-        else:
-            self.previous = mean
-
-    def state(self) -> dict[str, Any]:
-        return {"drops": self.drops, "total": self.total, "count": self.count, "previous": self.previous}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.drops, self.total, self.count, self.previous = (
-            state[key] for key in ("drops", "total", "count", "previous")
-        )
+def adamw(groups: Groups, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=lr, fused=_fused(groups))
 
 
-def _power(base: float, exponent: float) -> float:
-    """base ^ exponent; a rate that grows beyond all numbers is infinite, which the loss then shows."""
-    try:
-        return base**exponent
-    except (OverflowError, ZeroDivisionError):
-        return math.inf
+def _fused(groups: Groups) -> bool:
+    """On the CPU torch's fused SGD leaves most weights of 16 bits as they are."""
+    return all(p.dtype in (torch.float32, torch.float64) for group in groups for p in group["params"])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """`make` is the factory. `linear`: a step is proportional to the gradient, so that averaging over M members divides
+    it by M. `decoupled`: weight decay is apart from the gradients, so that there is no l1 form of it."""
+
+    make: Callable[..., torch.optim.Optimizer]
+    linear: bool = False
+    decoupled: bool = False
+
+
+OPTIMIZERS: dict[str, Entry] = {
+    "sgd": Entry(sgd, linear=True),
+    "adamw": Entry(adamw, decoupled=True),
+    "adam": Entry(adam),
+    "adagrad": Entry(adagrad),
+    "rmsprop": Entry(rmsprop),
+    "adadelta": Entry(adadelta),
+}
+FACTORIES = {name: entry.make for name, entry in OPTIMIZERS.items()}

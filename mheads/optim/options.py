@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
-from mheads.common.options import Section, named_section, option
+from mheads.common.options import Section, named_section, option, options_of, section_of
+from mheads.optim.optimizers import FACTORIES, OPTIMIZERS, Entry
+from mheads.optim.schedules import ScheduleOptions
 
 
-class ScheduleOptions(Section):
-    name: Literal["constant", "step", "multistep", "cosine", "plateau", "exp", "inv", "poly", "sigmoid"] = option(
-        "constant", "how the rate falls"
+def _known(name: str) -> str:
+    if name not in OPTIMIZERS:
+        raise ValueError(f"an optimizer is one of {', '.join(OPTIMIZERS)}")
+    return name
+
+
+class OptimSection(Section):
+    """The keys that every optimizer has."""
+
+    name: Annotated[str, AfterValidator(_known)] = option(
+        "sgd", f"the optimizer: {', '.join(OPTIMIZERS)}; the last four as in Caffe"
     )
-    every: int = option(1000, "step: multiply by gamma every n iterations; sigmoid: where the middle is", ge=1)
-    at: list[int] = option([], "multistep: multiply by gamma at these iterations")
-    gamma: float = option(0.1, "step, multistep, plateau, exp: the factor; inv: how fast it falls", gt=0)
-    power: float = option(1.0, "inv: (1 + gamma i)^-power; poly: (1 - i / iterations)^power")
-    slope: float = option(0.01, "sigmoid: 1 / (1 + exp(-slope (i - every))), falling if it is below 0")
-    window: int = option(20000, "plateau: compare the mean loss of the last n iterations with the n before", ge=1)
-    threshold: float = option(0.01, "plateau: the relative drop that counts as progress", ge=0, lt=1)
-    warmup: int = option(0, "rise linearly over the first n iterations", ge=0)
-
-
-class OptimOptions(Section):
-    name: Literal["sgd", "adamw", "adam", "adagrad", "rmsprop", "adadelta"] = option(
-        "sgd", "the optimizer; the last four as in Caffe"
-    )
-    lr: float = option(0.01, "the first rate", gt=0)
-    momentum: float = option(0.9, "sgd: momentum; adam, adadelta: how slowly means forget", ge=0, lt=1)
-    momentum2: float = option(0.999, "adam: how slowly the mean of squares forgets", ge=0, lt=1)
-    rms_decay: float = option(0.99, "rmsprop: how slowly the mean of squares forgets", ge=0, lt=1)
-    delta: float = option(1e-8, "adam, adagrad, rmsprop, adadelta: added where something is divided by", gt=0)
-    nesterov: bool = option(False, "sgd: Nesterov's form")
-    caffe_momentum: bool = option(False, "sgd: the rate inside the momentum, as in Caffe")
+    lr: float = option(0.01, "the first learning rate", gt=0)
     weight_decay: float = option(0.0, "weight decay", ge=0)
     regularization: Literal["l2", "l1"] = option("l2", "l1: weights decay by their sign instead of their size")
     clip: float | None = option(None, "gradients of all weights together are cut to this norm", gt=0)
@@ -41,5 +31,20 @@ class OptimOptions(Section):
     accumulate: int = option(1, "batches per step: gradients are averaged over them", ge=1, le=100_000)
     iterations: int = option(500, "steps", ge=1)
     schedule: Annotated[ScheduleOptions, BeforeValidator(named_section)] = option(
-        ScheduleOptions(), "how the rate falls"
+        ScheduleOptions(), "how the learning rate falls"
     )
+
+    @property
+    def entry(self) -> Entry:
+        return OPTIMIZERS[self.name]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments for the factory of the optimizer."""
+        return {key: getattr(self, key) for key in options_of(self.entry.make)}
+
+
+if TYPE_CHECKING:
+    OptimOptions = OptimSection
+else:
+    OptimOptions = section_of("OptimOptions", OptimSection, FACTORIES)

@@ -53,7 +53,8 @@ __all__ = [
 
 def from_dict(facts: dict[str, Any]) -> Problem:
     """The problem that a run folder describes."""
-    return named(facts["name"]).from_dict(facts)
+    problem: Problem = named(facts["name"]).from_dict(facts)
+    return problem
 
 
 def named(name: str) -> Any:

@@ -33,4 +33,5 @@ def near_chance(result: Mapping[str, Any]) -> bool:
     oracle, chance = result.get("oracle"), result.get("oracle_chance")
     if oracle is None or chance is None or len(result["members"]) == 1:
         return False
-    return oracle <= chance + NEAR_CHANCE * (100 - chance)
+    near: bool = oracle <= chance + NEAR_CHANCE * (100 - chance)
+    return near

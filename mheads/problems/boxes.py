@@ -11,7 +11,8 @@ MOST = np.log(1000 / 16)  # how far a box may grow, as a logarithm: a wild answe
 
 
 def areas(boxes: np.ndarray) -> np.ndarray:
-    return (boxes[..., 2] - boxes[..., 0] + 1) * (boxes[..., 3] - boxes[..., 1] + 1)
+    found: np.ndarray = (boxes[..., 2] - boxes[..., 0] + 1) * (boxes[..., 3] - boxes[..., 1] + 1)
+    return found
 
 
 def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -19,12 +20,14 @@ def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     a, b = a[..., :, None, :], b[..., None, :, :]
 
     def shared(first: int) -> np.ndarray:  # one way at a time: several times as fast as pairs of numbers
-        size = np.minimum(a[..., first + 2], b[..., first + 2]) - np.maximum(a[..., first], b[..., first])
+        size: np.ndarray = np.minimum(a[..., first + 2], b[..., first + 2]) - np.maximum(a[..., first], b[..., first])
         size += 1
-        return np.maximum(size, 0, out=size)
+        np.maximum(size, 0, out=size)
+        return size
 
     common = shared(0) * shared(1)
-    return common / (areas(a) + areas(b) - common)
+    found: np.ndarray = common / (areas(a) + areas(b) - common)
+    return found
 
 
 def encode(boxes: np.ndarray, truths: np.ndarray) -> np.ndarray:
@@ -44,7 +47,8 @@ def decode(boxes: np.ndarray, deltas: np.ndarray) -> np.ndarray:
 
 def clip(boxes: np.ndarray, width: int, height: int) -> np.ndarray:
     """The boxes inside of an image."""
-    return np.clip(boxes, 0, np.array([width, height, width, height]) - 1)
+    found: np.ndarray = np.clip(boxes, 0, np.array([width, height, width, height]) - 1)
+    return found
 
 
 def mirror(boxes: np.ndarray, width: int) -> np.ndarray:

@@ -218,7 +218,7 @@ class RunFiles:
 
 
 def _json_of(path: Path, schema: Any) -> dict[str, Any]:
-    found = from_json(atomic_files.read(path))
+    found: dict[str, Any] = from_json(atomic_files.read(path))
     schemas.check(schema, found)
     return found
 

@@ -31,7 +31,8 @@ class Manifest:
         try:
             content = from_json(atomic_files.read(self.path))
             check(Digests, content)
-            digests, sha256 = content["files"], content["sha256"]
+            digests: dict[str, list[str]] = content["files"]
+            sha256 = content["sha256"]
         except FileNotFoundError:
             raise DamageError(f"{self.path} is missing, so no file of the run can be checked; {AGAIN}") from None
         except (OSError, ValueError, RecursionError) as error:

@@ -109,7 +109,7 @@ class Log(NamedTuple):
 def check_line(line: bytes, where: str, problem: Problem, members: int) -> dict[str, Any]:
     """A line of metrics.jsonl as plain data; raises ValueError if it is none of a run of so many members."""
     try:
-        found = from_json(line)
+        found: dict[str, Any] = from_json(line)
         if isinstance(found, dict) and "result" in found:
             schemas.check(schemas.Evaluation, found)
             problem.result_type.from_dict(found["result"]).check_sizes(members, len(problem.groups))

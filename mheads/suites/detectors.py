@@ -88,8 +88,10 @@ def same_images(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None
 
 def _row(found: dict[str, Any], predictor: str) -> list[float]:
     if predictor == "single":
-        return np.array(found["members"], float).mean(0).tolist()
-    return found[predictor]
+        mean: list[float] = np.array(found["members"], float).mean(0).tolist()
+        return mean
+    row: list[float] = found[predictor]
+    return row
 
 
 def paired_test(one: Precisions, other: Precisions) -> dict[str, float]:
@@ -117,7 +119,8 @@ def paired_test(one: Precisions, other: Precisions) -> dict[str, float]:
 
 def paper() -> dict[str, Any]:
     """What the paper reports, by boxes, row and class."""
-    return json.loads(resources.files("mheads.suites").joinpath("paper.json").read_text())
+    facts: dict[str, Any] = json.loads(resources.files("mheads.suites").joinpath("paper_detection.json").read_text())
+    return facts
 
 
 def paper_row(runs: Sequence[Path], classes: Sequence[str]) -> str | None:

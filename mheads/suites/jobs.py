@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shlex
@@ -17,6 +16,7 @@ from mheads.common import atomic_files
 from mheads.common.errors import DamageError, UserError
 from mheads.config import schema as configs
 from mheads.config.schema import Config
+from mheads.optim.schedules import part_of
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
 from mheads.suites.suite import Suite, Table, read
@@ -343,30 +343,17 @@ def scaling(config: Config, factor: float) -> list[str]:
     """The overrides that shorten training to a part, with everything in it that is counted in iterations."""
     schedule = config.optim.schedule
 
-    def part(count: int) -> int:
-        return max(1, round(factor * count))
-
-    found: dict[str, Any] = {"optim.iterations": part(config.optim.iterations)}
+    found: dict[str, Any] = {"optim.iterations": part_of(config.optim.iterations, factor)}
     if config.pretrain:
-        found["pretrain"] = part(config.pretrain)
+        found["pretrain"] = part_of(config.pretrain, factor)
     if schedule.warmup:
-        found["optim.schedule.warmup"] = part(schedule.warmup)
-    if schedule.name in ("step", "sigmoid"):
-        found["optim.schedule.every"] = part(schedule.every)
-    if schedule.name == "sigmoid":
-        found["optim.schedule.slope"] = schedule.slope / factor
-    if schedule.name == "exp":
-        power = math.log(schedule.gamma) / factor
-        found["optim.schedule.gamma"] = math.exp(min(max(power, -700.0), 700.0))  # which stays a number above 0
-    if schedule.name == "inv":
-        found["optim.schedule.gamma"] = schedule.gamma / factor
-    if schedule.name == "plateau":
-        found["optim.schedule.window"] = part(schedule.window)
-    lists = {"optim.schedule.at": [part(at) for at in schedule.at]} if schedule.name == "multistep" else {}
+        found["optim.schedule.warmup"] = part_of(schedule.warmup, factor)
+    stretched = schedule.entry.stretch(schedule.options, factor)
+    found |= {f"optim.schedule.{key}": value for key, value in stretched.items()}
     # Some lines of metrics.jsonl however short the run is; evaluations and checkpoints cost time and stay as they are.
     if config.log.every > found["optim.iterations"] // 10:
         found["log.every"] = max(1, found["optim.iterations"] // 10)
-    return [f"{key}={value}" for key, value in (found | lists).items()]
+    return [f"{key}={value}" for key, value in found.items()]
 
 
 def in_order(jobs: Sequence[Job]) -> Iterator[Job]:

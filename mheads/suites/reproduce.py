@@ -26,7 +26,8 @@ from mheads.suites import findings, markdown, results, tables, timing
 from mheads.suites.jobs import FOLDER, Job, Options, Planner, in_order
 from mheads.suites.progress_line import Overview
 from mheads.suites.same_data_and_code import Alike
-from mheads.suites.suite import SUITES, read
+from mheads.suites.suite import SUITES as SUITES
+from mheads.suites.suite import read as read
 from mheads.training.experiment import Experiment, build
 from mheads.training.loop import Stopped, stop_at_once, train_config
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from mheads.config.schema import Config
 from mheads.engine.interface import Engine
-from mheads.optim.optimizers import Optimizer
+from mheads.optim.stage_updates import Optimizer
 from mheads.suites.jobs import Job
 from mheads.training.experiment import Experiment, build
 

@@ -26,10 +26,10 @@ class CollapseWatch:
     """Looks with each line of the log and at each evaluation; warns of each member, and of the Oracle, once."""
 
     def __init__(self, engine: Engine, experiment: Experiment, warn: Callable[[str], None]) -> None:
-        data, sampling = experiment.data, experiment.config.sampling.name
+        data, sampling = experiment.data, experiment.config.sampling.entry
         self._engine, self._problem, self._warn = engine, data.problem, warn
         # A specialist may give one class to everything: that is all it was shown.
-        self._generalists = experiment.loss.separable and sampling in ("full", "bagging", "subset")
+        self._generalists = experiment.loss.separable and sampling.even
         # Of training: what only an evaluation reads may be damaged, and training should not end before that.
         examples = data.train.fixed()  # type: ignore[attr-defined]  # it is a source
         rows = getattr(data.problem, "evaluation_rows", EXAMPLES)

@@ -240,28 +240,29 @@ def _sample(
 ) -> tuple[np.ndarray | None, list[list[int]] | None, dict[str, Any]]:
     """The priors [M, N], the classes of specialists, and what decides them besides the config."""
     sampling, classes = config.sampling, data.problem.groups
-    if sampling.name in ("specialists", "clustered") and data.problem.name == "detection":
+    if sampling.entry.by_class and data.problem.name == "detection":
         raise UserError(
             f"sampling = {sampling.name} deals out examples by their class, and an image has objects of several: use "
             "full, bagging or subset, or say with sampling.name=file who learns from which image"
         )
-    if sampling.name in ("specialists", "clustered") and len(classes) < 2:
+    if sampling.entry.by_class and len(classes) < 2:
         raise UserError(
             f"sampling = {sampling.name} deals out examples by their class, and {data.problem.name} has none to deal "
             "out: use full, bagging or subset, or say with sampling.name=file who learns from which example"
         )
     groups: list[list[int]] | None = None
     sampled: dict[str, Any] = {}
-    where = "sampling" if sampling.path is None else str(sampling.path)
-    if sampling.name == "specialists":
-        dealt = sampling.groups == "random"
-        groups = datasets.deal(config.seed, members, len(classes)) if dealt else sampling.groups  # type: ignore[assignment]
-    elif sampling.name == "clustered":
+    options = sampling.options
+    where = str(options.get("path", "sampling"))
+    if sampling.entry.from_run:
         found = clustered or cluster_classes(config)
-        groups = _numbered(found["groups"], classes, sampling.generalist, data.name)
-        sampled = {f"the weights of {sampling.generalist}": found["weights"], "the groups of classes": groups}
-    elif sampling.path is not None:
-        given = datasets.read_priors(sampling.path)
+        groups = _numbered(found["groups"], classes, options["generalist"], data.name)
+        sampled = {f"the weights of {options['generalist']}": found["weights"], "the groups of classes": groups}
+    elif sampling.entry.by_class:
+        dealt = options["groups"] == "random"
+        groups = datasets.deal(config.seed, members, len(classes)) if dealt else options["groups"]
+    elif "path" in options:
+        given = datasets.read_priors(options["path"])
     elif sampling.name == "array" and given is None:
         raise UserError("sampling = array is for fit, which is given one: give sampling.name=file and sampling.path")
     given = datasets.of_rows(given, data.rows, members, data.given)
@@ -271,10 +272,10 @@ def _sample(
         members=members,
         labels=data.problem.group(torch.as_tensor(data.train.targets)).numpy(),
         num_classes=len(classes),
-        fraction=sampling.fraction,
         groups=groups,
         given=given,
         where=where,
+        **{key: value for key, value in options.items() if key != "groups"},
     )
     if given is not None and prior is not None:
         sampled = {f"the priors of {where}": identity.weights({"": torch.from_numpy(prior)})}
@@ -286,8 +287,7 @@ def cluster_classes(config: Config) -> dict[str, Any]:
 
     It answers the examples that its training evaluated on: those that it held out, or else its test set.
     """
-    path = config.sampling.generalist
-    assert path is not None  # the config is checked
+    path = config.sampling.options["generalist"]
     folder, said = RunFolder(path), f"sampling.generalist = {path}"
     folder.require()
     there, facts = folder.read_config(), folder.read_data()

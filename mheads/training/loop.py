@@ -24,7 +24,8 @@ from mheads.data.batches import Batches
 from mheads.engine.diagnostics import clip_scale, gradient_norms, idle_warning
 from mheads.engine.measure import measure
 from mheads.engine.training_step import StepReport
-from mheads.optim.optimizers import Optimizer, Schedule
+from mheads.optim.schedules import Schedule
+from mheads.optim.stage_updates import Optimizer
 from mheads.problems import Result
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.data_facts import DataFacts
@@ -76,7 +77,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     checkpoints = Checkpoints(folder.checkpoints, config.log.keep)
     optimizer = Optimizer(net, config.optim)
     lr = config.optim.lr
-    if experiment.loss.averaged and config.loss.scale_rate and config.optim.name == "sgd":
+    if experiment.loss.averaged and config.loss.scale_rate and config.optim.entry.linear:
         lr *= net.num_members  # averaging divides every member's gradient by M, which does not change Adam's step
     schedule = Schedule(config.optim.schedule, lr, config.optim.iterations)
     state = Standing(net.num_members, data.problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mheads.common.device import default_workers, resolve
 from mheads.common.errors import UserError
@@ -86,7 +87,7 @@ def build(config: Config, world: World) -> Experiment:
     net = parts.build_net(config, only=placement.owned(world.rank))
     world.compare("start", {"init": init_weights.donor_digest(config.init) or config.init})
     clustered = None
-    if config.sampling.name == "clustered":
+    if config.sampling.entry.from_run:
         clustered = world.share("groups", lambda: experiments.cluster_classes(config))
     if config.data.reader == "lead" and not world.lead:
         absent = absent_data(world)
@@ -139,7 +140,7 @@ def place(config: Config, world: World) -> Placement:
     """Who holds what: decided by the lead, since measured costs differ from rank to rank."""
     bandwidth = world.bandwidth() if config.placement == "auto" else BANDWIDTH
 
-    def decide() -> dict:
+    def decide() -> dict[str, Any]:
         workers = config.engine.workers if config.engine.workers != "auto" else world.cores
         cluster = Cluster(world.size, workers, bandwidth)
         found = rank_plan.place(config.placement, rank_plan.job_of(config), cluster)

@@ -14,7 +14,8 @@ from mheads.data.batches import Batch
 from mheads.engine.diagnostics import Diagnostics
 from mheads.engine.interface import Engine
 from mheads.engine.training_step import StepReport
-from mheads.optim.optimizers import Optimizer, Schedule
+from mheads.optim.schedules import Schedule
+from mheads.optim.stage_updates import Optimizer
 from mheads.problems import Problem, Result
 from mheads.runs.checkpoint import refuse_misfits
 from mheads.runs.folder import RunFolder
@@ -62,7 +63,7 @@ class Standing:
 
     def capture(
         self, tensors: dict[str, torch.Tensor], optimizer: Optimizer, schedule: Schedule, log: MetricsLog
-    ) -> tuple[dict, dict]:
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """All that a checkpoint holds: the tensors of all stages and what the lead remembers."""
         arrays = {**self.history.state(), "owned": self.owned, **self.diagnostics.arrays()}
         state = {

@@ -41,7 +41,8 @@ def score_of(outputs: Value) -> Tensor | None:
     score, shape = outputs["score"], _first(outputs["answer"]).shape[:2]
     if score.shape not in (shape, (*shape, 1)):
         raise UserError(f"scores of shape {list(score.shape)}, not one number for each example, {list(shape)}: {OWN}")
-    return score.reshape(shape)
+    scores: Tensor = score.reshape(shape)
+    return scores
 
 
 def weights(outputs: Value) -> Tensor | None:

@@ -48,6 +48,7 @@ def test_floats_over_the_wire_are_those_of_the_shared_layer(network):
         assert edge.forward == edge.backward == network.rows * FLOATS[network.model][split]
 
 
+@pytest.mark.full
 def test_a_tiny_run_of_all_of_it(tmp_path, monkeypatch):
     told = []
 

@@ -12,7 +12,7 @@ import mheads
 
 try:
     from mheads.networks import NETWORKS
-except ImportError:  # as it was called before
+except ImportError:  # as it was called at first
     from mheads.networks import MODELS as NETWORKS
 
 digits = load_digits()

@@ -482,10 +482,13 @@ def mutated(number):
     return text
 
 
-def test_each_of_1000_mutated_nets_works_or_gives_a_message():
+@pytest.mark.parametrize(
+    ("count", "working", "kinds"), [(300, 45, 40), pytest.param(1000, 150, 60, marks=pytest.mark.full)]
+)
+def test_each_mutated_net_works_or_gives_a_message(count, working, kinds):
     shapes = {"cifar": (3, 32, 32), "other": (1, 28, 28)}
     worked, messages = 0, set()
-    for number in range(1000):
+    for number in range(count):
         text = mutated(number)
         shape = shapes["cifar" if "CIFAR10" in text else "other"]
         try:
@@ -503,5 +506,5 @@ def test_each_of_1000_mutated_nets_works_or_gives_a_message():
             messages.add(re.sub(r"line \d+, column \d+|'[^']*'|\d+", "", said))
         except Exception as error:
             raise AssertionError(f"mutated({number}):\n{text}") from error
-    assert worked > 150
-    assert len(messages) > 60
+    assert worked > working
+    assert len(messages) > kinds

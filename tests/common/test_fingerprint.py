@@ -230,7 +230,7 @@ def test_what_an_object_is_made_with_counts_and_what_it_counts_does_not():
         one.loss(None, None, None, None)
         assert fingerprint.code(of(one)) == before
         lines = changes(before, fingerprint.code(of(other)))
-        assert lines == ["power in a test_identity:Options: 1 there, 2 now"]
+        assert lines == ["power in a tests.common.test_fingerprint:Options: 1 there, 2 now"]
 
 
 def test_code_without_a_source_is_told_apart_by_what_it_does():

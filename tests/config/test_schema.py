@@ -8,6 +8,7 @@ from mheads.common.errors import UserError
 from mheads.config import schema as configs
 from mheads.config import unknown_keys
 from mheads.config.schema import Config
+from mheads.optim.schedules import ScheduleOptions
 
 
 @pytest.mark.parametrize("name", configs.recipes())
@@ -79,7 +80,7 @@ def test_a_config_with_descriptions_reads_back_as_itself(name):
     config = configs.load(name, ["members=4", *odd])
     text = annotated(config)
     assert yaml.safe_load(text) == config.model_dump(mode="json")
-    for key in ("the first rate", "everything random follows from it", "how many members"):
+    for key in ("the first learning rate", "everything random follows from it", "how many members"):
         assert f"# {key}\n" in f"{text}\n"
 
 
@@ -92,8 +93,8 @@ def test_a_config_with_descriptions_reads_back_as_itself(name):
         ("lr=0.1", ["'lr'", "'optim.lr'"]),
         ("epochs=3", ["'epochs'", "optim.iterations", "epochs x examples / optim.batch_size"]),
         ("optim.epochs=3", ["'optim.epochs'", "epochs x examples / optim.batch_size"]),
-        ("optimizer=adam", ["'optimizer'", "optim.name: sgd or adamw"]),
-        ("optim.optimizer=adam", ["'optim.optimizer'", "optim.name: sgd or adamw"]),
+        ("optimizer=adam", ["'optimizer'", "optim.name: sgd, adamw"]),
+        ("optim.optimizer=adam", ["'optim.optimizer'", "optim.name: sgd, adamw"]),
         ("learning_rate=3", ["optim.lr"]),
         ("optim.learning-rate=3", ["optim.lr"]),
         ("lr_schedule=cosine", ["optim.schedule.name", "cosine"]),
@@ -176,7 +177,7 @@ def test_an_override_of_a_section_changes_only_what_it_names():
     plain, changed = configs.load("digits"), configs.load("digits", ["optim={lr: 0.1}"])
     assert changed.optim == plain.optim.model_copy(update={"lr": 0.1})
     another = configs.load("digits", ["optim.schedule={name: cosine}"])
-    assert another.optim.schedule == configs.ScheduleOptions(name="cosine")  # nothing of the multistep is left
+    assert another.optim.schedule == ScheduleOptions(name="cosine")  # nothing of the multistep is left
     assert configs.load("digits", ["data={name: npz, path: x.npz}"]).data.normalize == "none"
 
 

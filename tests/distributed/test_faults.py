@@ -121,6 +121,7 @@ def with_a_clock_that_passes(stopped):
     lost_ranks.time = SimpleNamespace(monotonic=lambda: real() + 3600 * stopped.exists())
 
 
+@pytest.mark.full
 def test_ranks_that_are_all_stopped_for_longer_than_the_timeout_go_on(tmp_path):
     """Ctrl-Z, or a job that its queue suspends."""
     run, stopped = tmp_path / "run", tmp_path / "stopped"

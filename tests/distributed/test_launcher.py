@@ -195,7 +195,7 @@ def test_the_old_name_of_the_folder_is_still_taken(mheads, tmp_path):
 
 def test_torch_is_told_to_be_brief_about_lost_ranks_before_it_is_imported():
     """It reads that once: later it prints pages of addresses for each rank that is lost."""
-    code = "import os, sys, mheads.cli as cli; sys.argv = ['mheads', 'train'];"
+    code = "import os, sys, mheads.cli.main as cli; sys.argv = ['mheads', 'train'];"
     code += "cli.app = lambda: print('torch' in sys.modules, os.environ.get('TORCH_CPP_LOG_LEVEL')); cli.main()"
     ranks = {**OPEN_MPI, "PYTHONPATH": PYTHONPATH}
     for environ, expected in ((ranks, "False ERROR"), (ranks | {"TORCH_CPP_LOG_LEVEL": "INFO"}, "False INFO")):

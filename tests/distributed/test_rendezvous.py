@@ -187,8 +187,8 @@ def test_the_interface_that_the_user_names_stays(monkeypatch):
 
 
 WHERE = """
-from mheads.distributed.launch import detect
-from mheads.distributed.meeting import meeting_file
+from mheads.distributed.launcher import detect
+from mheads.distributed.rendezvous import meeting_file
 print(meeting_file(detect()))
 """
 

@@ -49,7 +49,9 @@ def log_frames(folder):
     Courier.send = logged
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full) if name == "gathered" else name for name in CASES]
+)
 def test_messages_and_floats_of_a_step_are_those_that_are_sent(name, tmp_path):
     size, overrides = CASES[name]
     before = dict.fromkeys(range(size), partial(log_frames, tmp_path))

@@ -15,8 +15,9 @@ from pydantic import Field
 from torch import nn
 
 from mheads import TreeNet, UserError, losses
+from mheads.common.options import options_by_key, options_of
 from mheads.config import schema as configs
-from mheads.losses import assign, options
+from mheads.losses import assign
 from mheads.training import build
 
 M, B, C = 4, 6, 5
@@ -256,7 +257,7 @@ def test_a_run_is_evaluated_without_the_code_of_its_loss(mheads, tmp_path, monke
 @pytest.mark.parametrize("name", losses.LOSSES)
 def test_a_config_knows_the_options_of_a_loss_by_its_factory(name):
     factory = losses.LOSSES[name]
-    known = options.options(factory)
+    known = options_of(factory)
     assert known.keys() == inspect.signature(factory).parameters.keys() - {"of"}
     assert factory().options == {key: option.default for key, option in known.items()}
     config = configs.load("digits", [f"loss={name}"])
@@ -272,7 +273,7 @@ def test_only_arguments_that_say_what_they_mean_are_options():
         d=3,
     ): ...
 
-    found = options.options(odd)
+    found = options_of(odd)
     assert [(key, option.default, option.description) for key, option in found.items()] == [
         ("a", "x", "one"), ("c", None, "two"),
     ]  # fmt: skip
@@ -284,17 +285,25 @@ def test_an_option_has_a_default_and_a_description():
     def no_field(a: Annotated[int, 1] = 1): ...
 
     for factory in (no_default, no_description, no_field):
-        with pytest.raises(TypeError, match=r"option a of loss no_\w+ needs a default and Field\(description=\.\.\.\)"):
-            options.options(factory)
+        with pytest.raises(TypeError, match=r"option a of no_\w+ needs a default and Field\(description=\.\.\.\)"):
+            options_of(factory)
 
 
 def test_losses_that_share_an_option_declare_it_alike():
     def other(k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 1): ...
     def third(k: Annotated[int, Field(ge=1, description="how many members learn from each example")] = 2): ...
 
-    assert options.keys({"mcl": losses.mcl, "other": other})["k"][1] == ["mcl", "other"]
-    with pytest.raises(TypeError, match=r"mcl and third.* k, .*default=1.*default=2.*another name"):
-        options.keys({"mcl": losses.mcl, "third": third})
+    def fourth(k: Annotated[int, Field(ge=0, description="how many members learn from each example")] = 1): ...
+    def fifth(k: Annotated[int, Field(ge=1, description="how many members are asked")] = 1): ...
+
+    shared = options_by_key({"mcl": losses.mcl, "other": other, "fifth": fifth})["k"]
+    assert shared.owners == ("mcl", "other", "fifth")
+    said = "mcl, other: how many members learn from each example; fifth: how many members are asked"
+    assert shared.description == said
+    with pytest.raises(TypeError, match=r"mcl and third.* k, .*= 1 and .*= 2.*another name"):
+        options_by_key({"mcl": losses.mcl, "third": third})
+    with pytest.raises(TypeError, match=r"mcl and fourth.* k, .*ge=1.*ge=0"):
+        options_by_key({"mcl": losses.mcl, "fourth": fourth})
 
 
 def test_a_function_gets_what_it_asks_for():

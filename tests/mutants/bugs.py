@@ -634,8 +634,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "the file is there before the manifest knows it",
-                    "        self.manifest.expect(path, content)\n        files.write_atomically(path, content)",
-                    "        files.write_atomically(path, content)\n        self.manifest.expect(path, content)",
+                    "        self.manifest.expect(path, content)\n        atomic_files.write_atomically(path, content)",
+                    "        atomic_files.write_atomically(path, content)\n        self.manifest.expect(path, content)",
                 ),
             ],
         ),
@@ -731,7 +731,7 @@ AREAS: dict[str, list[File]] = {
     ],
     "optimizers": [
         File(
-            "mheads/optim/optimizers.py",
+            "mheads/optim/stage_updates.py",
             "tests/optim/test_optimizers.py",
             [
                 Bug(
@@ -770,29 +770,35 @@ AREAS: dict[str, list[File]] = {
                     "if parameter.requires_grad",
                 ),
                 Bug(
-                    "warmup begins at 0",
-                    "rate *= (iteration + 1) / options.warmup",
-                    "rate *= iteration / options.warmup",
-                ),
-                Bug(
-                    "steps come one iteration late",
-                    "sum(iteration >= at for at in options.at)",
-                    "sum(iteration > at for at in options.at)",
-                ),
-                Bug(
-                    "a window after a drop is compared with the one before it",
-                    "self.previous = None  # a new window at the new rate",
-                    "self.previous = mean  # a new window at the new rate",
-                ),
-                Bug(
-                    "a plateau of worse losses is none",
-                    "mean > (1 - self.options.threshold) * self.previous",
-                    "abs(mean - self.previous) < self.options.threshold * self.previous",
-                ),
-                Bug(
                     "what is loaded is what was saved, not a copy",
                     "else tensor.to(parameter.device, copy=True)",
                     "else tensor",
+                ),
+            ],
+        ),
+        File(
+            "mheads/optim/schedules.py",
+            "tests/optim/test_optimizers.py",
+            [
+                Bug(
+                    "warmup begins at 0",
+                    "rate *= (iteration + 1) / self.warmup",
+                    "rate *= iteration / self.warmup",
+                ),
+                Bug(
+                    "steps come one iteration late",
+                    "sum(i >= one for one in at)",
+                    "sum(i > one for one in at)",
+                ),
+                Bug(
+                    "a window after a drop is compared with the one before it",
+                    "self.previous = None  # a new window at the new learning rate",
+                    "self.previous = mean  # a new window at the new learning rate",
+                ),
+                Bug(
+                    "a plateau of worse losses is none",
+                    "mean > (1 - self.threshold) * self.previous",
+                    "abs(mean - self.previous) < self.threshold * self.previous",
                 ),
             ],
         ),
@@ -1013,7 +1019,7 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "scores are not measured",
-                    "yield problem.answer(outputs), scores.weights(outputs), targets",
+                    "yield problem.answer(outputs), member_scores.weights(outputs), targets",
                     "yield problem.answer(outputs), None, targets",
                 ),
                 Bug(

@@ -13,7 +13,7 @@ from mheads.networks import resolve
 ARGS = {"in_chans": 1, "num_classes": 10}
 
 
-@pytest.fixture(params=["timm", "in_its_style"])
+@pytest.fixture(params=["timm", "helpers.timm_style"])
 def model(request):
     if request.param == "timm":
         pytest.importorskip("timm", reason="timm, whose networks these would be, is not installed")

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from mheads import TreeNet, UserError
-from mheads.optim.optimizers import Optimizer, Schedule
-from mheads.optim.options import OptimOptions, ScheduleOptions
+from mheads.optim.options import OptimOptions
+from mheads.optim.schedules import Schedule, ScheduleOptions
+from mheads.optim.stage_updates import Optimizer
 
 
 def one_layer() -> nn.Sequential:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 NETWORK = '''
 from torch import nn
 
-from mheads.models.blocks import linear, network
+from mheads.networks.caffe_style_layers import linear, network
 
 
 def strip(classes: int = 1, channels: int = 1) -> nn.Sequential:
@@ -56,7 +56,7 @@ class Absolute(Regression):
         return AbsoluteMetrics(members, self.num_values)
 '''
 DISTANCES = '''
-from mheads.data.bars import read_bars
+from mheads.data.readers.bars import read_bars
 from mheads.problems import Absolute
 
 
@@ -76,7 +76,7 @@ optim: {iterations: 30, lr: 0.05, batch_size: 20}
 SCRIPT = """
 import io, json, sys
 from contextlib import redirect_stderr, redirect_stdout
-from mheads.cli import main
+from mheads.cli.main import main
 
 for line in sys.stdin:
     out, err, code = io.StringIO(), io.StringIO(), 0
@@ -113,17 +113,21 @@ def copy(tmp_path_factory):
     loss, loss_line, dataset, dataset_line = blocks()
     for block in (loss, dataset):
         (root / re.match(r"# (\S+)\n", block)[1]).write_text(block)
-    (package / "models/strip.py").write_text(NETWORK)
+    (package / "networks/strip.py").write_text(NETWORK)
     (package / "problems/absolute.py").write_text(PROBLEM)
-    (package / "data/distances.py").write_text(DISTANCES)
-    (package / "recipes/bars.yaml").write_text(RECIPE)
+    (package / "data/readers/distances.py").write_text(DISTANCES)
+    (package / "config/recipes/bars.yaml").write_text(RECIPE)
     insert(package / "losses/__init__.py", loss_line, '    "scored": scored,\n')
     catalog, last = package / "data/catalog.py", '.npz file", read_npz, npz_shape),\n'
     insert(catalog, dataset_line, last)
     entry = '        Dataset("distances", "the bars again", read_distances, (1, 6, 10)),'
-    insert(catalog, f"from mheads.data.distances import read_distances\n{entry}", dataset_line.splitlines()[-1] + "\n")
-    models = package / "models/__init__.py"
-    insert(models, 'from mheads.models.strip import strip\n    "strip": strip,', '    "digits": digits,\n')
+    insert(
+        catalog,
+        f"from mheads.data.readers.distances import read_distances\n{entry}",
+        dataset_line.splitlines()[-1] + "\n",
+    )
+    models = package / "networks/__init__.py"
+    insert(models, 'from mheads.networks.strip import strip\n    "strip": strip,', '    "digits": digits,\n')
     insert(models, '    "strip": (1, 6, 10),', '    "digits": (1, 8, 8),\n')
     problems = package / "problems/__init__.py"
     insert(

@@ -16,6 +16,11 @@ from mheads.networks import NETWORKS
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if "```python" in page.read_text()]
 
+TEXTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *(ROOT / "docs").glob("*.md"),
+]
+
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
@@ -27,6 +32,32 @@ def test_the_code_on_the_page_runs(page, tmp_path, monkeypatch):
         assert all(1 <= len(answers) <= 4 for answers in names["candidates"])
         assert names["accuracy"] > 80
     assert len(names) > 2  # it did something
+
+
+def places(pages, pattern):
+    """What the pattern finds on each page, with the page."""
+    return [(page, found) for page in pages for found in re.findall(pattern, page.read_text())]
+
+
+def test_links_between_pages_lead_somewhere():
+    for page, target in places(TEXTS, r"\]\((?!https?:)([^)\s]+)\)"):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else []
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs/README.md").read_text()
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"^\d+\. \[(\w+\.md)\]\(\1\)", index, re.MULTILINE))
+
+
+def test_files_that_pages_name_with_their_folder_exist():
+    for page, name in places(TEXTS, r"`((?:\w+/)+\w+\.(?:py|yaml|html|css|js))`"):
+        assert any((root / name).is_file() for root in (ROOT, ROOT / "mheads")), f"{page.name}: {name}"
 
 
 def test_the_tables_of_results_are_those_of_the_files():
@@ -88,3 +119,13 @@ def test_two_answers_are_shared_out_and_drawn(tmp_path, capsys):
     assert ratio > 10  # the better of two members is so many times nearer than one network
     assert f"{ratio:.1f} times less" in capsys.readouterr().out
     assert imread(tmp_path / "two.png").std() > 0.05  # something is drawn
+
+
+def test_the_drawing_of_gradients_is_what_its_script_draws(tmp_path):
+    script = runpy.run_path(str(ROOT / "docs/draw_gradients.py"), run_name="script")
+    kept = imread(script["PICTURE"])
+    script["main"].__globals__["PICTURE"] = tmp_path / "gradients.png"
+    script["main"]()
+    drawn = imread(tmp_path / "gradients.png")
+    assert drawn.shape == kept.shape
+    assert abs(drawn - kept).mean() < 0.02  # another version of matplotlib may set letters otherwise

@@ -29,6 +29,7 @@ from mheads.report.page.one_run import page_of
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
 from mheads.runs.record import Record
+from mheads.suites import page as suite_page
 from mheads.suites.paper_rows import paper_figures
 from mheads.training.loop import train_config
 
@@ -396,13 +397,13 @@ class Warned(Silent):
 
 
 def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path, monkeypatch):
-    build, watch = evidence.parts.net_of_run, Warned()
+    build, watch = evidence.build.net_of_run, Warned()
 
     def warning(folder, config, warn, trust):
         warn("other code")
         return build(folder, config, warn, trust=trust)
 
-    monkeypatch.setattr(evidence.parts, "net_of_run", warning)
+    monkeypatch.setattr(evidence.build, "net_of_run", warning)
     folder, file = tmp_path / "run", tmp_path / "page.html"
     shutil.copytree(runs["mcl_k1"], folder)
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -499,6 +500,7 @@ def demo_page(tmp_path_factory):
     return folder / "report.html"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_pages_work_in_a_browser(mheads, runs, demo_page):
     assert mheads("report", runs["<b>evil"]).code == 0
@@ -661,7 +663,10 @@ def test_all_rows_of_a_suite_that_are_equal_as_shown_are_the_best():
         "runs": {name: [{"seed": 0, "result": result | {"ensemble_mean": mean}}]
                  for name, mean in (("a", 80.0), ("b", 81.0), ("c", 81.001))},
     }  # fmt: skip
-    assert [(value, who) for _, value, _, who in report._best(document)] == [("81.00", "b, c"), ("90.00", "a, b, c")]
+    assert [(value, who) for _, value, _, who in suite_page._best(document)] == [
+        ("81.00", "b, c"),
+        ("90.00", "a, b, c"),
+    ]
 
 
 def test_runs_with_scores_are_compared_by_what_they_answer_with_and_say_so():
@@ -699,5 +704,5 @@ def test_a_run_that_is_not_finished_is_not_set_beside_the_paper():
     for finished, head in ((True, ["measure", "here", "paper", "difference"]), (False, ["measure", "here"])):
         record = dataclasses.replace(recorded("run", result), config=config, finished=finished)
         record.data.problem = SimpleNamespace(name="classification", rows=lambda result: [("Oracle", "80.00 %")])
-        (table,) = one_run._results(record)
+        (table,) = one_run._results(record, paper_figures)
         assert table.head == head

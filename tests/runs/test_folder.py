@@ -468,7 +468,7 @@ def test_a_tree_that_splits_earlier_takes_every_layer_from_where_its_members_had
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     with pytest.raises(UserError, match="members 0, 1, 2 share ip1 here"):
         parts.build_net(schema.load("digits", [*SMALL, "split=ip1", f"init={shared}"]))
-    copy = package.TreeNet(package.models.digits, members=3, split="ip1")
+    copy = package.TreeNet(package.networks.digits, members=3, split="ip1")
     with pytest.raises(UserError, match="share ip1 here"):
         copy.copy_weights(donor)
 

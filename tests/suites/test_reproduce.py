@@ -775,7 +775,7 @@ def pictures(folder, side, classes):
     ("suite", "recipe", "side", "rows"),
     [
         ("standard", "nin_cifar100", 32, ["random_init"]),
-        ("tree", "nin_ilsvrc", 224, ["tree_cccp7"]),
+        pytest.param("tree", "nin_ilsvrc", 224, ["tree_cccp7"], marks=pytest.mark.full),
         ("finetune", "caffenet", 32, ["base", "finetune_k4", "finetune_copies_k1"]),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 from mheads.common.errors import UserError
 from mheads.config import schema as configs
-from mheads.optim.optimizers import Schedule
+from mheads.optim.schedules import Schedule
 from mheads.suites import findings
 from mheads.suites.jobs import Options, Planner, difference, public, scaling
 from mheads.suites.markdown import markdown

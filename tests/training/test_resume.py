@@ -308,7 +308,7 @@ def test_a_loss_that_is_not_finite_names_iteration_and_members_and_keeps_the_goo
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
     built = experiment.build(schema.load("digits", ["data.limit=150", "members=3", "optim.iterations=4"]))
-    from mheads.optim.optimizers import Optimizer
+    from mheads.optim.stage_updates import Optimizer
 
     update = Optimizer.update
 

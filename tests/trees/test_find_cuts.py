@@ -10,6 +10,8 @@ from mheads.engine.cost import multiply_adds, stage_costs
 from mheads.networks import cifar10_quick
 from mheads.training.find_cuts import Part, find_cuts
 
+VIT = "helpers.residual_networks:ViT"
+
 
 def test_parameters_and_multiply_adds_are_those_counted_by_hand():
     found = find_cuts(UNet, (1, 8, 8))
@@ -66,19 +68,28 @@ def test_the_command_shows_a_line_for_each_cut(mheads):
     assert "cifar10_quick: 145,578 parameters, 12.4 M multiply-adds" in shown.out
     (conv2,) = (line.split() for line in shown.out.splitlines() if line.strip().startswith("conv2"))
     assert conv2 == ["conv2", "28,064", "9.01", "M", "117,514", "3.34", "M", "32x8x8", "0.86", "0.45"]
-    assert "blocks.3 " in mheads("cuts", "residual:ViT", "depth=5", "--shape", "1,8,8").out
-    (whole,) = mheads("cuts", "test_graph:Sized", "--shape", "1,8,8").out.strip().splitlines()[1:]
+    assert "blocks.3 " in mheads("cuts", VIT, "depth=5", "--shape", "1,8,8").out
+    (whole,) = mheads("cuts", "tests.trees.test_traced_graph:Sized", "--shape", "1,8,8").out.strip().splitlines()[1:]
     assert whole.startswith("it cannot be split anywhere")
 
 
 def test_the_command_says_what_it_lacks(mheads):
     for args, said in {
-        ("residual:ViT",): "the shape of an example of residual:ViT is not known: give --shape",
-        ("residual:ViT", "--shape", "a,b"): "--shape a,b is not the shape of an example",
-        ("residual:ViT", "--shape", "1,-8,8"): "--shape 1,-8,8 is not the shape of an example",
-        ("residual:ViT", "--shape", "3,8,8"): "an example was taken to be of shape (3, 8, 8): --shape says another",
-        ("residual:ViT", "deep=3", "--shape", "1,8,8"): "model_args = {'deep': 3} do not fit residual:ViT",
-        ("residual:ViT", "deep", "--shape", "1,8,8"): "is not key=value",
+        (VIT,): f"the shape of an example of {VIT} is not known: give --shape",
+        (VIT, "--shape", "a,b"): "--shape a,b is not the shape of an example",
+        (VIT, "--shape", "1,-8,8"): "--shape 1,-8,8 is not the shape of an example",
+        (
+            VIT,
+            "--shape",
+            "3,8,8",
+        ): "an example was taken to be of shape (3, 8, 8): --shape says another",
+        (
+            VIT,
+            "deep=3",
+            "--shape",
+            "1,8,8",
+        ): f"model_args = {{'deep': 3}} do not fit {VIT}",
+        (VIT, "deep", "--shape", "1,8,8"): "is not key=value",
     }.items():
         refused = mheads("cuts", *args)
         assert refused.code == 2 and said in refused.err

@@ -122,7 +122,7 @@ def forward_on_the_instance():
 
 FOLLOWED = [ReluOfZero, ChangesItsInput, Detaches, WeightOfItsOwn, SmallScores, OtherPrecision, TwoOutputs]
 HIDDEN = {
-    OnlyInTraining: r"do not give what its forward gives.*test_probe.py, line \d+, in forward: `.* if self.training",
+    OnlyInTraining: r"do not give what its forward gives.*_state.py, line \d+, in forward: `.* if self.training",
     OnlyInEvaluation: r"do not give what its forward gives.*cannot follow.*if self.training.*stages\(\)",
     ScalesGradients: r"do not give what its forward gives.*if h.requires_grad",
     Counts: r"do not give what its forward gives.*it assigns its buffer 'calls'",

@@ -133,8 +133,8 @@ RUN = [
 @pytest.mark.parametrize(
     "options",
     [
-        ["model=residual:ResNet", "split=layer2.0"],
-        ["model=residual:ViT", "split={blocks.0: [{blocks.1: 2}, 1]}", "engine.micro_batches=4"],
+        ["model=helpers.residual_networks:ResNet", "split=layer2.0"],
+        ["model=helpers.residual_networks:ViT", "split={blocks.0: [{blocks.1: 2}, 1]}", "engine.micro_batches=4"],
     ],
     ids=["resnet", "vit"],
 )
@@ -264,7 +264,9 @@ def test_checks_constants_and_lists_of_parameters_are_followed():
         got, expected = net(x), reference(x)
         torch.testing.assert_close(got["scores"][1], expected["scores"])
         torch.testing.assert_close(got["sums"][0][1], expected["sums"][0])
-        with pytest.raises(AssertionError, match=r"residual.py, line \d+: a check of the network does not hold"):
+        with pytest.raises(
+            AssertionError, match=r"residual_networks.py, line \d+: a check of the network does not hold"
+        ):
             net(torch.randn(5, 3))
 
 
@@ -380,7 +382,7 @@ def test_weights_that_are_used_twice_stay_together():
 
 
 def test_control_flow_on_data_is_refused_with_its_line_and_stays_whole_inside_another_network():
-    with pytest.raises(UserError, match=r"test_graph.py, line \d+, in forward: `if x.sum\(\) > 0:`.*stages\(\)"):
+    with pytest.raises(UserError, match=r"test_traced_graph.py, line \d+, in forward: `if x.sum\(\) > 0:`.*stages\(\)"):
         TreeNet(Decides, members=2, split="a").probe(torch.randn(2, 4))
     with pytest.raises(UserError, match=r"'a.x' is not a layer.*only its children are layers.*`if x.sum\(\) > 0:`"):
         TreeNet(Decides, members=2, split="a.x")

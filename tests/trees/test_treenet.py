@@ -354,7 +354,7 @@ class Decides(nn.Module):
         (nn.ReLU, {"members": 2}, "ReLU has no layer with parameters"),
         (lambda: nn.Sequential(nn.ReLU()), {"members": 2}, "has no layer with parameters"),
         (nn.Sequential, {"members": 2}, "Sequential has no children to make a tree of; return an nn.Sequential"),
-        (Decides, {"members": 2}, "Decides has no children .*cannot follow its forward: .*test_tree.py, line"),
+        (Decides, {"members": 2}, "Decides has no children .*cannot follow its forward: .*test_treenet.py, line"),
         (small, {"members": 0}, "members must be a whole number, at least 1, not 0"),
         (small, {"split": "a"}, "split='a' needs the number of members"),
         (small, {"split": "a", "tree": {"a": 2}}, "give either split or tree, not both"),

@@ -48,9 +48,10 @@ def _convolution(layer: Layer, shape: Shape, classes: dict[int, Any]) -> Made:
 
 
 def _outputs(layer: Layer, p: Any) -> int:
-    if p.num_output < 1:
+    count: int = p.num_output
+    if count < 1:
         raise layer.refuse("num_output is missing or 0: give the number of outputs")
-    return p.num_output
+    return count
 
 
 def _fillers(p: Any) -> dict[str, Any]:

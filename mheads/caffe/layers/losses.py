@@ -78,7 +78,8 @@ def normalization(layer: Layer, default: int) -> int:
     """The way in which a loss is normalised: as it is said now, or as it was once."""
     p = layer.message.loss_param
     if p.HasField("normalization"):
-        return p.normalization
+        mode: int = p.normalization
+        return mode
     if p.HasField("normalize"):
         return VALID if p.normalize else BATCH_SIZE
     return default

@@ -84,7 +84,7 @@ class Slice(nn.Module):
         self.axis, self.sizes = axis, sizes
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...] | Tensor:
-        parts = x.split(self.sizes, self.axis)
+        parts: tuple[Tensor, ...] = x.split(self.sizes, self.axis)
         return parts if len(parts) > 1 else parts[0]
 
     def extra_repr(self) -> str:

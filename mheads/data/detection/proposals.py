@@ -130,7 +130,7 @@ def _kept(path: Path) -> np.ndarray:
         content = path.read_bytes()
         whole = hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
         file = io.BytesIO(content)
-        boxes = np.load(file, allow_pickle=False)
+        boxes: np.ndarray = np.load(file, allow_pickle=False)
         # Earlier versions wrote no checksum.
         if (whole or not file.read()) and boxes.dtype.kind == "i" and boxes.shape[1:] == (4,):
             return boxes

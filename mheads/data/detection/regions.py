@@ -80,7 +80,8 @@ class RegionSplit:
     def _mirrored(self, seeds: np.ndarray | None, count: int) -> np.ndarray:
         if seeds is None or not self.training or not self.mirror:
             return np.zeros(count, bool)
-        return uniforms(np.asarray(seeds), 1)[0] < 0.5
+        mirrored: np.ndarray = uniforms(np.asarray(seeds), 1)[0] < 0.5
+        return mirrored
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> Any:
         """Pixels uint8 [b, H, W, 3], zeros right of and below the smaller ones, and the sizes [b, 2] of the images."""

@@ -22,8 +22,8 @@ from mheads.distributed.planning.job import Job
 from mheads.engine.cost import costs_on
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.tape import Context, record
-from mheads.optim.optimizers import Optimizer
 from mheads.optim.options import OptimOptions
+from mheads.optim.stage_updates import Optimizer
 from mheads.trees.splitting.cut_sequential import Stage
 from mheads.trees.tree_spec import Node, Tree
 from mheads.trees.treenet import TreeNet
@@ -128,7 +128,7 @@ def _measure(net: TreeNet, x: Value, input_gradient: bool, share: float, seconds
 
 def _measure_update(net: TreeNet) -> float:
     """Seconds of the optimizer, the first turns left out: the momentum is not there yet."""
-    optimizer = Optimizer(net, OptimOptions(momentum=0.9, weight_decay=0.001))
+    optimizer = Optimizer(net, OptimOptions(weight_decay=0.001))
     optimizer.set_rate(1e-9)
     gradients = [torch.zeros_like(p) for p in trainable(net.stage("trunk"))]
     seconds = []

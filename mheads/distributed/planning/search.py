@@ -105,7 +105,7 @@ class _Search:
         self.work = {name: load.forward + load.backward for name, load in loads.items()}
         self.spent = 0
         self.scores: dict[tuple[int, ...], Score] = {}
-        siblings: defaultdict[tuple, list[str]] = defaultdict(list)
+        siblings: defaultdict[tuple[str | None, tuple[str, ...]], list[str]] = defaultdict(list)
         for leaf in self.tree.leaves:
             siblings[leaf.parent, leaf.layers].append(leaf.name)
         self.equal = list(siblings.values())

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
+from typing import Any
 
 from mheads.distributed.placement import Placement, num_first_together
 from mheads.distributed.planning.job import Job
@@ -106,7 +107,7 @@ class _Replica:
                 self.together[child] = first
         slots = placement.slots
         self.now = 0.0
-        self.events: list[tuple[float, int, Callable[..., None], tuple]] = []
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = itertools.count()  # of two things at the same time, the earlier one goes first
         self.queues: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(slots)]
         self.woken: set[int] = set()  # slots where there may be something to start

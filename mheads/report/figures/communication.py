@@ -73,7 +73,8 @@ def _name_points(panel: Axes, names: Sequence[str], x: np.ndarray, y: np.ndarray
             hits = sum(x0 < b[2] and b[0] < x1 and y0 < b[3] and b[1] < y1 for b in others)
             ends = [(start + slope * (left + e * (right - left)) - bottom) / (top - bottom) for e in (x0, x1)]
             crossed = min(ends) < y1 and max(ends) > y0
-            return 10 * (hits + (x0 < 0 or x1 > 1 or y0 < 0)) + crossed
+            score: int = 10 * (hits + (x0 < 0 or x1 > 1 or y0 < 0)) + crossed
+            return score
 
         x0, y0 = min(corners, key=covered)
         taken.append((x0, y0, x0 + width, y0 + height))

@@ -63,7 +63,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
     """The settings that people ask for first."""
     config, optim, data = record.config, record.config.optim, record.data
     shape = " × ".join(map(str, data.shape))
-    schedule = optim.schedule.name if optim.schedule.name != "multistep" else f"multistep at {short(optim.schedule.at)}"
+    schedule = " ".join([optim.schedule.name, *(f"{k}={short(v)}" for k, v in optim.schedule.options.items())])
     classes = getattr(data.problem, "classes", ())
     of_classes = f" of {count(len(classes), 'class', 'es')}" if classes else ""
     found = [
@@ -76,7 +76,7 @@ def facts(record: Record) -> list[tuple[str, str]]:
             "Training",
             f"{count(optim.iterations, 'iteration')} of {count(optim.batch_size * optim.accumulate, 'example')}"
             + (f", after {config.pretrain:,} of cross-entropy" if config.pretrain else "")
-            + f"; {optim.name}, rate {optim.lr:g} ({schedule}), weight decay {optim.weight_decay:g}",
+            + f"; {optim.name}, learning rate {optim.lr:g} ({schedule}), weight decay {optim.weight_decay:g}",
         ),
         ("Seed", str(config.seed)),
     ]

@@ -96,7 +96,7 @@ def _strongest(kept: list[Any], network: nn.Module, layer: str, count: int) -> T
 
 def find_layer(network: nn.Module, layer: str) -> nn.Module:
     """The module of this name in a network."""
-    modules = dict(network.named_modules())
+    modules: dict[str, nn.Module] = dict(network.named_modules())
     if not layer or layer not in modules:
         inner = next((f", and what is in them, such as {name}" for name in modules if "." in name), "")
         names = ", ".join(name for name, _ in network.named_children())

@@ -247,7 +247,8 @@ def energy_of(
 
 def energies(maps: np.ndarray) -> np.ndarray:
     """Mean absolute value of each map: [M, N, ...] -> [M, N]."""
-    return np.abs(maps).reshape(*maps.shape[:2], -1).mean(-1, dtype=np.float64)
+    means: np.ndarray = np.abs(maps).reshape(*maps.shape[:2], -1).mean(-1, dtype=np.float64)
+    return means
 
 
 def _explained(

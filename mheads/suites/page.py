@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,14 +10,14 @@ from mheads.common.atomic_files import check_output, write_atomically
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.problems.metric_text import label, number
-from mheads.report.page.html import Cell, Section, Table
+from mheads.report.page.html import Section
 from mheads.report.page.report import SUFFIXES
 from mheads.report.page.several_runs import Fact, best_of, page_of_all
 from mheads.runs.record import Record
 from mheads.suites import findings, results, tables
 from mheads.suites.jobs import FOLDER, Options, Planner
 from mheads.suites.suite import read
-from mheads.suites.verdicts import TEST, how_tested, verdicts
+from mheads.suites.verdicts import TEST
 
 
 def report_suite(name: str, options: Options, output: Path | None, watch: Watcher, folder: Path = FOLDER) -> Path:
@@ -66,18 +67,8 @@ def _best(document: results.Document) -> list[Fact]:
 
 def _beside(document: results.Document) -> list[Section]:
     """The table beside the paper's, and what it claims."""
-    rows = []
-    for entry in document["rows"]:
-        trials = findings.num_trials(document, entry["name"])
-        cells = [Cell(text) for text in tables.cells(document, entry["name"])]
-        rows.append([Cell(entry["name"]), Cell(str(trials) if trials else ""), *cells])
-    heads = ["row", "trials", *tables.heads(document)]
-    why = findings.why_no_paper(document)
-    title, what = ("The table", "Our runs") if why else ("Beside the paper", "Our runs and the paper's figures")
-    found = [Section("table", title, [Table(what, heads, rows, note=why)])]
-    if claims := verdicts(document):
-        lines = [[Cell(claim.claim), Cell(claim.word), Cell(claim.figures)] for claim in claims]
-        tested = f"{how_tested(claims)} {TEST}".strip()
-        table = Table("What is claimed, and what our runs say of it", ["claim", "here", "figures"], lines, note=tested)
-        found.append(Section("claims", "What holds", [table]))
+    table, claims = tables.suite_table(document), tables.claims_table(document)
+    found = [Section("table", "The table" if table.note else "Beside the paper", [table])]
+    if claims is not None:
+        found.append(Section("claims", "What holds", [replace(claims, note=f"{claims.note} {TEST}".strip())]))
     return found

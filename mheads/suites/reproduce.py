@@ -9,20 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from mheads.api.classical import train_rounds
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.common.signals import handling
+from mheads.common.table import Head, Table, text_rows
+from mheads.common.terminal_table import terminal_table
 from mheads.common.text import duration
 from mheads.config.schema import Config
 from mheads.problems.metric_text import label
 from mheads.report.figures.figures import save, suite_figure
-from mheads.suites import findings, results, tables, timing
+from mheads.suites import findings, markdown, results, tables, timing
 from mheads.suites.jobs import FOLDER, Job, Options, Planner, in_order
 from mheads.suites.progress_line import Overview
 from mheads.suites.same_data_and_code import Alike
@@ -190,15 +190,13 @@ class Run:
 
     def foretell(self) -> None:
         """Shows the runs that would be trained and how long each would take; trains and writes nothing."""
-        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-        for head in ("run", "iterations", "time"):
-            table.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
+        rows: list[list[str]] = []
         times: dict[str, float | None] = {}
         total, unknown = 0.0, []
         missing = {job.path for job in self.missing}
         for job in self.jobs:
             if job.path not in missing:
-                table.add_row(job.name, f"{job.total:,}", "finished, reused")
+                rows.append([job.name, f"{job.total:,}", "finished, reused"])
                 continue
             done = job.steps_done()
             key = f"{job.path.parent.name}/{job.row} {done}"  # another seed takes as long
@@ -212,8 +210,9 @@ class Run:
             time = times[key]
             total += time or 0.0
             count = f"{job.total - done:,} of {job.total:,}" if done else f"{job.total:,}"
-            table.add_row(job.name, count, "not known" if time is None else duration(time))
-        self.console.print(table)
+            rows.append([job.name, count, "not known" if time is None else duration(time)])
+        head = [Head(text, right=text != "run", whole=True) for text in ("run", "iterations", "time")]
+        self.console.print(terminal_table(Table("Runs", head, text_rows(rows))))
         for line in unknown:
             _warn(self.console, line)
         about, reused = "more than" if unknown else "about", len(self.jobs) - len(self.missing)
@@ -243,8 +242,8 @@ def _write_tables(folder: Path, console: Console, changed: Sequence[Path] | None
     for path, document in documents.items():
         if changed is None or path in changed:
             save(_figure(document), path.with_suffix(".png"))
-            atomic_files.write_atomically(path.with_suffix(".md"), tables.markdown(document, f"{path.stem}.png"))
-    atomic_files.write_atomically(folder / "README.md", tables.readme(documents))
+            atomic_files.write_atomically(path.with_suffix(".md"), markdown.markdown(document, f"{path.stem}.png"))
+    atomic_files.write_atomically(folder / "README.md", markdown.readme(documents))
     return list(documents)
 
 

@@ -1,21 +1,22 @@
-"""Tables of suites: in the terminal, and as Markdown."""
+"""Tables of suites, and how the terminal shows them. `markdown.py` writes them to files, `page.py` to a page."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from mheads.common.table import Cell, Head, Table, text_rows
+from mheads.common.terminal_table import CLOSE, terminal_table
 from mheads.problems.metric_text import label
 from mheads.suites import findings
-from mheads.suites.verdicts import TEST, how_tested, verdicts
+from mheads.suites.verdicts import how_tested, verdicts
 
 Document = dict[str, Any]
 STYLES = {"holds": "green", "holds so far": "green", "within noise": "yellow", "does not hold": "red", "open": "dim"}
+SHORT = {"difference": "diff.", "trials": "n", "Ensemble-Mean": "Ens.-Mean"}
 
 
 def title(document: Document) -> str:
@@ -30,7 +31,27 @@ def title(document: Document) -> str:
     return ", ".join([*parts, *document["overrides"]])
 
 
-def columns(document: Document) -> list[tuple[str, str]]:
+def suite_table(document: Document) -> Table:
+    """A row for each row of the suite: our figures, and the paper's where it gives any."""
+    columns = _columns(document)
+    texts = {"ours": findings.ours, "paper": findings.theirs, "difference": findings.apart}
+    rows = []
+    for entry in document["rows"]:
+        row = entry["name"]
+        count = findings.num_trials(document, row)
+        figures = [texts[kind](document, row, metric) for metric, kind in columns]
+        rows.append([row, str(count) if count else "", *figures])
+    # The paper's single members, of one trial, are left out where there is no room for them.
+    heads = [
+        _head(label(metric) if kind == "ours" else kind, metric != "members", (metric, kind) == ("members", "paper"))
+        for metric, kind in columns
+    ]
+    head = [Head("row", whole=True), _head("trials", True), *heads]
+    why = findings.why_no_paper(document)
+    return Table("Our runs" if why else "Our runs and the paper's figures", head, text_rows(rows), note=why)
+
+
+def _columns(document: Document) -> list[tuple[str, str]]:
     """(metric, kind) of each column after the first two; the paper's only where it gives a figure."""
     found = []
     for metric in document["metrics"]:
@@ -42,94 +63,34 @@ def columns(document: Document) -> list[tuple[str, str]]:
     return found
 
 
-def cells(document: Document, row: str) -> list[str]:
-    texts = {"ours": findings.ours, "paper": findings.theirs, "difference": findings.apart}
-    return [texts[kind](document, row, metric) for metric, kind in columns(document)]
+def _head(text: str, right: bool, optional: bool = False) -> Head:
+    short = SHORT.get(text, text).replace("-", "-\n").replace(" ", "\n", 1)
+    return Head(text, right=right, short=short, optional=optional)
 
 
-def heads(document: Document) -> list[str]:
-    return [label(metric) if kind == "ours" else kind for metric, kind in columns(document)]
+def claims_table(document: Document) -> Table | None:
+    """A row for each claim of the suite, and what our runs say of it; None if it claims nothing."""
+    claims = verdicts(document)
+    if not claims:
+        return None
+    rows = [[claim.claim, claim.word, claim.figures] for claim in claims]
+    caption = "What is claimed, and what our runs say of it"
+    return Table(caption, ["claim", "here", "figures"], text_rows(rows), note=how_tested(claims))
 
 
 def shown(document: Document) -> RenderableType:
     """The table and the claims, as the terminal shows them."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    narrow = {"difference": "diff.", "trials": "n", "Ensemble-Mean": "Ens.-Mean"}
-    # The paper's single members, of one trial, are left to the page: there is no room for them.
-    kept = [i for i, column in enumerate(columns(document)) if column != ("members", "paper")]
-    for head in ("row", "trials", *(heads(document)[i] for i in kept)):
-        lines = narrow.get(head, head).replace("-", "-\n").replace(" ", "\n", 1)
-        table.add_column(lines, justify="left" if head in ("row", "members") else "right", no_wrap=head == "row")
-    for entry in document["rows"]:
-        row = entry["name"]
-        count = findings.num_trials(document, row)
-        found = [cells(document, row)[i].replace(" ± ", " ±") for i in kept]
-        table.add_row(row, str(count) if count else "", *found)
-    parts: list[RenderableType] = [Text(title(document), style="bold"), table]
-    if why := findings.why_no_paper(document):
-        parts.append(Text(why, style="dim"))
-    found_of_claims = verdicts(document)
-    for verdict in found_of_claims:
-        text = Text(f"{verdict.word}: ", style=STYLES.get(verdict.word, "cyan"))  # which is that of one seed
-        parts.append(text.append(f"{verdict.claim} ({verdict.figures})", style="default"))
-    if tested := how_tested(found_of_claims):
-        parts.append(Text(tested, style="dim"))
-    return Group(*parts)
-
-
-def markdown(document: Document, picture: str | None = None) -> str:
-    """A section with the table, the claims, and how to make it."""
-    header = ["row", "trials", *heads(document)]
-    lines = [f"## {title(document)}", ""]
-    if document.get("about"):
-        lines += [document["about"], ""]
-    lines += [f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}"]
-    for entry in document["rows"]:
-        row = entry["name"]
-        count = findings.num_trials(document, row)
-        lines.append(f"| {' | '.join([row, str(count) if count else '', *cells(document, row)])} |")
-    if why := findings.why_no_paper(document):
-        lines += ["", why]
-    if found := verdicts(document):
-        lines += ["", "| claim | here | figures |", "| --- | --- | --- |"]
-        lines += [f"| {_cell(verdict.claim)} | {verdict.word} | {_cell(verdict.figures)} |" for verdict in found]
-        if tested := how_tested(found):
-            lines += ["", tested]
-    lines += ["", f"    {document['command']}", "", *made_with(document)]
-    if picture:
-        lines += ["", f"![{title(document)}]({picture})"]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    """A text as a cell of a table, which a line break or a bar would end."""
-    return " ".join(text.split()).replace("|", "\\|")
-
-
-def made_with(document: Document) -> list[str]:
-    """Versions, machines, seeds and time of the runs."""
-    runs = [run for found in document["runs"].values() for run in found]
-    if not runs:
-        return ["Nothing has been run yet."]
-    versions = {", ".join(f"{name} {version}" for name, version in run["versions"].items()) for run in runs}
-    machines = {run["machine"] for run in runs}
-    seeds = sorted({run["seed"] for run in runs})
-    hours = sum(run["result"].get("seconds", 0) for run in runs) / 3600
-    several = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
-    return [
-        f"{several} with seeds {', '.join(map(str, seeds))}, {hours:.1f} hours of training; "
-        f"{'; '.join(sorted(versions))}; {'; '.join(sorted(machines))}."
+    table, claims = suite_table(document), claims_table(document)
+    narrow = [[Cell(cell.text.replace(" ± ", " ±")) for cell in row] for row in table.rows]
+    parts: list[RenderableType] = [
+        Text(title(document), style="bold"),
+        terminal_table(replace(table, rows=narrow), padding=CLOSE),
     ]
-
-
-HEAD = f"""# Results
-
-Made by `mheads reproduce` from the JSON files in this folder, which hold every run with its command; `mheads reproduce --tables` makes this page anew. Accuracies are in percent on the test set unless a title says otherwise; ± is the standard deviation over trials (n - 1), and the difference is ours minus the paper's, for runs like the paper's alone. top-M is how often the truth is among as many best classes of one answer as there are members: the Oracle of M members compares with the top-M of one network. Runs from before it was kept have none. Rows that have not been run say so. The training loss is the mean of the last tenth of the iterations; evenness is the entropy of the members' shares of the test examples that they own, 1 if all own as many.
-
-{TEST}
-"""  # noqa: E501
-
-
-def readme(documents: dict[Path, Document]) -> str:
-    sections = [markdown(found, path.with_suffix(".png").name) for path, found in documents.items()]
-    return "\n".join([HEAD, *sections])
+    if table.note:
+        parts.append(Text(table.note, style="dim"))
+    for claim, word, figures in claims.rows if claims else ():
+        text = Text(f"{word.text}: ", style=STYLES.get(word.text, "cyan"))  # which is that of one seed
+        parts.append(text.append(f"{claim.text} ({figures.text})", style="default"))
+    if claims and claims.note:
+        parts.append(Text(claims.note, style="dim"))
+    return Group(*parts)

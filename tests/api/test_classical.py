@@ -210,7 +210,7 @@ def test_rounds_whose_measures_are_not_finite_are_shown():
     entry = {"round": 0, "problem": "multilabel", "members": [None, 50.0], "ensemble_mean": None, "oracle": None,
              "examples": [3, 4], "objective": None, "changed": 2}  # fmt: skip
     shown = rounds_table({"rounds": [entry]})
-    assert [next(iter(column.cells)) for column in shown.columns[1:4]] == [
+    assert [str(next(iter(column.cells))) for column in shown.columns[1:4]] == [
         "not finite 50.0",
         "not finite",
         "not finite",

@@ -19,6 +19,7 @@ from mheads.api import evaluate
 from mheads.cli import demo_command as demo
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Terminal
+from mheads.common.table import Cell, Table
 from mheads.config import schema as configs
 from mheads.problems import Classification
 from mheads.problems.metrics import compute
@@ -287,8 +288,8 @@ def test_runs_on_other_examples_of_the_same_data_are_told_apart(mheads, runs, tm
 
 
 def test_a_column_of_numbers_is_one_wherever_they_begin():
-    table = page.Table("", ["run", "score", "loss"], [[page.Cell("a"), page.Cell(""), page.Cell("x")],
-                                                      [page.Cell("b"), page.Cell("1", 1), page.Cell("y")]])  # fmt: skip
+    table = Table("", ["run", "score", "loss"], [[Cell("a"), Cell(""), Cell("x")],
+                                                      [Cell("b"), Cell("1", 1), Cell("y")]])  # fmt: skip
     assert table.numbers == [False, True, False]
 
 

@@ -11,10 +11,10 @@ from mheads.config import schema as configs
 from mheads.optim.schedules import Schedule
 from mheads.suites import findings
 from mheads.suites.jobs import Options, Planner, difference, public, scaling
+from mheads.suites.markdown import markdown
 from mheads.suites.placeholders import binary
 from mheads.suites.results import command, evenness, make
 from mheads.suites.suite import SUITES, Claim, known_metrics, read, read_figure
-from mheads.suites.tables import markdown
 from mheads.suites.verdicts import verdicts
 
 PAPER = ("cifar10_quick", "nin_cifar100", "caffenet", "nin_ilsvrc")

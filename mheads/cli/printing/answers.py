@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from mheads.api.predict import Predicted
 from mheads.common.progress import Watcher
+from mheads.common.table import Cell, Head, Table, text_rows
+from mheads.common.terminal_table import terminal_table
 from mheads.problems import Problem
 from mheads.problems.answer_text import AnswerDetail, AnswerText
 from mheads.problems.base import ANSWERS
@@ -61,22 +61,17 @@ def answers(
     text = _text(outputs, problem, weights)
     ensemble = list(ANSWERS.values())[: 1 if weights is None else 2]
     members = [f"member {m}" for m in range(len(outputs))]
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("row" if names is None else "image", *ensemble, *["agree"] * text.agreement, *members):
-        table.add_column(column, no_wrap=not text.long)
-    for row, line in enumerate(text.lines):
-        table.add_row(str(row) if names is None else names[row], *line)
-    return Group(title, table)
+    columns = ("row" if names is None else "image", *ensemble, *["agree"] * text.agreement, *members)
+    rows = [[str(row) if names is None else names[row], *line] for row, line in enumerate(text.lines)]
+    table = Table(title, [Head(column, whole=not text.long) for column in columns], text_rows(rows))
+    return Group(title, terminal_table(table, edge=True))
 
 
 def details(title: str, detail: AnswerDetail) -> Group:
     """A table of the answers to one example."""
     heading = Text.assemble(f"{title}: ", (detail.answer, "bold"), f" {detail.about}")
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("", *detail.columns):
-        table.add_column(name, no_wrap=not name)
-    for m, cells in enumerate(detail.members):
-        table.add_row(Text(f"member {m}"), *cells)
+    rows = text_rows([[f"member {m}", *cells] for m, cells in enumerate(detail.members)])
     for who, cells in zip(ANSWERS.values(), detail.ensemble, strict=False):
-        table.add_row(Text(who, style="bold"), *cells)
-    return Group(heading, table)  # a title of the table's own would be wrapped to its width
+        rows.append([Cell(who, strong=True), *map(Cell, cells)])
+    table = Table(title, [Head("", whole=True), *detail.columns], rows)
+    return Group(heading, terminal_table(table, edge=True))  # a title of rich's would be wrapped to the table's width

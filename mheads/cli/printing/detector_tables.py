@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import rich.table
 from rich import box
 from rich.console import Group
-from rich.table import Table
+
+from mheads.common.table import Head, Table, text_rows
+from mheads.common.terminal_table import terminal_table
 
 WHO = {"ensemble_mean": "Ensemble-Mean", "single": "mean member", "oracle": "Oracle"}
 WHICH = {"regressed": "regressed boxes", "proposals": "boxes as proposed"}
@@ -22,7 +25,7 @@ def precision_table(
     first = next(iter(columns.values()))
     runs = "" if len(first.values) == 1 else f", {len(first.values)} runs"
     title = f"average precision in %, {measure}, {WHICH[boxes]}{runs}"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = rich.table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("class")
     for name in columns:
         table.add_column(name, justify="right")
@@ -59,14 +62,13 @@ def verdict(one: Any, other: Any, test: dict[str, float]) -> str:
     )
 
 
-def object_table(found: Mapping[str, Sequence[tuple[str, float, np.ndarray]]], least: float) -> Table:
+def object_table(found: Mapping[str, Sequence[tuple[str, float, np.ndarray]]], least: float) -> rich.table.Table:
     """The objects that each member and their mean found."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "object", "score", "left, top, right, bottom"):
-        table.add_column(name, justify="right" if name == "score" else "left")
+    rows = []
     for who, objects in found.items():
         if not objects:
-            table.add_row(who, f"nothing from {least:g} on")
+            rows.append([who, f"nothing from {least:g} on", "", ""])
         for i, (name, score, corners) in enumerate(objects):
-            table.add_row("" if i else who, name, f"{score:.2f}", ", ".join(f"{x:.0f}" for x in corners))
-    return table
+            rows.append(["" if i else who, name, f"{score:.2f}", ", ".join(f"{x:.0f}" for x in corners)])
+    head: list[str | Head] = ["", "object", Head("score", right=True), "left, top, right, bottom"]
+    return terminal_table(Table("Objects", head, text_rows(rows)))

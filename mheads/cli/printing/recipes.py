@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+import rich.table
 import yaml
 from pydantic import BaseModel
-from rich import box
-from rich.table import Table
 
+from mheads.common.table import Head, Table, text_rows
+from mheads.common.terminal_table import CLOSE, terminal_table
 from mheads.config import schema as configs
 from mheads.config.schema import Config
 
 COMMENTS_AT = 40  # where comments begin, unless a value is longer
 
 
-def recipe_table() -> Table:
+def recipe_table() -> rich.table.Table:
     """The table of `mheads recipes`: what comes with the package."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("name", no_wrap=True)
-    table.add_column("what it trains")
-    for title in ("data", "members", "iterations"):
-        table.add_column(title, justify="left" if title == "data" else "right", no_wrap=True)
-    for name in configs.recipes():
-        config = configs.load(name)
-        table.add_row(
-            name, configs.summary(name), config.data.name, f"{config.members}", f"{config.optim.iterations:,}"
-        )
-    return table
+    head = [Head("name", whole=True), Head("what it trains"), Head("data", whole=True)]
+    head += [Head(title, right=True, whole=True) for title in ("members", "iterations")]
+    configured = {name: configs.load(name) for name in configs.recipes()}
+    rows = [
+        [name, configs.summary(name), config.data.name, f"{config.members}", f"{config.optim.iterations:,}"]
+        for name, config in configured.items()
+    ]
+    return terminal_table(Table("Recipes", head, text_rows(rows)), padding=CLOSE)
 
 
 def annotated(config: Config) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import JustifyMethod
-from rich.table import Table
+import rich.table
 
 from mheads.common.progress import Terminal
+from mheads.common.table import Head, Table, text_rows
+from mheads.common.terminal_table import CLOSE, terminal_table
 from mheads.problems import PROBLEMS
 from mheads.problems.base import number
 
@@ -21,21 +21,22 @@ class RoundTerminal(Terminal):
         pass
 
 
-def rounds_table(summary: dict[str, Any]) -> Table:
+def rounds_table(summary: dict[str, Any]) -> rich.table.Table:
     """A row for each round: how good its members are on the test set, and how the training examples are shared out."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("round", "members", "Ens.-\nMean", "Oracle", "top-M", "share of\neach, %", "objective", "changed"):
-        justify: JustifyMethod = "left" if name in ("members", "share of\neach, %") else "right"
-        table.add_column(name, justify=justify, no_wrap=True)
+    names = ("round", "members", "Ens.-\nMean", "Oracle", "top-M", "share of\neach, %", "objective", "changed")
+    head = [Head(name, right=name not in ("members", "share of\neach, %"), whole=True) for name in names]
+    rows = []
     for entry in summary["rounds"]:
         form = ".2f" if PROBLEMS[entry["problem"]].unit else ".4g"
-        table.add_row(
-            str(entry["round"]),
-            " ".join(number(value, ".1f" if form == ".2f" else form) for value in entry["members"]),
-            *(number(entry[key], form) for key in ("ensemble_mean", "oracle")),
-            "" if entry.get("top_m") is None else number(entry["top_m"]),
-            " ".join(f"{100 * count / sum(entry['examples']):.0f}" for count in entry["examples"]),
-            number(entry["objective"], ",.0f" if (entry["objective"] or 0) >= 10_000 else ".4g"),
-            f"{entry['changed']:,}",
+        rows.append(
+            [
+                str(entry["round"]),
+                " ".join(number(value, ".1f" if form == ".2f" else form) for value in entry["members"]),
+                *(number(entry[key], form) for key in ("ensemble_mean", "oracle")),
+                "" if entry.get("top_m") is None else number(entry["top_m"]),
+                " ".join(f"{100 * count / sum(entry['examples']):.0f}" for count in entry["examples"]),
+                number(entry["objective"], ",.0f" if (entry["objective"] or 0) >= 10_000 else ".4g"),
+                f"{entry['changed']:,}",
+            ]
         )
-    return table
+    return terminal_table(Table("Rounds", head, text_rows(rows)), padding=CLOSE)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mheads.common.table import Cell, Table
 from mheads.problems import is_single_label
 from mheads.report.page.evidence import Evidence
-from mheads.report.page.html import Cell, Grid, Grids, Missing, Part, Table, percents
+from mheads.report.page.html import Grid, Grids, Missing, Part, percents
 from mheads.runs.record import Record
 
 MANY_CLASSES = 40  # from here on a confusion matrix is a list of the most frequent confusions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mheads.report.page.html import Cell, Table
+from mheads.common.table import Cell, Table
 from mheads.runs.record import Record
 
 

@@ -14,6 +14,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
+from mheads.common.table import Table
+
 NOTHING = 255  # in a grid: a cell without examples
 MOST_CLASSES = 60  # in a grid; of more, the ones that are contested most are shown
 MOST_CELLS = 300_000  # of all moments of a grid together
@@ -91,29 +93,6 @@ class Grids:
     @property
     def moments(self) -> int:
         return max(len(grid.labels) for grid in self.grids)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table; a number is aligned and sorted as one."""
-
-    text: str
-    value: float | None = None
-
-
-@dataclass(frozen=True)
-class Table:
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    sortable: bool = False
-    note: str = ""
-    kind: str = "table"
-
-    @property
-    def numbers(self) -> list[bool]:
-        """Whether there are numbers in a column."""
-        return [any(row[i].value is not None for row in self.rows) for i in range(len(self.head))]
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from rich.text import Text
 
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
+from mheads.common.table import Cell, Table
 from mheads.config.schema import Config
 from mheads.engine.cost import costs_on, example_of
-from mheads.engine.diagnostics import learning_rows
 from mheads.problems import finds_objects, is_single_label
 from mheads.problems.baselines import top
 from mheads.problems.metric_text import label, number
@@ -22,7 +21,6 @@ from mheads.report.page.detections import class_table
 from mheads.report.page.evidence import Evidence, examine, looked_at, network, pictures
 from mheads.report.page.html import (
     NOTHING,
-    Cell,
     Code,
     Drawing,
     Facts,
@@ -33,10 +31,10 @@ from mheads.report.page.html import (
     Page,
     Part,
     Section,
-    Table,
     ownership_grid,
 )
 from mheads.runs.record import Record
+from mheads.runs.result_rows import result_rows
 from mheads.trees.treenet import TreeNet
 
 # What the paper says of a config: the name of its row, and the figure of each metric; None where it says nothing.
@@ -162,24 +160,22 @@ def _results(record: Record, paper: PaperFigures | None) -> list[Part]:
     result = record.result
     if result is None:
         return [Missing("The run was not evaluated yet.")]
-    found = [(name, Text.from_markup(text).plain) for name, text in record.data.problem.rows(result)]
-    found += learning_rows(result.get("learning") or {})
+    found = result_rows(record.data.problem, result)
     more = [class_table(record, result)] if finds_objects(record.data.problem) else []
     beside = paper(record.config) if paper and record.finished else None
     note = f"On {result['examples']:,} examples of the {result['split']} set."
     if beside is None:
-        rows = [[Cell(name), Cell(text)] for name, text in found]
-        return [Table("The result of this run", ["measure", "here"], rows, note=note), *more]
+        return [Table("The result of this run", ["measure", "here"], found, note=note), *more]
     row, figures = beside
     metrics = {label(metric): metric for metric in figures}
     rows = []
     for name, text in found:
-        metric = metrics.get(name)
+        metric = metrics.get(name.text)
         figure = figures[metric] if metric else {}
         apart = ""
         if metric and "mean" in figure and isinstance(result.get(metric), int | float):
             apart = f"{result[metric] - figure['mean']:+.2f}"
-        rows.append([Cell(name), Cell(text), Cell(_figure(figure, metric or "")), Cell(apart)])
+        rows.append([name, text, Cell(_figure(figure, metric or "")), Cell(apart)])
     note += f" The paper's figures are those of the row {row}."
     return [Table("This run beside the paper", ["measure", "here", "paper", "difference"], rows, note=note), *more]
 

@@ -7,12 +7,13 @@ from typing import Any
 
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
+from mheads.common.table import Cell, Table
 from mheads.config import schema as configs
 from mheads.problems.baselines import top
 from mheads.problems.metric_text import label
 from mheads.report.page import curves, describe
 from mheads.report.page.evidence import pictures
-from mheads.report.page.html import Cell, Grids, Missing, Page, Part, Section, Table
+from mheads.report.page.html import Grids, Missing, Page, Part, Section
 from mheads.report.page.one_run import OWNED, owned_title, ownership
 from mheads.runs.record import Record, one_network
 

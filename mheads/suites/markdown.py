@@ -1,0 +1,68 @@
+"""Tables of suites as Markdown: a section for each suite, and the page of all results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mheads.common.table import Table
+from mheads.suites.tables import Document, claims_table, suite_table, title
+from mheads.suites.verdicts import TEST
+
+
+def markdown(document: Document, picture: str | None = None) -> str:
+    """A section with the table, the claims, and how to make it."""
+    lines = [f"## {title(document)}", ""]
+    if document.get("about"):
+        lines += [document["about"], ""]
+    for table in (suite_table(document), claims_table(document)):
+        if table is not None:
+            lines += [*table_lines(table), ""]
+    lines += [f"    {document['command']}", "", *made_with(document)]
+    if picture:
+        lines += ["", f"![{title(document)}]({picture})"]
+    return "\n".join(lines) + "\n"
+
+
+def table_lines(table: Table) -> list[str]:
+    """The lines of a table, and of its note below."""
+    lines = [_line([head.text for head in table.heads]), f"|{' --- |' * len(table.heads)}"]
+    lines += [_line([f"**{cell.text}**" if cell.strong else cell.text for cell in row]) for row in table.rows]
+    return [*lines, "", table.note] if table.note else lines
+
+
+def _line(texts: list[str]) -> str:
+    return f"| {' | '.join(map(_cell, texts))} |"
+
+
+def _cell(text: str) -> str:
+    """A text as a cell of a table, which a line break or a bar would end."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def made_with(document: Document) -> list[str]:
+    """Versions, machines, seeds and time of the runs."""
+    runs = [run for found in document["runs"].values() for run in found]
+    if not runs:
+        return ["Nothing has been run yet."]
+    versions = {", ".join(f"{name} {version}" for name, version in run["versions"].items()) for run in runs}
+    machines = {run["machine"] for run in runs}
+    seeds = sorted({run["seed"] for run in runs})
+    hours = sum(run["result"].get("seconds", 0) for run in runs) / 3600
+    several = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
+    return [
+        f"{several} with seeds {', '.join(map(str, seeds))}, {hours:.1f} hours of training; "
+        f"{'; '.join(sorted(versions))}; {'; '.join(sorted(machines))}."
+    ]
+
+
+HEAD = f"""# Results
+
+Made by `mheads reproduce` from the JSON files in this folder, which hold every run with its command; `mheads reproduce --tables` makes this page anew. Accuracies are in percent on the test set unless a title says otherwise; ± is the standard deviation over trials (n - 1), and the difference is ours minus the paper's, for runs like the paper's alone. top-M is how often the truth is among as many best classes of one answer as there are members: the Oracle of M members compares with the top-M of one network. Runs from before it was kept have none. Rows that have not been run say so. The training loss is the mean of the last tenth of the iterations; evenness is the entropy of the members' shares of the test examples that they own, 1 if all own as many.
+
+{TEST}
+"""  # noqa: E501
+
+
+def readme(documents: dict[Path, Document]) -> str:
+    sections = [markdown(found, path.with_suffix(".png").name) for path, found in documents.items()]
+    return "\n".join([HEAD, *sections])

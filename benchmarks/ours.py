@@ -15,7 +15,7 @@ from mheads.data.preprocessing import Preprocess
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.losses import Loss
 from mheads.networks import NETWORKS
-from mheads.optim.options import OptimOptions
+from mheads.optim.optim_section import OptimOptions
 from mheads.optim.stage_updates import Optimizer
 from mheads.trees.treenet import TreeNet
 

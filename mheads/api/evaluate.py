@@ -32,7 +32,7 @@ from mheads.problems import Problem, finds_objects
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.training import build
-from mheads.training.loop import summary
+from mheads.training.recorder import summary
 
 
 def evaluate_run(

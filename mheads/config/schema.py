@@ -42,7 +42,7 @@ from mheads.config.unknown_keys import meaning
 from mheads.data import resampling
 from mheads.data.resampling import SAMPLINGS
 from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss
-from mheads.optim.options import OptimOptions
+from mheads.optim.optim_section import OptimOptions
 
 
 def _sampling_name(name: str) -> str:
@@ -59,7 +59,7 @@ class SamplingSection(Section):
     )
 
     @property
-    def entry(self) -> resampling.Entry:
+    def entry(self) -> resampling.SamplingEntry:
         return SAMPLINGS[self.name]
 
     @property

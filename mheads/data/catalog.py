@@ -19,9 +19,9 @@ from mheads.data.readers.cache import cache_dir
 from mheads.data.readers.caffe_lmdb import lmdb_shape, read_lmdb
 from mheads.data.readers.cifar import CIFAR10, CIFAR100, find_cifar, load_cifar
 from mheads.data.readers.diabetes import read_diabetes
-from mheads.data.readers.digits import LEVELS, read_digits
-from mheads.data.readers.folder import STATISTICS, folder_image, folder_shape, read_folder
+from mheads.data.readers.digits_images import LEVELS, read_digits
 from mheads.data.readers.image_files import read_sized
+from mheads.data.readers.image_folder import STATISTICS, folder_image, folder_shape, read_folder
 from mheads.data.readers.image_list import hdf5_shape, read_hdf5, read_list
 from mheads.data.readers.npz import npz_shape, read_npz
 from mheads.data.splits import Data, Source

@@ -120,7 +120,7 @@ def array() -> Sampling:
 
 
 @dataclass(frozen=True)
-class Entry:
+class SamplingEntry:
     """`make` is the factory. `even`: every member learns from examples of all classes. `by_class`: members have classes
     of their own. `from_run`: these are found by a run before."""
 
@@ -130,14 +130,14 @@ class Entry:
     from_run: bool = False
 
 
-SAMPLINGS: dict[str, Entry] = {
-    "full": Entry(full, even=True),
-    "bagging": Entry(bagging, even=True),
-    "subset": Entry(subset, even=True),
-    "specialists": Entry(specialists, by_class=True),
-    "clustered": Entry(clustered, by_class=True, from_run=True),
-    "file": Entry(file),
-    "array": Entry(array),
+SAMPLINGS: dict[str, SamplingEntry] = {
+    "full": SamplingEntry(full, even=True),
+    "bagging": SamplingEntry(bagging, even=True),
+    "subset": SamplingEntry(subset, even=True),
+    "specialists": SamplingEntry(specialists, by_class=True),
+    "clustered": SamplingEntry(clustered, by_class=True, from_run=True),
+    "file": SamplingEntry(file),
+    "array": SamplingEntry(array),
 }
 FACTORIES = {name: entry.make for name, entry in SAMPLINGS.items()}
 

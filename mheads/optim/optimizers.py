@@ -42,7 +42,7 @@ def _fused(groups: Groups) -> bool:
 
 
 @dataclass(frozen=True)
-class Entry:
+class OptimizerEntry:
     """`make` is the factory. `linear`: a step is proportional to the gradient, so that averaging over M members divides
     it by M. `decoupled`: weight decay is apart from the gradients, so that there is no l1 form of it."""
 
@@ -51,12 +51,12 @@ class Entry:
     decoupled: bool = False
 
 
-OPTIMIZERS: dict[str, Entry] = {
-    "sgd": Entry(sgd, linear=True),
-    "adamw": Entry(adamw, decoupled=True),
-    "adam": Entry(adam),
-    "adagrad": Entry(adagrad),
-    "rmsprop": Entry(rmsprop),
-    "adadelta": Entry(adadelta),
+OPTIMIZERS: dict[str, OptimizerEntry] = {
+    "sgd": OptimizerEntry(sgd, linear=True),
+    "adamw": OptimizerEntry(adamw, decoupled=True),
+    "adam": OptimizerEntry(adam),
+    "adagrad": OptimizerEntry(adagrad),
+    "rmsprop": OptimizerEntry(rmsprop),
+    "adadelta": OptimizerEntry(adadelta),
 }
 FACTORIES = {name: entry.make for name, entry in OPTIMIZERS.items()}

@@ -94,7 +94,7 @@ Stretch = Callable[[dict[str, Any], float], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScheduleEntry:
     """`make` is the factory. `ends`: the learning rate depends on where training ends, so that a run with more
     iterations is another run. `stretch`: the options that give the same curve over a part of the iterations."""
 
@@ -113,16 +113,18 @@ def _stretch_exp(options: dict[str, Any], part: float) -> dict[str, Any]:
     return {"gamma": math.exp(min(max(power, -700.0), 700.0))}  # which stays a number above 0
 
 
-SCHEDULES: dict[str, Entry] = {
-    "constant": Entry(constant),
-    "step": Entry(step, stretch=lambda options, part: {"every": part_of(options["every"], part)}),
-    "multistep": Entry(multistep, stretch=lambda options, part: {"at": [part_of(at, part) for at in options["at"]]}),
-    "cosine": Entry(cosine, ends=True),
-    "plateau": Entry(plateau, stretch=lambda options, part: {"window": part_of(options["window"], part)}),
-    "exp": Entry(exp, stretch=_stretch_exp),
-    "inv": Entry(inv, stretch=lambda options, part: {"gamma": options["gamma"] / part}),
-    "poly": Entry(poly, ends=True),
-    "sigmoid": Entry(
+SCHEDULES: dict[str, ScheduleEntry] = {
+    "constant": ScheduleEntry(constant),
+    "step": ScheduleEntry(step, stretch=lambda options, part: {"every": part_of(options["every"], part)}),
+    "multistep": ScheduleEntry(
+        multistep, stretch=lambda options, part: {"at": [part_of(at, part) for at in options["at"]]}
+    ),
+    "cosine": ScheduleEntry(cosine, ends=True),
+    "plateau": ScheduleEntry(plateau, stretch=lambda options, part: {"window": part_of(options["window"], part)}),
+    "exp": ScheduleEntry(exp, stretch=_stretch_exp),
+    "inv": ScheduleEntry(inv, stretch=lambda options, part: {"gamma": options["gamma"] / part}),
+    "poly": ScheduleEntry(poly, ends=True),
+    "sigmoid": ScheduleEntry(
         sigmoid,
         stretch=lambda options, part: {"every": part_of(options["every"], part), "slope": options["slope"] / part},
     ),
@@ -145,7 +147,7 @@ class ScheduleSection(Section):
     warmup: int = option(0, "rise linearly over the first n iterations", ge=0)
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> ScheduleEntry:
         return SCHEDULES[self.name]
 
     @property

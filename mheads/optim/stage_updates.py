@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mheads.common.errors import UserError
 from mheads.common.modules import trainable
-from mheads.optim.options import OptimSection
+from mheads.optim.optim_section import OptimSection
 from mheads.trees.treenet import TreeNet
 
 HUGE = 1e37  # that float32 still holds

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 
+from mheads.common.number_words import duration
 from mheads.common.progress import Pace, Silent, step_line
-from mheads.common.text import duration
 from mheads.problems.baselines import top
 from mheads.suites.jobs import Job
 

@@ -15,10 +15,10 @@ from rich.text import Text
 from mheads.api.classical import train_rounds
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
+from mheads.common.number_words import duration
 from mheads.common.signals import handling
 from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
-from mheads.common.text import duration
 from mheads.config.schema import Config
 from mheads.problems.metric_text import label
 from mheads.report.figures.figures import save, suite_figure

@@ -40,7 +40,7 @@ class Among:
         return self.world.lead
 
     def build(self, config: Config) -> Experiment:
-        from mheads.training.ranks import build
+        from mheads.training.rank_experiment import build
 
         return build(config, self.world)
 

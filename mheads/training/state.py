@@ -8,34 +8,55 @@ from typing import Any
 import numpy as np
 import torch
 
-from mheads.common.progress import Watcher
 from mheads.common.schemas import check_arrays, check_history
 from mheads.data.batches import Batch
 from mheads.engine.diagnostics import Diagnostics
-from mheads.engine.interface import Engine
 from mheads.engine.training_step import StepReport
 from mheads.optim.schedules import Schedule
 from mheads.optim.stage_updates import Optimizer
-from mheads.problems import Problem, Result
+from mheads.problems import Result
 from mheads.runs.checkpoint import refuse_misfits
-from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import History, MetricsLog
 from mheads.training.experiment import Experiment
-from mheads.trees.treenet import TreeNet
 
 
-class Standing:
-    """Where training stands, besides the weights: all of it is in the checkpoint."""
+class RunState:
+    """Where training stands: the weights, the optimizer, the schedule, and what the main rank remembers for the log.
 
-    def __init__(self, members: int, problem: Problem) -> None:
-        self.problem = problem
-        groups = len(problem.groups)
+    All of it is in a checkpoint.
+    """
+
+    def __init__(self, experiment: Experiment) -> None:
+        config, net = experiment.config, experiment.net
+        self.net, self.problem = net, experiment.data.problem
+        self.optimizer = Optimizer(net, config.optim)
+        lr = config.optim.lr
+        if experiment.loss.averaged and config.loss.scale_rate and config.optim.entry.linear:
+            lr *= net.num_members  # averaging divides every member's gradient by M, which does not change Adam's step
+        self.schedule = Schedule(config.optim.schedule, lr, config.optim.iterations)
+        self.pretrain, self.pretrain_lr = config.pretrain, config.optim.lr
+        self.total = config.pretrain + config.optim.iterations
+        members, groups = net.num_members, len(self.problem.groups)
         self.step = 0
         self.seconds = 0.0
         self.log: list[list[Any]] = []  # the parts of metrics.jsonl
         self.history = History(members, groups)
         self.owned = np.zeros((members, groups))  # assignment since the last evaluation
         self.diagnostics = Diagnostics(members)
+
+    @property
+    def pretraining(self) -> bool:
+        return self.step < self.pretrain
+
+    def begin_step(self) -> float:
+        """The learning rate of the step that follows; the loss starts with a fresh schedule and no momentum."""
+        if self.step == self.pretrain:
+            self.optimizer.forget()
+        return self.pretrain_lr if self.pretraining else self.schedule.rate(self.step - self.pretrain)
+
+    def is_due(self, every: int) -> bool:
+        """Whether something that happens every n iterations happens now; the end is for itself."""
+        return bool(every) and self.step % every == 0 and self.step < self.total
 
     def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
         owned = torch.zeros(self.owned.shape, dtype=torch.float64)
@@ -48,62 +69,53 @@ class Standing:
     def line(self, rate: float, norms: Sequence[float]) -> dict[str, Any]:
         return self.diagnostics.line(self.step, rate, norms)
 
-    def own(self, result: Result, experiment: Experiment, folder: RunFolder, log: MetricsLog, watch: Watcher) -> None:
-        """Records an evaluation."""
+    def add_evaluation(self, result: Result) -> None:
+        """Remembers who owned what when the ensemble was evaluated."""
         self.history.append(self.step, np.asarray(result.ownership, float), self.owned)
         self.owned = np.zeros_like(self.owned)
-        folder.write_assignments(self.history.arrays())
-        log.write({"iteration": self.step, "split": experiment.evaluated_on, "result": result.to_dict()})
-        watch.evaluated(self.step, result)
 
-    def tensors(self, net: TreeNet, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and optimizer state of the stages that are here."""
-        tensors = {f"model/{name}": tensor for name, tensor in net.state_dict().items()}
-        return tensors | {f"optim/{name}": tensor for name, tensor in optimizer.state().items()}
+        tensors = {f"model/{name}": tensor for name, tensor in self.net.state_dict().items()}
+        return tensors | {f"optim/{name}": tensor for name, tensor in self.optimizer.state().items()}
 
     def capture(
-        self, tensors: dict[str, torch.Tensor], optimizer: Optimizer, schedule: Schedule, log: MetricsLog
+        self, tensors: dict[str, torch.Tensor], log: MetricsLog
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """All that a checkpoint holds: the tensors of all stages and what the lead remembers."""
+        """All that a checkpoint holds: the tensors of all stages and what the main rank remembers."""
         arrays = {**self.history.state(), "owned": self.owned, **self.diagnostics.arrays()}
         state = {
-            "rate": optimizer.rate,
-            "schedule": schedule.state(),
+            "rate": self.optimizer.rate,
+            "schedule": self.schedule.state(),
             "log": log.mark(),
             "seconds": self.seconds,
             **self.diagnostics.state(),
         }
         return tensors | {f"progress/{name}": torch.from_numpy(array) for name, array in arrays.items()}, state
 
-    def refuse_misfits(self, tensors: dict[str, torch.Tensor], net: TreeNet, optimizer: Optimizer) -> None:
-        """Raises ValueError unless a checkpoint of these tensors can be gone on from."""
+    def refuse_misfits(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raises ValueError unless training can resume from a checkpoint of these tensors."""
         weights = part(tensors, "model/")
-        refuse_misfits(net.state_dict(), weights)
-        if bad := [name for name, _ in net.named_parameters() if not torch.isfinite(weights[name]).all()]:
+        refuse_misfits(self.net.state_dict(), weights)
+        if bad := [name for name, _ in self.net.named_parameters() if not torch.isfinite(weights[name]).all()]:
             raise ValueError(f"model/{bad[0]} is not finite, and no training saves that")
-        optimizer.refuse_misfits(part(tensors, "optim/"))
+        self.optimizer.refuse_misfits(part(tensors, "optim/"))
         arrays = {name: tensor.numpy() for name, tensor in part(tensors, "progress/").items()}
         members, groups = self.owned.shape
         check_history(arrays, members, groups)
         cells = {name: (members, groups) for name in ("owned", "lately") if name in {"owned", *arrays}}
         check_arrays(arrays, cells | {name: (members,) for name in self.diagnostics.arrays() if name in arrays})
 
-    def restore(
-        self,
-        found: dict[str, Any],
-        tensors: dict[str, torch.Tensor],
-        engine: Engine,
-        optimizer: Optimizer,
-        schedule: Schedule,
-    ) -> None:
+    def restore(self, found: dict[str, Any], tensors: dict[str, torch.Tensor], main_rank: bool) -> None:
+        """Goes back to a checkpoint: its plain data, and the tensors of the stages that are here."""
         state = found["state"]
-        engine.net.load_state_dict(part(tensors, "model/"))
-        optimizer.load_state(part(tensors, "optim/"), state["rate"])
-        schedule.load_state(state["schedule"])
+        self.net.load_state_dict(part(tensors, "model/"))
+        self.optimizer.load_state(part(tensors, "optim/"), state["rate"])
+        self.schedule.load_state(state["schedule"])
         self.step = found["step"]
         self.seconds = state["seconds"]
         self.log = state["log"]
-        if engine.lead:
+        if main_rank:
             arrays = {name: tensor.numpy() for name, tensor in part(tensors, "progress/").items()}
             self.history.load(arrays)
             self.owned = arrays["owned"].copy()

@@ -15,7 +15,7 @@ from torch import nn
 
 import mheads
 from mheads.common.errors import UserError
-from mheads.data.readers.digits import read_digits
+from mheads.data.readers.digits_images import read_digits
 from mheads.losses import independent, mcl, prob_averaged
 from mheads.losses.distillation import losses, taught
 from mheads.problems import cross_entropies

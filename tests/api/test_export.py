@@ -181,7 +181,7 @@ def test_the_command_exports_a_run_by_its_own_test_set(mheads, tmp_path, suffix)
     done = mheads("export", tmp_path / "run", "-o", tmp_path / f"digits{suffix}")
     assert done.code == 0, done.err
     assert "within" in done.out
-    from mheads.data.readers.digits import read_digits
+    from mheads.data.readers.digits_images import read_digits
 
     x = package.load(tmp_path / "run")
     raw = read_digits()[1].read(np.arange(9), None).permute(0, 3, 1, 2).numpy().copy()

@@ -19,7 +19,7 @@ from mheads.caffe.objective import of_example
 from mheads.caffe.prototxt import parse_net
 from mheads.common import seeds
 from mheads.common.errors import UserError
-from mheads.optim.options import OptimOptions
+from mheads.optim.optim_section import OptimOptions
 from mheads.optim.stage_updates import Optimizer
 from mheads.training.init_weights import start_from
 

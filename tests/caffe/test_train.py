@@ -24,7 +24,7 @@ from mheads.caffe.solver import log_of, optim_of, seed_of
 from mheads.common.errors import UserError
 from mheads.common.protobuf import field
 from mheads.config.schema import Config
-from mheads.optim.options import OptimOptions
+from mheads.optim.optim_section import OptimOptions
 from mheads.optim.schedules import Schedule
 from mheads.optim.stage_updates import Optimizer
 from mheads.training.build import build_net

@@ -18,8 +18,8 @@ import mheads as package
 from mheads.config import options_without_effect, schema
 from mheads.config.schema import load, recipes
 from mheads.data.resampling import SAMPLINGS
+from mheads.optim.optim_section import OptimOptions
 from mheads.optim.optimizers import OPTIMIZERS
-from mheads.optim.options import OptimOptions
 from mheads.optim.schedules import SCHEDULES, ScheduleOptions
 
 QUICK = ["data.limit=150", "optim.iterations=2", "optim.batch_size=32"]

@@ -123,7 +123,7 @@ def dead_before_it_connects():
 
 
 def dead_between_agreements():
-    from mheads.training import ranks as build
+    from mheads.training import rank_experiment as build
 
     build.place = die
 
@@ -150,7 +150,7 @@ def broken_while_its_engine_starts():
 
 
 def interrupted_while_it_starts():
-    from mheads.training import ranks as build
+    from mheads.training import rank_experiment as build
 
     def interrupt(*args):
         raise KeyboardInterrupt

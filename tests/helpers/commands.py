@@ -37,7 +37,7 @@ _context.set_forkserver_preload(
     [
         "mheads.cli.main",
         "mheads.api.evaluate",
-        "mheads.training.ranks",
+        "mheads.training.rank_experiment",
         "sklearn.datasets",
         "sklearn.cluster",
         "torch._dynamo",

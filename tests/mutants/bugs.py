@@ -694,8 +694,10 @@ AREAS: dict[str, list[File]] = {
             "mheads/training/state.py",
             "tests/training/test_resume.py -k schedule_goes",
             [
-                Bug("the rate of a checkpoint is forgotten", '"rate": optimizer.rate', '"rate": 0.0'),
-                Bug("the plateau starts anew where a run goes on", 'schedule.load_state(state["schedule"])', "pass"),
+                Bug("the rate of a checkpoint is forgotten", '"rate": self.optimizer.rate', '"rate": 0.0'),
+                Bug(
+                    "the plateau starts anew where a run goes on", 'self.schedule.load_state(state["schedule"])', "pass"
+                ),
                 Bug(
                     "what was owned since the last evaluation is forgotten",
                     'self.owned = arrays["owned"].copy()',
@@ -705,26 +707,31 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/training/loop.py",
+            "mheads/training/state.py",
             "tests/training/test_resume.py",
             [
                 Bug(
                     "momentum is kept after pretraining",
-                    "                    optimizer.forget()  #",
-                    "                    pass  #",
+                    "            self.optimizer.forget()",
+                    "            pass",
                     tests="tests/training/test_resume.py -k starts_without",
                 ),
                 Bug(
                     "pretraining counts as iterations",
-                    "iteration = state.step - config.pretrain",
-                    "iteration = state.step",
+                    "self.schedule.rate(self.step - self.pretrain)",
+                    "self.schedule.rate(self.step)",
                     tests="tests/training/test_resume.py -k pretraining_is",
                 ),
+            ],
+        ),
+        File(
+            "mheads/training/recorder.py",
+            "tests/training/test_resume.py -k 'all_checkpoints_are_damaged'",
+            [
                 Bug(
                     "newer checkpoints stay where a run goes on from an older one",
                     "checkpoints.drop_after(state.step)",
                     "pass",
-                    tests="tests/training/test_resume.py -k 'all_checkpoints_are_damaged'",
                 ),
             ],
         ),

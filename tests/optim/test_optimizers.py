@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mheads import TreeNet, UserError
-from mheads.optim.options import OptimOptions
+from mheads.optim.optim_section import OptimOptions
 from mheads.optim.schedules import Schedule, ScheduleOptions
 from mheads.optim.stage_updates import Optimizer
 

@@ -18,7 +18,7 @@ from torch import fx, nn
 import mheads as package
 from mheads.common.progress import Silent
 from mheads.config import schema as configs
-from mheads.data.readers.digits import read_digits
+from mheads.data.readers.digits_images import read_digits
 from mheads.networks import INPUT_SHAPES, NETWORKS
 from mheads.report.figures.saliency_maps import saliency_figure, scaled
 from mheads.report.saliency import Energy, Saliency, choose, explain, guided_backprop

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 
 from mheads.api.evaluate import evaluate_run
 from mheads.common.errors import UserError
+from mheads.common.number_words import duration
 from mheads.common.progress import Silent
-from mheads.common.text import duration
 from mheads.config.schema import load
 from mheads.networks.digits import digits
 from mheads.runs.checkpoint import Checkpoints

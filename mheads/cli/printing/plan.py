@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mheads.cli.printing.rank_text import mesh_text, names, ranks_of, seconds
-from mheads.common.text import count
+from mheads.common.number_words import count
 from mheads.distributed.placement import Placement
 from mheads.distributed.planning.job import Cluster
 from mheads.distributed.planning.search import Prediction

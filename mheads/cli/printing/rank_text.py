@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from mheads.common.text import count
+from mheads.common.number_words import count
 
 if TYPE_CHECKING:
     from mheads.distributed.placement import Placement

@@ -17,8 +17,8 @@ from mheads.data.augmentation import uniforms
 from mheads.data.detection import proposals
 from mheads.data.detection.voc import CLASSES, Complaints, Scene, find_devkit, read_list, read_scenes
 from mheads.data.file_digests import digests
-from mheads.data.readers.folder import cores, in_threads
 from mheads.data.readers.image_files import UNREADABLE, eight_bits, opened_image
+from mheads.data.readers.image_folder import cores, in_threads
 from mheads.data.splits import Beside
 from mheads.data.value_range import Seen
 from mheads.problems import Detection, Problem

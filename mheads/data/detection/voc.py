@@ -19,8 +19,8 @@ from mheads.common.atomic_files import open_file, read_text
 from mheads.common.errors import UserError, warn
 from mheads.data.file_digests import Shown
 from mheads.data.readers.cache import cache_dir, store
-from mheads.data.readers.folder import in_threads
 from mheads.data.readers.image_files import SUFFIXES, UNREADABLE, eight_bits, opened_image
+from mheads.data.readers.image_folder import in_threads
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import Truth
 

@@ -20,8 +20,8 @@ from mheads.common.errors import UserError
 from mheads.common.protobuf import BYTES, FIXED32, VARINT, fields
 from mheads.data.augmentation import uniforms
 from mheads.data.file_digests import digests
-from mheads.data.readers.folder import cores, in_threads
 from mheads.data.readers.image_files import UNREADABLE, eight_bits
+from mheads.data.readers.image_folder import cores, in_threads
 from mheads.data.readers.image_list import numbered
 from mheads.data.splits import Beside
 from mheads.data.value_range import Seen, of_rows

@@ -16,7 +16,7 @@ from mheads.common import atomic_files, packed_arrays, seeds
 from mheads.common.errors import UserError
 from mheads.data.arrays import ArraySplit
 from mheads.data.python_data import read_arrays
-from mheads.data.readers.folder import FolderSplit
+from mheads.data.readers.image_folder import FolderSplit
 from mheads.data.targets import class_numbers, posed
 from mheads.problems import Classification, Problem
 

@@ -22,7 +22,7 @@ from mheads.distributed.planning.job import Job
 from mheads.engine.cost import costs_on
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.tape import Context, record
-from mheads.optim.options import OptimOptions
+from mheads.optim.optim_section import OptimOptions
 from mheads.optim.stage_updates import Optimizer
 from mheads.trees.splitting.cut_sequential import Stage
 from mheads.trees.tree_spec import Node, Tree

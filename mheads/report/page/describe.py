@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from mheads.common.errors import UserError
-from mheads.common.text import count, duration
+from mheads.common.number_words import count, duration
 from mheads.config import schema as configs
 from mheads.config.schema import Config
 from mheads.data.catalog import DATASETS

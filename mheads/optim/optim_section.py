@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator
 
 from mheads.common.options import Section, named_section, option, options_of, section_of
-from mheads.optim.optimizers import FACTORIES, OPTIMIZERS, Entry
+from mheads.optim.optimizers import FACTORIES, OPTIMIZERS, OptimizerEntry
 from mheads.optim.schedules import ScheduleOptions
 
 
@@ -35,7 +35,7 @@ class OptimSection(Section):
     )
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> OptimizerEntry:
         return OPTIMIZERS[self.name]
 
     @property

@@ -1,0 +1,254 @@
+"""Keeps the record of a training: the run folder, its log, evaluations and checkpoints.
+
+Every rank has one and calls it alike, since measuring and saving bring stages together; the main rank alone writes.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+import mheads
+from mheads.common import fingerprint
+from mheads.common.atomic_files import NotSavedError
+from mheads.common.device import peak_memory
+from mheads.common.errors import UserError
+from mheads.common.progress import Watcher
+from mheads.data.batches import Batch
+from mheads.engine.diagnostics import gradient_norms, idle_warning
+from mheads.engine.interface import Engine
+from mheads.engine.measure import measure
+from mheads.engine.training_step import StepReport
+from mheads.problems import Result
+from mheads.runs.checkpoint import Checkpoints
+from mheads.runs.data_facts import DataFacts
+from mheads.runs.folder import RunFolder, damaged
+from mheads.runs.metrics_log import MetricsLog
+from mheads.runs.tensorboard import Board
+from mheads.training.collapse import CollapseWatch
+from mheads.training.experiment import Experiment
+from mheads.training.init_weights import donor_differences
+from mheads.training.state import RunState, part
+from mheads.trees.treenet import TreeNet
+
+
+class Recorder:
+    """Opens the run folder, is told of every step, and writes what the config asks for."""
+
+    def __init__(
+        self, experiment: Experiment, folder: RunFolder, state: RunState, engine: Engine, watch: Watcher
+    ) -> None:
+        self.experiment, self.folder, self.state = experiment, folder, state
+        self.engine, self.watch, self.options = engine, watch, experiment.config.log
+        self.checkpoints = Checkpoints(folder.checkpoints, self.options.keep)
+        self.checkpoints.fits = state.refuse_misfits
+        self.log: MetricsLog | None = None  # of the main rank
+
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Closes everything at the end; a run that a mistake ends before its first checkpoint leaves no folder."""
+        try:
+            yield
+        except UserError as error:
+            self.checkpoints.close()  # one may be under way
+            if self.log is not None and isinstance(error, NotSavedError):
+                self.folder.refuse_if_gone()  # which is then the reason
+            if self.engine.lead and not self.checkpoints.steps():
+                self.folder.discard()
+                if isinstance(error, NotSavedError):
+                    error.before = "Nothing was saved yet"
+            raise
+        finally:
+            self.checkpoints.close()
+            self.engine.close()
+            if self.log is not None:
+                self.log.close()
+            self.folder.release()
+
+    def open(self) -> bool:
+        """Begins the run, or resumes from its newest checkpoint; whether it is finished already."""
+        state, folder, checkpoints = self.state, self.folder, self.checkpoints
+        found, tensors = self.engine.agree(lambda: _open(folder, self.experiment, checkpoints, state.total, self.watch))
+        if found["finished"]:
+            return True
+        if found["state"] is not None:
+            state.restore(found, self.engine.scatter(tensors or {}), self.engine.lead)
+        if self.engine.lead:
+            config = self.experiment.config
+            checkpoints.config, checkpoints.identity = config.to_yaml(), folder.read_identity()
+            if found["resuming"]:
+                checkpoints.drop_after(state.step)
+                folder.write_assignments(state.history.arrays())
+                folder.write_config(config)  # more iterations, say
+                self.watch.resumed(state.step, state.total)
+            folder.manifest.forget(folder.metrics)  # until its last line is written
+            board = Board(folder.path, state.step) if self.options.tensorboard else None
+            self.log = MetricsLog(folder.metrics, state.log, self.watch.warn, board)
+            if self.log.mended:
+                checkpoints.save(state.step, tensors or {}, {**found["state"], "log": self.log.parts}, again=True)
+        self.collapse = CollapseWatch(self.engine, self.experiment, self.watch.warn)
+        return False
+
+    def check_loss(self, report: StepReport) -> None:
+        """Raises an error if the loss is not finite."""
+        _refuse_nonfinite_loss(report, self.state.step + 1, self.checkpoints)
+
+    def log_step(self, report: StepReport, batch: Batch, lr: float, seconds: float) -> None:
+        """Takes in a step that is done, and writes its line of metrics.jsonl if one is due."""
+        state = self.state
+        logged = state.step % self.options.every == 0 or state.step == state.total
+        norms = gradient_norms(self.engine) if logged else {}
+        if logged:
+            self.collapse.look(state.step)
+        if self.log is None:
+            return
+        self.folder.refuse_if_gone()
+        state.add(report, batch, seconds)
+        self.watch.step(state.step, report.loss, lr, len(batch), state.diagnostics.winners())
+        if logged:
+            self.log.write(state.line(lr, [norms[leaf.name].item() for leaf in state.net.tree.leaves]))
+        if idle := state.diagnostics.fallen_idle(self.options.idle_after):
+            self.watch.warn(idle_warning(idle, self.options.idle_after, self.experiment.loss.options))
+
+    def evaluate(self) -> None:
+        """Evaluates and records it."""
+        result = self._measure()
+        if self.log is not None and result is not None:
+            self._record(result, self.log)
+            self.collapse.judge(self.state.step, self.state.total, result)
+
+    def save(self) -> dict[str, torch.Tensor]:
+        """Saves a checkpoint; returns the tensors in it."""
+        tensors = self.engine.gather(self.state.tensors())
+        if self.log is not None:
+            _refuse_nonfinite_weights(self.state.net, tensors, self.state.step, self.checkpoints)
+            self.checkpoints.save(self.state.step, *self.state.capture(tensors, self.log))
+        return tensors
+
+    def finish(self) -> dict[str, Any]:
+        """Saves, evaluates and writes the result, which it returns; nothing on ranks that do not write."""
+        state, folder = self.state, self.folder
+        tensors = self.save()  # before the evaluation, which may fail on what training never read: a damaged file
+        result = self._measure()
+        if self.log is None or result is None:
+            return {}
+        self.collapse.judge(state.step, state.total, result)
+        folder.refuse_if_gone()
+        if state.step not in state.history.iterations:
+            self._record(result, self.log)
+            self.checkpoints.save(state.step, *state.capture(tensors, self.log), again=True)
+        self.checkpoints.wait()
+        folder.seal_metrics()
+        folder.write_model(part(tensors, "model/"))
+        done = summary(result, state.net, self.experiment.evaluated_on, state.step, state.seconds)
+        folder.write_result({**done, "learning": state.diagnostics.learning, "peak_memory": peak_memory()})
+        return folder.read_result()
+
+    def _measure(self) -> Result | None:
+        data = self.experiment.data
+        return measure(self.engine, data.test, data.preprocess, data.problem, self.watch)
+
+    def _record(self, result: Result, log: MetricsLog) -> None:
+        self.state.add_evaluation(result)
+        self.folder.write_assignments(self.state.history.arrays())
+        split = self.experiment.evaluated_on
+        log.write({"iteration": self.state.step, "split": split, "result": result.to_dict()})
+        self.watch.evaluated(self.state.step, result)
+
+
+def _open(
+    folder: RunFolder, experiment: Experiment, checkpoints: Checkpoints, total: int, watch: Watcher
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What the run folder holds, as plain data, and the tensors of its newest checkpoint."""
+    config, data = experiment.config, experiment.data
+    resuming = folder.prepare(config, DataFacts.of(data), experiment.identity(), watch.warn)
+    found: dict[str, Any] = {"resuming": resuming, "finished": False, "step": 0, "state": None}
+    if not resuming:
+        if experiment.net.origin:
+            watch.say(experiment.net.origin)
+        for line in experiment.specialties():
+            watch.say(line)
+        if differing := donor_differences(config, data):
+            watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
+        return found, {}
+    steps = checkpoints.steps()
+    checkpoints.run = folder.read_identity()["run"]
+    found["finished"] = folder.finished(total)
+    for path, problem in folder.problems().items():
+        if found["finished"] and not steps:
+            watch.warn(f"{path} {problem}, and there is no checkpoint to make it anew from")
+        elif found["finished"] or path.exists():  # a file that a killed process had yet to write is not damaged
+            watch.warn(f"{path} {problem}; made anew")
+            found["finished"] = False
+    if found["finished"]:
+        for path, problem in checkpoints.damages().items():
+            watch.warn(damaged(path, problem))
+        watch.finished(folder.path)
+        return found, {}
+    if steps and steps[0] > total:
+        watch.warn(f"iteration {total} is to be the last: checkpoints after it are removed")
+    checkpoint = checkpoints.newest(watch.warn, total)
+    if checkpoint is None:
+        if experiment.start not in (None, fingerprint.weights(experiment.net.state_dict())):
+            raise UserError(
+                f"{folder.path} has no checkpoint to go on from, and this net is not what training started from: "
+                "build it anew"
+            )
+        return found, {}
+    state = {key: value for key, value in checkpoint.state.items() if key not in ("config", "identity")}
+    return {**found, "step": checkpoint.step, "state": state}, checkpoint.tensors
+
+
+def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: float) -> dict[str, Any]:
+    """What result.json holds."""
+    return {
+        "problem": result.problem,
+        **result.to_dict(),
+        "split": split,
+        "iterations": iterations,
+        "parameters": net.num_parameters(),
+        "seconds": round(seconds, 2),
+        "versions": {
+            "mheads": mheads.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _refuse_nonfinite_loss(report: StepReport, iteration: int, checkpoints: Checkpoints) -> None:
+    if not math.isfinite(report.loss):
+        bad = [m for m, losses in enumerate(report.losses) if not torch.isfinite(losses).all()]
+        who = _members(bad) if bad else "the ensemble's mean"
+        raise _diverged(f"the loss became {report.loss} at iteration {iteration}, in {who}", checkpoints)
+
+
+def _refuse_nonfinite_weights(
+    net: TreeNet, tensors: dict[str, torch.Tensor], iteration: int, checkpoints: Checkpoints
+) -> None:
+    """Refuses to save weights that are not finite: the step before a loss that is not finite may have left some."""
+    for name, node in net.tree.nodes.items():
+        weights = [t for key, t in part(tensors, f"model/stages.{name}.").items() if net.is_parameter(key)]
+        if not all(torch.isfinite(weight).all() for weight in weights):
+            raise _diverged(
+                f"weights became infinite or NaN at iteration {iteration}, in {_members(node.members)}", checkpoints
+            )
+
+
+def _members(members: Sequence[int]) -> str:
+    return f"member{'s' if len(members) > 1 else ''} {', '.join(map(str, members))}"
+
+
+def _diverged(what: str, checkpoints: Checkpoints) -> UserError:
+    checkpoints.wait()
+    steps = checkpoints.steps()
+    kept = f"the checkpoint of iteration {steps[0]} stays" if steps else "there was no checkpoint yet: nothing is kept"
+    where = ", in a new run folder" if steps else ""
+    return UserError(f"{what}; {kept}. Try a lower optim.lr, optim.schedule.warmup or data.normalize{where}")

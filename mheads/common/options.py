@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 from pydantic.fields import FieldInfo
 
 Factories = Mapping[str, Callable[..., Any]]
@@ -36,6 +36,22 @@ def option(default: Any, description: str, **limits: Any) -> Any:
 def named_section(value: Any) -> Any:
     """Turns `bagging` into `{name: bagging}`, which it is short for."""
     return {"name": value} if isinstance(value, str) else value
+
+
+def one_of(entries: Mapping[str, Any], what: str) -> AfterValidator:
+    """Takes the name of an entry, and no other: `what` is what an entry is called in the message."""
+
+    def check(name: str) -> str:
+        if name not in entries:
+            raise ValueError(f"{what} is one of {', '.join(entries)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def chosen_options(section: Section, factory: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments that a section gives to the factory of the entry that it names."""
+    return {key: getattr(section, key) for key in options_of(factory)}
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,11 @@ from mheads.common.options import (
     Factories,
     S,
     Section,
+    chosen_options,
     named_section,
+    one_of,
     option,
     options_by_key,
-    options_of,
     section_of,
 )
 from mheads.config.unknown_keys import meaning
@@ -45,16 +46,10 @@ from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss
 from mheads.optim.optim_section import OptimOptions
 
 
-def _sampling_name(name: str) -> str:
-    if name not in SAMPLINGS:
-        raise ValueError(f"a sampling is one of {', '.join(SAMPLINGS)}")
-    return name
-
-
 class SamplingSection(Section):
     """The key that every sampling has."""
 
-    name: Annotated[str, AfterValidator(_sampling_name)] = option(
+    name: Annotated[str, one_of(SAMPLINGS, "a sampling")] = option(
         "full", f"which member learns from which examples: {', '.join(SAMPLINGS)}"
     )
 
@@ -64,8 +59,7 @@ class SamplingSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments for the factory of the sampling."""
-        return {key: getattr(self, key) for key in options_of(self.entry.make)}
+        return chosen_options(self, self.entry.make)
 
 
 if TYPE_CHECKING:
@@ -126,7 +120,7 @@ class LossSection(Section):
         """The arguments for the factory of the loss."""
         if self.name not in LOSSES:
             return self.args
-        return {key: getattr(self, key) for key in options_of(LOSSES[self.name])}
+        return chosen_options(self, LOSSES[self.name])
 
 
 if TYPE_CHECKING:

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import BeforeValidator
 
-from mheads.common.options import Section, named_section, option, options_of, section_of
+from mheads.common.options import Section, chosen_options, named_section, one_of, option, section_of
 from mheads.optim.optimizers import FACTORIES, OPTIMIZERS, OptimizerEntry
 from mheads.optim.schedules import ScheduleOptions
-
-
-def _known(name: str) -> str:
-    if name not in OPTIMIZERS:
-        raise ValueError(f"an optimizer is one of {', '.join(OPTIMIZERS)}")
-    return name
 
 
 class OptimSection(Section):
     """The keys that every optimizer has."""
 
-    name: Annotated[str, AfterValidator(_known)] = option(
+    name: Annotated[str, one_of(OPTIMIZERS, "an optimizer")] = option(
         "sgd", f"the optimizer: {', '.join(OPTIMIZERS)}; the last four as in Caffe"
     )
     lr: float = option(0.01, "the first learning rate", gt=0)
@@ -40,8 +34,7 @@ class OptimSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments for the factory of the optimizer."""
-        return {key: getattr(self, key) for key in options_of(self.entry.make)}
+        return chosen_options(self, self.entry.make)
 
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from mheads.common.options import Section, option, options_of, section_of
+from mheads.common.options import Section, chosen_options, one_of, option, section_of
 
 Factor = Callable[[int, int], float]
 
@@ -132,16 +132,10 @@ SCHEDULES: dict[str, ScheduleEntry] = {
 FACTORIES = {name: entry.make for name, entry in SCHEDULES.items()}
 
 
-def _known(name: str) -> str:
-    if name not in SCHEDULES:
-        raise ValueError(f"a schedule is one of {', '.join(SCHEDULES)}")
-    return name
-
-
 class ScheduleSection(Section):
     """The keys that every schedule has."""
 
-    name: Annotated[str, AfterValidator(_known)] = option(
+    name: Annotated[str, one_of(SCHEDULES, "a schedule")] = option(
         "constant", f"how the learning rate falls: {', '.join(SCHEDULES)}"
     )
     warmup: int = option(0, "rise linearly over the first n iterations", ge=0)
@@ -152,8 +146,7 @@ class ScheduleSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments for the factory of the schedule."""
-        return {key: getattr(self, key) for key in options_of(self.entry.make)}
+        return chosen_options(self, self.entry.make)
 
 
 if TYPE_CHECKING:

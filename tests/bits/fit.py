@@ -10,10 +10,11 @@ from sklearn.datasets import load_digits
 
 import mheads
 
-try:
+# An import that fails would not do: an editable install offers this code's modules to the earlier version too.
+if (Path(mheads.__file__).parent / "models").is_dir():  # as the room was called at first
+    from mheads.models import MODELS as NETWORKS
+else:
     from mheads.networks import NETWORKS
-except ImportError:  # as it was called at first
-    from mheads.networks import MODELS as NETWORKS
 
 digits = load_digits()
 x, y = digits.images[:240, None].astype(np.float32), digits.target[:240]

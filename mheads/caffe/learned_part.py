@@ -87,7 +87,7 @@ class Plan:
         return network
 
     def _written(self, built: Built, outputs: Sequence[Blob]) -> Written:
-        """The steps with their ranks, for as many processes; labels go to the lead, and are not sent."""
+        """The steps with their ranks, for as many processes; labels go to the main rank, and are not sent."""
         numbers: dict[Blob, int] = dict.fromkeys(self.inputs, 0)
 
         def number(blob: Blob) -> int:

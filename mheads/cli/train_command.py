@@ -73,11 +73,11 @@ def train_recipe(
             folder = folder.beside()
         if not folder.exists():  # a run that an older version began with such options goes on
             refuse_idle(config, overrides)
-        watch = Terminal(console, bar=not quiet, folder=True) if world.lead else Silent()
+        watch = Terminal(console, bar=not quiet, folder=True) if world.is_main else Silent()
         for note in notes:
             watch.say(note)
         result = train_config(config, folder, watch, world.build)
-        if world.lead:
+        if world.is_main:
             console.print(result_table(result))
 
 

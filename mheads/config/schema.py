@@ -181,7 +181,7 @@ class DataOptions(Section):
     limit: int | None = option(None, "use only the first n training and n test examples", ge=1)
     regions: RegionOptions = option(RegionOptions(), "voc: regions of images")
     reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
-        option("every", "ranks: each reads what it needs, or the lead, rank 0, reads for all")
+        option("every", "ranks: each reads what it needs, or the main rank, 0, reads for all")
     )
 
 

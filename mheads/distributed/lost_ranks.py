@@ -1,8 +1,9 @@
 """The watch over the other ranks: who is lost, who hangs, and that all end with the name of the first.
 
-Every rank tells the store how far it is, again and again (its beat). The lead watches all, all watch the lead. A rank
-whose beat stands still is lost; one whose beat goes on, but which has work and makes no progress, hangs; one that only
-waits for others is innocent, however long that takes. Whoever finds a fault first writes it down for all.
+Every rank tells the store how far it is, again and again (its beat). The main rank watches all, all watch the main
+rank. A rank whose beat stands still is lost; one whose beat continues, but which has work and makes no progress,
+hangs; one that only waits for others is innocent, however long that takes. Whoever finds a fault first writes it down
+for all.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class RanksEngine(ThreadsEngine):
     ) -> None:
         super().__init__(net, workers, micro_batches, seed, device, accumulate)
         self.world, self.placement, self.lead_reads = world, placement, lead_reads
-        self.lead = world.lead
+        self.is_main = world.is_main
         self.replica = placement.replica(world.rank)
         self.working = world.rank < placement.ranks
         self.courier = world.open_courier(peers(net.tree, placement, world.rank, world.size))
@@ -84,7 +84,7 @@ class RanksEngine(ThreadsEngine):
         return range(self.replica * size, (self.replica + 1) * size) if self.working else range(0)
 
     def _report(self, task: RankStep, step: int) -> StepReport:
-        """The lead hears of every rank and decides for all: the loss, and whether to stop.
+        """The main rank hears of every rank and decides for all: the loss, and whether to stop.
 
         Reports go up a binary tree of the ranks and the decision down, so that a thousand ranks do not queue at one.
         """
@@ -129,7 +129,7 @@ class RanksEngine(ThreadsEngine):
         self._calls[what] += 1
         return f"{what} {self._calls[what]}"
 
-    # Evaluation: the lead says when a batch begins, so that no rank is drowned, and gets the outputs.
+    # Evaluation: the main rank says when a batch begins, so that no rank is drowned, and gets the outputs.
 
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Tensor, Value]]:
         self.net.eval()
@@ -144,7 +144,7 @@ class RanksEngine(ThreadsEngine):
 
         self.workers.hold()
         self.courier.listen(channel, handle)
-        if not self.lead:
+        if not self.is_main:
             self.workers.wait()
             self.courier.forget(channel)
             return
@@ -175,11 +175,11 @@ class RanksEngine(ThreadsEngine):
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         channel = self._call("gather")
-        first = range(1, self.placement.slots)  # the ranks of the first replica, beside the lead
+        first = range(1, self.placement.slots)  # the ranks of the first replica, beside the main rank
         if self.world.rank in first:
             # A copy: the next step changes the weights, perhaps before they are gone.
             self.courier.send(0, [channel], {name: t.detach().clone() for name, t in tensors.items()})
-        if not self.lead:
+        if not self.is_main:
             return {}
         found = dict(tensors)
         for _, part in self.hear(channel, len(first)):
@@ -188,7 +188,7 @@ class RanksEngine(ThreadsEngine):
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         channel = self._call("scatter")
-        if not self.lead:
+        if not self.is_main:
             own: dict[str, Tensor]
             ((_, own),) = self.hear(channel, 1)
             return own
@@ -210,7 +210,7 @@ def relatives(rank: int, size: int) -> tuple[int | None, list[int]]:
 
 
 def peers(tree: Tree, placement: Placement, rank: int, size: int) -> set[int]:
-    """The ranks that a rank may hear from: the lead, relatives, neighbours in the tree, the loss, and its replicas."""
+    """The ranks that a rank may hear from: the main rank, relatives, neighbours in the tree, the loss, its replicas."""
     if rank == 0:
         return set(range(1, size))
     above, below = relatives(rank, size)

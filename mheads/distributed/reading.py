@@ -1,4 +1,4 @@
-"""Who reads the examples: each rank what it needs, or the lead for all."""
+"""Who reads the examples: each rank what it needs, or the main rank for all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SENT = ("targets", "prior", "ties", "side", "counts")  # of a batch to every ran
 
 
 class SendingStream(BatchStream):
-    """The lead reads every batch and sends each rank what it needs of it, as soon as it is read."""
+    """The main rank reads every batch and sends each rank what it needs of it, as soon as it is read."""
 
     def __init__(self, engine: RanksEngine, stream: BatchStream, needs: dict[int, range]) -> None:
         members, prior = stream.members, None if stream.prior is None else stream.prior.numpy()
@@ -49,7 +49,7 @@ class SendingStream(BatchStream):
 
 
 class ReceivedStream:
-    """Batches that the lead has read."""
+    """Batches that the main rank has read."""
 
     def __init__(self, engine: RanksEngine, preprocess: Callable[[Value, torch.dtype], Value]) -> None:
         self.engine, self.preprocess = engine, preprocess
@@ -87,7 +87,7 @@ def facts_of(data: Data) -> dict[str, Any]:
 
 
 def absent_data(world: World) -> Data:
-    """What is known of data that only the lead reads."""
+    """What is known of data that only the main rank reads."""
     facts = world.share("data", dict)
     tensors = load_tensors(base64.b64decode(facts["tensors"]))
     preprocess = Preprocess.from_tensors(tensors, facts["scale"], facts["bgr"])

@@ -173,7 +173,7 @@ class RankPass(ForwardPass):
         self.replica = index % self.placement.replicas
 
     def begin(self) -> None:
-        """Starts this batch, by a message to each rank that has a root; the lead calls it."""
+        """Starts this batch, by a message to each rank that has a root; the main rank calls it."""
         roots = {self.placement.rank(root.name, self.replica) for root in self.stages.tree.roots}
         for rank in sorted(roots - {self.me}):
             self._send(rank, ["start", self.index], self._batch() if self.engine.lead_reads else None)
@@ -207,7 +207,7 @@ class RankPass(ForwardPass):
         super().hand_down(node, output, side)
 
     def hand_over(self, member: int, output: Value) -> None:
-        if self.engine.lead:
+        if self.engine.is_main:
             super().hand_over(member, output)
         else:
             self._send(0, ["over", self.index, member], output)

@@ -42,14 +42,14 @@ NETWORK = (
 
 
 class World:
-    """This process among the others. `lead` is rank 0."""
+    """This process among the others. The main rank is rank 0."""
 
     def __init__(self, launch: Launch, timeout: float = TIMEOUT) -> None:
         """Others have `timeout` seconds to come and to connect; who is there has no less than 60 until all are."""
         to_start = max(timeout, TIMEOUT_TO_START)
         self.launch = launch
         self.rank, self.size = launch.rank, launch.size
-        self.lead = self.rank == 0
+        self.is_main = self.rank == 0
         self.courier: Courier | None = None
         self.cores = 1  # of this machine, those that are this rank's
         self._counts: dict[str, int] = {}
@@ -79,7 +79,7 @@ class World:
 
         thread = threading.Thread(target=run, name="mheads-connect", daemon=True)
         thread.start()
-        awaited = range(self.size) if self.lead else [self.rank]
+        awaited = range(self.size) if self.is_main else [self.rank]
         until = time.monotonic() + seconds
         try:
             while self.watch.failure is None and not store.check([f"greeted/{rank}" for rank in awaited]):
@@ -89,7 +89,7 @@ class World:
                     self.watch.report(
                         self.rank, f"rank {self.rank} cannot use the network ({interface}): {why}; {NETWORK}"
                     )
-                elif self.lead and time.monotonic() > until:
+                elif self.is_main and time.monotonic() > until:
                     missing = self._without(store, "connected") or self._without(store, "greeted")
                     who = ", ".join(store.get(f"place/{rank}").decode() for rank in missing)
                     self.watch.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
@@ -113,7 +113,7 @@ class World:
         other = {0: last, last: 0}.get(self.rank)
         if other is None:
             return 0.0
-        turns = (dist.send, dist.recv) if self.lead else (dist.recv, dist.send)
+        turns = (dist.send, dist.recv) if self.is_main else (dist.recv, dist.send)
         seconds = []
         for _ in range(4):
             began = time.perf_counter()
@@ -130,9 +130,9 @@ class World:
     # Agreement, through the store: for the few things that are settled before training begins.
 
     def share(self, what: str, decide: Callable[[], Any]) -> Any:
-        """What the lead decides, plain data, on every rank; a mistake that it finds is everybody's."""
+        """What the main rank decides, plain data, on every rank; a mistake that it finds is everybody's."""
         key = self._key(what)
-        if self.lead:
+        if self.is_main:
             try:
                 decision = {"found": decide()}
             except UserError as error:
@@ -144,7 +144,7 @@ class World:
         return decision["found"]
 
     def decide(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        """The same for a decision that comes with something that the lead alone keeps."""
+        """The same for a decision that comes with something that the main rank alone keeps."""
         kept: list[T] = []
 
         def plain() -> Any:
@@ -155,7 +155,7 @@ class World:
         return self.share("decision", plain), kept[0] if kept else None
 
     def compare(self, what: str, facts: dict[str, Any]) -> None:
-        """Refuses, on all ranks, if a rank differs from the lead in any of these facts."""
+        """Refuses, on all ranks, if a rank differs from the main rank in any of these facts."""
         key = self._key(what)
         self._set(f"{key}/{self.rank}", json.dumps([socket.gethostname(), facts]))
 
@@ -218,33 +218,33 @@ class World:
         if self.courier is not None:
             self.courier.close()
         self._set(f"done/{self.rank}", "1")
-        if self.lead:
+        if self.is_main:
             for rank in range(self.size):
                 self._get(f"done/{rank}")
             self._set("all-done", "1")
         self._get("all-done")
         self.watch.end()
         self._tell(f"left/{self.rank}", "1")
-        if self.lead:
+        if self.is_main:
             self._appears([f"left/{rank}" for rank in range(self.size)], PATIENCE)
         dist.destroy_process_group()
 
     def abort(self, error: BaseException) -> bool:
-        """Tells the others why this rank ends. Whether this rank should say so itself: not if the lead does."""
+        """Tells the others why this rank ends. Whether this rank should say so itself: not if the main rank does."""
         self.watch.ending = True
         if isinstance(error, RankFailure):
             return True
         text = str(error) or type(error).__name__
         self._tell(f"error/{self.rank}", text)
         # A mistake that all ranks find is reported by one.
-        told = not self.lead and self._appears(["error/0"], 2)
+        told = not self.is_main and self._appears(["error/0"], 2)
         self.watch.write_down(self.rank, f"rank {self.rank} gave up: {text}")
         return not told
 
     def farewell(self, error: BaseException) -> None:
-        """The lead may keep the store: it stays until the others have read what happened, or for a moment."""
+        """The main rank may keep the store: it stays until the others have read what happened, or for a moment."""
         self._tell(f"gone/{self.rank}", "1")
-        if self.lead:
+        if self.is_main:
             guilty = error.rank if isinstance(error, RankFailure) else self.rank
             self._appears([f"gone/{rank}" for rank in range(self.size) if rank != guilty], 3)
             self._appears([f"gone/{guilty}"], 1)  # if it only hangs, it may still read why it has to go

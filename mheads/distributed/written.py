@@ -1,8 +1,8 @@
 """The engine of a net that says itself which rank runs which layer, and is no tree: each process runs the layers of
 its rank as they are written, and hands values on through Broadcast and Gather.
 
-Every rank knows the whole net. The lead computes the loss, gets all gradients and so keeps all weights up to date: it
-evaluates and writes checkpoints alone. On the others only the weights of their own layers mean anything.
+Every rank knows the whole net. The main rank computes the loss, gets all gradients and so keeps all weights up to
+date: it evaluates and writes checkpoints alone. On the others only the weights of their own layers mean anything.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class WrittenEngine(ThreadsEngine):
         self, net: TreeNet, written: Written, micro_batches: int, seed: int, accumulate: int, world: World
     ) -> None:
         super().__init__(net, 1, micro_batches, seed, torch.device("cpu"), accumulate)
-        self.world, self.written, self.lead = world, written, world.lead
+        self.world, self.written, self.is_main = world, written, world.is_main
         (self.name,) = net.tree.nodes
         self.modules_: dict[str, Any] = dict(net.stage(self.name)._modules)
         self.links: dict[int, nn.Module] = {}
@@ -145,17 +145,17 @@ class WrittenEngine(ThreadsEngine):
         return StepReport(told[0].item(), losses, assignment, int(told[1].item()))
 
     def _decide(self, loss: float) -> Tensor:
-        """The loss and the signal that asks to stop, on all ranks: the lead hears of each signal and decides."""
+        """The loss and the signal that asks to stop, on all ranks: the main rank hears of each signal and decides."""
         told = torch.tensor([loss, self.asked_to_stop], dtype=torch.float64)
-        others = range(1, self.world.size) if self.lead else [0]
+        others = range(1, self.world.size) if self.is_main else [0]
         for rank in others:
             theirs = torch.zeros_like(told)
             with self._with(rank):
-                dist.recv(theirs, rank) if self.lead else dist.send(told, rank)
+                dist.recv(theirs, rank) if self.is_main else dist.send(told, rank)
             told[1] = max(told[1], theirs[1])
         for rank in others:
             with self._with(rank):
-                dist.send(told, rank) if self.lead else dist.recv(told, rank)
+                dist.send(told, rank) if self.is_main else dist.recv(told, rank)
         return told
 
     @contextmanager
@@ -172,13 +172,13 @@ class WrittenEngine(ThreadsEngine):
         raise error
 
     def _pass(self, batch: Batch, loss: Loss, key: tuple[int | str, ...], rows: int) -> Any:
-        """Forward and backward of a micro-batch; the lead gets what the loss is."""
+        """Forward and backward of a micro-batch; the main rank gets what the loss is."""
         x = batch.network_inputs(self.net.dtype)
         with torch.enable_grad(), keyed_masks(key, len(x)):
             outputs, ends = self._forward(x)
         roots = [(end, torch.zeros_like(end)) for end in ends if end.requires_grad]
         value = None
-        if self.lead:
+        if self.is_main:
             with torch.enable_grad():
                 leaves = [output.detach().unsqueeze(0).requires_grad_() for output in outputs]
                 given = leaves[0] if len(leaves) == 1 else tuple(leaves)
@@ -193,7 +193,7 @@ class WrittenEngine(ThreadsEngine):
         return value
 
     def _forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The outputs, on the lead, and what a backward must begin at besides, for the sake of other ranks."""
+        """The outputs, on the main rank, and what a backward must begin at besides, for the sake of other ranks."""
         me, values, ends = self.world.rank, {0: x}, []
         for i, step in enumerate(self.written.steps):
             if isinstance(step, Call):
@@ -227,7 +227,7 @@ class WrittenEngine(ThreadsEngine):
         return outputs, ends
 
     def _collect_gradients(self) -> None:
-        """Puts the gradients of this rank into place, and those of the others, with their statistics, on the lead."""
+        """Puts the gradients of this rank into place; on the main rank also gradients and statistics of the others."""
         for rank in range(1, self.world.size):
             tensors = self.owned[rank]
             if not tensors:
@@ -235,7 +235,7 @@ class WrittenEngine(ThreadsEngine):
             if self.world.rank == rank:
                 with self._with(0):
                     dist.send(torch.cat([_content(t).reshape(-1) for t in tensors]), 0)
-            elif self.lead:
+            elif self.is_main:
                 flat = torch.empty(sum(t.numel() for t in tensors), dtype=self.net.dtype)
                 with self._with(rank):
                     dist.recv(flat, rank)
@@ -248,22 +248,22 @@ class WrittenEngine(ThreadsEngine):
             kept.zero_() if parameter.grad is None else kept.copy_(parameter.grad)
 
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
-        """The lead has all weights, and evaluates by itself."""
-        if self.lead:
+        """The main rank has all weights, and evaluates by itself."""
+        if self.is_main:
             yield from super().outputs(readers)
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
         return self.world.decide(decide)
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return tensors if self.lead else {}
+        return tensors if self.is_main else {}
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         own = {name: t for name, t in tensors.items() if not name.startswith("progress/")}
         held: list[Any] = [own]
-        with self._with(0 if not self.lead else 1):
+        with self._with(0 if not self.is_main else 1):
             dist.broadcast_object_list(held, 0)
-        return tensors if self.lead else held[0]
+        return tensors if self.is_main else held[0]
 
 
 def _content(tensor: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def entropy(parts: Sequence[float]) -> float:
 
 
 def gradient_norms(engine: Engine) -> dict[str, Tensor]:
-    """The norm of the last step's gradient for each stage, on the lead; called by all processes."""
+    """The norm of the last step's gradient for each stage, on the main rank; called by all processes."""
     found: dict[str, Tensor] = {}
 
     def measure(stage: str, gradients: list[Tensor]) -> None:

@@ -20,7 +20,7 @@ class Engine(Protocol):
     """Runs the stages of a tree over micro-batches. Of several processes each has one, and they act together."""
 
     net: TreeNet  # the stages that are here
-    lead: bool  # keeps the run folder: of several processes, one
+    is_main: bool  # keeps the run folder: of several processes, one
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         """Computes the gradients of one step on all its examples; `update` then uses them."""
@@ -29,18 +29,18 @@ class Engine(Protocol):
         """Applies the last step's gradients, stage by stage."""
 
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
-        """Outputs [M, b, C] and targets of each batch in order, without dropout; the lead gets them."""
+        """Outputs [M, b, C] and targets of each batch in order, without dropout; the main rank gets them."""
 
     def ask_to_stop(self, signum: int) -> None:
         """Called by a signal's handler; the report of the next step that all processes agree on passes it on."""
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        """Has the lead decide: returns plain data to all, and something else to the lead alone."""
+        """Has the main rank decide: returns plain data to all, and something else to the main rank alone."""
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Brings the tensors of all stages, by name, to the lead."""
+        """Brings the tensors of all stages, by name, to the main rank."""
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Hands out the lead's tensors: returns those of the stages that are here."""
+        """Hands out the main rank's tensors: returns those of the stages that are here."""
 
     def close(self) -> None: ...

@@ -22,9 +22,9 @@ Inputs = Callable[[Any, torch.dtype], Any]  # raw examples to what a network tak
 
 
 class GivesOutputs(Protocol):
-    """The part of an engine that measuring needs; of several ranks, the lead gets the outputs."""
+    """The part of an engine that measuring needs; of several ranks, the main rank gets the outputs."""
 
-    lead: bool
+    is_main: bool
 
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]: ...
 
@@ -39,7 +39,7 @@ def answers(
 ) -> Iterator[tuple[Tensor, Tensor | None, Value]]:
     """Answers [M, b, ...], weights [M, b] if members have scores, and targets of each batch, in order.
 
-    The lead gets them.
+    The main rank gets them.
     """
     readers = evaluation_batches(examples, inputs, getattr(problem, "evaluation_rows", rows))
     with (watch or Silent()).evaluating(len(examples)) as advance:
@@ -68,7 +68,7 @@ def measure(
     keep: Callable[[Tensor, Tensor | None, Value], None] | None = None,
     rows: int = EVALUATION_ROWS,
 ) -> Result | None:
-    """All metrics, which the lead gets; `keep` is given the answers, weights and targets on the way."""
+    """All metrics, which the main rank gets; `keep` is given the answers, weights and targets on the way."""
     metrics = None
     for found, weights, targets in answers(engine, examples, inputs, problem, watch, rows):
         if weights is None:  # a problem of one's own need not know of scores
@@ -85,7 +85,7 @@ def measure(
 class Models:
     """Any models, run one after the other; stands in for an engine."""
 
-    lead = True
+    is_main = True
 
     def __init__(self, forward: Callable[[Batch], Value]) -> None:
         self.forward = torch.no_grad()(forward)  # not inference mode, in which a tree cannot look at its network

@@ -166,7 +166,7 @@ class ThreadsEngine:
     Each batch is cut into `micro_batches`, and a step has `accumulate` batches.
     """
 
-    lead = True
+    is_main = True
 
     def __init__(
         self,

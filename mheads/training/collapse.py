@@ -38,7 +38,7 @@ class CollapseWatch:
         self._at_chance = False
 
     def look(self, iteration: int) -> None:
-        """Compares the outputs on a few examples; of several processes all take part, and the lead warns."""
+        """Compares the outputs on a few examples; of several processes all take part, and the main rank warns."""
         for outputs, _ in self._engine.outputs(self._readers):
             answers = self._problem.answer(outputs).detach()
             found = constant_members(answers)

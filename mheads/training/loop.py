@@ -56,7 +56,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     record = Recorder(experiment, folder, state, engine, watch)
     with record.closing(), closing(experiment.batches(engine)) as batches:
         if record.open():
-            return folder.read_result() if engine.lead else {}
+            return folder.read_result() if engine.is_main else {}
         with handling(engine.ask_to_stop, once=True), watch.training(state.total, state.step):
             while state.step < state.total:
                 began, lr = time.perf_counter(), state.begin_step()

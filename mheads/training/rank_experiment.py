@@ -55,7 +55,7 @@ class RanksExperiment(Experiment):
 
         if not engine.lead_reads:
             return self.stream(needs(self.world.rank))
-        if not engine.lead:
+        if not engine.is_main:
             return ReceivedStream(engine, self.data.preprocess)
         return SendingStream(engine, self.stream(), {rank: needs(rank) for rank in range(1, self.world.size)})
 
@@ -89,7 +89,7 @@ def build(config: Config, world: World) -> Experiment:
     clustered = None
     if config.sampling.entry.from_run:
         clustered = world.share("groups", lambda: experiments.cluster_classes(config))
-    if config.data.reader == "lead" and not world.lead:
+    if config.data.reader == "lead" and not world.is_main:
         absent = absent_data(world)
         return RanksExperiment(config, net, parts.final_loss(loss, absent, config), absent, None, world, placement)
     data = parts.load_data(config)
@@ -137,7 +137,7 @@ def _shared(key: str) -> bool:
 
 
 def place(config: Config, world: World) -> Placement:
-    """Who holds what: decided by the lead, since measured costs differ from rank to rank."""
+    """Who holds what: decided by the main rank, since measured costs differ from rank to rank."""
     bandwidth = world.bandwidth() if config.placement == "auto" else BANDWIDTH
 
     def decide() -> dict[str, Any]:

@@ -59,7 +59,7 @@ class Recorder:
             self.checkpoints.close()  # one may be under way
             if self.log is not None and isinstance(error, NotSavedError):
                 self.folder.refuse_if_gone()  # which is then the reason
-            if self.engine.lead and not self.checkpoints.steps():
+            if self.engine.is_main and not self.checkpoints.steps():
                 self.folder.discard()
                 if isinstance(error, NotSavedError):
                     error.before = "Nothing was saved yet"
@@ -78,8 +78,8 @@ class Recorder:
         if found["finished"]:
             return True
         if found["state"] is not None:
-            state.restore(found, self.engine.scatter(tensors or {}), self.engine.lead)
-        if self.engine.lead:
+            state.restore(found, self.engine.scatter(tensors or {}), self.engine.is_main)
+        if self.engine.is_main:
             config = self.experiment.config
             checkpoints.config, checkpoints.identity = config.to_yaml(), folder.read_identity()
             if found["resuming"]:

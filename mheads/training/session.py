@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Alone:
     """A world of one process."""
 
-    lead = True
+    is_main = True
 
     def build(self, config: Config) -> Experiment:
         from mheads.training.experiment import build
@@ -36,8 +36,8 @@ class Among:
     world: World
 
     @property
-    def lead(self) -> bool:
-        return self.world.lead
+    def is_main(self) -> bool:
+        return self.world.is_main
 
     def build(self, config: Config) -> Experiment:
         from mheads.training.rank_experiment import build
@@ -86,7 +86,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
         world.farewell(error)
         leave(EXIT_CODE if isinstance(error, RankFailure) else _exit_code(error))
     if stopped is not None:
-        if world.lead:
+        if world.is_main:
             raise stopped
         leave(stopped.exit_code)  # type: ignore[attr-defined]
 
@@ -108,7 +108,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _say(console: Console, world: World, error: BaseException, aloud: bool) -> None:
-    who = "" if world.lead else f"rank {world.rank}"
+    who = "" if world.is_main else f"rank {world.rank}"
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return  # whoever asked for it knows
     if not isinstance(error, UserError):

@@ -130,9 +130,9 @@ def test_what_the_lead_sends_is_the_batch_that_it_read(bagged):
     courier = SimpleNamespace(send=lambda rank, key, value: sent.update({(rank, key[0]): (key[1:], value)}))
     engine = SimpleNamespace(courier=courier)
     stream = regions_stream(np.random.default_rng(0).random((2, 20), np.float32) if bagged else None)
-    lead = SendingStream(engine, stream, {1: range(2, 4), 2: range(0)})
-    batch = lead.batch(5)
-    lead.close()
+    sender = SendingStream(engine, stream, {1: range(2, 4), 2: range(0)})
+    batch = sender.batch(5)
+    sender.close()
     for rank, start, stop in ((1, 2, 4), (2, 0, 0)):
         heard = SimpleNamespace(hear=lambda channel, count, rank=rank: [sent[rank, channel]])
         found = ReceivedStream(heard, batch.preprocess).batch(5)

@@ -38,7 +38,7 @@ def test_a_killed_rank_ends_the_others_with_its_name(lost, tmp_path):
     for rank in {0, 1, 2} - {lost}:
         assert done[rank].code == 3
         assert f"rank {lost} has ended, or its connection is lost" in done[rank].err
-        assert ("rank " + str(rank) in done[rank].err) == (rank != 0), "tagged where it is not the lead"
+        assert ("rank " + str(rank) in done[rank].err) == (rank != 0), "tagged where it is not the main rank"
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
@@ -224,7 +224,7 @@ def train_and_die(args, killed, said):
         if len(numbers) == 8 and rank == attempt:
             checkpoint = Path(args_of_run[-1], "checkpoints", f"step-{6 * (int(attempt) + 1):08}")
             deadline = time.monotonic() + 60
-            while not checkpoint.exists() and time.monotonic() < deadline:  # a thread of the lead writes it
+            while not checkpoint.exists() and time.monotonic() < deadline:  # a thread of the main rank writes it
                 time.sleep(0.01)
             (killed / rank).touch()
             os.kill(os.getpid(), signal.SIGKILL)

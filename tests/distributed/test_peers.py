@@ -61,7 +61,7 @@ def test_a_rank_without_relatives_knows_only_its_own():
 
 
 @given(st.integers(1, 3000))
-def test_reports_of_all_ranks_reach_the_lead(size):
+def test_reports_of_all_ranks_reach_the_main_rank(size):
     above = {rank: relatives(rank, size)[0] for rank in range(size)}
     below = {rank: relatives(rank, size)[1] for rank in range(size)}
     assert sorted(child for children in below.values() for child in children) == list(range(1, size))
@@ -78,7 +78,7 @@ def test_what_is_on_its_way_to_a_checkpoint_does_not_change_with_the_weights(ran
         placement=Placement({"trunk": 0, "a/0": 1, "a/1": 2}, 3),
         world=SimpleNamespace(rank=rank),
         courier=SimpleNamespace(send=lambda to, key, value: sent.append((to, key, value))),
-        lead=False,
+        is_main=False,
     )
     weight = torch.ones(3, requires_grad=True)
     momentum = torch.full((3,), 2.0)
@@ -108,7 +108,7 @@ def test_each_rank_is_handed_the_weights_and_the_momentum_of_its_stages():
         placement=Placement({"trunk": 0, "a/0": 1, "a/1": 0}, 2, replicas=2),
         world=SimpleNamespace(rank=0, size=5),
         courier=SimpleNamespace(send=lambda to, key, value: sent.update({to: set(value)})),
-        lead=True,
+        is_main=True,
     )
     kinds = ("model/stages.{}.w", "optim/stages.{}.w:momentum_buffer")
     of = {stage: {kind.format(stage) for kind in kinds} for stage in ("trunk", "a/0", "a/1")}
@@ -132,7 +132,7 @@ def test_ranks_of_a_written_net_agree_on_the_loss_and_on_the_signal_of_any(asked
         me.rank = rank
         engine = SimpleNamespace(
             asked_to_stop=asked.get(rank, 0),
-            lead=rank == 0,
+            is_main=rank == 0,
             world=SimpleNamespace(size=3),
             _with=lambda other: nullcontext(),
         )

@@ -49,7 +49,7 @@ SPREAD = {
     "3 ranks, explicit": (3, "explicit", []),
     "3 ranks, auto": (3, "auto", []),
     "2 replicas": (2, "replicas", []),
-    "2 replicas of 2 ranks, the lead reads": (4, "replicas of 2", ["data.reader=lead"]),
+    "2 replicas of 2 ranks, the main rank reads": (4, "replicas of 2", ["data.reader=lead"]),
 }
 
 
@@ -173,7 +173,7 @@ def test_fit_says_that_it_is_one_process(monkeypatch):
         mheads.fit(net, train=(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)))
 
 
-@pytest.mark.parametrize("spread", ["3 ranks, explicit", "2 replicas of 2 ranks, the lead reads"])
+@pytest.mark.parametrize("spread", ["3 ranks, explicit", "2 replicas of 2 ranks, the main rank reads"])
 def test_a_teacher_is_heard_alike_on_ranks(spread, tmp_path):
     answers = torch.softmax(torch.randn(150, 10, generator=torch.Generator().manual_seed(0)), -1)
     np.save(tmp_path / "answers.npy", answers.numpy())

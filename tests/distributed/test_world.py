@@ -88,7 +88,7 @@ def test_a_mistake_of_the_lead_is_that_of_all_and_its_decision_is_made_once(watc
     store = dist.HashStore()
     worlds = [World.__new__(World) for _ in range(3)]
     for rank, world in enumerate(worlds):
-        world.rank, world.size, world.lead, world.store, world.watch = rank, 3, rank == 0, store, watches[rank]
+        world.rank, world.size, world.is_main, world.store, world.watch = rank, 3, rank == 0, store, watches[rank]
         world._counts = {}
     made = []
 

@@ -1055,7 +1055,7 @@ AREAS: dict[str, list[File]] = {
                     tests='tests/distributed/test_faults.py -k "signal_to_one"',
                 ),
                 Bug(
-                    "losses of ranks far below do not reach the lead",
+                    "losses of ranks far below do not reach the main rank",
                     "            totals += their_totals\n            blocks += their_blocks",
                     "            pass",
                     tests="tests/distributed/test_ranks.py -k 'MCL and 5'",
@@ -1122,7 +1122,7 @@ AREAS: dict[str, list[File]] = {
             "tests/distributed/test_peers.py tests/data/test_batches.py",
             [
                 Bug(
-                    "the lead keeps the keys that break ties for itself",
+                    "the main rank keeps the keys that break ties for itself",
                     'SENT = ("targets", "prior", "ties", "side", "counts")',
                     'SENT = ("targets", "prior", "side", "counts")',
                 ),
@@ -1234,7 +1234,7 @@ AREAS: dict[str, list[File]] = {
                     "for rank in range(1, self.size - 1):\n                host",
                 ),
                 Bug(
-                    "a mistake of the lead is found by nobody else",
+                    "a mistake of the main rank is found by nobody else",
                     'decision = {"error": str(error)}',
                     'decision = {"found": None}',
                 ),

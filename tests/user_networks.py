@@ -11,8 +11,8 @@ from torch import nn
 
 import mheads
 from mheads.data import catalog
-from mheads.data.splits import Beside
-from mheads.data.value_range import Seen
+from mheads.data.splits import TargetRows
+from mheads.data.value_range import ValueRange
 from mheads.problems import Classification
 
 
@@ -185,19 +185,19 @@ class Scenes:
     def read(self, rows, seeds):
         return torch.from_numpy(self.images[rows])
 
-    def beside(self, rows, seeds):
+    def read_targets(self, rows, seeds):
         keys = rows if seeds is None or not self.training else seeds
         drawn = [np.random.default_rng(int(key)).integers(6, size=(int(key) % 5, 2)) for key in keys]
         where = torch.from_numpy(np.concatenate(drawn))
         counts = torch.tensor([len(found) for found in drawn])
         image = torch.from_numpy(rows).repeat_interleave(counts)
         values = torch.from_numpy(self.images)[image, 0, where[:, 0], where[:, 1]]
-        return Beside((values > 0).long() + (values > 1).long(), {"where": where}, counts)
+        return TargetRows((values > 0).long() + (values > 1).long(), {"where": where}, counts)
 
     def places(self, seeds):
         return None
 
-    def fixed(self):
+    def without_augmentation(self):
         return Scenes.part(self, slice(None), training=False)
 
     def part(self, rows, training=None):
@@ -210,7 +210,7 @@ class Scenes:
         return self
 
     def survey(self, where):
-        return Seen("float", float(self.images.min()), float(self.images.max()))
+        return ValueRange("float", float(self.images.min()), float(self.images.max()))
 
     def checksum(self):
         return self.images.tobytes()

@@ -29,7 +29,7 @@ from mheads.common.safe_yaml import sealed, unsealed
 from mheads.common.signals import handling
 from mheads.config import schema as configs
 from mheads.config.schema import Config, Sampling
-from mheads.data import Data, read_priors
+from mheads.data import Data, read_sample_weights
 from mheads.data.batches import evaluation_batches
 from mheads.data.clusters import input_distances
 from mheads.engine.measure import EVALUATION_ROWS
@@ -67,7 +67,7 @@ def train_rounds(
         num_examples = len(data.train)
         if num_examples < config.members:
             raise UserError(f"{data.name} has {num_examples} training examples for {config.members} members: too few")
-        if data.train.beside(np.arange(1), None).counts is not None:
+        if data.train.read_targets(np.arange(1), None).counts is not None:
             raise UserError(f"{data.name} has examples of several rows each: these cannot go to one member or another")
         watching("start").say(f"rounds in {folder}")
         first = folder / "round0.npz"
@@ -171,7 +171,7 @@ def _reassign(
 ) -> dict[str, Any]:
     """Writes the priors of the next round, and returns what there is to say of this one."""
     config = experiment.config
-    before = torch.from_numpy(read_priors(folder / f"round{number}.npz").argmax(0))
+    before = torch.from_numpy(read_sample_weights(folder / f"round{number}.npz").argmax(0))
     losses = train_losses(experiment, watch)
     after = share_out(losses, _ties(config, number, losses), _least(config, len(before)))
     _write_owners(folder / f"round{number + 1}.npz", after, len(losses))

@@ -76,7 +76,7 @@ def distil(
         with atomic_files.saving(file):  # before the run is asked, which takes time
             file.parent.mkdir(parents=True, exist_ok=True)
         found = []
-        examples = data.train.fixed()  # type: ignore[attr-defined]  # it is a source
+        examples = data.train.without_augmentation()  # type: ignore[attr-defined]  # it is a source
         with closing(build.threads_engine(there, net)) as engine:
             watch.say(f"asking {path} about {len(examples):,} training examples")
             for one, weights, _ in answers(engine, examples, facts.inputs, facts.problem, watch):

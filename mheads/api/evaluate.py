@@ -24,7 +24,7 @@ from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher, telling
 from mheads.config import schema as configs
 from mheads.config.schema import Config
-from mheads.data import POSED
+from mheads.data import TARGET_KINDS
 from mheads.data.catalog import DATASETS
 from mheads.data.splits import Split
 from mheads.engine.measure import all_answers, in_eval_mode, measure
@@ -141,7 +141,7 @@ def examples_of(
         held_out = _update_data(config, validation=0)
     same = config.data == trained.data
     takes = DATASETS[config.data.name].takes("problem") and config.data.problem != "examples"
-    if overrides and takes and facts.problem.name in POSED:
+    if overrides and takes and facts.problem.name in TARGET_KINDS:
         # Other targets are read as those of the run, whatever they look like.
         held_out = _update_data(held_out, problem=facts.problem.name)
     if config.data.normalize == "init":  # inputs are preprocessed as in training: where it started may be gone
@@ -155,7 +155,7 @@ def examples_of(
         )
     if data.seen is not None:
         facts.check(data.seen, data.name)
-    examples = data.train.fixed() if split == "train" else data.test  # type: ignore[attr-defined]  # it is a source
+    examples = data.train.without_augmentation() if split == "train" else data.test  # type: ignore[attr-defined]  # it is a source
     if not len(examples):
         raise UserError(f"{data.name} has no {split} examples to evaluate on")
     if tuple(examples.shape) != facts.shape:
@@ -172,7 +172,7 @@ def examples_of(
     there.check_targets(examples.targets, f"{data.name}: {split}")
     if finds_objects(there) and finds_objects(here):
         facts = replace(facts, problem=replace(there, truths=here.truths))  # which a run does not keep
-        examples = examples.measured_by(there)  # type: ignore[union-attr]  # they are regions
+        examples = examples.with_statistics_of(there)  # type: ignore[union-attr]  # they are regions
     return facts, examples, split
 
 

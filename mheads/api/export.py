@@ -154,7 +154,7 @@ def _as_given(run: Run, examples: Any) -> Tensor:
     if not raw.is_floating_point() and raw.dim() == 4:
         raw = raw.permute(0, 3, 1, 2)
     if not pixels and not raw.is_floating_point():
-        raw = raw / 255  # as Seen.convert does
+        raw = raw / 255  # as ValueRange.convert does
     mean = run.data.preprocess.mean
     exact = run.net.dtype == torch.float64 or (mean is not None and mean.dtype == torch.float64)
     floats = torch.float64 if exact else torch.float32

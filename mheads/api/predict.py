@@ -23,9 +23,9 @@ from mheads.common.progress import Watcher, telling
 from mheads.data.arrays import Unlabelled
 from mheads.data.catalog import DATASETS
 from mheads.data.readers.image_files import SUFFIXES, UnreadableError
-from mheads.data.readers.image_folder import in_threads
+from mheads.data.readers.image_folder import run_in_threads
 from mheads.data.readers.unlabelled import ARRAYS, read_array, read_csv
-from mheads.data.splits import Beside
+from mheads.data.splits import TargetRows
 from mheads.engine.measure import answers, in_eval_mode
 from mheads.problems import finds_objects
 from mheads.training.build import threads_engine
@@ -71,7 +71,7 @@ class ImageFiles:
                     raise
                 self.unread[int(rows[i])] = str(error)
 
-        in_threads(decode, len(rows))
+        run_in_threads(decode, len(rows))
         if rows[0] == 0 and len(
             good := out[[row not in self.unread for row in rows]]
         ):  # the first batch stands for all
@@ -82,8 +82,8 @@ class ImageFiles:
     def readable(self) -> list[Path]:
         return [file for row, file in enumerate(self.files) if row not in self.unread]
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
-        return Beside(torch.zeros(len(rows)))
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        return TargetRows(torch.zeros(len(rows)))
 
     def places(self, seeds: np.ndarray) -> None:
         return None

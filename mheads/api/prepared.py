@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mheads.common.errors import UserError
-from mheads.data.arrays import as_side, stacked
-from mheads.data.value_range import survey
+from mheads.data.arrays import as_side, stack_arrays
+from mheads.data.value_range import measure_range
 from mheads.runs.data_facts import DataFacts
 
 
@@ -47,7 +47,7 @@ def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about read-only arrays: nobody writes to them
-            raw = x if isinstance(x, Tensor) else torch.as_tensor(stacked(x, what))
+            raw = x if isinstance(x, Tensor) else torch.as_tensor(stack_arrays(x, what))
             raw = raw.to_dense() if raw.layout != torch.strided else raw
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"{what} are not an array ({error}); give arrays of shape {('N', *data.shape)}") from error
@@ -86,4 +86,4 @@ def check_side(shapes: Mapping[str, tuple[int, ...]], data: DataFacts, what: str
 def check(raw: Tensor, data: DataFacts, what: str = "the examples") -> None:
     """Refuses NaN and infinity, and what cannot be brought to the range that training saw."""
     plain = raw.detach().float() if raw.dtype == torch.bfloat16 else raw.detach()  # numpy does not know it
-    data.check(survey(plain.cpu().numpy(), what), what)
+    data.check(measure_range(plain.cpu().numpy(), what), what)

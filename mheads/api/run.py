@@ -220,9 +220,11 @@ def labelled(
     split.survey(where)
     if problem is not None:
         # Targets of a problem that is made from another are read as those of the other.
-        name = next((n for kind in type(problem).__mro__ if (n := getattr(kind, "name", "")) in datasets.POSED), name)
+        name = next(
+            (n for kind in type(problem).__mro__ if (n := getattr(kind, "name", "")) in datasets.TARGET_KINDS), name
+        )
         classes = problem.classes if is_single_label(problem) else None
-    splits, found = datasets.posed({where: split}, classes, name)
+    splits, found = datasets.pose_targets({where: split}, classes, name)
     found = problem or found
     found.check_targets(splits[where].targets, where)
     return splits[where], found

@@ -7,35 +7,35 @@ from mheads.data.preprocessing import Preprocess
 from mheads.data.python_data import as_source, from_arrays
 from mheads.data.readers.cache import cache_dir
 from mheads.data.readers.download import get
-from mheads.data.resampling import deal, order, priors, stream, weighted
-from mheads.data.sample_weights import check_answers, of_rows, read_answers, read_priors
+from mheads.data.resampling import deal, draw_sample_weights, multiply_weights, order, stream
+from mheads.data.sample_weights import check_answers, read_answers, read_sample_weights, select_training_rows
 from mheads.data.splits import Data, Split
-from mheads.data.targets import POSED, posed, warn_of_flags
-from mheads.data.value_range import Seen
+from mheads.data.targets import TARGET_KINDS, pose_targets, warn_of_flags
+from mheads.data.value_range import ValueRange
 
 __all__ = [
     "DATASETS",
-    "POSED",
+    "TARGET_KINDS",
     "ArraySplit",
     "Data",
     "Preprocess",
-    "Seen",
     "Split",
+    "ValueRange",
     "as_source",
     "cache_dir",
     "check_answers",
     "confusable",
     "deal",
+    "draw_sample_weights",
     "from_arrays",
     "get",
     "load",
-    "of_rows",
+    "multiply_weights",
     "order",
-    "posed",
-    "priors",
+    "pose_targets",
     "read_answers",
-    "read_priors",
+    "read_sample_weights",
+    "select_training_rows",
     "stream",
     "warn_of_flags",
-    "weighted",
 ]

@@ -16,9 +16,9 @@ from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
 from mheads.data.augmentation import crop_and_mirror, places
 from mheads.data.readers.image_files import pixels_of
-from mheads.data.splits import Beside
+from mheads.data.splits import TargetRows
 from mheads.data.targets import WAYS, as_float32
-from mheads.data.value_range import Seen, survey
+from mheads.data.value_range import ValueRange, measure_range
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
@@ -45,14 +45,14 @@ class ArraySplit:
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         """Raw examples [b, ...]: uint8 NHWC, float NCHW (a view of NHWC memory), vectors [b, F], or tokens [b, T]."""
-        return augmented(self.examples[rows], seeds, pad=self.pad, mirror=self.mirror)
+        return augment(self.examples[rows], seeds, pad=self.pad, mirror=self.mirror)
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
         side = {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
-        return Beside(torch.from_numpy(self.targets[rows]), side)
+        return TargetRows(torch.from_numpy(self.targets[rows]), side)
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        return augmented_places(seeds, pad=self.pad, mirror=self.mirror)
+        return augmentation_places(seeds, pad=self.pad, mirror=self.mirror)
 
     @property
     def margin(self) -> int:
@@ -62,14 +62,14 @@ class ArraySplit:
         side = {name: array[rows] for name, array in self.side.items()}
         return replace(self, examples=self.examples[rows], targets=self.targets[rows], side=side)
 
-    def fixed(self) -> Self:
+    def without_augmentation(self) -> Self:
         return replace(self, pad=0, mirror=False)
 
     def whole(self) -> Self:
         return self
 
-    def survey(self, where: str) -> Seen:
-        return survey(self.examples, where)
+    def survey(self, where: str) -> ValueRange:
+        return measure_range(self.examples, where)
 
     def checksum(self) -> bytes:
         digest = hashlib.sha256(repr((self.examples.dtype.str, self.examples.shape)).encode())
@@ -100,8 +100,8 @@ class Unlabelled:
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         return self.raw[rows]
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
-        return Beside(
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        return TargetRows(
             torch.zeros(len(rows)), {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
         )
 
@@ -109,7 +109,7 @@ class Unlabelled:
         return None
 
 
-def augmented(batch: np.ndarray, seeds: np.ndarray | None, *, pad: int, mirror: bool) -> torch.Tensor:
+def augment(batch: np.ndarray, seeds: np.ndarray | None, *, pad: int, mirror: bool) -> torch.Tensor:
     """Raw examples as `Split.read` gives them, from vectors [b, F] or images [b, H, W, C], which may be overwritten."""
     if seeds is not None and (pad or mirror):
         batch = crop_and_mirror(batch, np.asarray(seeds), pad=pad, mirror=mirror)
@@ -117,8 +117,8 @@ def augmented(batch: np.ndarray, seeds: np.ndarray | None, *, pad: int, mirror: 
     return raw.permute(0, 3, 1, 2) if raw.ndim == 4 and raw.is_floating_point() else raw
 
 
-def augmented_places(seeds: np.ndarray, *, pad: int, mirror: bool) -> torch.Tensor | None:
-    """Where `augmented` cuts, in the zero-padded image."""
+def augmentation_places(seeds: np.ndarray, *, pad: int, mirror: bool) -> torch.Tensor | None:
+    """Where `augment` cuts, in the zero-padded image."""
     if not (pad or mirror):
         return None
     return torch.from_numpy(np.stack(places(np.asarray(seeds), pad=pad, mirror=mirror), axis=1))
@@ -144,7 +144,7 @@ def with_augmentation(split: Any, *, pad: int, mirror: bool, where: str) -> Any:
 def as_split(examples: Any, labels: Any, where: str, side: Any = None) -> ArraySplit:
     """Checked examples, labels and side inputs, images turned to NHWC; `where` names them in messages.
 
-    Labels stay what they are, names too: `targets.posed` decides what is to be learned of them.
+    Labels stay what they are, names too: `targets.pose_targets` decides what is to be learned of them.
     """
     x, y = as_examples(examples, where), as_targets(labels, where)
     if y.shape[:1] != x.shape[:1]:
@@ -162,7 +162,7 @@ def as_side(side: Any, count: int | None, where: str) -> dict[str, np.ndarray]:
         raise UserError(f"{where}: side input 'counts': that name is taken; give it another")
     found = {}
     for name, values in side.items():
-        array = stacked(values, f"{where}: side input {name!r}")
+        array = stack_arrays(values, f"{where}: side input {name!r}")
         if array.dtype.kind not in "biuf":
             raise UserError(f"{where}: side input {name!r} has dtype {array.dtype}; give numbers")
         if count is not None and array.shape[:1] != (count,):
@@ -187,7 +187,7 @@ def as_examples(examples: Any, where: str) -> np.ndarray:
 
     Integers of 32 or 64 bits are tokens, int64 from here on; uint8 and floats are pixels and numbers.
     """
-    x = stacked(examples, f"{where} examples")
+    x = stack_arrays(examples, f"{where} examples")
     if x.ndim == 2 and is_token(x.dtype) and x.shape[1]:
         return np.ascontiguousarray(x, np.int64)
     if x.dtype != np.uint8 and x.dtype.newbyteorder("=") not in (np.float16, np.float32, np.float64):
@@ -225,7 +225,7 @@ def is_token(dtype: np.dtype) -> bool:
 def as_targets(labels: Any, where: str) -> np.ndarray:
     """Class numbers, int64 [N], or names, str [N]; numbers to be learned, float32 [N, D]; or several for each example:
     uint8 where they are bools or bytes, int64 where they are larger."""
-    y = stacked(labels, f"{where} labels")
+    y = stack_arrays(labels, f"{where} labels")
     if y.dtype.kind in "US" and y.ndim == 1:
         return y.astype(str, copy=False)
     if y.dtype.kind in "iu" and y.ndim <= 1:
@@ -237,7 +237,7 @@ def as_targets(labels: Any, where: str) -> np.ndarray:
     raise UserError(f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; give {WAYS}")
 
 
-def stacked(values: Any, what: str) -> np.ndarray:
+def stack_arrays(values: Any, what: str) -> np.ndarray:
     """One array from an array, a tensor, or a list of numbers, names, arrays, tensors or Pillow images."""
     if isinstance(values, torch.Tensor):
         return (values.float() if values.dtype == torch.bfloat16 else values).detach().cpu().numpy()

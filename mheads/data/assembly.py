@@ -13,8 +13,8 @@ import torch
 from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.data.preprocessing import fit_preprocess
-from mheads.data.splits import Chosen, Data, Source, Split
-from mheads.data.value_range import Seen
+from mheads.data.splits import Data, RowSubset, Source, Split
+from mheads.data.value_range import ValueRange
 from mheads.problems import Problem
 
 
@@ -60,9 +60,9 @@ def assemble(
     if hold_out is not None:
         if count == 1:
             raise UserError(f"{name}: {count} example is too few to hold some out; give a test set")
-        out = stratified(_groups(train, problem), max(1, count // 10), hold_out)
+        out = draw_stratified(_groups(train, problem), max(1, count // 10), hold_out)
         rows = np.setdiff1d(rows, out)
-        train, test = Chosen(train, rows), Chosen(train, out)
+        train, test = RowSubset(train, rows), RowSubset(train, out)
         how = "stratified" if len(problem.groups) > 1 else "at random"
         held_out = f"{len(out)} of {count} examples, {how}, seed {hold_out}"
     if validation:
@@ -80,7 +80,7 @@ def assemble(
             raise UserError(f"{name}: data.limit is {limit}; give the number of examples to keep, 1 or more")
         rows, out = rows[:limit], None if out is None else out[:limit]
         train, test = train.part(slice(limit)), test.part(slice(limit))
-    test = test.fixed()
+    test = test.without_augmentation()
     if len(test) and test.shape != train.shape:
         raise UserError(
             f"{name}: training examples have shape {train.shape} but test examples {test.shape};"
@@ -116,10 +116,10 @@ def assemble(
 
 def side_shapes(split: Split) -> dict[str, tuple[int, ...]]:
     """The shape of each side input of one example; () where it has several rows."""
-    beside = split.beside(np.arange(1), None)
+    first = split.read_targets(np.arange(1), None)
     return {
-        key: tuple(value.shape[1:]) if beside.counts is None and isinstance(value, torch.Tensor) else ()
-        for key, value in beside.side.items()
+        key: tuple(value.shape[1:]) if first.counts is None and isinstance(value, torch.Tensor) else ()
+        for key, value in first.side.items()
     }
 
 
@@ -127,7 +127,7 @@ def _groups(split: Split, problem: Problem) -> np.ndarray:
     return problem.group(torch.as_tensor(split.targets)).numpy()
 
 
-def stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
+def draw_stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
     """Rows of `count` examples, sorted: drawn by the seed, in proportion to the classes, rounded.
 
     A class of a single example keeps it for training; if there are only such classes, nothing can be held out.
@@ -162,7 +162,7 @@ def _refuse_sorted(labels: np.ndarray, validation: int, name: str) -> None:
         )
 
 
-def _scale(scale: float | str, seen: Seen, auto: float, name: str) -> float:
+def _scale(scale: float | str, seen: ValueRange, auto: float, name: str) -> float:
     if scale == "auto":
         return auto if seen.kind == "uint8" else 1.0
     if isinstance(scale, str) or not scale > 0:

@@ -131,21 +131,21 @@ class BatchStream:
         rows, _ = stream(self.seed, len(self.data.train), start, start + self.batch_size)
         # One seed per example, so that its augmentation does not depend on the batch it happens to be in.
         augmentation = seeds.numpy_generator(self.seed, "augment", step).integers(2**63, size=len(rows))
-        beside = self.data.train.beside(rows, augmentation)
+        target_rows = self.data.train.read_targets(rows, augmentation)
         prior = None if self.prior is None else self.prior[:, torch.from_numpy(rows)]
-        if prior is not None and beside.counts is not None:
-            prior = prior.repeat_interleave(beside.counts, 1)
-        num_rows = nested_values.num_rows(beside.targets)
+        if prior is not None and target_rows.counts is not None:
+            prior = prior.repeat_interleave(target_rows.counts, 1)
+        num_rows = nested_values.num_rows(target_rows.targets)
         wanted = slice(self.inputs.start, self.inputs.stop)
         return Batch(
             self._inputs(rows[wanted], augmentation[wanted]) if self.inputs else None,
-            beside.targets,
+            target_rows.targets,
             self.data.preprocess,
             prior=prior,
             ties=torch.rand(self.members, num_rows, generator=seeds.generator(self.seed, "ties", step)),
-            side=beside.side,
+            side=target_rows.side,
             first_input=self.inputs.start,
-            counts=beside.counts,
+            counts=target_rows.counts,
         )
 
     def _inputs(self, rows: np.ndarray, augmentation: np.ndarray) -> Value:
@@ -170,11 +170,11 @@ class Reader:
 
     @property
     def targets(self) -> Value:
-        return self.split.beside(self.rows, None).targets
+        return self.split.read_targets(self.rows, None).targets
 
     def __call__(self) -> Batch:
-        inputs, beside = self.split.read(self.rows, None), self.split.beside(self.rows, None)
-        return Batch(inputs, beside.targets, self.preprocess, side=beside.side, counts=beside.counts)
+        inputs, target_rows = self.split.read(self.rows, None), self.split.read_targets(self.rows, None)
+        return Batch(inputs, target_rows.targets, self.preprocess, side=target_rows.side, counts=target_rows.counts)
 
 
 def evaluation_batches(split: Split, preprocess: Callable[[Value, torch.dtype], Value], rows: int) -> list[Reader]:

@@ -233,7 +233,7 @@ def load(
     )
     if problem == "auto":
         warn_of_flags(data.train.targets, solved)
-    return data.of_itself() if problem == "examples" else data
+    return data.with_examples_as_targets() if problem == "examples" else data
 
 
 def _call(function: Callable[..., Any], keys: dict[str, Any]) -> Any:

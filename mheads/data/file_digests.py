@@ -22,14 +22,16 @@ _writing = threading.Lock()
 PATIENCE = 3.0  # seconds before a terminal is told what is going on
 
 
-def digests(root: Path, names: Sequence[str], threads: int, check: Callable[[Path], None] | None = None) -> list[str]:
+def digest_files(
+    root: Path, names: Sequence[str], threads: int, check: Callable[[Path], None] | None = None
+) -> list[str]:
     """SHA-256 of the contents of root/name, for each name; only files that are new or changed are read.
 
     These are given to `check`, which may refuse them; how many it refuses is told with the first.
     """
     store = _store(root)
     known = _remembered(store)
-    shown = Shown(len(names), "reading images for their checksum")
+    shown = ProgressLine(len(names), "reading images for their checksum")
     found: dict[str, Entry] = {}
     refused: dict[str, UserError] = {}
 
@@ -102,7 +104,7 @@ def _remember(store: Path | None, found: dict[str, Entry]) -> None:
         pass  # only the next start is slower
 
 
-class Shown:
+class ProgressLine:
     """Shows a line on a terminal if something takes long."""
 
     def __init__(self, total: int, what: str) -> None:

@@ -25,7 +25,7 @@ from mheads.common.errors import UserError
 from mheads.data.arrays import ArraySplit, as_side, as_split, with_augmentation
 from mheads.data.assembly import assemble
 from mheads.data.splits import Data
-from mheads.data.targets import posed, warn_of_flags
+from mheads.data.targets import pose_targets, warn_of_flags
 from mheads.data.torch_dataset import (
     DatasetSplit,
     Item,
@@ -69,7 +69,7 @@ def from_arrays(
     given = {"train": as_source(train, f"{name}: train")}
     if test is not None:
         given["test"] = as_source(test, f"{name}: test")
-    sources, solved = posed(given, classes, "auto" if problem == "examples" else problem)
+    sources, solved = pose_targets(given, classes, "auto" if problem == "examples" else problem)
     data = assemble(
         name,
         with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
@@ -84,7 +84,7 @@ def from_arrays(
     )
     if problem == "auto":
         warn_of_flags(data.train.targets, solved)
-    return data.of_itself() if problem == "examples" else data
+    return data.with_examples_as_targets() if problem == "examples" else data
 
 
 def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
@@ -125,7 +125,7 @@ def read_arrays(
     """
     pairs = {"train": train, "test": test}
     given = {part: as_split(x, y, f"{where}: {part}", *side) for part, (x, y, *side) in pairs.items()}
-    splits, solved = posed(given, classes, problem)
+    splits, solved = pose_targets(given, classes, problem)
     return splits["train"], splits["test"], solved
 
 

@@ -18,7 +18,7 @@ from pydantic import Field
 from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.common.options import options_of
-from mheads.data.sample_weights import check_priors
+from mheads.data.sample_weights import check_sample_weights
 
 
 def order(seed: int, epoch: int, n: int) -> np.ndarray:
@@ -116,7 +116,7 @@ def file(path: WeightsFile = None) -> Sampling:
 
 def array() -> Sampling:
     """By an array of sample weights."""
-    return lambda request: check_priors(request.given, request.members, len(request.labels), request.where)
+    return lambda request: check_sample_weights(request.given, request.members, len(request.labels), request.where)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,9 @@ SAMPLINGS: dict[str, SamplingEntry] = {
 FACTORIES = {name: entry.make for name, entry in SAMPLINGS.items()}
 
 
-def priors(name: str, *, groups: Any = None, given: Any = None, where: str = "sampling", **more: Any) -> Any:
+def draw_sample_weights(
+    name: str, *, groups: Any = None, given: Any = None, where: str = "sampling", **more: Any
+) -> Any:
     """The sample weights [M, N] of a sampling by name, or None for all alike.
 
     `more` are seed, members, labels and num_classes of a `Request`, and options of the sampling.
@@ -156,7 +158,7 @@ def priors(name: str, *, groups: Any = None, given: Any = None, where: str = "sa
     return entry.make(**options)(Request(groups=groups, given=given, where=where, **more))
 
 
-def weighted(prior: np.ndarray | None, weights: np.ndarray | None, members: int) -> np.ndarray | None:
+def multiply_weights(prior: np.ndarray | None, weights: np.ndarray | None, members: int) -> np.ndarray | None:
     """The priors [M, N] times weights [N] common to all members, with rows of mean 1 again."""
     if weights is None:
         return prior

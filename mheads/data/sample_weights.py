@@ -16,7 +16,7 @@ from mheads.data.splits import Data
 from mheads.problems import SoftLabels, is_single_label
 
 
-def read_priors(path: Path) -> np.ndarray:
+def read_sample_weights(path: Path) -> np.ndarray:
     return read_array(path, "priors", "sampling.path", "priors [M, N]")
 
 
@@ -40,7 +40,7 @@ def read_array(path: Path, key: str, option: str, what: str) -> np.ndarray:
         raise UserError(f"{path} cannot be read as an .npz or .npy file of plain arrays ({error}); {saved}") from error
 
 
-def of_rows(given: Any, rows: np.ndarray | None, members: int, count: int) -> Any:
+def select_training_rows(given: Any, rows: np.ndarray | None, members: int, count: int) -> Any:
     """Priors [M, N] of all `count` examples as those of the rows that training has; others as they are."""
     with suppress(ValueError):  # told where it is looked at
         given = np.asarray(given) if isinstance(given, list | tuple) else given
@@ -83,7 +83,7 @@ def check_answers(given: Any, data: Data, where: str) -> np.ndarray:
     return np.ascontiguousarray(found, np.float32)
 
 
-def check_priors(given: Any, members: int, n: int, where: str) -> np.ndarray:
+def check_sample_weights(given: Any, members: int, n: int, where: str) -> np.ndarray:
     """Priors [M, N] as float32 with rows of mean 1."""
     try:
         found = np.asarray(given)

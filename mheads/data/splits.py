@@ -12,12 +12,12 @@ import torch
 
 from mheads.common.nested_values import Value
 from mheads.data.preprocessing import Preprocess
-from mheads.data.value_range import Seen
+from mheads.data.value_range import ValueRange
 from mheads.problems import Problem, Regression
 
 
 @dataclass(frozen=True)
-class Beside:
+class TargetRows:
     """What goes with the inputs of b examples.
 
     `targets` have a row for each example, or `counts[i]` rows for example i (the regions of an image, say). `side`
@@ -49,7 +49,7 @@ class Split(Protocol):
         (row, seed) always gives the same pixels. None reads without chance: centre crop, no mirror.
         """
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
         """Targets and side inputs of the same examples, read with the same seeds."""
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
@@ -65,7 +65,7 @@ class Source(Split, Protocol):
     def part(self, rows: slice) -> Source:
         """The examples of this range, without copying them."""
 
-    def fixed(self) -> Source:
+    def without_augmentation(self) -> Source:
         """The same examples, never augmented: what evaluation reads."""
 
     def whole(self) -> Source:
@@ -75,7 +75,7 @@ class Source(Split, Protocol):
     def margin(self) -> int:
         """How many zeros stand around the whole image when it is cropped."""
 
-    def survey(self, where: str) -> Seen:
+    def survey(self, where: str) -> ValueRange:
         """Kind and range of the examples; refuses NaN and infinity."""
 
     def checksum(self) -> bytes:
@@ -83,7 +83,7 @@ class Source(Split, Protocol):
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
-class Chosen:
+class RowSubset:
     """Some rows of a split, in this order, without copying them."""
 
     source: Source
@@ -107,8 +107,8 @@ class Chosen:
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         return self.source.read(self.rows[rows], seeds)
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
-        return self.source.beside(self.rows[rows], seeds)
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        return self.source.read_targets(self.rows[rows], seeds)
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return self.source.places(seeds)
@@ -116,13 +116,13 @@ class Chosen:
     def part(self, rows: slice) -> Self:
         return replace(self, rows=self.rows[rows])
 
-    def fixed(self) -> Self:
-        return replace(self, source=self.source.fixed())
+    def without_augmentation(self) -> Self:
+        return replace(self, source=self.source.without_augmentation())
 
     def whole(self) -> Self:
         return replace(self, source=self.source.whole())
 
-    def survey(self, where: str) -> Seen:
+    def survey(self, where: str) -> ValueRange:
         return self.source.survey(where)
 
     def checksum(self) -> bytes:
@@ -130,7 +130,7 @@ class Chosen:
 
 
 @dataclass(frozen=True, eq=False)
-class Itself:
+class SelfTargetSplit:
     """Examples whose targets are they themselves, as the network takes them: numbers [N, D]."""
 
     source: Split
@@ -142,7 +142,7 @@ class Itself:
 
     @property
     def targets(self) -> np.ndarray:
-        """Their shape alone: what they are `beside` says, of the rows that are asked for."""
+        """Zeros of the right shape that take no memory; `read_targets` reads the real ones."""
         nothing = np.zeros(1, np.float32)
         return np.lib.stride_tricks.as_strided(nothing, (len(self), math.prod(self.shape)), (0, 0))
 
@@ -152,21 +152,21 @@ class Itself:
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         return self.source.read(rows, seeds)
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
         raw: Value = self.source.read(rows, seeds)
         places = None if seeds is None else self.source.places(seeds)
         seen = self.preprocess(raw if places is None else (raw, places), torch.float32)
-        return replace(self.source.beside(rows, seeds), targets=seen.flatten(1).contiguous())
+        return replace(self.source.read_targets(rows, seeds), targets=seen.flatten(1).contiguous())
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return self.source.places(seeds)
 
-    def fixed(self) -> Self:
-        return replace(self, source=self.source.fixed())  # type: ignore[attr-defined]  # it is a source
+    def without_augmentation(self) -> Self:
+        return replace(self, source=self.source.without_augmentation())  # type: ignore[attr-defined]  # it is a source
 
 
 @dataclass(frozen=True, eq=False)
-class Taught:
+class TaughtSplit:
     """Examples with what a teacher answers, probabilities [N, C]: their targets are pairs of label and answer."""
 
     source: Split
@@ -186,15 +186,15 @@ class Taught:
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         return self.source.read(rows, seeds)
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
-        found = self.source.beside(rows, seeds)
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        found = self.source.read_targets(rows, seeds)
         return replace(found, targets=(found.targets, torch.from_numpy(self.answers[rows])))
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return self.source.places(seeds)
 
-    def fixed(self) -> Self:
-        return replace(self, source=self.source.fixed())  # type: ignore[attr-defined]  # it is a source
+    def without_augmentation(self) -> Self:
+        return replace(self, source=self.source.without_augmentation())  # type: ignore[attr-defined]  # it is a source
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Data:
     problem: Problem
     preprocess: Preprocess
     fingerprint: str
-    seen: Seen | None = None
+    seen: ValueRange | None = None
     weights: np.ndarray | None = None
     held_out: str | None = None
     held_out_rows: np.ndarray | None = None
@@ -220,7 +220,7 @@ class Data:
     given: int = 0
     side: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def of_itself(self) -> Data:
+    def with_examples_as_targets(self) -> Data:
         """The same examples, to be learned themselves, whatever targets they have."""
-        train, test = (Itself(split, self.preprocess) for split in (self.train, self.test))
+        train, test = (SelfTargetSplit(split, self.preprocess) for split in (self.train, self.test))
         return replace(self, train=train, test=test, problem=Regression(math.prod(train.shape)))

@@ -23,13 +23,13 @@ WAYS = (
 )
 
 
-def posed(splits: Splits, classes: Sequence[str] | None, problem: str = "auto") -> tuple[Splits, Problem]:
+def pose_targets(splits: Splits, classes: Sequence[str] | None, problem: str = "auto") -> tuple[Splits, Problem]:
     """The splits with targets as the problem has them, and the problem: the one that is named, or that they look like.
 
     Names of classes are numbered by `classes`, or in sorted order of those in training.
     """
-    if problem not in ("auto", *POSED):
-        raise UserError(f"data.problem is {problem!r}; give auto, {', '.join(POSED)} or examples")
+    if problem not in ("auto", *TARGET_KINDS):
+        raise UserError(f"data.problem is {problem!r}; give auto, {', '.join(TARGET_KINDS)} or examples")
     if isinstance(classes, int):
         raise UserError(f"classes={classes}: give their names in order, such as ['cat', 'dog']")
     names = None if classes is None else tuple(map(str, classes))
@@ -38,7 +38,7 @@ def posed(splits: Splits, classes: Sequence[str] | None, problem: str = "auto") 
     targets = {key: split.targets for key, split in splits.items()}
     found = {key: array for key, array in targets.items() if len(array)}
     name = _look(found) if problem == "auto" else problem
-    known, solved = POSED[name](found, names)
+    known, solved = TARGET_KINDS[name](found, names)
     empty = next(iter(known.values()), np.empty(0, np.int64))[:0]
     return {key: replace(split, targets=known.get(key, empty)) for key, split in splits.items()}, solved
 
@@ -141,7 +141,7 @@ def _segmentation(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
     return found, Segmentation(known, next(iter(sizes.values()), (0, 0)))
 
 
-POSED: dict[str, Callable[[Arrays, Classes], tuple[Arrays, Problem]]] = {
+TARGET_KINDS: dict[str, Callable[[Arrays, Classes], tuple[Arrays, Problem]]] = {
     "classification": _classification,
     "regression": _regression,
     "multilabel": _rows_of_classes("multilabel", MultiLabel),

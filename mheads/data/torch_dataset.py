@@ -16,10 +16,10 @@ from PIL import Image
 
 from mheads.common import seeds as keyed
 from mheads.common.errors import UserError
-from mheads.data.arrays import as_examples, as_side, as_targets, augmented, augmented_places, digest_side, is_token
+from mheads.data.arrays import as_examples, as_side, as_targets, augment, augmentation_places, digest_side, is_token
 from mheads.data.readers.image_files import UNREADABLE, pixels_of
-from mheads.data.splits import Beside, Chosen
-from mheads.data.value_range import Seen, of_rows
+from mheads.data.splits import RowSubset, TargetRows
+from mheads.data.value_range import ValueRange, measure_rows
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
@@ -55,30 +55,30 @@ class DatasetSplit:
             ]
         for row, item in zip(rows, items, strict=True):
             _refuse_other(item, self.shape, self.dtype, f"{self.where} item {row}")
-        return augmented(_stacked(items), seeds, pad=self.pad, mirror=self.mirror)
+        return augment(_stacked(items), seeds, pad=self.pad, mirror=self.mirror)
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
         side = {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
-        return Beside(torch.from_numpy(self.targets[rows]), side)
+        return TargetRows(torch.from_numpy(self.targets[rows]), side)
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        return augmented_places(seeds, pad=self.pad, mirror=self.mirror) if self.augment else None
+        return augmentation_places(seeds, pad=self.pad, mirror=self.mirror) if self.augment else None
 
     @property
     def margin(self) -> int:
         return self.pad
 
-    def part(self, rows: slice) -> Chosen:
-        return Chosen(self, np.arange(len(self))[rows])
+    def part(self, rows: slice) -> RowSubset:
+        return RowSubset(self, np.arange(len(self))[rows])
 
-    def fixed(self) -> Self:
+    def without_augmentation(self) -> Self:
         return replace(self, augment=False)
 
     def whole(self) -> Self:
         return self
 
-    def survey(self, where: str) -> Seen:
-        return of_rows(self.lows, self.highs, where)
+    def survey(self, where: str) -> ValueRange:
+        return measure_rows(self.lows, self.highs, where)
 
     def checksum(self) -> bytes:
         return hashlib.sha256(self.digest + np.ascontiguousarray(self.targets).tobytes()).digest()

@@ -11,7 +11,7 @@ from mheads.common.errors import UserError, warn
 
 
 @dataclass(frozen=True)
-class Seen:
+class ValueRange:
     """Kind (uint8, float or tokens) and range of the raw training examples."""
 
     kind: str
@@ -21,7 +21,7 @@ class Seen:
     def __str__(self) -> str:
         return f"{'floats' if self.kind == 'float' else self.kind} from {self.low:g} to {self.high:g}"
 
-    def check(self, given: Seen, what: str) -> None:
+    def check(self, given: ValueRange, what: str) -> None:
         """Refuses examples that cannot be brought to what training saw, and warns of values far from it.
 
         Trained on uint8: uint8, or floats that can be pixels. Trained on floats: floats, or uint8 if they were from 0
@@ -62,13 +62,13 @@ class Seen:
         return self.low >= 0 and self.high <= 1
 
 
-def survey(examples: np.ndarray, where: str) -> Seen:
+def measure_range(examples: np.ndarray, where: str) -> ValueRange:
     """Kind and range of examples [N, ...]; refuses NaN and infinity, and tokens below 0."""
     rows = examples.reshape(len(examples), int(np.prod(examples.shape[1:])))
-    return of_rows(rows.min(1), rows.max(1), where)
+    return measure_rows(rows.min(1), rows.max(1), where)
 
 
-def of_rows(lows: np.ndarray, highs: np.ndarray, where: str) -> Seen:
+def measure_rows(lows: np.ndarray, highs: np.ndarray, where: str) -> ValueRange:
     """Like `survey`, from the lowest and highest value of each row, where NaN and infinity show."""
     if lows.dtype.kind in "iu":
         if (lows < 0).any():
@@ -78,7 +78,7 @@ def of_rows(lows: np.ndarray, highs: np.ndarray, where: str) -> Seen:
                 "padding, or, if these are numbers, floats (x.astype('float32'))"
             )
         kind = "uint8" if lows.dtype == np.uint8 else "tokens"
-        return Seen(kind, float(lows.min(initial=255)), float(highs.max(initial=0)))
+        return ValueRange(kind, float(lows.min(initial=255)), float(highs.max(initial=0)))
     bad = np.flatnonzero(~(np.isfinite(lows) & np.isfinite(highs)))
     if len(bad):
         raise UserError(
@@ -86,5 +86,5 @@ def of_rows(lows: np.ndarray, highs: np.ndarray, where: str) -> Seen:
             "take these rows out, or give their values a number (numpy.nan_to_num)"
         )
     if not len(lows):
-        return Seen("float", 0.0, 0.0)
-    return Seen("float", float(lows.min()), float(highs.max()))
+        return ValueRange("float", 0.0, 0.0)
+    return ValueRange("float", float(lows.min()), float(highs.max()))

@@ -16,7 +16,7 @@ from mheads.common import nested_values
 from mheads.common.nested_values import Value
 from mheads.data import Data, Preprocess
 from mheads.data.batches import Batch, BatchStream
-from mheads.data.splits import Beside
+from mheads.data.splits import TargetRows
 from mheads.distributed.placement import Placement
 from mheads.distributed.world import World
 from mheads.engine.training_step import cuts
@@ -107,13 +107,13 @@ class AbsentSplit:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def fixed(self) -> Self:
+    def without_augmentation(self) -> Self:
         return self
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         raise AssertionError("data.reader is lead: only rank 0 reads")
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
         raise AssertionError("data.reader is lead: only rank 0 reads")
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:

@@ -13,10 +13,10 @@ from PIL import ExifTags
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.data.batches import Reader
-from mheads.data.detection.proposals import of_scenes
-from mheads.data.detection.regions import Drawing, RegionSplit, decoded
+from mheads.data.detection.proposals import propose_regions
+from mheads.data.detection.regions import RegionSampling, RegionSplit, decode_image
 from mheads.data.detection.voc import Scene
-from mheads.data.readers.image_files import UNREADABLE, opened_image
+from mheads.data.readers.image_files import UNREADABLE, open_image
 from mheads.problems import finds_objects
 from mheads.problems.average_precision import Truth
 from mheads.problems.detection import Detections
@@ -49,8 +49,8 @@ def find_objects(
     folder.load_weights(net, watch.warn)
     scene = _scene(image, watch)
     options = config.data.regions.model_dump(exclude={"objects", "strict"})
-    drawing = Drawing(**{**options, "proposals": proposals or options["proposals"]})
-    (given,) = of_scenes(drawing.proposals, [scene], "test", drawing.most, watch.warn)
+    drawing = RegionSampling(**{**options, "proposals": proposals or options["proposals"]})
+    (given,) = propose_regions(drawing.proposals, [scene], "test", drawing.most, watch.warn)
     if not len(given):
         raise UserError(f"no region is proposed in {image} by {drawing.proposals}: give others with --proposals")
     sizes = np.array(problem.means), np.array(problem.deviations)
@@ -66,12 +66,12 @@ def find_objects(
     found = {who: (probabilities[m], decoded_boxes[m]) for m, who in enumerate(members)}
     if len(members) > 1:
         found = {MEAN: (probabilities.mean(0), decoded_boxes.mean(0)), **found}
-    return decoded(image), {who: _objects(problem.classes, *answers, least) for who, answers in found.items()}
+    return decode_image(image), {who: _objects(problem.classes, *answers, least) for who, answers in found.items()}
 
 
 def _scene(path: Path, watch: Watcher) -> Scene:
     try:
-        with opened_image(path) as image:
+        with open_image(path) as image:
             width, height = image.size
             turned = image.getexif().get(ORIENTATION, 1) != 1
     except FileNotFoundError:

@@ -15,7 +15,7 @@ from mheads import problems
 from mheads.common import schemas
 from mheads.common.nested_values import Value
 from mheads.common.safe_yaml import from_json
-from mheads.data import Data, Preprocess, Seen
+from mheads.data import Data, Preprocess, ValueRange
 from mheads.problems import Problem
 from mheads.runs.checkpoint import to_bytes
 
@@ -29,7 +29,7 @@ class DataFacts:
     problem: Problem
     preprocess: Preprocess
     fingerprint: str
-    seen: Seen | None = None
+    seen: ValueRange | None = None
     held_out: str | None = None
     held_out_rows: np.ndarray | None = field(default=None, compare=False)  # of the training examples as they were given
     side: dict[str, tuple[int, ...]] | None = field(default=None, compare=False)  # shapes; None in older runs
@@ -39,7 +39,7 @@ class DataFacts:
         shape, problem, held_out = tuple(data.train.shape), data.problem, (data.held_out, data.held_out_rows)
         return DataFacts(data.name, shape, problem, data.preprocess, data.fingerprint, data.seen, *held_out, data.side)
 
-    def check(self, given: Seen | None, what: str) -> None:
+    def check(self, given: ValueRange | None, what: str) -> None:
         """Refuses other examples that cannot be brought to the range that training saw."""
         if self.seen is not None and given is not None:
             self.seen.check(given, what)
@@ -76,7 +76,7 @@ class DataFacts:
         shape = tuple(facts["shape"])
         _check_tensors(tensors, shape)
         preprocess = Preprocess.from_tensors(tensors, facts["scale"], facts.get("bgr", False))
-        seen = None if facts["seen"] is None else Seen(*facts["seen"])
+        seen = None if facts["seen"] is None else ValueRange(*facts["seen"])
         rows = tensors["held_out"].numpy() if "held_out" in tensors else None
         side = facts.get("side")
         side = None if side is None else {name: tuple(size) for name, size in side.items()}

@@ -31,7 +31,7 @@ class CollapseWatch:
         # A specialist may give one class to everything: that is all it was shown.
         self._generalists = experiment.loss.separable and sampling.even
         # Of training: what only an evaluation reads may be damaged, and training should not end before that.
-        examples = data.train.fixed()  # type: ignore[attr-defined]  # it is a source
+        examples = data.train.without_augmentation()  # type: ignore[attr-defined]  # it is a source
         rows = getattr(data.problem, "evaluation_rows", EXAMPLES)
         self._readers = evaluation_batches(examples, data.preprocess, rows)[:1]
         self._constant: set[int] = set()

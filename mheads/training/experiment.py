@@ -21,7 +21,7 @@ from mheads.common.progress import Silent
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.batches import Batches, BatchStream, Reader
-from mheads.data.splits import Taught
+from mheads.data.splits import TaughtSplit
 from mheads.engine.interface import Engine
 from mheads.engine.measure import all_answers
 from mheads.losses import Loss, independent
@@ -203,7 +203,7 @@ def assemble(
             same_prior = prior is None or np.array_equal(prior[a], prior[b])
             if same_prior and not net.parted_by_dropout(a, b) and not net.parted_by_freezing(a, b):
                 raise _identical(net, loss, a, b)
-    prior = datasets.weighted(prior, data.weights, net.num_members)
+    prior = datasets.multiply_weights(prior, data.weights, net.num_members)
     return Experiment(config, net, loss, data, prior, groups=groups, sampled=sampled)
 
 
@@ -232,7 +232,7 @@ def _taught(config: Config, data: Data, given: Any) -> tuple[Data, dict[str, Any
         where = "teacher"
     found = datasets.check_answers(given, data, where)
     digest = identity.weights({"": torch.from_numpy(found)})
-    return replace(data, train=Taught(data.train, found)), {f"the answers of {where}": digest}
+    return replace(data, train=TaughtSplit(data.train, found)), {f"the answers of {where}": digest}
 
 
 def _sample(
@@ -262,11 +262,11 @@ def _sample(
         dealt = options["groups"] == "random"
         groups = datasets.deal(config.seed, members, len(classes)) if dealt else options["groups"]
     elif "path" in options:
-        given = datasets.read_priors(options["path"])
+        given = datasets.read_sample_weights(options["path"])
     elif sampling.name == "array" and given is None:
         raise UserError("sampling = array is for fit, which is given one: give sampling.name=file and sampling.path")
-    given = datasets.of_rows(given, data.rows, members, data.given)
-    prior = datasets.priors(
+    given = datasets.select_training_rows(given, data.rows, members, data.given)
+    prior = datasets.draw_sample_weights(
         sampling.name,
         seed=config.seed,
         members=members,

@@ -18,7 +18,7 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Silent
 from mheads.config import schema as configs
 from mheads.data.batches import BatchStream, Reader
-from mheads.data.detection.regions import Drawing, labelled
+from mheads.data.detection.regions import RegionSampling, label_regions
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import average_precisions, matches
 from mheads.problems.detection import FLOOR, MOST, SUPPRESS
@@ -100,7 +100,7 @@ def test_difficult_objects_are_neither_learned_nor_background():
     proposed = np.array(
         [[0, 0, 19, 19], [1, 0, 19, 9], [0, 0, 19, 60], [40, 0, 59, 18], [40, 0, 59, 60], [80, 30, 90, 40]]
     )
-    boxes, classes, deltas = labelled(scene, proposed, Drawing(), with_truth=True)
+    boxes, classes, deltas = label_regions(scene, proposed, RegionSampling(), with_truth=True)
     assert len(boxes) == 7 and np.array_equal(boxes[0], objects[0])  # the one that is not difficult joins
     assert classes.tolist() == [1, 1, 0, 0, -1, -1, -1]  # itself, a hit, two near; on a difficult one; near it; far
     assert np.abs(deltas[:2]).max() == 0
@@ -111,7 +111,7 @@ def test_statistics_of_box_targets_bring_them_to_mean_0_and_deviation_1(experime
     for c in range(1, 4):
         parts = []
         for scene, proposed in zip(train.scenes, train.proposed, strict=True):
-            _, classes, deltas = labelled(scene, proposed, train.drawing, with_truth=True)
+            _, classes, deltas = label_regions(scene, proposed, train.drawing, with_truth=True)
             parts += [deltas[classes == c], deltas[classes == c] * [-1, 1, 1, 1]]
         found = (np.concatenate(parts) - problem.means[c]) / problem.deviations[c]
         np.testing.assert_allclose(found.mean(0), 0, atol=1e-9)
@@ -119,7 +119,7 @@ def test_statistics_of_box_targets_bring_them_to_mean_0_and_deviation_1(experime
 
 
 def test_images_keep_their_ratio_within_the_sides():
-    drawing = Drawing(short_side=600, long_side=1000)
+    drawing = RegionSampling(short_side=600, long_side=1000)
     assert drawing.scale(500, 375) == 1.6
     assert drawing.scale(1000, 200) == 1.0
     assert drawing.scale(300, 300) == 2.0
@@ -408,7 +408,7 @@ def test_a_test_image_that_cannot_be_read_costs_no_training(scenes, tmp_path, mo
     """Found out only in the last evaluation: the weights are there, and the same command goes on."""
     from mheads.data.detection import regions
 
-    whole = regions.decoded
+    whole = regions.decode_image
     test = [f"{i:06}.png" for i in range(8, 12)]
 
     def torn(path, size=None):
@@ -419,7 +419,7 @@ def test_a_test_image_that_cannot_be_read_costs_no_training(scenes, tmp_path, mo
     given = keys(scenes, **{"log.evaluate_every": 0, "log.checkpoint_every": 0, "optim.iterations": 2})
     config = configs.load("fast_rcnn", given)
     folder = RunFolder(tmp_path / "run")
-    monkeypatch.setattr(regions, "decoded", torn)
+    monkeypatch.setattr(regions, "decode_image", torn)
     with pytest.raises(UserError, match="cannot be decoded"):
         train_config(config, folder, Silent())
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step-00000002"]
@@ -630,7 +630,7 @@ def test_many_complaints_are_counted_and_kept(broken, tmp_path, monkeypatch):
 def test_images_of_training_without_proposals_are_measured_too(broken):
     _no_proposal(broken)
     data, _ = complaints(broken)
-    whole = data.train.fixed().beside(np.array([1]), None)
+    whole = data.train.without_augmentation().read_targets(np.array([1]), None)
     width, height = data.train.scenes[1].truth.width, data.train.scenes[1].truth.height
     assert whole.targets[2].tolist() == [[0, 0, width - 1, height - 1]]
 
@@ -654,14 +654,15 @@ def test_what_overlaps_nothing_is_background_though_another_object_is_difficult(
 
     scene = Scene("s", None, Truth(np.array([[0.0, 0, 9, 9]]), np.array([1]), np.array([True]), 100, 50))
     proposed = np.array([[0, 0, 9, 8], [50, 20, 60, 30]])
-    assert labelled(scene, proposed, Drawing(background_overlap=(0, 0.5)), with_truth=True)[1].tolist() == [-1, 0]
+    drawing = RegionSampling(background_overlap=(0, 0.5))
+    assert label_regions(scene, proposed, drawing, with_truth=True)[1].tolist() == [-1, 0]
 
 
 def test_an_image_to_test_without_proposals_is_tested_as_a_whole(broken):
     _no_proposal(broken)
     data, said = complaints(broken)
     assert "000005.png has no proposal: it is tested with the whole image as one" in said
-    regions = data.test.beside(np.array([1]), None)
+    regions = data.test.read_targets(np.array([1]), None)
     height, width = data.problem.truths[-1].height, data.problem.truths[-1].width
     assert regions.targets[2].tolist() == [[0, 0, width - 1, height - 1]]
 

@@ -39,7 +39,7 @@ LIST = {"root": None, "crop": None, "mirror": False, "grey": False, "need_test":
 READERS = {
     "data.path of npz": npz.read_npz,
     "predict": lambda path: unlabelled.read_array(path, ["x"]),
-    "sampling.path": sample_weights.read_priors,
+    "sampling.path": sample_weights.read_sample_weights,
     "teacher.answers": sample_weights.read_answers,
     "proposals": lambda path: proposals.from_file(path, []),
 }
@@ -54,7 +54,7 @@ def test_a_header_that_claims_more_than_is_there_is_a_message(tmp_path, reader, 
         READERS[reader](path)
     with pytest.raises(UserError, match=r"huge\.npy.*(and 0 bytes are there|cannot be)"):
         (tmp_path / "huge.npy").write_bytes(header(claimed))
-        sample_weights.read_priors(tmp_path / "huge.npy")
+        sample_weights.read_sample_weights(tmp_path / "huge.npy")
 
 
 def test_a_zip_bomb_is_refused_before_it_is_unpacked_unless_the_limit_is_raised(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_more_than_the_machine_holds_is_refused_though_it_is_on_the_disk(tmp_pat
     monkeypatch.setattr(packed_arrays, "ENOUGH", 1000)
     monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1, "SC_PAGE_SIZE": 4096}.__getitem__)
     with pytest.raises(UserError, match=r"would become 8 kB in memory, of which at most 4\.1 kB"):
-        sample_weights.read_priors(path)
+        sample_weights.read_sample_weights(path)
 
 
 def test_arrays_in_hdf5_and_in_files_of_torch_count_as_well(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from mheads import data
 from mheads.data.batches import Batch, BatchStream, evaluation_batches
-from mheads.data.splits import Beside
+from mheads.data.splits import TargetRows
 from mheads.distributed.placement import Placement
 from mheads.distributed.reading import ReceivedStream, SendingStream, inputs_needed
 from mheads.trees.splitting.cut_sequential import Layer
@@ -32,10 +32,10 @@ class Regions:
     def read(self, rows, seeds):
         return torch.from_numpy(rows.astype(np.float32))[:, None].expand(-1, 2)
 
-    def beside(self, rows, seeds):
+    def read_targets(self, rows, seeds):
         counts = torch.from_numpy(rows % 4)
         owners = torch.from_numpy(rows).repeat_interleave(counts)
-        return Beside(owners, {"where": owners * 10}, counts)
+        return TargetRows(owners, {"where": owners * 10}, counts)
 
 
 def regions_stream(prior=None):

@@ -53,7 +53,7 @@ def rows_of(split):
 def test_labels_may_be_numbers_to_learn_or_not_be_looked_at(problem, size, paths):
     found = data.load("lmdb", **paths, problem=problem)
     assert (found.problem.name, found.problem.num_values) == ("regression", size)
-    assert found.train.beside(np.arange(3), None).targets.shape == (3, size)
+    assert found.train.read_targets(np.arange(3), None).targets.shape == (3, size)
     if problem == "regression":
         assert found.train.targets.ravel().tolist() == (rows_of(found.train) % 4).tolist()
         with pytest.raises(UserError, match="for multilabel give a number"):

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from mheads import data
 from mheads.common.errors import UserError
-from mheads.data.assembly import stratified
+from mheads.data.assembly import draw_stratified
 
 X = np.random.default_rng(0).integers(0, 256, (12, 3, 6, 5), dtype=np.uint8)
 Y = np.arange(12) % 3
@@ -244,18 +244,18 @@ def test_a_file_to_test_on_needs_nothing_to_learn_from(mheads, tmp_path):
 
 def test_a_sorted_set_is_held_out_by_class_and_by_the_seed():
     labels = np.repeat([0, 1, 2, 3], [500, 300, 195, 5])
-    out = stratified(labels, 100, 0)
+    out = draw_stratified(labels, 100, 0)
     assert np.bincount(labels[out], minlength=4).tolist() in ([50, 30, 20, 0], [50, 30, 19, 1])
     assert len(set(out)) == 100
-    np.testing.assert_array_equal(out, stratified(labels, 100, 0))
-    assert (out != stratified(labels, 100, 1)).any()
+    np.testing.assert_array_equal(out, draw_stratified(labels, 100, 0))
+    assert (out != draw_stratified(labels, 100, 1)).any()
 
 
 def test_a_class_of_one_example_stays_in_training():
     labels = np.array([0] * 9 + [1])
-    assert all(9 not in stratified(labels, 1, seed) for seed in range(30))
+    assert all(9 not in draw_stratified(labels, 1, seed) for seed in range(30))
     with pytest.raises(UserError, match="none can be held out"):
-        stratified(np.arange(10), 1, 0)
+        draw_stratified(np.arange(10), 1, 0)
 
 
 def test_without_a_test_set_a_tenth_of_each_class_is_held_out():
@@ -286,17 +286,17 @@ def test_weights_have_mean_one_over_what_is_trained_on():
     np.testing.assert_allclose(loaded.weights, np.arange(8) / 3.5)
     assert loaded.fingerprint != data.from_arrays((X, Y), None, validation=4).fingerprint
     held = data.from_arrays((X, Y), None, weights=weights, hold_out=0)
-    kept = np.setdiff1d(ROWS, stratified(Y, 1, 0))
+    kept = np.setdiff1d(ROWS, draw_stratified(Y, 1, 0))
     np.testing.assert_allclose(held.weights, kept / kept.mean(), rtol=1e-6)
 
 
 def test_weights_and_priors_are_multiplied_and_scaled_to_mean_one():
     prior, weights = np.array([[2, 0, 1, 1]], np.float32), np.array([1, 5, 0, 3], np.float32)
-    np.testing.assert_allclose(data.weighted(prior, weights, 1), [[1.6, 0, 0, 2.4]])
-    np.testing.assert_allclose(data.weighted(None, weights, 2), [weights / 2.25] * 2)
-    assert data.weighted(prior, None, 1) is prior
+    np.testing.assert_allclose(data.multiply_weights(prior, weights, 1), [[1.6, 0, 0, 2.4]])
+    np.testing.assert_allclose(data.multiply_weights(None, weights, 2), [weights / 2.25] * 2)
+    assert data.multiply_weights(prior, None, 1) is prior
     with pytest.raises(UserError, match="member 0 would learn from examples of weight 0 only"):
-        data.weighted(prior, np.array([0, 4, 0, 0], np.float32), 1)
+        data.multiply_weights(prior, np.array([0, 4, 0, 0], np.float32), 1)
 
 
 @pytest.mark.parametrize(

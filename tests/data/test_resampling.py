@@ -9,14 +9,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mheads.common.errors import UserError
-from mheads.data import clusters, confusable, deal, from_arrays, order, priors, read_priors
-from mheads.data.resampling import stream, weighted
+from mheads.data import clusters, confusable, deal, draw_sample_weights, from_arrays, order, read_sample_weights
+from mheads.data.resampling import multiply_weights, stream
 
 LABELS = np.arange(600) % 10
 
 
 def make(name, **options):
-    return priors(name, **{"seed": 0, "members": 4, "labels": LABELS, "num_classes": 10, **options})
+    return draw_sample_weights(name, **{"seed": 0, "members": 4, "labels": LABELS, "num_classes": 10, **options})
 
 
 @given(st.integers(0, 2**40), st.integers(0, 50), st.integers(1, 60))
@@ -95,17 +95,17 @@ def test_a_tiny_fraction_is_one_example_for_each_member():
 def test_weights_of_examples_multiply_the_priors_which_have_mean_one_again(bagged):
     weights = np.random.default_rng(0).random(40).astype(np.float32)
     prior = make("bagging", members=3, labels=np.zeros(40, int)) if bagged else None
-    found = weighted(prior, weights, 3)
+    found = multiply_weights(prior, weights, 3)
     for m in range(3):
         own = weights * (1 if prior is None else prior[m])
         np.testing.assert_allclose(found[m], own / own.mean(), rtol=1e-5)
-    assert weighted(prior, None, 3) is prior
+    assert multiply_weights(prior, None, 3) is prior
 
 
 def test_a_member_whose_examples_all_have_weight_zero_is_named():
     prior = np.array([[2, 2, 0, 0], [0, 0, 2, 2]], np.float32)
     with pytest.raises(UserError, match="member 1 would learn from examples of weight 0 only"):
-        weighted(prior, np.array([1, 1, 0, 0], np.float32), 2)
+        multiply_weights(prior, np.array([1, 1, 0, 0], np.float32), 2)
 
 
 def test_random_specialists_share_out_all_classes_evenly():
@@ -187,7 +187,7 @@ def test_a_file_of_priors_is_read_from_npz_and_npy(tmp_path):
     np.savez(tmp_path / "a.npz", priors=weights, other=0)
     np.save(tmp_path / "b.npy", weights)
     for name in ("a.npz", "b.npy"):
-        np.testing.assert_array_equal(read_priors(tmp_path / name), weights)
+        np.testing.assert_array_equal(read_sample_weights(tmp_path / name), weights)
 
 
 def test_a_file_without_priors_is_refused(tmp_path):
@@ -204,7 +204,7 @@ def test_a_file_without_priors_is_refused(tmp_path):
         "": "cannot be read",  # a folder
     }.items():
         with pytest.raises(UserError, match=message):
-            read_priors(tmp_path / name)
+            read_sample_weights(tmp_path / name)
 
 
 def test_classes_that_are_predicted_together_go_to_one_member():

@@ -26,7 +26,7 @@ def of_file(path):
 def bagged():
     """The priors of sampling=bagging on the tiny data."""
     labels = data.load("digits", limit=150).train.targets
-    return data.priors("bagging", seed=0, members=3, labels=labels, num_classes=10)
+    return data.draw_sample_weights("bagging", seed=0, members=3, labels=labels, num_classes=10)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_fit_takes_an_array_of_priors():
         options = {"train": (x, y), "test": (x, y), **options}
         return package.fit(net, iterations=5, batch_size=20, sampling=sampling, **options)
 
-    drawn = data.priors("bagging", seed=0, members=2, labels=y, num_classes=3)
+    drawn = data.draw_sample_weights("bagging", seed=0, members=2, labels=y, num_classes=3)
     one, other = fit("bagging"), fit(drawn)
     assert all(a.equal(b) for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True))
     assert other.config.sampling.name == "array"

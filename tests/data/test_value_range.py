@@ -7,12 +7,12 @@ import torch
 from mheads import data
 from mheads.common.errors import UserError
 from mheads.config import schema as configs
-from mheads.data import Seen
-from mheads.data.value_range import survey
+from mheads.data import ValueRange
+from mheads.data.value_range import measure_range
 
-PIXELS = Seen("uint8", 0, 255)
-UNIT = Seen("float", 0, 1)
-WIDE = Seen("float", -3, 3)
+PIXELS = ValueRange("uint8", 0, 255)
+UNIT = ValueRange("float", 0, 1)
+WIDE = ValueRange("float", -3, 3)
 
 
 def test_by_default_uint8_comes_to_the_network_from_zero_to_one_and_floats_as_they_are():
@@ -41,19 +41,19 @@ def test_the_shipped_recipes_keep_their_scale_and_another_dataset_gets_the_defau
 
 def test_the_range_of_the_training_examples_is_remembered():
     x = np.array([[0.25, 3], [-1, 2]], np.float32)
-    assert data.from_arrays((x, np.arange(2)), None).seen == Seen("float", -1, 3)
-    assert data.load("digits").seen == Seen("uint8", 0, 16)
+    assert data.from_arrays((x, np.arange(2)), None).seen == ValueRange("float", -1, 3)
+    assert data.load("digits").seen == ValueRange("uint8", 0, 16)
 
 
 @pytest.mark.parametrize(
     ("seen", "given", "words"),
     [
         (PIXELS, UNIT, "floats from 0 to 1.*uint8 from 0 to 255.*x \\* 255"),
-        (PIXELS, Seen("float", -1, 1), "raw pixels"),
-        (PIXELS, Seen("float", 0, 1000), "raw pixels"),
-        (Seen("uint8", 0, 16), UNIT, "x \\* 16"),
+        (PIXELS, ValueRange("float", -1, 1), "raw pixels"),
+        (PIXELS, ValueRange("float", 0, 1000), "raw pixels"),
+        (ValueRange("uint8", 0, 16), UNIT, "x \\* 16"),
         (WIDE, PIXELS, "uint8 from 0 to 255.*floats from -3 to 3"),
-        (Seen("float", 0, 255), PIXELS, "floats from 0 to 255"),
+        (ValueRange("float", 0, 255), PIXELS, "floats from 0 to 255"),
     ],
     ids=str,
 )
@@ -64,7 +64,7 @@ def test_what_cannot_be_brought_to_the_range_of_training_is_refused_with_both_ra
 
 @pytest.mark.parametrize(
     ("seen", "given"),
-    [(UNIT, Seen("float", 0, 255)), (WIDE, Seen("float", -20, 1)), (Seen("float", 0, 255), UNIT)],
+    [(UNIT, ValueRange("float", 0, 255)), (WIDE, ValueRange("float", -20, 1)), (ValueRange("float", 0, 255), UNIT)],
     ids=str,
 )
 def test_values_far_from_the_range_of_training_are_warned_of(seen, given):
@@ -77,11 +77,11 @@ def test_values_far_from_the_range_of_training_are_warned_of(seen, given):
     ("seen", "given"),
     [
         (PIXELS, PIXELS),
-        (PIXELS, Seen("float", 0, 254.5)),
-        (PIXELS, Seen("float", 0, 0)),  # a black image
+        (PIXELS, ValueRange("float", 0, 254.5)),
+        (PIXELS, ValueRange("float", 0, 0)),  # a black image
         (UNIT, PIXELS),
-        (UNIT, Seen("float", 0, 1.5)),
-        (WIDE, Seen("float", 0, 4)),
+        (UNIT, ValueRange("float", 0, 1.5)),
+        (WIDE, ValueRange("float", 0, 4)),
     ],
     ids=str,
 )
@@ -111,5 +111,5 @@ def test_nan_and_infinity_are_named_with_the_split_the_count_and_the_first_row(v
 
 
 def test_an_empty_split_has_a_range_too():
-    assert survey(np.zeros((0, 3), np.float32), "x").kind == "float"
-    assert survey(np.zeros((0, 3), np.uint8), "x").kind == "uint8"
+    assert measure_range(np.zeros((0, 3), np.float32), "x").kind == "float"
+    assert measure_range(np.zeros((0, 3), np.uint8), "x").kind == "uint8"

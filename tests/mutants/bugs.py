@@ -529,7 +529,7 @@ AREAS: dict[str, list[File]] = {
                 Bug("the prior is not cut", "self.prior[:, rows],", "self.prior,"),
                 Bug(
                     "priors of examples are taken for those of rows",
-                    "if prior is not None and beside.counts is not None",
+                    "if prior is not None and target_rows.counts is not None",
                     "if False",
                 ),
                 Bug(

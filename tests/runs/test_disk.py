@@ -234,14 +234,14 @@ def test_a_rank_that_cannot_store_ends_all_and_is_named(tmp_path):
 def test_a_remembered_digest_that_was_altered_is_not_believed(tmp_path, monkeypatch, damage):
     monkeypatch.setenv("MHEADS_DATA", str(tmp_path / "cache"))
     (tmp_path / "a").write_text("a")
-    first = file_digests.digests(tmp_path, ["a"], 1)
+    first = file_digests.digest_files(tmp_path, ["a"], 1)
     (path,) = (tmp_path / "cache/contents").iterdir()
     path.write_text(damage(path.read_text(), first[0]))
-    assert file_digests.digests(tmp_path, ["a"], 1) == first
+    assert file_digests.digest_files(tmp_path, ["a"], 1) == first
     remembered = json.loads(path.read_text())["files"]
     path.write_text(json.dumps(remembered))  # as earlier versions wrote it
     monkeypatch.setattr(file_digests.hashlib, "file_digest", raising(AssertionError("read again")))
-    assert file_digests.digests(tmp_path, ["a"], 1) == first
+    assert file_digests.digest_files(tmp_path, ["a"], 1) == first
 
 
 # Results.

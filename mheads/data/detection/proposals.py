@@ -17,7 +17,7 @@ import numpy as np
 from mheads.common import atomic_files, packed_arrays, seeds
 from mheads.common.errors import DamageError, UserError, named, warn
 from mheads.data.detection.voc import Scene
-from mheads.data.file_digests import Shown, digests
+from mheads.data.file_digests import ProgressLine, digest_files
 from mheads.data.readers.cache import cache_dir, recover, scratch, storing
 from mheads.data.readers.image_folder import cores
 
@@ -27,7 +27,7 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 WIDTH = 500  # that wider images are brought to before they are searched, as in VOC
 
 
-def of_scenes(
+def propose_regions(
     source: str,
     scenes: Sequence[Scene],
     part: str,
@@ -93,7 +93,7 @@ def search(scenes: Sequence[Scene], complain: Callable[[str], None]) -> list[np.
 def _search_all(folder: Path, missing: dict[str, Scene]) -> dict[str, np.ndarray]:
     """Boxes of images by their keys, which are kept in the folder."""
     opencv()
-    shown = Shown(len(missing), "selective search")
+    shown = ProgressLine(len(missing), "selective search")
     order = list(missing)
     random.Random(os.getpid()).shuffle(order)  # ranks that begin together share the images among them
 
@@ -144,7 +144,7 @@ def _kept(path: Path) -> np.ndarray:
 def _digests(scenes: Sequence[Scene]) -> list[str]:
     if not scenes:
         return []
-    return digests(scenes[0].path.parent, [scene.path.name for scene in scenes], cores())
+    return digest_files(scenes[0].path.parent, [scene.path.name for scene in scenes], cores())
 
 
 def _search(scene: Scene) -> np.ndarray:

@@ -16,11 +16,11 @@ from mheads.common.errors import UserError
 from mheads.data.augmentation import uniforms
 from mheads.data.detection import proposals
 from mheads.data.detection.voc import CLASSES, Complaints, Scene, find_devkit, read_list, read_scenes
-from mheads.data.file_digests import digests
-from mheads.data.readers.image_files import UNREADABLE, eight_bits, opened_image
-from mheads.data.readers.image_folder import cores, in_threads
-from mheads.data.splits import Beside
-from mheads.data.value_range import Seen
+from mheads.data.file_digests import digest_files
+from mheads.data.readers.image_files import UNREADABLE, eight_bits, open_image
+from mheads.data.readers.image_folder import cores, run_in_threads
+from mheads.data.splits import TargetRows
+from mheads.data.value_range import ValueRange
 from mheads.problems import Detection, Problem
 from mheads.problems import boxes as box
 from mheads.problems.detection import BACKGROUND
@@ -30,7 +30,7 @@ COMMON = np.array([0.1, 0.1, 0.2, 0.2])  # deviations of box targets where too f
 
 
 @dataclass(frozen=True)
-class Drawing:
+class RegionSampling:
     """How regions are drawn; the defaults are those of the Fast R-CNN release."""
 
     proposals: str = proposals.SEARCH
@@ -57,7 +57,7 @@ class RegionSplit:
     scenes: Sequence[Scene]
     proposed: Sequence[np.ndarray]
     numbers: np.ndarray
-    drawing: Drawing
+    drawing: RegionSampling
     means: np.ndarray  # [1 + C, 4] of what turns regions into boxes, for each class
     deviations: np.ndarray
     mirror: bool = False
@@ -92,7 +92,7 @@ class RegionSplit:
             pixels = self._pixels(self.scenes[rows[i]])
             found[i] = pixels[:, ::-1] if mirrored[i] else pixels
 
-        in_threads(decode, len(rows))
+        run_in_threads(decode, len(rows))
         sizes = np.array([pixels.shape[:2] for pixels in found]).reshape(-1, 2)
         out = np.zeros((len(rows), *sizes.max(0, initial=1), 3), np.uint8)
         for i, pixels in enumerate(found):
@@ -102,9 +102,9 @@ class RegionSplit:
     def _pixels(self, scene: Scene) -> np.ndarray:
         scale = self.drawing.scale(scene.truth.width, scene.truth.height)
         size = (max(1, round(side * scale)) for side in (scene.truth.width, scene.truth.height))
-        return decoded(scene.path, tuple(size))  # type: ignore[arg-type]
+        return decode_image(scene.path, tuple(size))  # type: ignore[arg-type]
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
         mirrored = self._mirrored(seeds, len(rows))
         parts = [
             self._regions(int(row), None if seeds is None else int(seeds[i]), bool(mirrored[i]))
@@ -114,7 +114,7 @@ class RegionSplit:
         counts = torch.tensor([len(part[1]) for part in parts])
         numbers = torch.from_numpy(self.numbers[rows]).repeat_interleave(counts)
         targets = (torch.from_numpy(classes), torch.from_numpy(deltas), torch.from_numpy(boxes), numbers)
-        return Beside(targets, {"regions": torch.from_numpy(regions)}, counts)
+        return TargetRows(targets, {"regions": torch.from_numpy(regions)}, counts)
 
     def _regions(self, row: int, seed: int | None, mirrored: bool) -> tuple[np.ndarray, ...]:
         """Regions in pixels of the network's input, their classes, box targets, and regions in pixels of the image."""
@@ -122,7 +122,7 @@ class RegionSplit:
         with_truth, proposed = self.training or drawing.with_objects, self.proposed[row]
         if not self.training and not len(proposed):  # an image that is measured has a region: the whole of it
             proposed = np.array([[0, 0, scene.truth.width - 1, scene.truth.height - 1]], np.int32)
-        boxes, classes, deltas = labelled(scene, proposed, drawing, with_truth)
+        boxes, classes, deltas = label_regions(scene, proposed, drawing, with_truth)
         if self.training:
             chosen = _draw(classes, drawing, np.random.default_rng(0 if seed is None else seed))
             boxes, classes, deltas = boxes[chosen], classes[chosen], deltas[chosen]
@@ -139,24 +139,24 @@ class RegionSplit:
     def part(self, rows: slice) -> Self:
         return replace(self, scenes=self.scenes[rows], proposed=self.proposed[rows], numbers=self.numbers[rows])
 
-    def fixed(self) -> Self:
+    def without_augmentation(self) -> Self:
         return replace(self, training=False)
 
-    def measured_by(self, problem: Detection) -> Self:
+    def with_statistics_of(self, problem: Detection) -> Self:
         """With box targets in the units of a problem: those of its training."""
         return replace(self, means=np.array(problem.means), deviations=np.array(problem.deviations))
 
     def whole(self) -> Any:
         return Squares(self)  # to be read, and no more
 
-    def survey(self, where: str) -> Seen:
-        return Seen("uint8", 0, 255)
+    def survey(self, where: str) -> ValueRange:
+        return ValueRange("uint8", 0, 255)
 
     def checksum(self) -> bytes:
         """A digest of images, objects and proposals."""
         if not self.scenes:
             return b""
-        found = digests(self.scenes[0].path.parent, [scene.path.name for scene in self.scenes], cores())
+        found = digest_files(self.scenes[0].path.parent, [scene.path.name for scene in self.scenes], cores())
         whole = hashlib.sha256(repr(found).encode())
         for scene, boxes in zip(self.scenes, self.proposed, strict=True):
             truth = scene.truth
@@ -178,24 +178,24 @@ class Squares:
         out = np.empty((len(rows), WHOLE, WHOLE, 3), np.uint8)
 
         def decode(i: int) -> None:
-            out[i] = decoded(self.split.scenes[rows[i]].path, (WHOLE, WHOLE))
+            out[i] = decode_image(self.split.scenes[rows[i]].path, (WHOLE, WHOLE))
 
-        in_threads(decode, len(rows))
+        run_in_threads(decode, len(rows))
         return torch.from_numpy(out)
 
 
-def decoded(path: Path, size: tuple[int, int] | None = None) -> np.ndarray:
+def decode_image(path: Path, size: tuple[int, int] | None = None) -> np.ndarray:
     """The pixels of an image, uint8 [H, W, 3], brought to (width, height)."""
     try:
-        with opened_image(path) as image:
+        with open_image(path) as image:
             pixels = eight_bits(image, grey=False)
             return np.asarray(pixels if size is None else pixels.resize(size, Image.Resampling.BILINEAR))
     except UNREADABLE as error:
         raise UserError(f"{path} cannot be decoded ({error}); replace it, or take it out of the list") from error
 
 
-def labelled(
-    scene: Scene, proposed: np.ndarray, drawing: Drawing, with_truth: bool
+def label_regions(
+    scene: Scene, proposed: np.ndarray, drawing: RegionSampling, with_truth: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Boxes [P, 4], first the objects if `with_truth`, with their classes [P] and what turns each into its object.
 
@@ -218,7 +218,7 @@ def labelled(
     return boxes, classes, box.encode(boxes, truth.boxes[best])
 
 
-def _draw(classes: np.ndarray, drawing: Drawing, chance: np.random.Generator) -> np.ndarray:
+def _draw(classes: np.ndarray, drawing: RegionSampling, chance: np.random.Generator) -> np.ndarray:
     """Rows of the regions that an image gives: at most a part of objects, the rest background."""
     objects, background = np.flatnonzero(classes > 0), np.flatnonzero(classes == 0)
     count = min(len(objects), round(drawing.foreground * drawing.per_image))
@@ -229,7 +229,7 @@ def _draw(classes: np.ndarray, drawing: Drawing, chance: np.random.Generator) ->
 
 
 def box_statistics(
-    scenes: Sequence[Scene], proposed: Sequence[np.ndarray], drawing: Drawing, classes: int, mirror: bool
+    scenes: Sequence[Scene], proposed: Sequence[np.ndarray], drawing: RegionSampling, classes: int, mirror: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and deviation [1 + C, 4] of what turns the regions of a class into its objects, in the training set.
 
@@ -237,7 +237,7 @@ def box_statistics(
     """
     found: list[list[np.ndarray]] = [[] for _ in range(classes + 1)]
     for scene, given in zip(scenes, proposed, strict=True):
-        _, numbers, deltas = labelled(scene, given, drawing, with_truth=True)
+        _, numbers, deltas = label_regions(scene, given, drawing, with_truth=True)
         for c in np.unique(numbers[numbers > 0]):
             own = deltas[numbers == c]
             found[c] += [own, own * [-1, 1, 1, 1]] if mirror else [own]
@@ -268,7 +268,7 @@ def read_voc(
     options = dict(regions)
     classes = CLASSES if options.pop("objects") == "voc" else tuple(regions["objects"])
     complain = Complaints(options.pop("strict"))
-    drawing = Drawing(**{**options, "background_overlap": tuple(options["background_overlap"])})
+    drawing = RegionSampling(**{**options, "background_overlap": tuple(options["background_overlap"])})
     _check(classes, drawing)
     root = find_devkit(path)
     parts: dict[str, tuple[list[Scene], list[np.ndarray]]] = {}
@@ -278,7 +278,7 @@ def read_voc(
             continue
         names = read_list(root, part, complain)
         scenes = read_scenes(root, names[:limit], classes, complain)
-        parts[part] = scenes, proposals.of_scenes(drawing.proposals, scenes, part, drawing.most, complain, names)
+        parts[part] = scenes, proposals.propose_regions(drawing.proposals, scenes, part, drawing.most, complain, names)
         if (need_test or part != "test") and scenes and not any(map(len, parts[part][1])):
             raise UserError(
                 f"data.regions.proposals = {drawing.proposals} has no region of any image of {part}; the first is "
@@ -302,10 +302,10 @@ def read_voc(
         RegionSplit(*part, np.arange(first, first + len(part[0])), drawing, means, deviations, mirror)
         for part, first in ((train, 0), (test, count))
     ]
-    return splits[0], splits[1].fixed(), problem
+    return splits[0], splits[1].without_augmentation(), problem
 
 
-def _check(classes: Sequence[str], drawing: Drawing) -> None:
+def _check(classes: Sequence[str], drawing: RegionSampling) -> None:
     """Refuses options that would teach nothing, or not what they say."""
     doubles = [name for i, name in enumerate(classes) if name in classes[:i] or name == BACKGROUND]
     if doubles or not classes:
@@ -328,14 +328,14 @@ def _plain(values: np.ndarray) -> tuple[tuple[float, ...], ...]:
 
 
 def _useful(
-    scenes: list[Scene], proposed: list[np.ndarray], drawing: Drawing, complain: Complaints
+    scenes: list[Scene], proposed: list[np.ndarray], drawing: RegionSampling, complain: Complaints
 ) -> tuple[list[Scene], list[np.ndarray]]:
     """The images that have a region to learn from."""
     kept = []
     for i, (scene, given) in enumerate(zip(scenes, proposed, strict=True)):
         if not len(scene.truth.boxes):
             complain(f"{scene.path} has no object to learn: left out of training")
-        elif not (labelled(scene, given, drawing, with_truth=True)[1] >= 0).any():
+        elif not (label_regions(scene, given, drawing, with_truth=True)[1] >= 0).any():
             complain(f"{scene.path} has no region to learn from: left out of training")
         else:
             if not len(given):

@@ -17,10 +17,10 @@ import numpy as np
 
 from mheads.common.atomic_files import open_file, read_text
 from mheads.common.errors import UserError, warn
-from mheads.data.file_digests import Shown
+from mheads.data.file_digests import ProgressLine
 from mheads.data.readers.cache import cache_dir, store
-from mheads.data.readers.image_files import SUFFIXES, UNREADABLE, eight_bits, opened_image
-from mheads.data.readers.image_folder import in_threads
+from mheads.data.readers.image_files import SUFFIXES, UNREADABLE, eight_bits, open_image
+from mheads.data.readers.image_folder import run_in_threads
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import Truth
 
@@ -122,14 +122,14 @@ def read_scenes(root: Path, names: Sequence[str], classes: Sequence[str], compla
     """These images; those that cannot be used are complained of and left out."""
     paths = [_image(root / "JPEGImages", name) for name in names]
     sizes: list[tuple[int, int] | str] = [""] * len(names)
-    shown = Shown(len(names), "looking at the images")
+    shown = ProgressLine(len(names), "looking at the images")
 
     def look(i: int) -> None:
         path = paths[i]
         sizes[i] = "is missing" if path is None else _size(path)
         shown.advance()
 
-    in_threads(look, len(names))
+    run_in_threads(look, len(names))
     shown.close()
     found = []
     for name, path, size in zip(names, paths, sizes, strict=True):
@@ -143,7 +143,7 @@ def read_scenes(root: Path, names: Sequence[str], classes: Sequence[str], compla
 def _size(path: Path) -> tuple[int, int] | str:
     """Width and height of an image that can be decoded to its end, or what is wrong with it."""
     try:
-        with opened_image(path) as image:
+        with open_image(path) as image:
             size = image.size
             image.draft("RGB", (1, 1))  # a JPEG at an eighth, which takes as many bytes and less time
             eight_bits(image, grey=False)

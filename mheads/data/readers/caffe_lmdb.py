@@ -19,12 +19,12 @@ from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.common.protobuf import BYTES, FIXED32, VARINT, fields
 from mheads.data.augmentation import uniforms
-from mheads.data.file_digests import digests
+from mheads.data.file_digests import digest_files
 from mheads.data.readers.image_files import UNREADABLE, eight_bits
-from mheads.data.readers.image_folder import cores, in_threads
-from mheads.data.readers.image_list import numbered
-from mheads.data.splits import Beside
-from mheads.data.value_range import Seen, of_rows
+from mheads.data.readers.image_folder import cores, run_in_threads
+from mheads.data.readers.image_list import pose_numbers
+from mheads.data.splits import TargetRows
+from mheads.data.value_range import ValueRange, measure_rows
 from mheads.problems import Problem
 
 CHANNELS, HEIGHT, WIDTH, DATA, LABEL, FLOATS, ENCODED = range(1, 8)  # the numbers of a Datum's fields
@@ -80,12 +80,12 @@ class DatumSplit:
             flip = chances is not None and self.mirror and chances[i, 2] < 0.5
             out[i] = (cut[:, :, ::-1] if flip else cut).transpose(1, 2, 0)
 
-        in_threads(decode, len(rows))
+        run_in_threads(decode, len(rows))
         found = torch.from_numpy(out)
         return found.permute(0, 3, 1, 2).contiguous() if self.floats else found
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
-        return Beside(torch.from_numpy(self.targets[rows]))
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        return TargetRows(torch.from_numpy(self.targets[rows]))
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         if not self.augment or (self.crop is None and not self.mirror):
@@ -98,25 +98,25 @@ class DatumSplit:
     def part(self, rows: slice) -> Self:
         return replace(self, keys=self.keys[rows], targets=self.targets[rows])
 
-    def fixed(self) -> Self:
+    def without_augmentation(self) -> Self:
         return replace(self, augment=False)
 
     def whole(self) -> Self:
         return replace(self, crop=None)
 
-    def survey(self, where: str) -> Seen:
+    def survey(self, where: str) -> ValueRange:
         if not self.floats:
-            return Seen("uint8", 0, 255)
+            return ValueRange("uint8", 0, 255)
         lows, highs, whole = [], [], self.whole()
         for start in range(0, len(self), BATCH):
             values = whole.read(np.arange(start, min(start + BATCH, len(self))), None).flatten(1).numpy()
             lows.append(values.min(1))
             highs.append(values.max(1))
-        return of_rows(np.concatenate([*lows, np.zeros(0)]), np.concatenate([*highs, np.zeros(0)]), where)
+        return measure_rows(np.concatenate([*lows, np.zeros(0)]), np.concatenate([*highs, np.zeros(0)]), where)
 
     def checksum(self) -> bytes:
         """A digest of the file, and of which of its examples are taken."""
-        found = hashlib.sha256(digests(self.path.parent, [self.path.name], cores())[0].encode())
+        found = hashlib.sha256(digest_files(self.path.parent, [self.path.name], cores())[0].encode())
         for key, target in zip(self.keys.tolist(), self.targets.tolist(), strict=True):
             found.update(key + f"{target}\n".encode())
         return found.digest()
@@ -137,7 +137,7 @@ def read_lmdb(
         raise UserError(f"{path} is to train on: give data.test_path, an LMDB to test on, or data.validation=n")
     train = _listed(path, crop, mirror, channels)
     test = train.part(slice(0)) if test_path is None else _listed(test_path, crop, False, channels)
-    return numbered(train, test, problem, str(test_path))
+    return pose_numbers(train, test, problem, str(test_path))
 
 
 def lmdb_shape(path: Path | None, crop: int | None) -> tuple[int, ...] | None:

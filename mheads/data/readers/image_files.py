@@ -45,7 +45,7 @@ def _refuse_ranges(image: Image.Image) -> None:
 
 
 @contextmanager
-def opened_image(path: Path) -> Iterator[Image.Image]:
+def open_image(path: Path) -> Iterator[Image.Image]:
     """The image in a file, while it is open."""
     with open_file(path) as file, Image.open(file) as image:
         yield image
@@ -54,7 +54,7 @@ def opened_image(path: Path) -> Iterator[Image.Image]:
 def refuse_torn(path: Path) -> None:
     """Refuses a file that is no image, or ends too early. Those that end as they should are not decoded for it."""
     try:
-        with opened_image(path) as image:
+        with open_image(path) as image:
             _refuse_ranges(image)
             if (end := ENDS.get(image.format or "")) is not None:
                 with path.open("rb") as file:
@@ -80,7 +80,7 @@ def read_crop(
     chance: down and right in [0, 1), which place the crop among the whole-pixel places that it has; None: the centre.
     """
     try:
-        with opened_image(path) as image:
+        with open_image(path) as image:
             ratio = resize / min(image.size)
             width, height = (max(resize, round(side * ratio)) for side in image.size)
             # JPEGs are decoded at the nearest larger eighth. The last reduced pixel may reach beyond the image: the box
@@ -122,7 +122,7 @@ def read_sized(file: Path, shape: tuple[int, ...], stretch: bool, where: str, le
 def read_whole(path: Path, grey: bool) -> Image.Image:
     """The image of a file in L or RGB, at its own size."""
     try:
-        with opened_image(path) as image:
+        with open_image(path) as image:
             return eight_bits(image, grey)
     except UNREADABLE as error:
         raise UnreadableError(path, error) from error

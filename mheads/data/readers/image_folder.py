@@ -20,10 +20,10 @@ import torch
 from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.data.augmentation import uniforms
-from mheads.data.file_digests import digests
+from mheads.data.file_digests import digest_files
 from mheads.data.readers.image_files import SUFFIXES, read_crop, refuse_torn
-from mheads.data.splits import Beside
-from mheads.data.value_range import Seen
+from mheads.data.splits import TargetRows
+from mheads.data.value_range import ValueRange
 from mheads.problems import Classification, Problem
 
 STATISTICS = 2000  # images that the mean is measured on: decoding a million takes hours and changes little
@@ -66,11 +66,11 @@ class FolderSplit:
             flip = chances is not None and self.mirror and chances[i, 2] < 0.5
             out[i] = pixels[:, ::-1] if flip else pixels
 
-        in_threads(decode, len(rows))
+        run_in_threads(decode, len(rows))
         return torch.from_numpy(out)
 
-    def beside(self, rows: np.ndarray, seeds: np.ndarray | None) -> Beside:
-        return Beside(torch.from_numpy(self.targets[rows]))
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        return TargetRows(torch.from_numpy(self.targets[rows]))
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         """The places of the crops in the centre square of `resize` x `resize`, that of the mean image.
@@ -87,19 +87,19 @@ class FolderSplit:
     def part(self, rows: slice) -> Self:
         return replace(self, files=self.files[rows], targets=self.targets[rows])
 
-    def fixed(self) -> Self:
+    def without_augmentation(self) -> Self:
         return replace(self, augment=False)
 
     def whole(self) -> Self:
         return replace(self, crop=self.resize)
 
-    def survey(self, where: str) -> Seen:
-        return Seen("uint8", 0, 255)
+    def survey(self, where: str) -> ValueRange:
+        return ValueRange("uint8", 0, 255)
 
     def checksum(self) -> bytes:
         """A digest of names, labels and contents."""
         # An image that cannot be decoded would end the training later, and one in its place would be other data.
-        found = digests(self.root, self.files.tolist(), cores(), refuse_torn)
+        found = digest_files(self.root, self.files.tolist(), cores(), refuse_torn)
         listing = zip(self.files.tolist(), self.targets.tolist(), found, strict=True)
         return hashlib.sha256("\n".join(map(repr, listing)).encode()).digest()
 
@@ -109,7 +109,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_threads(decode: Callable[[int], None], count: int) -> None:
+def run_in_threads(decode: Callable[[int], None], count: int) -> None:
     """Calls it for 0 to count - 1, on as many threads as there are cores; raises the first error."""
 
     def share(start: int) -> None:

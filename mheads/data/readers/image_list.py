@@ -17,7 +17,7 @@ from mheads.common.errors import UserError
 from mheads.data.arrays import ArraySplit
 from mheads.data.python_data import read_arrays
 from mheads.data.readers.image_folder import FolderSplit
-from mheads.data.targets import class_numbers, posed
+from mheads.data.targets import class_numbers, pose_targets
 from mheads.problems import Classification, Problem
 
 EXAMPLES, TARGETS = ("data", "x", "images"), ("label", "labels", "y", "target")
@@ -45,17 +45,17 @@ def read_list(
     _need(path, test_path, need_test)
     train = _images(path, root, resize, crop, mirror, grey)
     test = train.part(slice(0)) if test_path is None else _images(test_path, root, resize, crop, False, grey)
-    return numbered(train, test, problem, str(test_path))
+    return pose_numbers(train, test, problem, str(test_path))
 
 
 S = TypeVar("S")
 
 
-def numbered(train: S, test: S, problem: str, where: str) -> tuple[S, S, Problem]:
+def pose_numbers(train: S, test: S, problem: str, where: str) -> tuple[S, S, Problem]:
     """The splits and the problem of examples that have a number each: classes up to the largest, or as it is said."""
     targets: Any = (train.targets, test.targets)  # type: ignore[attr-defined]
     if problem not in ("auto", "classification"):
-        splits, solved = posed({"train": train, "test": test}, None, problem)
+        splits, solved = pose_targets({"train": train, "test": test}, None, problem)
         return splits["train"], splits["test"], solved
     known = Classification(class_numbers(int(targets[0].max())))
     known.check_targets(targets[1], where)

@@ -140,7 +140,7 @@ def explain(
     if sample and run.net.num_members > 1:
         some = np.unique(np.linspace(0, len(targets) - 1, min(sample, len(targets))).astype(np.int64))
         wide = energy_of(run, split, some, owners[some], layer, watch)
-    raw, side = split.read(rows, None), split.beside(rows, None).side
+    raw, side = split.read(rows, None), split.read_targets(rows, None).side
     caption = f"Below each map: the probability of the true class.{where}"
     return _explained(run, raw, labels[rows], outputs[:, rows], owners[rows], layer, beside, wide, caption, side)
 
@@ -238,7 +238,7 @@ def energy_of(
         for start in range(0, len(rows), batch):
             some = rows[start : start + batch]
             targets = run.data.problem.group(torch.from_numpy(examples.targets[some]))
-            side = examples.beside(some, None).side
+            side = examples.read_targets(some, None).side
             maps, _ = maps_of(run, examples.read(some, None), targets, layer, side=side)
             found.append(energies(maps))
             advance(len(some))

@@ -28,7 +28,7 @@ from mheads.distributed.launcher import detect
 from mheads.engine.measure import answers
 from mheads.problems import is_single_label
 from mheads.runs.data_facts import DataFacts
-from mheads.runs.folder import FORCE, RunFolder
+from mheads.runs.folder import RunFolder, without_force
 from mheads.runs.record import titles
 from mheads.training import build
 from mheads.training.experiment import assemble
@@ -83,11 +83,8 @@ def distil(
                 found.append(facts.problem.mean(one.double(), weights).float().cpu())
         arrays = {"answers": torch.cat(found).numpy(), **{key: np.array(mark) for key, mark in marks.items()}}
         atomic_files.write_atomically(file, lambda stream: np.savez(stream, **arrays))  # type: ignore[arg-type]
-    try:
+    with without_force():
         result = train_config(config, run, watch)
-    except UserError as error:
-        error.args = (str(error).replace(FORCE, ""),)  # which this command does not have
-        raise
     same = config.data == there.data
     before, after = titles([path, folder])
     return {**({before: teacher.read_result()} if same else {}), after: result}

@@ -11,7 +11,7 @@ from typing import Any
 from mheads.common.errors import UserError
 from mheads.config import schema as configs
 from mheads.config.unknown_keys import EPOCHS, meaning
-from mheads.runs.folder import FORCE
+from mheads.runs.folder import without_force
 
 # Keywords of fit, and what others call them: scikit-learn, Keras, Lightning, and our own config.
 ALIASES = {
@@ -95,7 +95,6 @@ def in_python(message: str) -> str:
             return f"{'schedule' if inner else section}={{{name!r}: ...}}"
         return "optimizer" if (section, name) == ("optim", "name") else name
 
-    message = re.sub(r"^unknown key '(\w+\.)+", "unknown key '", message.replace(FORCE, ""))
     return _SECTIONS.sub(keyword, message)
 
 
@@ -103,7 +102,8 @@ def in_python(message: str) -> str:
 def speaking_python() -> Iterator[None]:
     """Inside, messages about a user's mistakes name keywords of Python instead of config keys."""
     try:
-        yield
+        with without_force():
+            yield
     except UserError as error:
-        error.args = (in_python(str(error)),)
+        error.args, error.hint = (in_python(str(error)),), None
         raise

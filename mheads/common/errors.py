@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import warnings
+from pathlib import Path
 
 _OF_THE_SYSTEM = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR,
@@ -22,8 +23,19 @@ class SpecialFileError(OSError):
 class UserError(Exception):
     """A mistake in what the user gave: its message says what, where, and what to do next.
 
-    The command line shows the message alone, without a traceback, and exits with code 2.
+    The command line shows the message alone, without a traceback, and exits with code 2. Code that handles the error
+    reads its fields, never its wording: `key` is the config key or the name that the mistake is about, and `hint` is
+    advice that ends the message, which a caller may replace.
     """
+
+    def __init__(self, text: str, *, key: str | None = None, hint: str | None = None) -> None:
+        super().__init__(text)
+        self.key, self.hint = key, hint
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        separator = "\n" if "\n" in text else "; "
+        return f"{text}{separator}{self.hint}" if self.hint else text
 
 
 def warn(message: str) -> None:
@@ -49,4 +61,8 @@ def of_the_system(error: OSError) -> Exception:
 
 
 class DamageError(UserError):
-    """Raised when a file is not what was written."""
+    """Raised when a file is not what was written: `path` is the file, and `problem` what is wrong with it."""
+
+    def __init__(self, path: Path, problem: str, *, hint: str | None = None) -> None:
+        super().__init__(f"{path} {problem}", hint=hint)
+        self.path, self.problem = path, problem

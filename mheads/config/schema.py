@@ -415,7 +415,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         text = atomic_files.read_text(path, most=safe_yaml.MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a YAML file: {error}") from error
+        raise ConfigError(str(path), [f"it cannot be read as a YAML file: {error}"]) from error
     return _parse(text, str(path), overrides)
 
 
@@ -423,9 +423,9 @@ def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
     try:
         tree = safe_yaml.from_yaml(text) or {}
     except ValueError as error:
-        raise UserError(f"{source}: {error}") from error
+        raise ConfigError(source, [str(error)]) from error
     if not isinstance(tree, dict):
-        raise UserError(f"{source} must hold a mapping of config keys, not {safe_yaml.short(tree)}")
+        raise ConfigError(source, [f"it must hold a mapping of config keys, not {safe_yaml.short(tree)}"])
     data = tree.get("data")
     for text_of in overrides:
         override(tree, text_of)
@@ -536,6 +536,14 @@ def _number(text: str) -> Any:
         return text
 
 
+class ConfigError(UserError):
+    """The mistakes in a config, whose `source` is a file or what else it was read from."""
+
+    def __init__(self, source: str, problems: list[str]) -> None:
+        super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
+        self.source, self.problems = source, problems
+
+
 def validate(tree: dict[str, Any], source: str = "the config") -> Config:
     try:
         return Config.model_validate(_floats(safe_yaml.as_plain(tree)))
@@ -544,8 +552,9 @@ def validate(tree: dict[str, Any], source: str = "the config") -> Config:
         messages: dict[str, list[str]] = {}
         for where, message in map(_explain, error.errors()):
             messages.setdefault(where, []).append(message)
-        lines = [f"{source}: {where}{', or '.join(dict.fromkeys(texts))}" for where, texts in messages.items()]
-        raise UserError("\n".join(lines)) from None
+        raise ConfigError(
+            source, [f"{where}{', or '.join(dict.fromkeys(texts))}" for where, texts in messages.items()]
+        ) from None
 
 
 def _floats(value: Any) -> Any:

@@ -13,7 +13,8 @@ import torch
 from mheads.common import packed_arrays
 from mheads.common.errors import UserError
 from mheads.data.splits import Data
-from mheads.problems import SoftLabels, is_single_label
+from mheads.problems import is_single_label
+from mheads.problems.soft_labels import check_probabilities
 
 
 def read_sample_weights(path: Path) -> np.ndarray:
@@ -76,10 +77,7 @@ def check_answers(given: Any, data: Data, where: str) -> np.ndarray:
             f"{where}: answers of shape {list(found.shape)}, but there are {shape[0]} training examples and {shape[1]} "
             f"classes; give an array {list(shape)}, without examples that are held out, or one of all with them"
         )
-    try:
-        SoftLabels(problem.classes).check_targets(found, where)
-    except UserError as error:
-        raise UserError(str(error).replace("has the soft label", "has the answer")) from None
+    check_probabilities(found, where, "answer")
     return np.ascontiguousarray(found, np.float32)
 
 

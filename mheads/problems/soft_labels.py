@@ -45,17 +45,22 @@ class SoftLabels(Classification):
         if not len(targets):
             return
         refuse_other_width(targets, self.classes, where)
-        with np.errstate(invalid="ignore"):
-            good = (targets >= 0).all(1) & (np.abs(targets.sum(1, dtype=np.float64) - 1) <= TOLERANCE)
-        bad = np.flatnonzero(~good)
-        if len(bad):
-            raise UserError(
-                f"{where}: example {bad[0]} has the soft label {targets[bad[0]].tolist()[:10]} ({len(bad)} such); give "
-                "probabilities: numbers of 0 or more whose sum is 1"
-            )
+        check_probabilities(targets, where, "soft label")
 
     def metrics(self, members: int, scored: bool = False) -> SoftLabelsMetrics:
         return SoftLabelsMetrics(members, len(self.classes), scored, self.of_scores)
 
     def unknown(self, members: int) -> Result:
         return SoftLabelsResult.unknown(members, len(self.classes))
+
+
+def check_probabilities(rows: np.ndarray, where: str, what: str) -> None:
+    """Raises UserError unless each row [C] holds probabilities; `what` is what the message calls a row."""
+    with np.errstate(invalid="ignore"):
+        good = (rows >= 0).all(1) & (np.abs(rows.sum(1, dtype=np.float64) - 1) <= TOLERANCE)
+    bad = np.flatnonzero(~good)
+    if len(bad):
+        raise UserError(
+            f"{where}: example {bad[0]} has the {what} {rows[bad[0]].tolist()[:10]} ({len(bad)} such); give "
+            "probabilities: numbers of 0 or more whose sum is 1"
+        )

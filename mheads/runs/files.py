@@ -23,7 +23,7 @@ from mheads.common import atomic_files, packed_arrays, schemas
 from mheads.common.errors import DamageError, UserError
 from mheads.common.safe_yaml import from_json
 from mheads.config import schema as configs
-from mheads.config.schema import Config
+from mheads.config.schema import Config, ConfigError
 from mheads.problems import Problem
 from mheads.runs.checkpoint import to_bytes
 from mheads.runs.data_facts import DataFacts
@@ -91,10 +91,10 @@ class RunFiles:
             return found
         try:
             readers.get(path, bool)()
-        except UserError as error:
-            said = str(error).removesuffix(f"; {AGAIN}")
-            # Reading it may have failed on another file, which then has the problem.
-            return said.removeprefix(str(path)).lstrip(": ") if said.startswith(str(path)) else None
+        except DamageError as error:
+            return error.problem if error.path == path else None  # another file that reading needs has the problem
+        except ConfigError as error:
+            return "; ".join(error.problems) if path == self.config else None
         return None
 
     # Reading and writing.
@@ -110,7 +110,7 @@ class RunFiles:
             return read()
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise DamageError(f"{path} is damaged ({what}); {AGAIN}") from error
+            raise DamageError(path, f"is damaged ({what})", hint=AGAIN) from error
 
     def read_config(self) -> Config:
         self.require()
@@ -165,7 +165,7 @@ class RunFiles:
         if known is not None:
             content, bad = good_lines(self.metrics, known)
             if bad:
-                raise DamageError(f"{self.metrics} is damaged; {AGAIN}")
+                raise DamageError(self.metrics, "is damaged", hint=AGAIN)
             return self._lines(content)
         return self._checked(self.metrics, lambda: self._lines(atomic_files.read(self.metrics)))
 
@@ -187,7 +187,7 @@ class RunFiles:
                 found.append(check_line(line, f"line {number}", problem, members))
             except ValueError as error:
                 if not lenient and _is_json(line):
-                    raise DamageError(f"{self.metrics} is damaged ({error}); {AGAIN}") from error
+                    raise DamageError(self.metrics, f"is damaged ({error})", hint=AGAIN) from error
                 break
         return found
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from mheads.runs.manifest import AGAIN
 from mheads.trees.treenet import TreeNet
 
 Warn = Callable[[str], None]
-FORCE = ", or --force to start afresh beside it"  # which `mheads train` has
-ELSEWHERE = f"give another run folder{FORCE}"
+ELSEWHERE = "give another run folder"
+ELSEWHERE_OR_FORCE = f"{ELSEWHERE}, or --force to start afresh beside it"
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ class RunFolder(RunFiles):
             problems = {path: problem for path in mended if (problem := self.problem(path))}
         except DamageError as error:
             if self.newest_checkpoint(lambda message: None) is None:
-                raise DamageError(f"{error}, but there is none; {ELSEWHERE}") from error
+                problem = f"{error.problem}; {error.hint}, but there is none"
+                raise DamageError(error.path, problem, hint=ELSEWHERE_OR_FORCE) from error
             warn(str(error))
             self.manifest.renew()
             problems = dict.fromkeys(mended, "cannot be checked")
@@ -158,7 +160,8 @@ class RunFolder(RunFiles):
         checkpoint = self.newest_checkpoint(lambda message: None, run)
         for path, problem in problems.items():
             if checkpoint is None and path != self.data:
-                raise DamageError(f"{path} {problem}, and there is no checkpoint to mend it from; {ELSEWHERE}")
+                problem = f"{problem}, and there is no checkpoint to mend it from"
+                raise DamageError(path, problem, hint=ELSEWHERE_OR_FORCE)
             warn(f"{path} {problem}; written anew")
             if path == self.data:
                 self.write(self.data, data.to_bytes())  # identity.json knows whether it is the same data
@@ -182,15 +185,17 @@ class RunFolder(RunFiles):
         ]
         if lines:
             shown = "\n".join(f"  {line}" for line in lines)
-            raise UserError(f"{self.path} holds a run of another config:\n{shown}\n{ELSEWHERE}")
+            raise UserError(f"{self.path} holds a run of another config:\n{shown}", hint=ELSEWHERE_OR_FORCE)
         if there["data"] != data.fingerprint:
             raise UserError(
-                f"{self.path} was trained on other data: checksum {there['data']} there, {data.fingerprint} now; "
-                f"{ELSEWHERE}"
+                f"{self.path} was trained on other data: checksum {there['data']} there, {data.fingerprint} now",
+                hint=ELSEWHERE_OR_FORCE,
             )
         if lines := identity.differences(there, what):
             shown = "\n".join(f"  {line}" for line in lines)
-            raise UserError(f"{self.path} holds a run of other code, weights or priors:\n{shown}\n{ELSEWHERE}")
+            raise UserError(
+                f"{self.path} holds a run of other code, weights or priors:\n{shown}", hint=ELSEWHERE_OR_FORCE
+            )
         self._refuse_shortening(before, config)
 
     def _refuse_shortening(self, before: Config, config: Config) -> None:
@@ -207,7 +212,8 @@ class RunFolder(RunFiles):
         remedy = "give no fewer" if finished else "end at one of these, or later"
         raise UserError(
             f"{self.path} holds a run of another config:\n  optim.iterations: {old} in the folder, {new} now\n"
-            f"and {there}: {remedy}; or {ELSEWHERE}"
+            f"and {there}: {remedy}, or",
+            hint=ELSEWHERE_OR_FORCE,
         )
 
     def beside(self) -> RunFolder:
@@ -277,6 +283,17 @@ class RunFolder(RunFiles):
         except (RuntimeError, ValueError) as error:
             raise UserError(f"{found.file} does not fit the network: {error}") from error
         return found
+
+
+@contextmanager
+def without_force() -> Iterator[None]:
+    """Inside, no error advises --force, which `mheads train` alone has."""
+    try:
+        yield
+    except UserError as error:
+        if error.hint == ELSEWHERE_OR_FORCE:
+            error.hint = ELSEWHERE
+        raise
 
 
 def damaged(checkpoint: Path, problem: str) -> str:

@@ -34,11 +34,11 @@ class Manifest:
             digests: dict[str, list[str]] = content["files"]
             sha256 = content["sha256"]
         except FileNotFoundError:
-            raise DamageError(f"{self.path} is missing, so no file of the run can be checked; {AGAIN}") from None
+            raise DamageError(self.path, "is missing, so no file of the run can be checked", hint=AGAIN) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise DamageError(f"{self.path} is damaged ({error}); {AGAIN}") from error
+            raise DamageError(self.path, f"is damaged ({error})", hint=AGAIN) from error
         if sha256 != _sha256(digests):
-            raise DamageError(f"{self.path} is damaged: its checksum does not match; {AGAIN}")
+            raise DamageError(self.path, "is damaged: its checksum does not match", hint=AGAIN)
         return digests
 
     def renew(self) -> None:
@@ -79,7 +79,7 @@ class Manifest:
         if self.problem(path):
             self.__dict__.pop("digests", None)  # a process that trains may have replaced both since it was read
         if problem := self.problem(path):
-            raise DamageError(f"{path} {problem}; {AGAIN}")
+            raise DamageError(path, problem, hint=AGAIN)
 
 
 def _sha256(digests: dict[str, list[str]]) -> str:

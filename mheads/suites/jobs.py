@@ -221,7 +221,8 @@ class Planner:
         """The run of a row: its own, or that of the row that it is `from`."""
         key = f"{suite.source}/{name}"
         if key in within:
-            raise UserError(f"{suite.source}: row {name!r} needs itself: {' needs '.join((*within, key))}")
+            chain = " needs ".join((*within, key))
+            raise UserError(f"{suite.source}: row {name!r} needs itself: {chain}", key=suite.source)
         if (suite.source, name, seed) not in self._jobs:
             self._jobs[suite.source, name, seed] = self._make(suite, name, seed, (*within, key))
         return self._jobs[suite.source, name, seed]
@@ -275,9 +276,9 @@ class Planner:
                 config = configs.load(self.options.recipe, overrides)
             shown = tuple(map(public, [*self._overrides(suite, filled(self.public)), *last]))
         except UserError as error:
-            if str(error).startswith(suite.source):
+            if error.key == suite.source:  # raised for another row of this suite, which it names
                 raise
-            raise UserError(f"{suite.source}: row {name!r}: {error}") from error
+            raise UserError(f"{suite.source}: row {name!r}: {error}", key=suite.source) from error
         path = self.folder / self._group(suite) / f"{name}-seed{seed}{self.options.suffix}"
         recipe, donors = self.options.recipe, tuple(needs.values())
         job = Job(name, seed, config, tuple(overrides), shown, path, recipe, donors, row.rounds)
@@ -287,7 +288,8 @@ class Planner:
             whose = "another suite" if known.recipe == job.recipe else f"{known.recipe}, whose name is the same"
             raise UserError(
                 f"{suite.source}: row {name!r} has the name of a row of {whose} and is another run ({key} differs); "
-                "give it another name"
+                "give it another name",
+                key=suite.source,
             )
         return job
 

@@ -192,7 +192,9 @@ class Suite(_Part):
                 "no value: give another recipe, or more members"
             )
         if twice := [name for name in names if names.count(name) > 1]:
-            raise UserError(f"{self.source}: there are two rows {twice[0]!r}; give each a name of its own")
+            raise UserError(
+                f"{self.source}: there are two rows {twice[0]!r}; give each a name of its own", key=self.source
+            )
         for row in rows:
             for metric in (*row.metrics, *row.metrics.values()):
                 _check_metric(metric, f"{self.source}: row {row.name!r}: metrics")

@@ -39,6 +39,7 @@ from mheads.training.build import (
     threads_engine,
 )
 from mheads.training.init_weights import donor_digest
+from mheads.trees.checks.hidden_randomness_and_state import LayerError
 from mheads.trees.member_scores import OWN, check_order
 from mheads.trees.treenet import TreeNet
 
@@ -152,13 +153,14 @@ def assemble(
             inputs = inputs.clone()
             inputs[0, -1] = int(data.seen.high)  # that the network knows
         outputs = net.probe(inputs, batch.side_inputs())
-    except UserError as error:
-        if loss.name == "scored" and "dict" in str(error):  # what the last layer gives with a score
+    except LayerError as error:
+        if loss.name == "scored" and isinstance(error.__cause__, TypeError | LookupError | AttributeError):
+            # With a score the last layer gives a dict, which no later operation can take.
             raise UserError(f"{error}; it goes on with what its last layer gives. For loss scored, {OWN}") from error
-        if inputs.dim() == 4 and inputs.shape[1] == 1 and str(tuple(inputs.shape)) in str(error):
+        if inputs.dim() == 4 and inputs.shape[1] == 1 and error.shapes == [tuple(inputs.shape)]:
             hint = "examples [N, H, W] are taken as grey images [N, 1, H, W]; if they are sequences [N, C, T], begin"
             raise UserError(f"{error} ({hint} with a layer that gives x.squeeze(1))") from error
-        if inputs.is_floating_point() or "fails on an input" not in str(error):
+        if inputs.is_floating_point():
             raise
         hint = f"{data.name} holds {data.seen}; integers are tokens, and numbers are given as float32"
         raise UserError(f"{error} ({hint})") from error

@@ -509,10 +509,9 @@ class TreeNet(nn.Module):
         try:
             yield
         except UserError as error:
-            if self.chain.why is None:
-                raise
-            why = probing.cannot_follow(self.chain.why)
-            raise UserError(f"{error}; only its children are layers, since {why}") from error
+            if self.chain.why is not None:
+                error.hint = f"only its children are layers, since {probing.cannot_follow(self.chain.why)}"
+            raise
 
     def _drawn_stage(self, node: Node) -> nn.Module:
         return self.chain.stage(node.layers, self._draw(node.members[0]))

@@ -137,8 +137,8 @@ def _kept(path: Path) -> np.ndarray:
     except ABSENT:
         raise
     except Exception as error:  # numpy may raise anything on a damaged header
-        raise DamageError(f"{path} is damaged ({named(error)})") from error
-    raise DamageError(f"{path} is damaged")
+        raise DamageError(path, f"is damaged ({named(error)})") from error
+    raise DamageError(path, "is damaged")
 
 
 def _digests(scenes: Sequence[Scene]) -> list[str]:

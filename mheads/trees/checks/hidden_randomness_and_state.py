@@ -33,6 +33,15 @@ PATIENCE = 10.0  # seconds after which comparing a network with its layers makes
 KEPT = (0, -1)  # both ends: what a row gives may depend on those before it or on those after it
 
 
+class LayerError(UserError):
+    """A layer raises `__cause__` on inputs of these `shapes`."""
+
+    def __init__(self, layer: str, network: str, shapes: list[tuple[int, ...]], error: Exception) -> None:
+        shown = shapes[0] if len(shapes) == 1 else shapes
+        super().__init__(f"layer {layer!r} of {network} fails on an input of shape {shown}: {error}", key=layer)
+        self.shapes = shapes
+
+
 @torch.no_grad()
 def check_layers(network: str, layers: Layers, x: Value, side: Side = None, splits: Collection[str] = ()) -> Value:
     """Runs the layers of a network one by one, in both modes; returns what comes out in training.
@@ -116,10 +125,7 @@ def _check_in_a_row(network: str, layers: Layers, x: Value, side: Side, splits: 
             h = trial_run.call(layer, h, side)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             shapes = [tuple(t.shape) for t in copies]
-            raise UserError(
-                f"layer {name!r} of {network} fails on an input of shape "
-                f"{shapes[0] if len(shapes) == 1 else shapes}: {error}"
-            ) from error
+            raise LayerError(name, network, shapes, error) from error
         _refuse_other_values(h, name, network)
         found = nested_values.leaves(given)
         if [t._version for t in found] != versions or not all(map(trial_run.equal, found, copies)):

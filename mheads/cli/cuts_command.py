@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from mheads.cli.shared import console
+from mheads.common.errors import UserError
 
 
 def cuts(
@@ -21,6 +22,24 @@ def cuts(
     Example: mheads cuts cifar10_quick --shape 3,32,32
     """
     from mheads.cli.printing.cuts import cuts_table
-    from mheads.training.find_cuts import cuts_of
+    from mheads.config.schema import of_model
+    from mheads.training.build import factory
+    from mheads.trees.splitting.find_cuts import find_cuts
 
-    console.print(cuts_table(cuts_of(model, model_args or [], shape)))
+    sizes = _read_shape(model, shape)
+    network_factory = factory(of_model(model, model_args or []))
+    if sizes is None:
+        raise UserError(f"the shape of an example of {model} is not known: give --shape, 3,32,32 for example")
+    console.print(cuts_table(find_cuts(network_factory, sizes)))
+
+
+def _read_shape(model: str, shape: str | None) -> tuple[int, ...] | None:
+    from mheads.networks import INPUT_SHAPES
+
+    try:
+        sizes = INPUT_SHAPES.get(model) if shape is None else tuple(int(size) for size in shape.split(","))
+    except ValueError:
+        sizes = (0,)
+    if sizes is not None and min(sizes) < 1:
+        raise UserError(f"--shape {shape} is not the shape of an example: sizes with commas between, 3,32,32")
+    return sizes

@@ -17,9 +17,9 @@ from mheads.distributed.placement import Placement, default, explicit
 from mheads.distributed.planning.job import Cluster, Job
 from mheads.distributed.planning.loads import StageLoad, counted_loads, measured_loads
 from mheads.distributed.planning.search import auto
-from mheads.engine.cost import example_of
 from mheads.networks import INPUT_SHAPES
 from mheads.training.build import build_loss, micro_batches, tree_of
+from mheads.trees.multiply_adds import make_example
 from mheads.trees.treenet import TreeNet
 
 
@@ -40,7 +40,7 @@ class RecipeJob(Job):
                 f"{self.config.model} has a {type(sided).__name__}, which takes a side input: the costs of its stages "
                 "are not known without the data; give placement=default, or a rank for each stage"
             )
-        return example_of(self.net, shape)
+        return make_example(self.net, shape)
 
     def measured(self) -> dict[str, StageLoad]:
         """What the stages take on this machine."""

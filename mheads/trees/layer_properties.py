@@ -9,7 +9,7 @@ from torch import nn
 
 from mheads.common.modules import is_hooked, takes_statistics
 from mheads.networks.dropout import CHANNELWISE, Dropout
-from mheads.trees.splitting.cut_sequential import Chain, Row, is_sequential
+from mheads.trees.splitting.cut_sequential import Chain, SequentialChain, is_sequential
 from mheads.trees.tree_spec import Node
 
 
@@ -48,7 +48,7 @@ class LayerFacts:
             chain.drops | {n for n, layer in layers.items() if any(_drops(m) for m in layer.modules())},
             frozenset(name for module in network.modules() for name in _taken(module)),
             next(network.parameters()).dtype,
-            is_sequential(network) and isinstance(chain, Row),
+            is_sequential(network) and isinstance(chain, SequentialChain),
             is_hooked(network) and "forward" not in network.__dict__,
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import as_plain
-from mheads.trees.splitting.cut_sequential import Layer
+from mheads.trees.splitting.cut_sequential import ChainLayer
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
 LAYER = (
@@ -66,7 +66,7 @@ class Tree:
         return found[::-1]
 
 
-def parse(spec: Spec, layers: Sequence[Layer], members: int | None = None, network: str = "the network") -> Tree:
+def parse(spec: Spec, layers: Sequence[ChainLayer], members: int | None = None, network: str = "the network") -> Tree:
     """The tree of a specification over these layers; `members`, where given, must be its number of leaves."""
     names = [layer.name for layer in layers]
     splittable = [layer.name for layer in layers if layer.has_parameters or layer.ends]

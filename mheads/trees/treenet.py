@@ -25,7 +25,7 @@ from mheads.common.safe_yaml import as_plain
 from mheads.networks.dropout import replace_dropout
 from mheads.trees.checks import hidden_randomness_and_state as probing
 from mheads.trees.layer_properties import LayerFacts
-from mheads.trees.splitting.cut_sequential import Freezable, Layer
+from mheads.trees.splitting.cut_sequential import ChainLayer, Freezable
 from mheads.trees.splitting.cut_traced_graph import GraphChain, chain_of
 from mheads.trees.tree_spec import LAYER, Node, Spec, Tree, parse, split_names, whole_spec
 
@@ -565,7 +565,7 @@ def _contents(stage: nn.Module) -> tuple[Any, list[Tensor]]:
     return (repr(stage), tuple((t.shape, t.sum().item()) for t in tensors)), tensors
 
 
-def describe(network: nn.Module, spec: Spec = 1) -> list[Layer]:
+def describe(network: nn.Module, spec: Spec = 1) -> list[ChainLayer]:
     """The layers that a network can be split after, for a tree that names some."""
     return chain_of(network, split_names(spec)).layers
 

@@ -11,7 +11,7 @@ from mheads.data.batches import Batch, BatchStream, evaluation_batches
 from mheads.data.splits import TargetRows
 from mheads.distributed.placement import Placement
 from mheads.distributed.reading import ReceivedStream, SendingStream, inputs_needed
-from mheads.trees.splitting.cut_sequential import Layer
+from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
 
@@ -145,7 +145,7 @@ def test_what_the_lead_sends_is_the_batch_that_it_read(bagged):
 
 
 def test_a_rank_needs_the_inputs_of_its_micro_batches_if_it_has_a_root():
-    tree = parse({"a": 2}, [Layer(name, True, False) for name in "abc"])
+    tree = parse({"a": 2}, [ChainLayer(name, True, False) for name in "abc"])
     placement = Placement({"trunk": 1, "a/0": 0, "a/1": 1}, slots=2, replicas=2)
     # 10 examples in 4 micro-batches: 3, 3, 2, 2.
     found = [inputs_needed(tree, placement, rank, 10, 4) for rank in range(5)]

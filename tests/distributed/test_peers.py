@@ -17,10 +17,10 @@ from mheads.distributed import written
 from mheads.distributed.placement import Placement, default
 from mheads.distributed.ranks import RanksEngine, peers, relatives
 from mheads.distributed.steps import RankStep
-from mheads.trees.splitting.cut_sequential import Layer
+from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
-LAYERS = [Layer(name, True, False) for name in ("a", "b", "c")]
+LAYERS = [ChainLayer(name, True, False) for name in ("a", "b", "c")]
 TREES = [4, {"a": 4}, {"a": [{"b": 2}, 2]}, {"a": {"b": 3}}, 1]
 
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from mheads import UserError
 from mheads.distributed.placement import Placement, default, explicit, meshes, num_first_together, spread
 from mheads.engine.gradient_sums import divides_evenly
-from mheads.trees.splitting.cut_sequential import Layer
+from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
-LAYERS = [Layer(name, True, False) for name in "abcdefgh"]
+LAYERS = [ChainLayer(name, True, False) for name in "abcdefgh"]
 
 
 def specs(depth=0):

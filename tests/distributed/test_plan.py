@@ -22,10 +22,10 @@ from mheads.distributed.planning.simulation import Simulation
 from mheads.engine.cost import stage_costs
 from mheads.networks import NETWORKS
 from mheads.training.rank_plan import input_shape, job_of, place
-from mheads.trees.splitting.cut_sequential import Layer
+from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
-LAYERS = [Layer(name, True, False) for name in "abcd"]
+LAYERS = [ChainLayer(name, True, False) for name in "abcd"]
 TREE = parse({"a": 2}, LAYERS)
 TRUNK, BRANCH = StageLoad(1, 2, 10, 100), StageLoad(3, 5, 2, 40)
 LOADS = {"trunk": TRUNK, "a/0": BRANCH, "a/1": BRANCH}

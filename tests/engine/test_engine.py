@@ -27,7 +27,7 @@ from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTap
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
 from mheads.engine.training_step import ForwardPass, TrainingStep, cuts
 from mheads.networks.dropout import Dropout, keyed_masks
-from mheads.trees.splitting.cut_sequential import Stage
+from mheads.trees.splitting.cut_sequential import SequentialStage
 
 LOSSES = {
     "independent": losses.independent(),
@@ -819,7 +819,7 @@ def test_a_tape_frees_its_graph_after_backward():
         def forward(self, x):
             return Doubled.apply(x, kept())
 
-    stage = Stage(OrderedDict(fc=nn.Linear(3, 5), twice=Double()))
+    stage = SequentialStage(OrderedDict(fc=nn.Linear(3, 5), twice=Double()))
     tape = AutogradTape(stage, torch.randn(4, 3), Context((0,), 4, {}, input_gradient=True))
     del factor
     assert kept() is not None

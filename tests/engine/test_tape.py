@@ -16,7 +16,7 @@ from mheads.engine.rows import Rows
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record
 from mheads.networks import NETWORKS
 from mheads.networks.dropout import Dropout, keyed_masks
-from mheads.trees.splitting.cut_sequential import Stage
+from mheads.trees.splitting.cut_sequential import SequentialStage
 
 LAYERS = {
     "conv": lambda: nn.Conv2d(6, 4, 3, padding=1),
@@ -56,7 +56,7 @@ def close(a, b):
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("learning", ["all", "some", "none"])
 def test_sliced_backward_equals_autograd(name, learning):
-    stage = Stage(OrderedDict(layer=LAYERS[name]())).double()
+    stage = SequentialStage(OrderedDict(layer=LAYERS[name]())).double()
     assert row_backward.supports(stage)
     x = canonical(torch.randn(30, 6, 7, 7, dtype=torch.float64))
     tape = SlicedTape(stage, x, context(30))
@@ -74,7 +74,9 @@ def test_sliced_backward_equals_autograd(name, learning):
 
 @pytest.mark.parametrize("kind", [AutogradTape, RecomputingTape])
 def test_other_stages_take_back_the_rows_that_learn(kind):
-    stage = Stage(OrderedDict(a=nn.Conv2d(6, 4, 3), act=nn.GELU(), drop=Dropout(0.3), flat=nn.Flatten())).double()
+    stage = SequentialStage(
+        OrderedDict(a=nn.Conv2d(6, 4, 3), act=nn.GELU(), drop=Dropout(0.3), flat=nn.Flatten())
+    ).double()
     assert not row_backward.supports(stage)
     x = canonical(torch.randn(30, 6, 7, 7, dtype=torch.float64))
     tape = kind(stage, x, context(30))
@@ -90,9 +92,9 @@ def test_other_stages_take_back_the_rows_that_learn(kind):
 
 
 def test_the_kind_of_tape_follows_from_layers_and_shares():
-    known = Stage(OrderedDict(a=nn.Linear(4, 4), r=nn.ReLU()))
-    other = Stage(OrderedDict(a=nn.Linear(4, 4), g=nn.GELU()))
-    norm = Stage(OrderedDict(a=nn.Linear(4, 4), n=nn.BatchNorm1d(4)))
+    known = SequentialStage(OrderedDict(a=nn.Linear(4, 4), r=nn.ReLU()))
+    other = SequentialStage(OrderedDict(a=nn.Linear(4, 4), g=nn.GELU()))
+    norm = SequentialStage(OrderedDict(a=nn.Linear(4, 4), n=nn.BatchNorm1d(4)))
     x = torch.randn(16, 4)
     assert type(record(known, x, context(16))) is SlicedTape
     assert type(record(other, x, context(16), share=0.25)) is RecomputingTape
@@ -101,16 +103,16 @@ def test_the_kind_of_tape_follows_from_layers_and_shares():
 
 
 def test_a_hooked_layer_runs_as_a_module():
-    stage = Stage(OrderedDict(a=nn.Linear(4, 4)))
+    stage = SequentialStage(OrderedDict(a=nn.Linear(4, 4)))
     stage.a.register_forward_hook(lambda module, args, output: None)
     assert not row_backward.supports(stage)
 
 
 def test_a_layer_used_twice_is_left_to_autograd():
     layer = nn.Linear(4, 4)
-    assert not row_backward.supports(Stage(OrderedDict(a=layer, b=layer)))
+    assert not row_backward.supports(SequentialStage(OrderedDict(a=layer, b=layer)))
     relu = nn.ReLU()
-    assert row_backward.supports(Stage(OrderedDict(a=nn.Linear(4, 4), r=relu, b=nn.Linear(4, 4), s=relu)))
+    assert row_backward.supports(SequentialStage(OrderedDict(a=nn.Linear(4, 4), r=relu, b=nn.Linear(4, 4), s=relu)))
 
 
 def pruned() -> nn.Module:
@@ -137,7 +139,7 @@ def without_bias_at_first() -> nn.Module:
 @pytest.mark.parametrize("odd", [pruned, with_more, without_bias_at_first])
 @pytest.mark.parametrize("learning", ["all", "some"])
 def test_gradients_go_to_their_parameters_wherever_these_stand(odd, learning):
-    stage = Stage(OrderedDict(a=odd(), r=nn.ReLU(), b=nn.Linear(4, 4), c=odd())).double()
+    stage = SequentialStage(OrderedDict(a=odd(), r=nn.ReLU(), b=nn.Linear(4, 4), c=odd())).double()
     assert row_backward.supports(stage)
     x = torch.randn(20, 4, dtype=torch.float64)
     learn = torch.arange(20) % (1 if learning == "all" else 4) == 0
@@ -158,7 +160,7 @@ def test_a_weight_that_is_no_parameter_is_left_to_autograd():
     made = nn.Parameter(torch.randn(4, 4))
     del layer.weight
     layer.weight = made * 2
-    assert not row_backward.supports(Stage(OrderedDict(a=layer)))
+    assert not row_backward.supports(SequentialStage(OrderedDict(a=layer)))
 
 
 @pytest.mark.parametrize("first", [nn.Identity, nn.Flatten, lambda: Dropout(0.0), nn.ReLU])
@@ -166,7 +168,7 @@ def test_a_weight_that_is_no_parameter_is_left_to_autograd():
 def test_relu_in_place_never_overwrites_what_others_need(first, shape):
     """Layers that give what they got, or a view of it, give nothing away: x is also that of the siblings."""
     layers = OrderedDict(f=first(), r=nn.ReLU(), g=nn.Flatten(), a=nn.Linear(4, 4), s=nn.ReLU(), t=nn.ReLU())
-    stage = Stage(layers)
+    stage = SequentialStage(layers)
     x = canonical(torch.randn(shape))
     before = x.clone()
     tape = SlicedTape(stage, x, context(12))
@@ -178,7 +180,7 @@ def test_relu_in_place_never_overwrites_what_others_need(first, shape):
 def test_forward_rows_and_learning_rows_combine(act):
     """Of layers that are known, and of others, which are computed again for the rows that learn."""
     layers = OrderedDict(a=nn.Conv2d(6, 4, 3), act=act(), drop=Dropout(0.5), flat=nn.Flatten(), b=nn.Linear(100, 3))
-    stage = Stage(layers).double()
+    stage = SequentialStage(layers).double()
     x = canonical(torch.randn(40, 6, 7, 7, dtype=torch.float64))
     seen = torch.arange(40) % 2 == 0
     learn = torch.arange(40) % 4 == 2
@@ -196,7 +198,7 @@ def test_forward_rows_and_learning_rows_combine(act):
 @pytest.mark.parametrize("name", ["cifar10_quick", "nin_cifar100", "digits"])
 def test_the_papers_networks_are_made_of_known_layers(name):
     shape = {"digits": (1, 8, 8)}.get(name, (3, 32, 32))
-    stage = Stage(OrderedDict(NETWORKS[name]().named_children())).double()
+    stage = SequentialStage(OrderedDict(NETWORKS[name]().named_children())).double()
     assert row_backward.supports(stage)
     x = canonical(torch.randn(8, *shape, dtype=torch.float64))
     tape = SlicedTape(stage, x, context(8))
@@ -212,11 +214,11 @@ def test_the_papers_networks_are_made_of_known_layers(name):
 def test_caffenet_and_the_large_nin_are_made_of_known_layers():
     with torch.device("meta"):
         for name in ("caffenet", "nin_ilsvrc"):
-            assert row_backward.supports(Stage(OrderedDict(NETWORKS[name]().named_children())))
+            assert row_backward.supports(SequentialStage(OrderedDict(NETWORKS[name]().named_children())))
 
 
 def test_the_first_layer_is_not_asked_for_an_input_gradient():
-    stage = Stage(OrderedDict(a=nn.Linear(4, 3)))
+    stage = SequentialStage(OrderedDict(a=nn.Linear(4, 3)))
     for kind in (SlicedTape, AutogradTape, RecomputingTape):
         d_input, gradients = kind(stage, torch.randn(8, 4), context(8, input_gradient=False)).backward(torch.ones(8, 3))
         assert d_input is None
@@ -232,7 +234,7 @@ def test_of_known_layers_all_but_the_first_are_asked_for_one(monkeypatch, wanted
         return y, lambda d_y, pick, input_gradient: asked.append(input_gradient) or backward(d_y, pick, input_gradient)
 
     monkeypatch.setitem(row_backward.STEPS, nn.Linear, watched)
-    stage = Stage(OrderedDict(a=nn.Linear(4, 3), b=nn.Linear(3, 3), c=nn.Linear(3, 2)))
+    stage = SequentialStage(OrderedDict(a=nn.Linear(4, 3), b=nn.Linear(3, 3), c=nn.Linear(3, 2)))
     SlicedTape(stage, torch.randn(8, 4), context(8, input_gradient=wanted)).backward(torch.ones(8, 2))
     assert asked == [True, True, wanted]
 
@@ -249,7 +251,7 @@ def test_pooling_in_two_passes_gives_the_same_maxima(height, width, kernel, stri
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_outputs_without_backward_equal_those_of_the_module(name):
-    stage = Stage(OrderedDict(first=nn.Identity(), layer=LAYERS[name](), relu=nn.ReLU())).double().eval()
+    stage = SequentialStage(OrderedDict(first=nn.Identity(), layer=LAYERS[name](), relu=nn.ReLU())).double().eval()
     x = canonical(torch.randn(12, 6, 7, 7, dtype=torch.float64))
     before = x.clone()
     with torch.inference_mode():

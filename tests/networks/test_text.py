@@ -12,7 +12,7 @@ from torch import nn
 import mheads as package
 from mheads import TreeNet, UserError, losses
 from mheads.networks import NETWORKS
-from mheads.training.find_cuts import find_cuts
+from mheads.trees.splitting.find_cuts import find_cuts
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(1, 20, (240, 12))

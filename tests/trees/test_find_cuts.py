@@ -6,9 +6,10 @@ from helpers.residual_networks import Tokens, UNet, ViT
 from torch import nn
 
 from mheads import TreeNet
-from mheads.engine.cost import multiply_adds, stage_costs
+from mheads.engine.cost import stage_costs
 from mheads.networks import cifar10_quick
-from mheads.training.find_cuts import Part, find_cuts
+from mheads.trees.multiply_adds import multiply_adds
+from mheads.trees.splitting.find_cuts import Part, find_cuts
 
 VIT = "helpers.residual_networks:ViT"
 

@@ -21,8 +21,8 @@ from mheads.common.memory_layout import canonical
 from mheads.data.batches import Batch
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, record
 from mheads.engine.threads import ThreadsEngine
-from mheads.training.find_cuts import find_cuts
 from mheads.trees.splitting.cut_traced_graph import GraphStage
+from mheads.trees.splitting.find_cuts import find_cuts
 from mheads.trees.treenet import describe
 
 IMAGES = torch.randn(14, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

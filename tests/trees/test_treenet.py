@@ -15,17 +15,17 @@ from mheads import TreeNet, UserError
 from mheads.common.memory_layout import canonical
 from mheads.networks import NETWORKS
 from mheads.networks.dropout import Dropout
-from mheads.trees.splitting.cut_sequential import Layer
+from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
 LAYERS = [
-    Layer("conv1", True, False),
-    Layer("relu1", False, False),
-    Layer("conv2", True, False),
-    Layer("pool2", False, False),
-    Layer("drop2", False, True),
-    Layer("relu2", False, False),
-    Layer("fc", True, False),
+    ChainLayer("conv1", True, False),
+    ChainLayer("relu1", False, False),
+    ChainLayer("conv2", True, False),
+    ChainLayer("pool2", False, False),
+    ChainLayer("drop2", False, True),
+    ChainLayer("relu2", False, False),
+    ChainLayer("fc", True, False),
 ]
 
 
@@ -69,7 +69,7 @@ def test_nested_and_uneven_trees():
 
 
 def test_keys_side_by_side_are_children_side_by_side():
-    wide = [*LAYERS[:-1], Layer("fc1", True, False), Layer("fc2", True, False)]
+    wide = [*LAYERS[:-1], ChainLayer("fc1", True, False), ChainLayer("fc2", True, False)]
     tree = parse({"conv1": {"conv2": 2, "fc1": 2}}, wide)
     assert [len(tree.path(m)) for m in range(4)] == [3, 3, 3, 3]
     assert tree.nodes["conv1/1"].layers[-1] == "fc1"

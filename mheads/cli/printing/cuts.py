@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mheads.training.find_cuts import MEMBERS, Cuts
+from mheads.trees.splitting.find_cuts import MEMBERS, Cuts
 
 
 def cuts_table(found: Cuts) -> Group:

@@ -24,7 +24,7 @@ from mheads.engine.memory import keep_freed_memory
 from mheads.engine.tape import Context, record
 from mheads.optim.optim_section import OptimOptions
 from mheads.optim.stage_updates import Optimizer
-from mheads.trees.splitting.cut_sequential import Stage
+from mheads.trees.splitting.cut_sequential import SequentialStage
 from mheads.trees.tree_spec import Node, Tree
 from mheads.trees.treenet import TreeNet
 
@@ -86,7 +86,9 @@ def _pieces(tree: Tree, of: TreeNet, x: Value) -> Iterator[tuple[Node, TreeNet, 
         if node.layers in outputs:
             continue
         stage = of.chain.stage(node.layers, network)
-        piece = nn.Sequential(OrderedDict(children(stage))) if isinstance(stage, Stage) else nn.Sequential(stage)
+        piece = (
+            nn.Sequential(OrderedDict(children(stage))) if isinstance(stage, SequentialStage) else nn.Sequential(stage)
+        )
         net = TreeNet(partial(_given, piece), members=1)
         given = outputs[tree.nodes[node.parent].layers if node.parent else ()]
         with torch.no_grad():

@@ -11,7 +11,7 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.common.table import Cell, Table
 from mheads.config.schema import Config
-from mheads.engine.cost import costs_on, example_of
+from mheads.engine.cost import costs_on
 from mheads.problems import finds_objects, is_single_label
 from mheads.problems.baselines import top
 from mheads.problems.metric_text import label, number
@@ -35,6 +35,7 @@ from mheads.report.page.html import (
 )
 from mheads.runs.record import Record
 from mheads.runs.result_rows import result_rows
+from mheads.trees.multiply_adds import make_example
 from mheads.trees.treenet import TreeNet
 
 # What the paper says of a config: the name of its row, and the figure of each metric; None where it says nothing.
@@ -235,7 +236,7 @@ def _hardest(evidence: Evidence | None, why: str) -> list[Part]:
 def multiply_adds(record: Record, net: TreeNet) -> int | None:
     """Of the whole tree on one example, forward; None for networks that need more than the example."""
     try:
-        costs = costs_on(net, example_of(net, record.data.shape))
+        costs = costs_on(net, make_example(net, record.data.shape))
     except UserError:
         return None
     return sum(cost.forward for cost in costs.values())

@@ -24,7 +24,7 @@ from mheads.common.nested_values import Value
 from mheads.networks.dropout import KeyedFunctions
 from mheads.trees.checks import trial_run
 from mheads.trees.checks.trial_run import Side
-from mheads.trees.splitting.cut_sequential import Chain, Row, Stage
+from mheads.trees.splitting.cut_sequential import Chain, SequentialChain, SequentialStage
 
 Layers = Sequence[tuple[str, nn.Module]]
 ONE_LAYER = "or give the whole network as one layer, nn.Sequential(net), which works without a split"
@@ -101,7 +101,7 @@ def check_places(network: str, chain: Chain, module: nn.Module, x: Value, side: 
     Of a graph, the parts between splits are looked at: its layers one by one would be cut more often than they are.
     """
     names = [layer.name for layer in chain.layers]
-    parts = [[name] for name in names] if isinstance(chain, Row) else _parts(names, splits)
+    parts = [[name] for name in names] if isinstance(chain, SequentialChain) else _parts(names, splits)
     layers = [(f"{part[0]} to {part[-1]}" if len(part) > 1 else part[0], chain.stage(part, module)) for part in parts]
     stages = nn.ModuleList(stage for _, stage in layers)
     with trial_run.as_it_was(stages), trial_run.apart():
@@ -352,7 +352,7 @@ def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value
                 shaken = nullcontext() if seed is None else trial_run.shaken(module, seed)
                 with shaken:
                     same = _same_results(network, module, layers, given, must_run=seed is None)
-                    if not same and training and not isinstance(chain, Row):
+                    if not same and training and not isinstance(chain, SequentialChain):
                         same = _same_in_float64(network, module, chain, given, splits)
                     whole = layers if same else _in_a_row(chain, module).train(training)
                     only_cut = not same and _same_results(network, module, whole, given, must_run=False)
@@ -364,7 +364,7 @@ def compare_with_forward(network: str, module: nn.Module, chain: Chain, x: Value
 def _in_a_row(chain: Chain, module: nn.Module, splits: Collection[str] = ()) -> nn.Module:
     """All layers, in a stage of their own after each split."""
     names = [layer.name for layer in chain.layers]
-    if isinstance(chain, Row):
+    if isinstance(chain, SequentialChain):
         return chain.stage(names, module)
     return nn.Sequential(*(chain.stage(part, module) for part in _parts(names, splits)))
 
@@ -412,7 +412,7 @@ def _differs(network: str, chain: Chain, mode: str, splits: Collection[str]) -> 
             f"{mode}: a size 0 (x.shape[0]) that goes past a split is taken for the number of examples, and is not; "
             "take it after the split, or split elsewhere"
         )
-    if not isinstance(chain, Row):
+    if not isinstance(chain, SequentialChain):
         return (
             f"the layers of {network} run one after the other do not give what its forward gives in {mode}: it does "
             "something that a graph does not show (no_grad, autocast, an autograd.Function or a hook inside forward, a "
@@ -431,7 +431,7 @@ def _same_results(network: str, module: nn.Module, layers: nn.Module, x: Value, 
     # With the strides that layers are given, since others round otherwise, and statistics of two examples may blow that
     # up; or else with those that everybody else gives the network, which its own forward may ask for.
     for strides in (torch.preserve_format, torch.contiguous_format):
-        keyed = nullcontext() if isinstance(layers, Stage) else KeyedFunctions()  # as in a graph
+        keyed = nullcontext() if isinstance(layers, SequentialStage) else KeyedFunctions()  # as in a graph
         try:
             with keyed:
                 expected = _results(module, module, x, strides)

@@ -20,7 +20,7 @@ from mheads.networks.dropout import is_dropout, replace_dropout
 
 
 @dataclass(frozen=True)
-class Layer:
+class ChainLayer:
     """What a tree needs to know of a layer in order to split after it.
 
     `also` are other names of the same place, `refused` names of places inside it where nothing can be split, and why.
@@ -52,7 +52,7 @@ class Freezable(nn.Module):
 class Chain(Protocol):
     """Where a network can be cut, and the stages that this gives."""
 
-    layers: list[Layer]
+    layers: list[ChainLayer]
     why: str | None  # no graph could be made of it, where one was looked for
     drops: frozenset[str]  # layers that draw masks of dropout without a module for it
 
@@ -60,7 +60,7 @@ class Chain(Protocol):
         """These consecutive layers, with the weights of a network or of the stages that hold them."""
 
 
-class Stage(Freezable, nn.Sequential):
+class SequentialStage(Freezable, nn.Sequential):
     """Consecutive named layers with weights of their own.
 
     A layer whose attribute `takes` names side inputs of the batch (regions of interest, say) is called with them too.
@@ -72,14 +72,15 @@ class Stage(Freezable, nn.Sequential):
         return x
 
 
-class Row:
+class SequentialChain:
     """A network whose children are called one after the other."""
 
     drops: frozenset[str] = frozenset()
 
     def __init__(self, network: nn.Module, why: str | None = None) -> None:
         self.layers = [
-            Layer(name, any(True for _ in child.parameters()), is_dropout(child)) for name, child in children(network)
+            ChainLayer(name, any(True for _ in child.parameters()), is_dropout(child))
+            for name, child in children(network)
         ]
         self.why = why
         if not self.layers:
@@ -88,9 +89,9 @@ class Row:
                 f"{type(network).__name__} has no children to make a tree of; return an nn.Sequential, say{where}"
             )
 
-    def stage(self, layers: Sequence[str], *sources: nn.Module) -> Stage:
+    def stage(self, layers: Sequence[str], *sources: nn.Module) -> SequentialStage:
         found = {name: child for source in sources for name, child in children(source)}
-        stage = Stage(OrderedDict((name, replace_dropout(found[name])) for name in layers))
+        stage = SequentialStage(OrderedDict((name, replace_dropout(found[name])) for name in layers))
         stage.holds_fixed = any(map(has_fixed_statistics, stage.modules()))
         return stage
 

@@ -22,7 +22,14 @@ from mheads.common.errors import UserError
 from mheads.common.modules import children, has_fixed_statistics
 from mheads.common.nested_values import Value
 from mheads.networks.dropout import FUNCTIONS, is_dropout, replace_dropout
-from mheads.trees.splitting.cut_sequential import Chain, Freezable, Layer, Row, calls_its_children, is_sequential
+from mheads.trees.splitting.cut_sequential import (
+    Chain,
+    ChainLayer,
+    Freezable,
+    SequentialChain,
+    calls_its_children,
+    is_sequential,
+)
 from mheads.trees.splitting.graph_nodes import (
     At,
     is_row_count,
@@ -44,13 +51,13 @@ def chain_of(network: nn.Module, splits: Collection[str] = ()) -> Chain:
     in_a_row = is_sequential(network) or "forward" in network.__dict__
     known = set(splits) <= {name for name, _ in children(network)}
     if (in_a_row and known) or any(hasattr(module, "takes") for module in network.modules()):
-        return Row(network)
+        return SequentialChain(network)
     try:
         if known and calls_its_children(trace(network, inside=False).graph, network):
-            return Row(network)
+            return SequentialChain(network)
         return GraphChain.of(network, trace(network))
     except CannotFollowError as error:
-        return Row(network, str(error))
+        return SequentialChain(network, str(error))
 
 
 def finest_chain(network: nn.Module) -> Chain:
@@ -59,7 +66,11 @@ def finest_chain(network: nn.Module) -> Chain:
     Children that hand on several values at once can be split after, and a graph cannot be cut there.
     """
     chain = chain_of(network)
-    if not isinstance(chain, Row) or chain.why is not None or any(hasattr(m, "takes") for m in network.modules()):
+    if (
+        not isinstance(chain, SequentialChain)
+        or chain.why is not None
+        or any(hasattr(m, "takes") for m in network.modules())
+    ):
         return chain
     try:
         graph = GraphChain.of(network, trace(network))
@@ -74,7 +85,7 @@ def finest_chain(network: nn.Module) -> Chain:
 class GraphStage(Freezable):
     """Consecutive pieces of a graph with weights of their own, under the names that these have in the network."""
 
-    def __init__(self, code: Code) -> None:
+    def __init__(self, code: StageCode) -> None:
         super().__init__()
         self._code = code
 
@@ -82,7 +93,7 @@ class GraphStage(Freezable):
         return self._code.run(self, x)
 
 
-class Code:
+class StageCode:
     """A graph as a function of a stage and its input; it can be pickled, and copies of a stage share it."""
 
     def __init__(self, source: str, names: Mapping[str, Any]) -> None:
@@ -91,7 +102,7 @@ class Code:
         exec(compile(source, "<graph of a stage>", "exec"), scope)
         self.run: Callable[[nn.Module, Value], Value] = scope["forward"]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Code:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageCode:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,8 +111,8 @@ class Code:
         return _restored, (self.source, modules, others)
 
 
-def _restored(source: str, modules: dict[str, str], others: dict[str, Any]) -> Code:
-    return Code(source, {name: importlib.import_module(module) for name, module in modules.items()} | others)
+def _restored(source: str, modules: dict[str, str], others: dict[str, Any]) -> StageCode:
+    return StageCode(source, {name: importlib.import_module(module) for name, module in modules.items()} | others)
 
 
 @dataclass
@@ -117,7 +128,7 @@ class Piece:
 class GraphChain:
     """The graph of a network, cut into pieces; `layers` are what these are called."""
 
-    layers: list[Layer]
+    layers: list[ChainLayer]
     pieces: list[Piece]
     row_counts: frozenset[fx.Node] = frozenset()  # nodes that give the number of rows, which any piece can ask for
     constants: Mapping[str, Tensor] = field(default_factory=dict)
@@ -127,7 +138,7 @@ class GraphChain:
     why: str | None = None
 
     def __post_init__(self) -> None:
-        self._codes: dict[tuple[int, int], Code] = {}
+        self._codes: dict[tuple[int, int], StageCode] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphChain:
         return self  # it never changes, and stages take copies of its constants
@@ -157,7 +168,7 @@ class GraphChain:
                 nodes.append(value)
             found = [network.get_submodule(path) for path in called]
             weighted = any(True for m in found for _ in m.parameters())
-            layers.append(Layer(name, weighted, any(map(is_dropout, found))))
+            layers.append(ChainLayer(name, weighted, any(map(is_dropout, found))))
             pieces.append(Piece(nodes, given, value))
             given = value
         uses = _Uses(network, [node for piece in pieces for node in piece.nodes])
@@ -209,7 +220,7 @@ class GraphChain:
             kept = name in there._buffers and name not in there._non_persistent_buffers_set
             place.register_buffer(name, tensor, persistent=kept)
 
-    def _code(self, first: int, last: int) -> Code:
+    def _code(self, first: int, last: int) -> StageCode:
         graph = fx.Graph()
         found: dict[fx.Node, fx.Node] = {self.pieces[first].given: (x := graph.placeholder("x"))}
 
@@ -227,7 +238,7 @@ class GraphChain:
                 found[node] = graph.node_copy(node, place)
         graph.output(fx.map_arg(self.pieces[last].gives, place))
         code = graph.python_code("self")
-        return Code(code.src, code.globals)
+        return StageCode(code.src, code.globals)
 
 
 def _rebuilt(
@@ -327,7 +338,7 @@ class _Cutting:
             name = called[0] if called else self._name_of(self.nodes[last_anchor])
             refused = [(path, self._why_not(path, here[path])) for path in by_path if path not in (name, *called)]
             has, drops = any(weighted[start:stop]), any(dropping[start:stop])
-            layers.append(Layer(name, has, drops, tuple(called[1:]), tuple(refused), bool(called)))
+            layers.append(ChainLayer(name, has, drops, tuple(called[1:]), tuple(refused), bool(called)))
         statistics = getattr(self.network, "batch_statistics", False)
         by_function = frozenset(
             layer.name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,17 +11,14 @@ from torch import nn
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.config.schema import of_model
-from mheads.engine.cost import example_of, multiply_adds
-from mheads.networks import INPUT_SHAPES
 from mheads.networks.dropout import replace_dropout
-from mheads.training.build import factory
 from mheads.trees.checks.hidden_randomness_and_state import compare_with_forward
+from mheads.trees.multiply_adds import make_example, multiply_adds
 from mheads.trees.splitting.cut_sequential import Chain
 from mheads.trees.splitting.cut_traced_graph import GraphChain, finest_chain
 from mheads.trees.treenet import TreeNet
 
-MEMBERS = 4  # what a split would cost is said for so many
+MEMBERS = 4  # the number for which the cost of a split is reported
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Cut:
-    """A layer that a network can be split after: what is shared, what each member has, and what goes from one to the
-    other (shapes of an example)."""
+    """A layer after which a network can be split; `above` is shared, each member has its own `below`.
+
+    `crossing` are the shapes, for one example, of the values that the shared layers give to the members.
+    """
 
     name: str
     also: tuple[str, ...]
@@ -58,27 +57,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """All of a network; `why` fx could not follow it further, if so."""
+    """All cuts of a network; `why` torch.fx could not trace it further, if so."""
 
     network: str
     whole: Part
     cuts: list[Cut]
     why: str | None
-
-
-def cuts_of(model: str, model_args: Sequence[str], shape: str | None) -> Cuts:
-    """The legal splits of a network by its name, with arguments key=value, for examples of a shape like 3,32,32."""
-    known = INPUT_SHAPES.get(model)
-    try:
-        wanted = known if shape is None else tuple(int(size) for size in shape.split(","))
-    except ValueError:
-        wanted = (0,)
-    if wanted is not None and min(wanted) < 1:
-        raise UserError(f"--shape {shape} is not the shape of an example: sizes with commas between, 3,32,32")
-    make = factory(of_model(model, model_args))
-    if wanted is None:
-        raise UserError(f"the shape of an example of {model} is not known: give --shape, 3,32,32 for example")
-    return find_cuts(make, wanted)
 
 
 @torch.no_grad()
@@ -95,7 +79,7 @@ def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
         parts.append(Part(sum(p.numel() for p in stage.parameters()), count))
         shapes.append(tuple(tuple(t.shape[1:]) for t in nested_values.leaves(x)))
     whole = sum(parts, Part(0, 0))
-    found = []
+    cuts = []
     for i, layer in enumerate(chain.layers):
         stop = i + 1
         while stop < len(parts) and not chain.layers[stop].has_parameters and not chain.layers[stop].is_dropout:
@@ -103,8 +87,8 @@ def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
         below = sum(parts[stop:], Part(0, 0))
         if (layer.has_parameters or layer.ends) and below.parameters and _holds(net, chain, stop, example):
             above = sum(parts[:stop], Part(0, 0))
-            found.append(Cut(layer.name, layer.also, above, below, shapes[stop - 1]))
-    return Cuts(net.network_name, whole, found, chain.why)
+            cuts.append(Cut(layer.name, layer.also, above, below, shapes[stop - 1]))
+    return Cuts(net.network_name, whole, cuts, chain.why)
 
 
 def _holds(net: TreeNet, chain: Chain, stop: int, example: Value) -> bool:
@@ -121,6 +105,6 @@ def _holds(net: TreeNet, chain: Chain, stop: int, example: Value) -> bool:
 
 def _example(net: TreeNet, shape: tuple[int, ...]) -> Value:
     try:
-        return example_of(net, shape)
+        return make_example(net, shape)
     except UserError as error:
         raise UserError(f"{error} (an example was taken to be of shape {shape}: --shape says another)") from error

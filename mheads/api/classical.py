@@ -4,7 +4,7 @@ The first examples of each member are a cluster of the inputs. After each round 
 member with the lowest loss on it, and the next round starts from the weights of the one before. A folder holds
 
     classical.json           a line of figures for each round
-    round0.npz, round0/      the priors that a round trains on, and its run; then round1.npz, round1/, ...
+    round0.npz, round0/      the sample weights that a round trains on, and its run; then round1.npz, round1/, ...
 
 Everything follows from the config and is written whole or not at all: the same command goes on where it was killed.
 """
@@ -142,7 +142,7 @@ def _check(config: Config) -> None:
 
 
 def _of_round(config: Config, folder: Path, number: int) -> Config:
-    """The config of a round: an ordinary run on priors from a file, from the weights of the round before."""
+    """The config of a round: an ordinary run on sample weights from a file, from the weights of the round before."""
     folder = folder.absolute()
     update: dict[str, Any] = {
         "sampling": Sampling.model_validate({"name": "file", "path": folder / f"round{number}.npz"})
@@ -169,7 +169,7 @@ def _begin(config: Config, data: Data) -> Tensor:
 def _reassign(
     experiment: Experiment, folder: Path, number: int, result: dict[str, Any], watch: Watcher
 ) -> dict[str, Any]:
-    """Writes the priors of the next round, and returns what there is to say of this one."""
+    """Writes the sample weights of the next round, and returns what there is to say of this one."""
     config = experiment.config
     before = torch.from_numpy(read_sample_weights(folder / f"round{number}.npz").argmax(0))
     losses = train_losses(experiment, watch)
@@ -209,8 +209,8 @@ def _ties(config: Config, number: int, losses: Tensor) -> Tensor:
 def _least(config: Config, num_examples: int) -> int:
     """How many examples a member keeps, so that on average one of every batch is its own.
 
-    Priors have mean 1: the fewer examples a member has, the more each weighs. With this many, none weighs more than a
-    whole batch, and the rate stays a rate.
+    Sample weights have mean 1: the fewer examples a member has, the more each weighs. With this many, none weighs more
+    than a whole batch, and the rate stays a rate.
     """
     rows = config.optim.batch_size * config.optim.accumulate
     return max(1, min(math.ceil(num_examples / rows), num_examples // config.members))
@@ -224,8 +224,8 @@ def _one_hot(owners: Tensor, members: int) -> np.ndarray:
 
 
 def _write_owners(path: Path, owners: Tensor, members: int) -> None:
-    priors = _one_hot(owners, members)
-    atomic_files.write_atomically(path, lambda file: np.savez_compressed(file, priors=priors))
+    sample_weights = _one_hot(owners, members)
+    atomic_files.write_atomically(path, lambda file: np.savez_compressed(file, sample_weights=sample_weights))
 
 
 def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:

@@ -152,7 +152,7 @@ def _is_there(file: Path, marks: dict[str, str], path: Path) -> bool:
     """Whether the file has the answers of this very run to these very examples; refuses to write over another."""
     if not file.exists():
         return False
-    found = {key: str(read_array(file, key, "--folder", "answers")) for key in marks}
+    found = {key: str(read_array(file, (key,), "--folder", "answers")) for key in marks}
     if found != marks:
         what = "answers of another run than" if found["weights"] != marks["weights"] else "answers to other examples of"
         raise UserError(f"{file} holds {what} {path}: give another --folder, or move that file")

@@ -320,7 +320,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def same_sampling(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether priors came from the same weights, groups or file, which may be called by another path."""
+    """Whether sample weights came from the same weights, groups or file, which may be called by another path."""
     return list((old.get("sampling") or {}).values()) == list((new.get("sampling") or {}).values())
 
 

@@ -22,15 +22,15 @@ class Batch:
     """The examples of a step, or of one micro-batch of it. B rows, M members.
 
     `inputs` is what the data gives (pixels as uint8, say); `preprocess` turns it into what the network takes. Each
-    example has one row of targets, or `counts[i]` of them. `prior` [M, B] says who may learn from which row, None
-    meaning all; `ties` [M, B] are the random keys that break ties; `side` holds side inputs of layers that ask for
+    example has one row of targets, or `counts[i]` of them. `sample_weights` [M, B] says who may learn from which row,
+    None meaning all; `ties` [M, B] are the random keys that break ties; `side` holds side inputs of layers that ask for
     them. Inputs may be there for some examples only, from `first_input` on, or None where they are not needed.
     """
 
     inputs: Value
     targets: Value
     preprocess: Callable[[Value, torch.dtype], Value]
-    prior: Tensor | None = None
+    sample_weights: Tensor | None = None
     ties: Tensor | None = None
     side: dict[str, Value] = field(default_factory=dict)
     first_input: int = 0
@@ -65,7 +65,7 @@ class Batch:
             targets=only(rows, self.targets),
             side=only(rows, self.side),
             counts=None if self.counts is None else self.counts[start:stop],
-            prior=None if self.prior is None else self.prior[:, rows],
+            sample_weights=None if self.sample_weights is None else self.sample_weights[:, rows],
             ties=None if self.ties is None else self.ties[:, rows],
         )
 
@@ -77,7 +77,7 @@ class Batch:
         def move(value: Value) -> Value:
             return None if value is None else nested_values.map_leaves(lambda t: t.to(device, non_blocking=True), value)
 
-        parts = {name: move(getattr(self, name)) for name in ("inputs", "targets", "prior", "ties", "side")}
+        parts = {name: move(getattr(self, name)) for name in ("inputs", "targets", "sample_weights", "ties", "side")}
         return replace(self, **parts)  # counts stay on the CPU: Python reads them
 
     def network_inputs(self, dtype: torch.dtype) -> Value:
@@ -107,14 +107,14 @@ class BatchStream:
         seed: int,
         batch_size: int,
         members: int,
-        prior: np.ndarray | None,
+        sample_weights: np.ndarray | None,
         inputs: range | None = None,
     ) -> None:
         self.data = data
         self.seed = seed
         self.batch_size = batch_size
         self.members = members
-        self.prior = None if prior is None else torch.from_numpy(prior)
+        self.sample_weights = None if sample_weights is None else torch.from_numpy(sample_weights)
         self.inputs = range(batch_size) if inputs is None else inputs
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="mheads-reader")
         self._ahead: tuple[int, Future[Batch]] | None = None
@@ -132,16 +132,16 @@ class BatchStream:
         # One seed per example, so that its augmentation does not depend on the batch it happens to be in.
         augmentation = seeds.numpy_generator(self.seed, "augment", step).integers(2**63, size=len(rows))
         target_rows = self.data.train.read_targets(rows, augmentation)
-        prior = None if self.prior is None else self.prior[:, torch.from_numpy(rows)]
-        if prior is not None and target_rows.counts is not None:
-            prior = prior.repeat_interleave(target_rows.counts, 1)
+        sample_weights = None if self.sample_weights is None else self.sample_weights[:, torch.from_numpy(rows)]
+        if sample_weights is not None and target_rows.counts is not None:
+            sample_weights = sample_weights.repeat_interleave(target_rows.counts, 1)
         num_rows = nested_values.num_rows(target_rows.targets)
         wanted = slice(self.inputs.start, self.inputs.stop)
         return Batch(
             self._inputs(rows[wanted], augmentation[wanted]) if self.inputs else None,
             target_rows.targets,
             self.data.preprocess,
-            prior=prior,
+            sample_weights=sample_weights,
             ties=torch.rand(self.members, num_rows, generator=seeds.generator(self.seed, "ties", step)),
             side=target_rows.side,
             first_input=self.inputs.start,

@@ -158,11 +158,11 @@ def draw_sample_weights(
     return entry.make(**options)(Request(groups=groups, given=given, where=where, **more))
 
 
-def multiply_weights(prior: np.ndarray | None, weights: np.ndarray | None, members: int) -> np.ndarray | None:
-    """The priors [M, N] times weights [N] common to all members, with rows of mean 1 again."""
+def multiply_weights(sample_weights: np.ndarray | None, weights: np.ndarray | None, members: int) -> np.ndarray | None:
+    """The sample weights [M, N] times weights [N] common to all members, with rows of mean 1 again."""
     if weights is None:
-        return prior
-    both = np.tile(weights, (members, 1)) if prior is None else prior * weights
+        return sample_weights
+    both = np.tile(weights, (members, 1)) if sample_weights is None else sample_weights * weights
     totals = both.mean(axis=1, keepdims=True, dtype=np.float64)
     if not totals.all():
         raise UserError(

@@ -1,5 +1,5 @@
-"""Arrays that a user gives beside the examples, or files of them: priors [M, N], which say which member learns from
-which example with what weight, and what a teacher answers, [N, C]."""
+"""Arrays that a user gives beside the examples, or files of them: sample weights [M, N], how much each member learns
+from each example, and what a teacher answers, [N, C]."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from mheads.problems.soft_labels import check_probabilities
 
 
 def read_sample_weights(path: Path) -> np.ndarray:
-    return read_array(path, "priors", "sampling.path", "priors [M, N]")
+    # `priors` is what such arrays were called at first.
+    return read_array(path, ("sample_weights", "priors"), "sampling.path", "sample weights [M, N]")
 
 
 def read_answers(path: Path) -> np.ndarray:
-    return read_array(path, "answers", "teacher.answers", "probabilities [N, C]")
+    return read_array(path, ("answers",), "teacher.answers", "probabilities [N, C]")
 
 
-def read_array(path: Path, key: str, option: str, what: str) -> np.ndarray:
-    """The array in an .npy file, or the one of this name in an .npz file."""
-    saved = f"save it with numpy.savez(path, {key}=...)"
+def read_array(path: Path, names: tuple[str, ...], option: str, what: str) -> np.ndarray:
+    """The array in an .npy file, or the one of these names in an .npz file; files are written with the first name."""
+    saved = f"save it with numpy.savez(path, {names[0]}=...)"
     try:
-        with packed_arrays.opened(path) as found:
-            if list(found) == [""]:  # an .npy file
-                return found[""]
-            if key not in found:
-                raise UserError(f"{path} has no array {key} (it has {', '.join(found) or 'none'}); {saved}")
-            return found[key]
+        with packed_arrays.opened(path) as arrays:
+            if list(arrays) == [""]:  # an .npy file
+                return arrays[""]
+            name = next((name for name in names if name in arrays), None)
+            if name is None:
+                raise UserError(f"{path} has no array {names[0]} (it has {', '.join(arrays) or 'none'}); {saved}")
+            return arrays[name]
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give {option} an .npz or .npy file of {what}") from error
     except (ValueError, OSError) as error:
@@ -42,7 +44,7 @@ def read_array(path: Path, key: str, option: str, what: str) -> np.ndarray:
 
 
 def select_training_rows(given: Any, rows: np.ndarray | None, members: int, count: int) -> Any:
-    """Priors [M, N] of all `count` examples as those of the rows that training has; others as they are."""
+    """Sample weights [M, N] of all `count` examples as those of the rows that training has; others as they are."""
     with suppress(ValueError):  # told where it is looked at
         given = np.asarray(given) if isinstance(given, list | tuple) else given
     whole = rows is not None and len(rows) < count and getattr(given, "shape", ()) == (members, count)
@@ -82,30 +84,31 @@ def check_answers(given: Any, data: Data, where: str) -> np.ndarray:
 
 
 def check_sample_weights(given: Any, members: int, n: int, where: str) -> np.ndarray:
-    """Priors [M, N] as float32 with rows of mean 1."""
+    """Sample weights [M, N] as float32 with rows of mean 1."""
     try:
         found = np.asarray(given)
         if found.dtype.kind not in "biuf":
             raise TypeError(f"type {found.dtype}")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{where}: the priors are not numbers ({error}); give an array [M, N]") from error
+        raise UserError(f"{where}: the sample weights are not numbers ({error}); give an array [M, N]") from error
     if found.shape != (members, n):
         raise UserError(
-            f"{where}: priors of shape {list(found.shape)}, but there are {members} members and {n} training examples; "
-            f"give an array [{members}, {n}], without examples that are held out, or one of all with them"
+            f"{where}: sample weights of shape {list(found.shape)}, but there are {members} members and {n} "
+            f"training examples; give an array [{members}, {n}], without examples that are held out, or one of all "
+            "with them"
         )
     found = found.astype(np.float64)
     bad = np.argwhere(~(np.isfinite(found) & (found >= 0)))
     if len(bad):
         m, i = bad[0]
         raise UserError(
-            f"{where}: the prior of member {m} on example {i} is {found[m, i]} ({len(bad)} such values); "
+            f"{where}: the sample weight of member {m} on example {i} is {found[m, i]} ({len(bad)} such values); "
             "give finite numbers, 0 or more"
         )
     largest = found.max(axis=1, keepdims=True)
     if not largest.all():
         raise UserError(
-            f"{where}: member {int(np.argmin(largest))} has no example, all its priors are 0; "
+            f"{where}: member {int(np.argmin(largest))} has no example, all its sample weights are 0; "
             "give each member at least one"
         )
     found = np.ldexp(found, -np.frexp(largest)[1])  # exact, and the sum of the largest numbers stays finite

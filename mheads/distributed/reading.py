@@ -25,15 +25,19 @@ from mheads.trees.tree_spec import Tree
 if TYPE_CHECKING:
     from mheads.distributed.ranks import RanksEngine
 
-SENT = ("targets", "prior", "ties", "side", "counts")  # of a batch to every rank, beside the inputs of some examples
+# What every rank gets of a batch, beside the inputs of some examples.
+SENT = ("targets", "sample_weights", "ties", "side", "counts")
 
 
 class SendingStream(BatchStream):
     """The main rank reads every batch and sends each rank what it needs of it, as soon as it is read."""
 
     def __init__(self, engine: RanksEngine, stream: BatchStream, needs: dict[int, range]) -> None:
-        members, prior = stream.members, None if stream.prior is None else stream.prior.numpy()
-        super().__init__(stream.data, stream.seed, stream.batch_size, members, prior)
+        members, sample_weights = (
+            stream.members,
+            None if stream.sample_weights is None else stream.sample_weights.numpy(),
+        )
+        super().__init__(stream.data, stream.seed, stream.batch_size, members, sample_weights)
         self.engine, self.needs = engine, needs
 
     def read(self, step: int) -> Batch:

@@ -182,7 +182,7 @@ class WrittenEngine(ThreadsEngine):
             with torch.enable_grad():
                 leaves = [output.detach().unsqueeze(0).requires_grad_() for output in outputs]
                 given = leaves[0] if len(leaves) == 1 else tuple(leaves)
-                value = loss(given, batch.targets, batch.prior, batch.ties)
+                value = loss(given, batch.targets, batch.sample_weights, batch.ties)
                 scale = torch.full_like(value.total, 1 / max(1, rows))
                 found = torch.autograd.grad(value.total, leaves, scale, allow_unused=True)
             pairs = zip(outputs, leaves, found, strict=True)

@@ -20,9 +20,9 @@ LEARNING = ("wins", "entropy", "effective_batch", "gradient_norm")  # of a line 
 class Diagnostics:
     """Means since the last line of the log, and for how many iterations each member has won nothing.
 
-    A member wins an example if none learns more from it, its prior left aside: that says what the example weighs for a
-    member, who may have many, not who is best. Under MCL these are the k best; members that learn from everything that
-    they may all win.
+    A member wins an example if none learns more from it, its sample weight left aside: that says what the example
+    weighs for a member, who may have many, not who is best. Under MCL these are the k best; members that learn from
+    everything that they may all win.
     """
 
     def __init__(self, members: int) -> None:
@@ -37,8 +37,10 @@ class Diagnostics:
 
     def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
         assignment = report.assignment.double().cpu()  # [M, B]
-        prior = torch.ones_like(assignment) if batch.prior is None else batch.prior.double().cpu()
-        learned = assignment / prior.where(prior > 0, 1.0)
+        sample_weights = (
+            torch.ones_like(assignment) if batch.sample_weights is None else batch.sample_weights.double().cpu()
+        )
+        learned = assignment / sample_weights.where(sample_weights > 0, 1.0)
         most = learned.amax(0)
         won = ((learned >= most * (1 - 1e-6)) & (most > 0)).sum(1).numpy()  # equal but for the rounding of the product
         self.idle = np.where(won > 0, 0, self.idle + 1)
@@ -46,7 +48,7 @@ class Diagnostics:
         self.assigned += assignment.sum(1).numpy()
         self.effective += effective_examples(assignment).numpy()
         # Of the examples that a member may learn from: the others were not computed for it.
-        seen = (prior > 0).double()
+        seen = (sample_weights > 0).double()
         self.member_losses += (report.losses.double().cpu() * seen).sum(1).numpy()
         self.seen += seen.sum(1).numpy()
         self.loss += report.loss

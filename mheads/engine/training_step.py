@@ -125,8 +125,8 @@ class TrainingStep:
         num_rows, rows = nested_values.num_rows(x), None
         # Rows can be left out where those of the input are those of the loss.
         by_row = not node.children and not facts.sided and num_rows == batch.num_rows
-        if by_row and batch.prior is not None and self.loss.skips_rows:
-            rows = Rows.where(batch.prior[node.members[0]] > 0, exactly=facts.mixing)
+        if by_row and batch.sample_weights is not None and self.loss.skips_rows:
+            rows = Rows.where(batch.sample_weights[node.members[0]] > 0, exactly=facts.mixing)
         key = (self.key[0], "dropout", self.key[1], i, node.name)
         wanted = self.stages.wanted[node.name]
         context = Context(key, num_rows, batch.side_inputs(), wanted, None, facts.parameters, facts.known)
@@ -231,7 +231,7 @@ class TrainingStep:
             value = self.loss(
                 stacked,
                 batch.targets,
-                None if batch.prior is None else batch.prior[which],
+                None if batch.sample_weights is None else batch.sample_weights[which],
                 None if batch.ties is None else batch.ties[which],
             )
             leaves = nested_values.leaves(stacked)

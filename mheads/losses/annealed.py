@@ -31,9 +31,9 @@ def annealed(
 ) -> Loss:
     """Sum over i and m of q_mi w_mi l_mi with q_i the softmin of l_i / T over the members, which has no gradient.
 
-    l is the problem's own loss or `of`, w the prior; members whose prior is 0 have a q of 0. The temperature T goes
-    from `temperature` to `floor`, where `until` of the iterations are over; from there on the best member alone learns.
-    `normalize` as in `mcl`.
+    l is the problem's own loss or `of`, w the sample weights; members whose sample weight is 0 have a q of 0. The
+    temperature T goes from `temperature` to `floor`, where `until` of the iterations are over; from there on the best
+    member alone learns. `normalize` as in `mcl`.
     """
     if temperature <= 0 or floor <= 0:
         raise UserError(f"temperatures are above 0: loss.temperature is {temperature}, loss.floor {floor}")
@@ -64,7 +64,7 @@ def _cooled(options: dict[str, Any], iteration: int, iterations: int, members: i
 def _annealed(
     outputs: Value,
     y: Tensor,
-    prior: Tensor | None,
+    sample_weights: Tensor | None,
     ties: Tensor | None,
     of: MemberLoss,
     temperature: float,
@@ -72,7 +72,7 @@ def _annealed(
 ) -> LossValue:
     losses = of(outputs, y)
     fixed = losses.detach()
-    weights = ones_or(prior, fixed)
+    weights = ones_or(sample_weights, fixed)
     able = fixed.masked_fill(weights == 0, float("inf"))
     # The lowest loss is taken off first: e^(-l / T) underflows, and l / T may be infinite for all.
     soft = (-(able - able.amin(0)) / temperature).softmax(0).masked_fill(weights == 0, 0.0)

@@ -42,14 +42,18 @@ def prob_averaged(
     )
 
 
-def _score_averaged(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:
-    _refuse(prior)
+def _score_averaged(
+    outputs: Value, y: Tensor, sample_weights: Tensor | None, ties: Tensor | None, of: MemberLoss
+) -> LossValue:
+    _refuse(sample_weights)
     mean = nested_values.map_leaves(lambda t: t.mean(0, keepdim=True), outputs)
     return _value(of(mean, y).sum(), outputs, y, of)
 
 
-def _prob_averaged(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, stable: bool) -> LossValue:
-    _refuse(prior)
+def _prob_averaged(
+    outputs: Value, y: Tensor, sample_weights: Tensor | None, ties: Tensor | None, stable: bool
+) -> LossValue:
+    _refuse(sample_weights)
     if y.is_floating_point() or y.dim() != 1:
         found = "floats (numbers, soft labels or several)" if y.is_floating_point() else "classes of pixels"
         raise UserError(
@@ -75,6 +79,6 @@ def _value(total: Tensor, outputs: Value, y: Tensor, of: MemberLoss) -> LossValu
     return LossValue(total, torch.ones_like(losses), losses)
 
 
-def _refuse(prior: Tensor | None) -> None:
-    if prior is not None:
-        raise UserError("an averaged loss has no use for priors on examples: with it, sampling must be full")
+def _refuse(sample_weights: Tensor | None) -> None:
+    if sample_weights is not None:
+        raise UserError("an averaged loss has no use for sample weights: with it, sampling must be full")

@@ -18,7 +18,7 @@ def check(loss: Loss, outputs: Value, targets: Value, members: int, weighted: bo
     """The gradients [M, ...] that the loss gives members with equal outputs, each with its own tie-breaking keys.
 
     A loss of the user's own is called here for the first time, so that its mistakes are reported before a run starts.
-    `weighted`: whether examples will have priors or weights.
+    `weighted`: whether examples will have sample weights.
     """
     rows = torch.arange(32) % nested_values.num_rows(targets)
     targets = nested_values.map_leaves(lambda t: t[rows], targets)
@@ -94,10 +94,10 @@ def _refuse_broken(loss: Loss, same: Value, targets: Value, ties: Tensor, weight
         for p in (slice(m, m + 1) for m in range(members)) if loss.separable else ():
             alone = loss(nested_values.map_leaves(lambda t, p=p: t[p], outputs), targets, None, ties[p])
             one_by_one = [a + b for a, b in zip(one_by_one, _gradients(alone.total, leaves), strict=True)]
-        prior = 0.5 + torch.rand(ties.shape, generator=generator, dtype=leaves[0].dtype)
-        prior[torch.rand(ties.shape, generator=generator) < 0.3] = 0  # a loss may ask just for that
-        priors = (prior, 2 * prior) if weighted and not loss.averaged else ()
-        told = [_gradients(loss(outputs, targets, w, ties).total, leaves) for w in priors]
+        sample_weights = 0.5 + torch.rand(ties.shape, generator=generator, dtype=leaves[0].dtype)
+        sample_weights[torch.rand(ties.shape, generator=generator) < 0.3] = 0  # a loss may ask just for that
+        scales = (1, 2) if weighted and not loss.averaged else ()
+        told = [_gradients(loss(outputs, targets, s * sample_weights, ties).total, leaves) for s in scales]
     except Exception:  # the user's function may not take every output
         return
     if loss.winners is not None and loss.winners < members:
@@ -118,37 +118,37 @@ def _refuse_broken(loss: Loss, same: Value, targets: Value, ties: Tensor, weight
         return
     once, twice = told
     if loss.skips_rows:
-        _refuse_unmasked(loss, outputs, targets, ties, prior, once)
+        _refuse_unmasked(loss, outputs, targets, ties, sample_weights, once)
     if any(g.any() for g in once) and all(_close(b, 4 * a) for a, b in zip(once, twice, strict=True)):
         raise UserError(
-            f"loss {loss.name!r} counts the priors and weights of examples twice: losses [M, B] that a function "
+            f"loss {loss.name!r} counts the sample weights twice: losses [M, B] that a function "
             "returns are multiplied by them, so that it must not do that itself; what makes its own total returns a "
             "LossValue"
         )
     if all(map(_close, once, whole)):
         raise UserError(
-            f"loss {loss.name!r} makes its own total and does not look at the priors and weights of examples, which "
-            "these data or members have: let its function take (outputs, y, prior, ties) and multiply by prior [M, B], "
-            "or return the losses [M, B]"
+            f"loss {loss.name!r} makes its own total and does not look at the sample weights, which "
+            "these data or members have: let its function take (outputs, y, sample_weights, ties) and multiply by "
+            "sample_weights [M, B], or return the losses [M, B]"
         )
 
 
 def _refuse_unmasked(
-    loss: Loss, outputs: Value, targets: Value, ties: Tensor, prior: Tensor, gradients: list[Tensor]
+    loss: Loss, outputs: Value, targets: Value, ties: Tensor, sample_weights: Tensor, gradients: list[Tensor]
 ) -> None:
     """Refuses a loss that looks at a member's outputs on examples that it does not learn from, but says otherwise."""
-    hidden = prior == 0  # [M, B]
+    hidden = sample_weights == 0  # [M, B]
 
     def blank(t: Tensor) -> Tensor:
         return t.detach().masked_fill(hidden.view(*hidden.shape, *[1] * (t.dim() - 2)), 0)
 
     zeros = nested_values.map_leaves(blank, outputs)
     leaves = [t.requires_grad_() for t in _floats(zeros)]
-    without = _gradients(loss(zeros, targets, prior, ties).total, leaves)
+    without = _gradients(loss(zeros, targets, sample_weights, ties).total, leaves)
     if not all(_close(a[~hidden], b[~hidden]) for a, b in zip(gradients, without, strict=True)):
         raise UserError(
-            f"loss {loss.name!r} promises masks=True, that a member's outputs on examples whose prior is 0 change "
-            "nothing, and gives other gradients without them: leave masks out"
+            f"loss {loss.name!r} promises masks=True, that a member's outputs on examples whose sample weight is 0 "
+            "change nothing, and gives other gradients without them: leave masks out"
         )
 
 

@@ -26,8 +26,9 @@ def confident(
 ) -> Loss:
     """Sum over i and m of w_mi * (a_mi * ce_mi + (1 - a_mi) * beta * KL(U || p_mi)).
 
-    ce is the cross-entropy, KL(U || p) = -log C - mean_c log p_c the distance from equal probabilities, w the prior.
-    a_mi is 1 for the k members with the lowest ce - beta KL, which makes the sum smallest, and 0 for the others.
+    ce is the cross-entropy, KL(U || p) = -log C - mean_c log p_c the distance from equal probabilities, w the sample
+    weights. a_mi is 1 for the k members with the lowest ce - beta KL, which makes the sum smallest, and 0 for the
+    others.
     """
     if beta < 0:
         raise UserError(f"loss.beta must not be negative: {beta}")
@@ -40,15 +41,17 @@ def confident(
     )
 
 
-def _confident(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, k: int, beta: float) -> LossValue:
+def _confident(
+    outputs: Value, y: Tensor, sample_weights: Tensor | None, ties: Tensor | None, k: int, beta: float
+) -> LossValue:
     if y.is_floating_point():
         raise UserError(
             "confident teaches probabilities of classes, and the targets are floats (numbers, soft labels or "
             "several): use relaxed, evolving, annealed or mcl"
         )
     losses, far = cross_entropies(outputs, y), _from_uniform(nested_values.leaves(outputs)[0], y)
-    fixed, weights = losses.detach(), ones_or(prior, losses.detach())
-    won = assign(fixed - beta * far.detach(), k, prior, ties)
+    fixed, weights = losses.detach(), ones_or(sample_weights, losses.detach())
+    won = assign(fixed - beta * far.detach(), k, sample_weights, ties)
     total = (weights * (won * losses + beta * (1 - won) * far)).sum()
     return LossValue(total, won * weights, fixed)
 

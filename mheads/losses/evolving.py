@@ -23,9 +23,9 @@ Until = Annotated[
 def evolving(until: Until = 0.5, normalize: Normalize = "batch", of: Of = None) -> Loss:
     """Sum over i of 1 / k * the sum of w l of the k members with the lowest loss on the example.
 
-    l is the problem's own loss or `of`, w the prior. k is M at first, falls by one at equal intervals, and is 1 from
-    `until` of the iterations on: k(t) = max(1, M - floor((M - 1) t / (until N))). Where fewer than k members have a
-    prior above 0, these learn and k is their number. `normalize` as in `mcl`.
+    l is the problem's own loss or `of`, w the sample weights. k is M at first, falls by one at equal intervals, and is
+    1 from `until` of the iterations on: k(t) = max(1, M - floor((M - 1) t / (until N))). Where fewer than k members
+    have a sample weight above 0, these learn and k is their number. `normalize` as in `mcl`.
     """
     check_until(until)
     return Loss(
@@ -51,10 +51,16 @@ def _fallen(until: float, normalize: str, iteration: int, iterations: int, membe
 
 
 def _evolving(
-    outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, k: int | None, normalize: str
+    outputs: Value,
+    y: Tensor,
+    sample_weights: Tensor | None,
+    ties: Tensor | None,
+    of: MemberLoss,
+    k: int | None,
+    normalize: str,
 ) -> LossValue:
     losses = of(outputs, y)
     fixed = losses.detach()
-    best = assign(fixed, k or len(fixed), prior, ties)
-    assignment = best / best.sum(0).clamp_min(1) * ones_or(prior, fixed)
+    best = assign(fixed, k or len(fixed), sample_weights, ties)
+    assignment = best / best.sum(0).clamp_min(1) * ones_or(sample_weights, fixed)
     return LossValue((normalized(assignment, normalize) * losses).sum(), assignment, fixed)

@@ -11,15 +11,17 @@ from mheads.problems import MemberLoss
 
 
 def independent(of: Of = None) -> Loss:
-    """Each member by itself: sum over m and i of w_mi * l_mi, with w the prior.
+    """Each member by itself: sum over m and i of w_mi * l_mi, with w the sample weights.
 
     l_mi is the problem's own loss, -log p_y(m, i) for classes, or `of`.
     """
     return Loss("independent", _independent, separable=True, of=of, masks=True)
 
 
-def _independent(outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss) -> LossValue:
+def _independent(
+    outputs: Value, y: Tensor, sample_weights: Tensor | None, ties: Tensor | None, of: MemberLoss
+) -> LossValue:
     losses = of(outputs, y)
-    weights = ones_or(prior, losses.detach())
-    total = losses.sum() if prior is None else (weights * losses).sum()
+    weights = ones_or(sample_weights, losses.detach())
+    total = losses.sum() if sample_weights is None else (weights * losses).sum()
     return LossValue(total, weights, losses.detach())

@@ -43,20 +43,20 @@ class LossValue:
 class Loss:
     """A loss function with what an engine must know of it.
 
-    `function` is given outputs [M, B, C], labels [B] and, where it asks for them, priors and tie-breaking keys, each
-    [M, B] or None. It returns a LossValue, or simply the losses [M, B]: weighted by the prior, they make the total.
+    `function` is given outputs [M, B, C], labels [B] and, where it asks for them, sample weights and tie-breaking keys,
+    each [M, B] or None. It returns a LossValue, or simply the losses [M, B]: weighted by the sample weights, they make
+    the total.
 
     `separable`: the loss of a member does not depend on the outputs of the others, so each member's forward and
     backward can run back to back. `winners`: how many members learn from an example, None for all; the others (their
     assignment is 0) cost no backward for it. `averaged`: the members' outputs are averaged before the loss, which
-    divides their gradients by M and makes priors on examples meaningless. `of_scores`: the mean that it trains is that
-    of scores, so that the ensemble answers with it, and not with the mean of probabilities. `check_members`: refuses a
+    divides their gradients by M and makes sample weights meaningless. `of_scores`: the mean that it trains is that of
+    scores, so that the ensemble answers with it, and not with the mean of probabilities. `check_members`: refuses a
     number of members that it cannot teach. `whole_batch`: the loss of an example depends on the others in its batch,
     which is therefore not cut; `each_batch`: of the batches that a step accumulates each is one by itself. `masks`:
-    outputs of a member on examples whose prior is 0 change nothing in the total, so that they are not computed and are
-    zeros; a loss that does not say so sees them all. `options`:
-    the options that it was made with. `schedule`: for a loss that changes over training, its form at an iteration,
-    given (iteration, iterations, members); see `at`.
+    outputs of a member on examples whose sample weight is 0 change nothing in the total, so that they are not computed
+    and are zeros; a loss that does not say so sees them all. `options`: the options that it was made with. `schedule`:
+    for a loss that changes over training, its form at an iteration, given (iteration, iterations, members); see `at`.
 
     `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
     [M, B], as `of.py` says; that of the problem where none is given, which looks at the answer alone where a network
@@ -126,8 +126,8 @@ class Loss:
 
     @property
     def skips_rows(self) -> bool:
-        """Whether a member's outputs on examples whose prior is 0 need not be computed: neither this loss nor `of`,
-        which says so by an attribute `masks` if it is not ours, looks at them."""
+        """Whether a member's outputs on examples whose sample weight is 0 need not be computed: neither this loss nor
+        `of`, which says so by an attribute `masks` if it is not ours, looks at them."""
         return self.masks and masks_rows(self.member_loss)
 
     def check(self, members: int, sampling: str) -> None:
@@ -154,18 +154,20 @@ class Loss:
         if not 2 <= self._num_arguments <= 4:
             raise UserError(
                 f"the function of loss {self.name!r} asks for {self._num_arguments} arguments: "
-                "it takes (outputs, y), or (outputs, y, prior, ties)"
+                "it takes (outputs, y), or (outputs, y, sample_weights, ties)"
             )
 
-    def __call__(self, outputs: Value, y: Value, prior: Tensor | None = None, ties: Tensor | None = None) -> LossValue:
-        """The loss of outputs [M, B, C] on labels [B], given priors [M, B] and tie-breaking keys [M, B]."""
+    def __call__(
+        self, outputs: Value, y: Value, sample_weights: Tensor | None = None, ties: Tensor | None = None
+    ) -> LossValue:
+        """The loss of outputs [M, B, C] on labels [B], given sample weights [M, B] and tie-breaking keys [M, B]."""
         further = {"of": self._of} if self.takes_of else {}
-        found = self.function(*(outputs, y, prior, ties)[: self._num_arguments], **further)
+        found = self.function(*(outputs, y, sample_weights, ties)[: self._num_arguments], **further)
         shape = nested_values.leaves(outputs)[0].shape[:2]
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in nested_values.leaves(outputs))
         if isinstance(found, Tensor):
             self._check(found, "losses", shape, learns)
-            weights = ones_or(prior, found.detach())
+            weights = ones_or(sample_weights, found.detach())
             return LossValue((weights * found).sum(), weights, found.detach())
         if not isinstance(found, LossValue):
             raise self._wrong(f"a {type(found).__name__}", shape)
@@ -176,14 +178,15 @@ class Loss:
 
     @cached_property
     def _num_arguments(self) -> int:
-        """How many of (outputs, y, prior, ties) the function wants; further options that have defaults do not count."""
+        """How many of (outputs, y, sample_weights, ties) the function wants; options that have defaults do not
+        count."""
         parameters = self._parameters
         if parameters is None:
             return 2
         if any(p.kind is p.VAR_POSITIONAL for p in parameters):
             return 4
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        wanted = [p for p in positional if p.default is p.empty or p.name in ("prior", "ties")]
+        wanted = [p for p in positional if p.default is p.empty or p.name in ("sample_weights", "ties")]
         return len([p for p in wanted if p.name != "of"])
 
     def _of(self, outputs: Value, y: Value) -> Tensor:
@@ -260,7 +263,7 @@ def check_normalize(normalize: str) -> bool:
 def normalized(assignment: Tensor, normalize: str) -> Tensor:
     """The weights [M, B] of the losses in a total that is divided by B: with `wins` those of a member add to B.
 
-    Then its loss is the mean over what it won, weighted by the prior. One that won nothing has none.
+    Then its loss is the mean over what it won, weighted by the sample weights. One that won nothing has none.
     """
     if normalize == "batch":
         return assignment
@@ -268,5 +271,5 @@ def normalized(assignment: Tensor, normalize: str) -> Tensor:
     return assignment / wins.where(wins > 0, 1.0) * assignment.shape[1]  # in this order: B by next to nothing is inf
 
 
-def ones_or(prior: Tensor | None, losses: Tensor) -> Tensor:
-    return torch.ones_like(losses) if prior is None else prior.to(losses.dtype)
+def ones_or(sample_weights: Tensor | None, losses: Tensor) -> Tensor:
+    return torch.ones_like(losses) if sample_weights is None else sample_weights.to(losses.dtype)

@@ -31,9 +31,9 @@ def mcl(
     """The oracle set-loss: sum over i and m of (a_mi + ce_weight) * w_mi * l_mi.
 
     l_mi is the problem's own loss, -log p_y(m, i) for classes, or `of`. a_mi is 1 for the k members with the lowest
-    loss on example i and 0 for the others, w the prior; there is no division by k, so an example's gradient to a winner
-    is the same for every k. `ce_weight` mixes in the independent loss of all members. With `normalize="wins"`, a_mi is
-    divided by the mean of a_mi w_mi over the batch: each member's loss is the mean over what it won.
+    loss on example i and 0 for the others, w the sample weights; there is no division by k, so an example's gradient to
+    a winner is the same for every k. `ce_weight` mixes in the independent loss of all members. With `normalize="wins"`,
+    a_mi is divided by the mean of a_mi w_mi over the batch: each member's loss is the mean over what it won.
     """
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
@@ -63,27 +63,27 @@ def _check_members(k: int, members: int) -> None:
         raise UserError(f"loss.k is {k}, but there are only {members} members: k goes from 1 to {members}")
 
 
-def assign(losses: Tensor, k: int, prior: Tensor | None = None, ties: Tensor | None = None) -> Tensor:
+def assign(losses: Tensor, k: int, sample_weights: Tensor | None = None, ties: Tensor | None = None) -> Tensor:
     """1 for the k lowest of the M losses of each example, else 0: [M, B] -> [M, B].
 
     Equal losses are ordered by the keys `ties`: by sorting on (loss, key), since noise added to the losses would
-    also reorder close ones. Members whose prior is 0 are never chosen.
+    also reorder close ones. Members whose sample weight is 0 are never chosen.
     """
     _check_members(k, len(losses))
-    if prior is not None:
-        losses = losses.masked_fill(prior == 0, torch.inf)
+    if sample_weights is not None:
+        losses = losses.masked_fill(sample_weights == 0, torch.inf)
     if ties is None:
         ties = torch.rand(losses.shape, device=losses.device)
     by_key = ties.argsort(dim=0, stable=True)
     by_loss = losses.gather(0, by_key).argsort(dim=0, stable=True)
     chosen = torch.zeros_like(losses).scatter_(0, by_key.gather(0, by_loss)[:k], 1.0)
-    return chosen if prior is None else chosen * (prior > 0)
+    return chosen if sample_weights is None else chosen * (sample_weights > 0)
 
 
 def _mcl(
     outputs: Value,
     y: Tensor,
-    prior: Tensor | None,
+    sample_weights: Tensor | None,
     ties: Tensor | None,
     of: MemberLoss,
     k: int,
@@ -91,8 +91,8 @@ def _mcl(
     normalize: str = "batch",
 ) -> LossValue:
     losses = of(outputs, y)
-    fixed, weights = losses.detach(), ones_or(prior, losses.detach())
-    best = assign(fixed, k, prior, ties)
+    fixed, weights = losses.detach(), ones_or(sample_weights, losses.detach())
+    best = assign(fixed, k, sample_weights, ties)
     assignment = (best + ce_weight) * weights
     taught = assignment if normalize == "batch" else normalized(best * weights, normalize) + ce_weight * weights
     return LossValue((taught * losses).sum(), assignment, fixed)

@@ -25,8 +25,8 @@ def relaxed(
 ) -> Loss:
     """Sum over i of (1 - epsilon) * w l of the best member + epsilon / (M - 1) * the sum of w l of the others.
 
-    l is the problem's own loss or `of`, w the prior. Members whose prior is 0 count neither among the best nor in M;
-    where only one is left, its weight is 1. `normalize` as in `mcl`.
+    l is the problem's own loss or `of`, w the sample weights. Members whose sample weight is 0 count neither among the
+    best nor in M; where only one is left, its weight is 1. `normalize` as in `mcl`.
     """
     if not 0 <= epsilon <= 1:
         raise UserError(f"loss.epsilon is a part of an example, from 0 to 1, not {epsilon}")
@@ -42,11 +42,17 @@ def relaxed(
 
 
 def _relaxed(
-    outputs: Value, y: Tensor, prior: Tensor | None, ties: Tensor | None, of: MemberLoss, epsilon: float, normalize: str
+    outputs: Value,
+    y: Tensor,
+    sample_weights: Tensor | None,
+    ties: Tensor | None,
+    of: MemberLoss,
+    epsilon: float,
+    normalize: str,
 ) -> LossValue:
     losses = of(outputs, y)
     fixed = losses.detach()
-    best, weights = assign(fixed, 1, prior, ties), ones_or(prior, fixed)
+    best, weights = assign(fixed, 1, sample_weights, ties), ones_or(sample_weights, fixed)
     others = (weights > 0).to(fixed.dtype) - best
     num_others = others.sum(0)
     share = epsilon * (num_others > 0).to(fixed.dtype)  # of each example: there may be nobody else to learn from it

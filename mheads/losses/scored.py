@@ -26,9 +26,9 @@ def scored(
 ) -> Loss:
     """MCL and the cross-entropy of the scores: sum over i and m of w_mi (a_mi l_mi + score_weight bce(s_mi, a_mi)).
 
-    l_mi is the problem's own loss or `of`; a_mi is 1 for the k members with the lowest, w the prior. s_mi is the score
-    that the network gives beside its answer (`trees/member_scores.py`), bce(s, a) = -a log sigmoid(s) - (1 - a) log
-    sigmoid(-s). `normalize` as in `mcl`; the scores learn from the whole batch.
+    l_mi is the problem's own loss or `of`; a_mi is 1 for the k members with the lowest, w the sample weights. s_mi is
+    the score that the network gives beside its answer (`trees/member_scores.py`), bce(s, a) = -a log sigmoid(s) - (1 -
+    a) log sigmoid(-s). `normalize` as in `mcl`; the scores learn from the whole batch.
     """
     if score_weight < 0:
         raise UserError(f"loss.score_weight must not be negative: {score_weight}")
@@ -46,7 +46,7 @@ def scored(
 def _scored(
     outputs: Value,
     y: Tensor,
-    prior: Tensor | None,
+    sample_weights: Tensor | None,
     ties: Tensor | None,
     of: MemberLoss,
     k: int,
@@ -61,8 +61,8 @@ def _scored(
             f"or {member_scores.OWN}"
         )
     losses = of(outputs, y)
-    fixed, weights = losses.detach(), ones_or(prior, losses.detach())
-    won = assign(fixed, k, prior, ties)
+    fixed, weights = losses.detach(), ones_or(sample_weights, losses.detach())
+    won = assign(fixed, k, sample_weights, ties)
     learned = F.binary_cross_entropy_with_logits(score, won, reduction="none")
     assignment = won * weights
     total = (normalized(assignment, normalize) * losses + score_weight * weights * learned).sum()

@@ -194,7 +194,7 @@ class RunFolder(RunFiles):
         if lines := identity.differences(there, what):
             shown = "\n".join(f"  {line}" for line in lines)
             raise UserError(
-                f"{self.path} holds a run of other code, weights or priors:\n{shown}", hint=ELSEWHERE_OR_FORCE
+                f"{self.path} holds a run of other code, weights or sample weights:\n{shown}", hint=ELSEWHERE_OR_FORCE
             )
         self._refuse_shortening(before, config)
 

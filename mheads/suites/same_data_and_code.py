@@ -11,7 +11,11 @@ from mheads.suites.jobs import Job
 
 Found = dict[str, Any]  # what identity.json holds
 NOTHING: Found = {"code": {}}
-OTHER = {"data": "other data", "sampling": "other priors or answers of a teacher", "start": "other first weights"}
+OTHER = {
+    "data": "other data",
+    "sampling": "other sample weights or answers of a teacher",
+    "start": "other first weights",
+}
 
 
 class Alike:
@@ -44,7 +48,7 @@ class Alike:
 
 
 def _named(job: Job) -> dict[str, str]:
-    """How a config names its data, network and loss, and files of priors, answers and weights."""
+    """How a config names its data, network and loss, and files of sample weights, answers and weights."""
     config = job.config
     data = config.data.model_dump(mode="json")
     teacher = config.teacher.model_dump(mode="json", exclude={"answers"})

@@ -52,10 +52,12 @@ class Experiment:
     net: TreeNet
     loss: Loss
     data: Data
-    prior: np.ndarray | None
+    sample_weights: np.ndarray | None
     start: str | None = field(default=None, kw_only=True)  # a digest of the first weights, if not the config's
     groups: list[list[int]] | None = field(default=None, kw_only=True)  # the classes of specialists
-    sampled: dict[str, Any] = field(default_factory=dict, kw_only=True)  # what decides the prior besides the config
+    sampled: dict[str, Any] = field(
+        default_factory=dict, kw_only=True
+    )  # what decides the sample weights besides the config
 
     def engine(self) -> Engine:
         return threads_engine(self.config, self.net, self.loss)
@@ -108,7 +110,7 @@ class Experiment:
     def stream(self, inputs: range | None = None) -> BatchStream:
         optim = self.config.optim
         rows = optim.batch_size * optim.accumulate
-        return BatchStream(self.data, self.config.seed, rows, self.net.num_members, self.prior, inputs)
+        return BatchStream(self.data, self.config.seed, rows, self.net.num_members, self.sample_weights, inputs)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -137,8 +139,8 @@ def assemble(
 ) -> Experiment:
     """The experiment made of these parts, if they fit each other.
 
-    `given` are the priors [M, N] of `sampling: array`; `clustered` is what `cluster_classes` found, if it was asked;
-    `answers` [N, C] are the teacher's, where they are not in the file of `teacher.answers`.
+    `given` are the sample weights [M, N] of `sampling: array`; `clustered` is what `cluster_classes` found, if it was
+    asked; `answers` [N, C] are the teacher's, where they are not in the file of `teacher.answers`.
     """
     if config.log.tensorboard:
         tensorboard.require()
@@ -192,21 +194,21 @@ def assemble(
             f"{' and '.join(remedies)}"
         )
     loss = final_loss(loss, data, config)
-    prior, groups, priors = _sample(config, net.num_members, data, given, clustered)
-    sampled |= priors
+    sample_weights, groups, decided_by = _sample(config, net.num_members, data, given, clustered)
+    sampled |= decided_by
     if loss.averaged and data.weights is not None:
         raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
     iterations = config.optim.iterations
     last = loss.at(iterations - 1, iterations, net.num_members)  # it may begin by teaching all alike
-    weighted = prior is not None or data.weights is not None
+    weighted = sample_weights is not None or data.weights is not None
     gradients = promises.check(last, outputs, batch.targets, net.num_members, weighted)
     if all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):  # the loss does not tell members apart
         for a, b in net.identical_members():
-            same_prior = prior is None or np.array_equal(prior[a], prior[b])
-            if same_prior and not net.parted_by_dropout(a, b) and not net.parted_by_freezing(a, b):
+            same_sample_weights = sample_weights is None or np.array_equal(sample_weights[a], sample_weights[b])
+            if same_sample_weights and not net.parted_by_dropout(a, b) and not net.parted_by_freezing(a, b):
                 raise _identical(net, loss, a, b)
-    prior = datasets.multiply_weights(prior, data.weights, net.num_members)
-    return Experiment(config, net, loss, data, prior, groups=groups, sampled=sampled)
+    sample_weights = datasets.multiply_weights(sample_weights, data.weights, net.num_members)
+    return Experiment(config, net, loss, data, sample_weights, groups=groups, sampled=sampled)
 
 
 def _probe_alone(net: TreeNet, data: Data) -> None:
@@ -240,7 +242,7 @@ def _taught(config: Config, data: Data, given: Any) -> tuple[Data, dict[str, Any
 def _sample(
     config: Config, members: int, data: Data, given: Any, clustered: dict[str, Any] | None
 ) -> tuple[np.ndarray | None, list[list[int]] | None, dict[str, Any]]:
-    """The priors [M, N], the classes of specialists, and what decides them besides the config."""
+    """The sample weights [M, N], the classes of specialists, and what decides them besides the config."""
     sampling, classes = config.sampling, data.problem.groups
     if sampling.entry.by_class and finds_objects(data.problem):
         raise UserError(
@@ -268,7 +270,7 @@ def _sample(
     elif sampling.name == "array" and given is None:
         raise UserError("sampling = array is for fit, which is given one: give sampling.name=file and sampling.path")
     given = datasets.select_training_rows(given, data.rows, members, data.given)
-    prior = datasets.draw_sample_weights(
+    sample_weights = datasets.draw_sample_weights(
         sampling.name,
         seed=config.seed,
         members=members,
@@ -279,9 +281,9 @@ def _sample(
         where=where,
         **{key: value for key, value in options.items() if key != "groups"},
     )
-    if given is not None and prior is not None:
-        sampled = {f"the priors of {where}": identity.weights({"": torch.from_numpy(prior)})}
-    return prior, groups, sampled
+    if given is not None and sample_weights is not None:
+        sampled = {f"the sample weights of {where}": identity.weights({"": torch.from_numpy(sample_weights)})}
+    return sample_weights, groups, sampled
 
 
 def cluster_classes(config: Config) -> dict[str, Any]:

@@ -100,10 +100,22 @@ def build(config: Config, world: World) -> Experiment:
     checked = experiments.assemble(config, net, loss, data, clustered=clustered)
     groups, sampled = checked.groups, checked.sampled
     if sampled and config.data.reader != "lead":
-        what = "the priors" if config.teacher.answers is None else "the priors and of the teacher's answers"
+        what = (
+            "the sample weights"
+            if config.teacher.answers is None
+            else "the sample weights and of the teacher's answers"
+        )
         world.compare("sampling", {f"digest of {what}": list(sampled.values())})
     return RanksExperiment(
-        config, net, checked.loss, checked.data, checked.prior, world, placement, groups=groups, sampled=sampled
+        config,
+        net,
+        checked.loss,
+        checked.data,
+        checked.sample_weights,
+        world,
+        placement,
+        groups=groups,
+        sampled=sampled,
     )
 
 
@@ -118,7 +130,7 @@ def _as_written(config: Config, world: World, written: Written) -> WrittenExperi
     data = parts.load_data(config)
     world.compare("data", {"data checksum": data.fingerprint})
     found = experiments.assemble(config, parts.build_net(config), parts.build_loss(config), data)
-    return WrittenExperiment(config, found.net, found.loss, found.data, found.prior, world, written)
+    return WrittenExperiment(config, found.net, found.loss, found.data, found.sample_weights, world, written)
 
 
 def _shared(key: str) -> bool:

@@ -25,8 +25,8 @@ ROUNDS = ["--rounds", "3", "--tolerance", "0"]
 
 def owners(folder, number):
     with np.load(folder / f"round{number}.npz") as file:
-        assert (file["priors"].sum(0) == 1).all()  # one member for each example
-        return file["priors"].argmax(0)
+        assert (file["sample_weights"].sum(0) == 1).all()  # one member for each example
+        return file["sample_weights"].argmax(0)
 
 
 def figures(folder):

@@ -98,7 +98,7 @@ def test_a_run_of_a_local_factory_is_loaded_with_the_factory_given(tmp_path):
 
 
 def test_a_loss_of_ones_own_can_be_fitted(tmp_path):
-    def function(outputs, y, prior, ties):
+    def function(outputs, y, sample_weights, ties):
         losses = mheads.losses.cross_entropies(outputs, y)
         return mheads.losses.LossValue(losses.sum(), torch.ones_like(losses), losses.detach())
 
@@ -184,8 +184,8 @@ def test_keywords_of_other_libraries_are_answered_with_ours():
 
 def test_paths_from_home_are_found_there(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    np.save(tmp_path / "priors.npy", np.ones((2, len(TRAIN[0]))))
-    by_file = {"name": "file", "path": "~/priors.npy"}
+    np.save(tmp_path / "weights.npy", np.ones((2, len(TRAIN[0]))))
+    by_file = {"name": "file", "path": "~/weights.npy"}
     run = fit_plain(run="~/run", iterations=2, sampling=by_file)
     assert (tmp_path / "run" / "result.json").exists()
     assert mheads.load("~/run", user_networks.Plain).result == run.result

@@ -249,18 +249,18 @@ def test_numbers_that_float32_cannot_tell_apart_are_refused_as_targets():
     assert np.isfinite(run.result.ensemble_mean)
 
 
-def test_what_is_held_out_can_be_measured_again_and_priors_may_be_of_all(tmp_path):
+def test_what_is_held_out_can_be_measured_again_and_sample_weights_may_be_of_all(tmp_path):
     x, y = TABLE[0].numpy(), TABLE[1].numpy()
-    priors = np.random.default_rng(0).integers(0, 3, (2, 60)) + 0.5
-    run = fit(TreeNet(small, members=2), train=(x, y), sampling=priors, iterations=3, run=tmp_path / "run")
+    sample_weights = np.random.default_rng(0).integers(0, 3, (2, 60)) + 0.5
+    run = fit(TreeNet(small, members=2), train=(x, y), sampling=sample_weights, iterations=3, run=tmp_path / "run")
     rows = mheads.load(tmp_path / "run", small).data.held_out_rows
     assert len(rows) == 6
     found = run.evaluate(x[rows], y[rows])
     assert found.ownership == run.result.ownership and found.nll == pytest.approx(run.result.nll, abs=1e-5)
     kept = np.setdiff1d(np.arange(60), rows)
-    same = fit(TreeNet(small, members=2), train=(x, y), sampling=priors[:, kept], iterations=3)
+    same = fit(TreeNet(small, members=2), train=(x, y), sampling=sample_weights[:, kept], iterations=3)
     assert torch.equal(same.predict(x), run.predict(x))
-    last = fit(TreeNet(small, members=2), train=(x, y), validation=5, sampling=priors, iterations=1)
+    last = fit(TreeNet(small, members=2), train=(x, y), validation=5, sampling=sample_weights, iterations=1)
     assert last.data.held_out_rows.tolist() == [55, 56, 57, 58, 59]
 
 

@@ -1,4 +1,4 @@
-"""Networks, losses, priors and data that no recipe has: right, or refused in words."""
+"""Networks, losses, sample weights and data that no recipe has: right, or refused in words."""
 
 from dataclasses import dataclass
 
@@ -31,10 +31,10 @@ def after(*layers):
 
 @pytest.mark.filterwarnings("ignore:iteration 100. the Oracle")  # what is learned is random
 def test_losses_of_members_are_means_over_their_examples_however_few_a_batch_has():
-    priors = np.zeros((2, 200))
-    priors[0, :20] = priors[1] = 1
+    sample_weights = np.zeros((2, 200))
+    sample_weights[0, :20] = sample_weights[1] = 1
     options = {"iterations": 200, "batch_size": 2, "lr": 1e-9, "log": {"every": 200}}
-    run = mheads.fit(mheads.TreeNet(small, members=2), sampling=priors, **DATA, **options)
+    run = mheads.fit(mheads.TreeNet(small, members=2), sampling=sample_weights, **DATA, **options)
     wanted = cross_entropies(run.predict(X), torch.tensor(Y))
     logged = run.history.steps[-1]["member_losses"]
     assert logged[0] == pytest.approx(wanted[0, :20].mean().item(), abs=0.15)  # whose batches mostly hold none
@@ -311,8 +311,8 @@ def test_a_number_for_a_split_is_not_taken_for_members_where_layers_have_numbers
     assert mheads.load(tmp_path / "run", small).net.num_members == 2  # whose config says split: 2
 
 
-def test_priors_of_a_wrong_shape_are_told_as_they_were_given():
-    with pytest.raises(UserError, match=r"priors of shape \[3, 200\], but there are 2 members and 150"):
+def test_sample_weights_of_a_wrong_shape_are_told_as_they_were_given():
+    with pytest.raises(UserError, match=r"sample weights of shape \[3, 200\], but there are 2 members and 150"):
         mheads.fit(
             mheads.TreeNet(small, members=2), train=(X, Y), validation=50, sampling=np.ones((3, 200)), show=False
         )
@@ -402,11 +402,11 @@ def test_a_label_that_is_no_class_number_does_not_fill_the_memory():
         from_arrays((np.zeros((20, 4), np.float32), y), None)
 
 
-def test_priors_of_all_examples_may_be_a_list():
+def test_sample_weights_of_all_examples_may_be_a_list():
     x, y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), np.arange(40) % 2
-    priors = np.random.default_rng(0).integers(1, 3, (2, 40))
+    sample_weights = np.random.default_rng(0).integers(1, 3, (2, 40))
     runs = [
         mheads.fit(mheads.TreeNet(lambda: nn.Linear(4, 2), 2), train=(x, y), iterations=2, sampling=given)
-        for given in (priors, priors.tolist())
+        for given in (sample_weights, sample_weights.tolist())
     ]
     assert runs[0].result == runs[1].result

@@ -50,7 +50,7 @@ LOSS = """
     def mine():
         factor = 1.0
 
-        def function(outputs, y, prior, ties):
+        def function(outputs, y, sample_weights, ties):
             losses = cross_entropies(outputs, y)
             return LossValue(factor * weighted(losses).sum(), torch.ones_like(losses), losses.detach())
 
@@ -184,7 +184,7 @@ def test_what_a_loss_holds_and_counts():
     def make(class_weights):
         calls = 0
 
-        def function(outputs, y, prior, ties):
+        def function(outputs, y, sample_weights, ties):
             nonlocal calls
             calls += 1
             return class_weights
@@ -215,7 +215,7 @@ class Options:
         self.power = power
         self.calls = 0
 
-    def loss(self, outputs, y, prior, ties):
+    def loss(self, outputs, y, sample_weights, ties):
         self.calls += 1
         return self.power
 

@@ -48,7 +48,7 @@ READERS = {
 @pytest.mark.parametrize("claimed", [(2**46,), (10**9, 10**9, 10**9), (-1,), (3, 4)])
 @pytest.mark.parametrize("reader", READERS)
 def test_a_header_that_claims_more_than_is_there_is_a_message(tmp_path, reader, claimed):
-    names = ("x_train", "y_train", "x_test", "y_test", "x", "priors", "answers")
+    names = ("x_train", "y_train", "x_test", "y_test", "x", "sample_weights", "answers")
     path = write_zip(tmp_path / "huge.npz", **dict.fromkeys(names, header(claimed)))
     with pytest.raises(UserError, match=r"huge\.npz.*(and 0 bytes are there|cannot be)"):
         READERS[reader](path)

@@ -38,9 +38,9 @@ class Regions:
         return TargetRows(owners, {"where": owners * 10}, counts)
 
 
-def regions_stream(prior=None):
+def regions_stream(sample_weights=None):
     loaded = SimpleNamespace(train=Regions(), preprocess=SimpleNamespace(has_mean_image=False))
-    return BatchStream(loaded, 0, 6, 2, prior)
+    return BatchStream(loaded, 0, 6, 2, sample_weights)
 
 
 def test_keys_that_break_ties_are_drawn_anew_in_every_step_of_every_seed():
@@ -88,7 +88,7 @@ def test_a_cut_has_its_part_of_everything():
         torch.arange(1, 5),
         torch.arange(8),
         lambda raw, dtype: raw,
-        prior=torch.arange(16).view(2, 8),
+        sample_weights=torch.arange(16).view(2, 8),
         ties=torch.arange(16, 32).view(2, 8),
         side={"where": torch.arange(80, 88)},
         first_input=1,
@@ -98,7 +98,7 @@ def test_a_cut_has_its_part_of_everything():
     assert part.inputs.tolist() == [2, 3]
     assert part.first_input == 0
     assert part.targets.tolist() == [2, 3, 4, 5]
-    assert part.prior.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
+    assert part.sample_weights.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert part.ties.tolist() == [[18, 19, 20, 21], [26, 27, 28, 29]]
     assert part.side["where"].tolist() == [82, 83, 84, 85]
     assert part.counts.tolist() == [3, 1]
@@ -106,11 +106,11 @@ def test_a_cut_has_its_part_of_everything():
     assert (last.inputs.tolist(), last.targets.tolist(), last.ties[0].tolist()) == ([3], [5], [21])
 
 
-def test_the_prior_of_an_example_is_that_of_all_its_rows():
-    prior = np.arange(40, dtype=np.float32).reshape(2, 20)
-    batch = regions_stream(prior).read(0)
-    np.testing.assert_array_equal(batch.prior.numpy(), prior[:, batch.targets.numpy()])
-    assert batch.prior.shape == batch.ties.shape == (2, int(batch.counts.sum()))
+def test_the_sample_weights_of_an_example_is_that_of_all_its_rows():
+    sample_weights = np.arange(40, dtype=np.float32).reshape(2, 20)
+    batch = regions_stream(sample_weights).read(0)
+    np.testing.assert_array_equal(batch.sample_weights.numpy(), sample_weights[:, batch.targets.numpy()])
+    assert batch.sample_weights.shape == batch.ties.shape == (2, int(batch.counts.sum()))
 
 
 def test_a_stream_of_some_inputs_has_them_at_their_place():
@@ -139,7 +139,7 @@ def test_what_the_lead_sends_is_the_batch_that_it_read(bagged):
         for name in ("targets", "ties", "counts"):
             assert torch.equal(getattr(found, name), getattr(batch, name)), name
         assert torch.equal(found.side["where"], batch.side["where"])
-        assert torch.equal(found.prior, batch.prior) if bagged else found.prior is None
+        assert torch.equal(found.sample_weights, batch.sample_weights) if bagged else found.sample_weights is None
         assert found.first_input == start
         assert torch.equal(found.inputs, batch.inputs[start:stop]) if stop else found.inputs is None
 

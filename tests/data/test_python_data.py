@@ -290,13 +290,13 @@ def test_weights_have_mean_one_over_what_is_trained_on():
     np.testing.assert_allclose(held.weights, kept / kept.mean(), rtol=1e-6)
 
 
-def test_weights_and_priors_are_multiplied_and_scaled_to_mean_one():
-    prior, weights = np.array([[2, 0, 1, 1]], np.float32), np.array([1, 5, 0, 3], np.float32)
-    np.testing.assert_allclose(data.multiply_weights(prior, weights, 1), [[1.6, 0, 0, 2.4]])
+def test_weights_and_sample_weights_are_multiplied_and_scaled_to_mean_one():
+    sample_weights, weights = np.array([[2, 0, 1, 1]], np.float32), np.array([1, 5, 0, 3], np.float32)
+    np.testing.assert_allclose(data.multiply_weights(sample_weights, weights, 1), [[1.6, 0, 0, 2.4]])
     np.testing.assert_allclose(data.multiply_weights(None, weights, 2), [weights / 2.25] * 2)
-    assert data.multiply_weights(prior, None, 1) is prior
+    assert data.multiply_weights(sample_weights, None, 1) is sample_weights
     with pytest.raises(UserError, match="member 0 would learn from examples of weight 0 only"):
-        data.multiply_weights(prior, np.array([0, 4, 0, 0], np.float32), 1)
+        data.multiply_weights(sample_weights, np.array([0, 4, 0, 0], np.float32), 1)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Orders and priors: functions of the seed, with the counts they promise."""
+"""Orders and sample weights: functions of the seed, with the counts they promise."""
 
 import itertools
 
@@ -55,7 +55,7 @@ def test_nothing_is_drawn_from_nothing():
 
 
 @pytest.mark.parametrize("name", ["bagging", "subset", "specialists"])
-def test_priors_have_mean_one_and_depend_on_the_seed_alone(name):
+def test_sample_weights_have_mean_one_and_depend_on_the_seed_alone(name):
     got = make(name)
     assert got.shape == (4, 600)
     assert got.dtype == np.float32
@@ -92,20 +92,20 @@ def test_a_tiny_fraction_is_one_example_for_each_member():
 
 
 @pytest.mark.parametrize("bagged", [False, True])
-def test_weights_of_examples_multiply_the_priors_which_have_mean_one_again(bagged):
+def test_weights_of_examples_multiply_the_sample_weights_which_have_mean_one_again(bagged):
     weights = np.random.default_rng(0).random(40).astype(np.float32)
-    prior = make("bagging", members=3, labels=np.zeros(40, int)) if bagged else None
-    found = multiply_weights(prior, weights, 3)
+    sample_weights = make("bagging", members=3, labels=np.zeros(40, int)) if bagged else None
+    found = multiply_weights(sample_weights, weights, 3)
     for m in range(3):
-        own = weights * (1 if prior is None else prior[m])
+        own = weights * (1 if sample_weights is None else sample_weights[m])
         np.testing.assert_allclose(found[m], own / own.mean(), rtol=1e-5)
-    assert multiply_weights(prior, None, 3) is prior
+    assert multiply_weights(sample_weights, None, 3) is sample_weights
 
 
 def test_a_member_whose_examples_all_have_weight_zero_is_named():
-    prior = np.array([[2, 2, 0, 0], [0, 0, 2, 2]], np.float32)
+    sample_weights = np.array([[2, 2, 0, 0], [0, 0, 2, 2]], np.float32)
     with pytest.raises(UserError, match="member 1 would learn from examples of weight 0 only"):
-        multiply_weights(prior, np.array([1, 1, 0, 0], np.float32), 2)
+        multiply_weights(sample_weights, np.array([1, 1, 0, 0], np.float32), 2)
 
 
 def test_random_specialists_share_out_all_classes_evenly():
@@ -136,7 +136,7 @@ def test_specialists_by_hand_own_the_classes_they_were_given():
         ("specialists", {"groups": [[0], [1], [2], [9]], "labels": LABELS % 9}, "no training example"),
     ],
 )
-def test_wrong_priors_are_refused_with_the_reason(name, options, words):
+def test_wrong_sample_weights_are_refused_with_the_reason(name, options, words):
     with pytest.raises(UserError, match=words):
         make(name, **options)
 
@@ -154,7 +154,7 @@ def test_classes_are_dealt_to_specialists_as_evenly_as_they_go(members, classes,
 
 
 @pytest.mark.parametrize("scale", [1, 3.7, 1.7e308, 1e-300, True])
-def test_priors_of_ones_own_are_scaled_to_mean_one(scale):
+def test_sample_weights_of_ones_own_are_scaled_to_mean_one(scale):
     weights = np.random.default_rng(0).random((4, 600)) * (LABELS != 3)
     weights = weights > 0.5 if scale is True else weights * scale
     got = make("array", given=weights)
@@ -177,26 +177,27 @@ def test_priors_of_ones_own_are_scaled_to_mean_one(scale):
         (lambda a: [[1], [1, 2]], "not numbers"),
     ],
 )
-def test_priors_that_cannot_be_used_are_refused(change, message):
+def test_sample_weights_that_cannot_be_used_are_refused(change, message):
     with pytest.raises(UserError, match=message):
         make("file", given=change(np.ones((4, 600))), where="mine.npz")
 
 
-def test_a_file_of_priors_is_read_from_npz_and_npy(tmp_path):
+def test_a_file_of_sample_weights_is_read_from_npz_and_npy(tmp_path):
     weights = np.random.default_rng(0).random((2, 5))
-    np.savez(tmp_path / "a.npz", priors=weights, other=0)
+    np.savez(tmp_path / "a.npz", sample_weights=weights, other=0)
     np.save(tmp_path / "b.npy", weights)
-    for name in ("a.npz", "b.npy"):
+    np.savez(tmp_path / "old.npz", priors=weights)
+    for name in ("a.npz", "b.npy", "old.npz"):
         np.testing.assert_array_equal(read_sample_weights(tmp_path / name), weights)
 
 
-def test_a_file_without_priors_is_refused(tmp_path):
+def test_a_file_without_sample_weights_is_refused(tmp_path):
     np.savez(tmp_path / "key.npz", weights=np.ones(3))
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
-    (tmp_path / "text.npz").write_text("priors")
+    (tmp_path / "text.npz").write_text("weights")
     (tmp_path / "empty.npy").touch()
     for name, message in {
-        "key.npz": r"has no array priors \(it has weights\); save it with",
+        "key.npz": r"has no array sample_weights \(it has weights\); save it with",
         "objects.npy": "cannot be read",
         "text.npz": "cannot be read",
         "empty.npy": "cannot be read",

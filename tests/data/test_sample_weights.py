@@ -24,31 +24,31 @@ def of_file(path):
 
 
 def bagged():
-    """The priors of sampling=bagging on the tiny data."""
+    """The sample weights of sampling=bagging on the tiny data."""
     labels = data.load("digits", limit=150).train.targets
     return data.draw_sample_weights("bagging", seed=0, members=3, labels=labels, num_classes=10)
 
 
 @pytest.fixture
-def priors(tmp_path):
+def sample_weights(tmp_path):
     path = tmp_path / "mine.npz"
-    np.savez(path, priors=bagged() * 4)  # any scale
+    np.savez(path, sample_weights=bagged() * 4)  # any scale
     return path
 
 
 @pytest.fixture(scope="module")
 def bagging(tmp_path_factory):
-    """A run with priors that mheads draws itself."""
+    """A run with sample weights that mheads draws itself."""
     run = tmp_path_factory.mktemp("bagging") / "run"
     assert process("train", *TINY, "sampling=bagging", "--run", run).code == 0
     return run
 
 
-def test_priors_from_a_file_give_the_bits_of_the_same_ones_drawn_here_even_after_a_kill(
-    tmp_path, priors, bagging, mheads
+def test_sample_weights_from_a_file_give_the_bits_of_the_same_ones_drawn_here_even_after_a_kill(
+    tmp_path, sample_weights, bagging, mheads
 ):
     run = tmp_path / "run"
-    command = ["train", *TINY, *of_file(priors), "--run", run]
+    command = ["train", *TINY, *of_file(sample_weights), "--run", run]
     stop = (signal.SIGKILL, "os.rename", ".step-00000008")
     assert process(*command, stop=stop).code == -signal.SIGKILL
     assert mheads(*command).code == 0
@@ -56,32 +56,32 @@ def test_priors_from_a_file_give_the_bits_of_the_same_ones_drawn_here_even_after
 
 
 @pytest.mark.parametrize("placement", ["placement={trunk: 0}", "data.reader=lead"])
-def test_priors_from_a_file_give_the_same_bits_on_ranks(tmp_path, priors, bagging, placement):
-    done = ranks(2, "train", *TINY, *of_file(priors), placement, "--run", tmp_path / "run")
+def test_sample_weights_from_a_file_give_the_same_bits_on_ranks(tmp_path, sample_weights, bagging, placement):
+    done = ranks(2, "train", *TINY, *of_file(sample_weights), placement, "--run", tmp_path / "run")
     assert [d.code for d in done] == [0, 0], done[0].err
     assert_same_run(tmp_path / "run", bagging)
 
 
-def test_ranks_with_other_priors_are_refused(tmp_path, priors):
-    np.savez(tmp_path / "other.npz", priors=1 + bagged())
+def test_ranks_with_other_sample_weights_are_refused(tmp_path, sample_weights):
+    np.savez(tmp_path / "other.npz", sample_weights=1 + bagged())
     each = {1: [f"sampling.path={tmp_path / 'other.npz'}"]}
-    done = ranks(2, "train", *TINY, *of_file(priors), "--run", tmp_path / "run", each=each)
+    done = ranks(2, "train", *TINY, *of_file(sample_weights), "--run", tmp_path / "run", each=each)
     assert [d.code for d in done] == [2, 2]
-    assert "rank 1 has another digest of the priors" in done[0].err
+    assert "rank 1 has another digest of the sample weights" in done[0].err
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_does_not_go_on_with_other_priors(tmp_path, priors, mheads):
-    command = ["train", *TINY, *of_file(priors), "--run", tmp_path / "run"]
+def test_a_run_does_not_go_on_with_other_sample_weights(tmp_path, sample_weights, mheads):
+    command = ["train", *TINY, *of_file(sample_weights), "--run", tmp_path / "run"]
     assert mheads(*command).code == 0
     before = weights(tmp_path / "run")
-    np.savez_compressed(priors, priors=bagged())  # the same in another file
+    np.savez_compressed(sample_weights, sample_weights=bagged())  # the same in another file
     assert "is finished" in mheads(*command).out
-    np.savez(priors, priors=bagged() + 1)
+    np.savez(sample_weights, sample_weights=bagged() + 1)
     for more in ([], ["optim.iterations=20"]):
         done = mheads(*command, *more)
         assert done.code == 2
-        assert f"the priors of {priors}: " in done.err and " there, " in done.err
+        assert f"the sample weights of {sample_weights}: " in done.err and " there, " in done.err
     assert weights(tmp_path / "run") == before
 
 
@@ -106,7 +106,7 @@ def test_sampling_that_lacks_something_is_refused_and_nothing_is_written(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_fit_takes_an_array_of_priors():
+def test_fit_takes_an_array_of_sample_weights():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(60, 8)).astype(np.float32), rng.integers(3, size=60)
 

@@ -148,7 +148,7 @@ def regions_batch(members, dtype=torch.float64, seed=0):
         torch.randn(6, 2, 8, 8, generator=generator, dtype=dtype),
         torch.randint(3, (rows,), generator=generator),
         lambda raw, dtype: raw.to(dtype),
-        prior=(torch.rand(members, rows, generator=generator) > 0.3).to(dtype),
+        sample_weights=(torch.rand(members, rows, generator=generator) > 0.3).to(dtype),
         ties=torch.rand(members, rows, generator=generator),
         side={"where": torch.randint(6, (rows, 2), generator=generator)},
         counts=counts,
@@ -163,7 +163,7 @@ def test_a_batch_is_cut_between_examples_with_all_their_rows():
     assert torch.equal(part.inputs, batch.inputs[1:4])
     assert torch.equal(part.targets, batch.targets[3:10])
     assert torch.equal(part.side["where"], batch.side["where"][3:10])
-    assert torch.equal(part.prior, batch.prior[:, 3:10])
+    assert torch.equal(part.sample_weights, batch.sample_weights[:, 3:10])
     assert torch.equal(part.cut(1, 2).targets, batch.targets[4:8])
     assert batch.cut(4, 5).num_rows == 0
 
@@ -177,10 +177,10 @@ def test_gradients_of_regions_are_those_of_autograd(split, loss):
             module.p = 0.0
     batch = regions_batch(3)
     report, found = engine_gradients(net, loss, batch, micro_batches=4)
-    value = loss(net(batch.inputs, batch.side_inputs()), batch.targets, batch.prior, batch.ties)
+    value = loss(net(batch.inputs, batch.side_inputs()), batch.targets, batch.sample_weights, batch.ties)
     (value.total / 15).backward()
     assert report.loss == pytest.approx(value.total.item() / 15, rel=1e-12)
-    torch.testing.assert_close(report.losses * (batch.prior > 0), value.losses * (batch.prior > 0))
+    torch.testing.assert_close(report.losses * (batch.sample_weights > 0), value.losses * (batch.sample_weights > 0))
     for name, stage in net.stages.items():
         for got, parameter in zip(found[name], stage.parameters(), strict=True):
             torch.testing.assert_close(got, parameter.grad, rtol=1e-10, atol=1e-12)

@@ -20,9 +20,9 @@ from mheads.losses import Loss, LossValue
 from mheads.runs.metrics_log import History
 
 
-def batch_of(rows, prior=None):
+def batch_of(rows, sample_weights=None):
     x, y = torch.zeros(rows, 2), torch.zeros(rows, dtype=torch.int64)
-    return Batch(x, y, Preprocess(), prior=prior)
+    return Batch(x, y, Preprocess(), sample_weights=sample_weights)
 
 
 def report_of(assignment, own=None):
@@ -56,19 +56,19 @@ def test_a_mixture_counts_as_won_by_whoever_learns_most_and_its_losers_add_to_th
 
 def test_losses_are_those_of_the_examples_that_a_member_may_learn_from():
     found = Diagnostics(2)
-    prior = torch.tensor([[2.0, 0, 0], [1, 1, 1]])
-    found.add(report_of(prior.tolist(), [[3.0, 9, 9], [1, 2, 3]]), batch_of(3, prior), 1.0)
+    sample_weights = torch.tensor([[2.0, 0, 0], [1, 1, 1]])
+    found.add(report_of(sample_weights.tolist(), [[3.0, 9, 9], [1, 2, 3]]), batch_of(3, sample_weights), 1.0)
     assert found.line(1, 0.1, [0, 0])["member_losses"] == [3.0, 2.0]
 
 
 def test_a_win_is_not_a_matter_of_what_an_example_weighs():
     """Priors are scaled to mean 1: a member that may learn from much has the lowest weight everywhere."""
     found = Diagnostics(3)
-    prior = torch.tensor([[1.0, 1, 1, 1], [0, 0, 2, 2], [1.3, 1.7, 0.7, 0]])
+    sample_weights = torch.tensor([[1.0, 1, 1, 1], [0, 0, 2, 2], [1.3, 1.7, 0.7, 0]])
     learned = torch.tensor([[1.1, 0.1, 1.1, 1.1], [0.1, 0.1, 1.1, 0.1], [1.1, 1.1, 0.1, 0.1]])  # k=2 and ce_weight 0.1
-    found.add(report_of((prior * learned).tolist()), batch_of(4, prior), 1.0)
+    found.add(report_of((sample_weights * learned).tolist()), batch_of(4, sample_weights), 1.0)
     assert found.line(1, 0.1, [0, 0, 0])["wins"] == [0.75, 0.25, 0.5]
-    found.add(report_of(prior.tolist()), batch_of(4, prior), 1.0)  # all learn from all that they may
+    found.add(report_of(sample_weights.tolist()), batch_of(4, sample_weights), 1.0)  # all learn from all that they may
     assert found.line(2, 0.1, [0, 0, 0])["wins"] == [1.0, 0.5, 0.75]
     assert found.fallen_idle(1) == []
 

@@ -75,13 +75,15 @@ def dropout_net() -> nn.Sequential:
     )
 
 
-def batch_of(rows: int, members: int, dtype=torch.float64, prior=None, seed: int = 0, channels: int = 2) -> Batch:
+def batch_of(
+    rows: int, members: int, dtype=torch.float64, sample_weights=None, seed: int = 0, channels: int = 2
+) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     return Batch(
         torch.randn(rows, channels, 6, 6, generator=generator, dtype=dtype),
         torch.randint(5, (rows,), generator=generator),
         lambda raw, dtype: canonical(raw.to(dtype)),
-        prior=prior,
+        sample_weights=sample_weights,
         ties=torch.rand(members, rows, generator=generator),
     )
 
@@ -90,7 +92,7 @@ def plain_gradients(net, loss, batch):
     """One big module, one backward."""
     net.train()
     dtype = next(net.parameters()).dtype
-    value = loss(net(batch.inputs.to(dtype)), batch.targets, batch.prior, batch.ties)
+    value = loss(net(batch.inputs.to(dtype)), batch.targets, batch.sample_weights, batch.ties)
     (value.total / len(batch)).backward()
     grads = {name: [p.grad for p in stage.parameters()] for name, stage in net.stages.items()}
     net.zero_grad()
@@ -121,13 +123,13 @@ def test_gradients_equal_plain_autograd_on_one_big_module(name, tree):
 
 @pytest.mark.parametrize("name", ["independent", "mcl k=1", "mcl k=2", "mcl + ce"])
 @pytest.mark.parametrize("tree", ["independent", "split", "nested"])
-def test_gradients_with_priors_equal_plain_autograd_though_rows_are_left_out(name, tree):
+def test_gradients_with_sample_weights_equal_plain_autograd_though_rows_are_left_out(name, tree):
     net = TreeNet(conv_net, tree=TREES[tree]).double()
-    prior = torch.zeros(3, 60, dtype=torch.float64)
-    prior[0, ::4] = 4
-    prior[1] = torch.tensor([0.25, 1.75]).repeat(30)
-    prior[2, :20] = 3  # nothing at all in some micro-batches
-    batch = batch_of(60, 3, prior=prior)
+    sample_weights = torch.zeros(3, 60, dtype=torch.float64)
+    sample_weights[0, ::4] = 4
+    sample_weights[1] = torch.tensor([0.25, 1.75]).repeat(30)
+    sample_weights[2, :20] = 3  # nothing at all in some micro-batches
+    batch = batch_of(60, 3, sample_weights=sample_weights)
     _, got = engine_gradients(net, LOSSES[name], batch)
     _, expected = plain_gradients(net, LOSSES[name], batch)
     assert_same_gradients(got, expected)
@@ -137,9 +139,9 @@ def test_rows_of_weight_zero_are_not_computed():
     net = TreeNet(conv_net, members=2).double()
     seen = []
     net.member(0).conv1.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    prior = torch.ones(2, 64, dtype=torch.float64)
-    prior[0, 10:] = 0
-    engine_gradients(net, losses.independent(), batch_of(64, 2, prior=prior), micro_batches=1)
+    sample_weights = torch.ones(2, 64, dtype=torch.float64)
+    sample_weights[0, 10:] = 0
+    engine_gradients(net, losses.independent(), batch_of(64, 2, sample_weights=sample_weights), micro_batches=1)
     assert seen == [12]  # ten rows, padded to a multiple of four
 
 
@@ -590,24 +592,24 @@ def two_norms() -> nn.Sequential:
 @pytest.mark.parametrize("name", ["independent", "mcl k=2"])
 def test_statistics_of_a_members_own_stage_are_those_of_the_rows_that_it_learns_from(tree, name):
     net, reference = (TreeNet(two_norms, tree=tree).double().train() for _ in range(2))
-    prior = torch.zeros(3, 26, dtype=torch.float64)
-    prior[0, ::2] = 2  # an odd number of rows, in each half too
-    prior[1] = 1
-    prior[2, [3, 5, 9, 14, 20, 25]] = 4
-    batch = batch_of(26, 3, prior=prior)
+    sample_weights = torch.zeros(3, 26, dtype=torch.float64)
+    sample_weights[0, ::2] = 2  # an odd number of rows, in each half too
+    sample_weights[1] = 1
+    sample_weights[2, [3, 5, 9, 14, 20, 25]] = 4
+    batch = batch_of(26, 3, sample_weights=sample_weights)
     _, got = engine_gradients(net, LOSSES[name], batch, micro_batches=1, accumulate=2)
     for start, stop in cuts(26, 2):
         part = batch.cut(start, stop)
         given = {None: part.inputs}
         for node in reference.tree.nodes.values():
             stage, h = reference.stage(node.name), given[node.parent]
-            seen = part.prior[node.members[0]] > 0
+            seen = part.sample_weights[node.members[0]] > 0
             if node.children:
                 given[node.name] = stage(h)
             else:
                 given[node.name] = torch.zeros(len(part), 5, dtype=h.dtype).index_put((seen,), stage(h[seen]))
         outputs = torch.stack([given[leaf.name] for leaf in reference.tree.leaves])
-        (LOSSES[name](outputs, part.targets, part.prior, part.ties).total / 26).backward()
+        (LOSSES[name](outputs, part.targets, part.sample_weights, part.ties).total / 26).backward()
     assert_same_gradients(got, {n: [p.grad for p in s.parameters()] for n, s in reference.stages.items()}, rtol=1e-11)
     for buffer, expected in zip(net.buffers(), reference.buffers(), strict=True):
         torch.testing.assert_close(buffer, expected, rtol=1e-12, atol=1e-12)
@@ -616,9 +618,9 @@ def test_statistics_of_a_members_own_stage_are_those_of_the_rows_that_it_learns_
 @pytest.mark.parametrize("seen", [0, 1])
 def test_a_member_with_fewer_than_two_rows_takes_the_statistics_of_the_batch(seen):
     net, reference = (TreeNet(two_norms, members=2).double().train() for _ in range(2))
-    prior = torch.ones(2, 12, dtype=torch.float64)
-    prior[1, seen:] = 0
-    batch = batch_of(12, 2, prior=prior)
+    sample_weights = torch.ones(2, 12, dtype=torch.float64)
+    sample_weights[1, seen:] = 0
+    batch = batch_of(12, 2, sample_weights=sample_weights)
     _, got = engine_gradients(net, losses.independent(), batch, micro_batches=1)
     _, expected = plain_gradients(reference, losses.independent(), batch)
     assert_same_gradients(got, expected)
@@ -752,8 +754,8 @@ def test_members_may_give_more_than_scores():
         def forward(self, x):
             return {"scores": self.scores(x), "boxes": self.boxes(x)}
 
-    def both(outputs, y, prior, ties):
-        value = losses.independent()(outputs["scores"], y, prior, ties)
+    def both(outputs, y, sample_weights, ties):
+        value = losses.independent()(outputs["scores"], y, sample_weights, ties)
         total = value.total + outputs["boxes"].square().sum()
         return losses.LossValue(total, value.assignment, value.losses)
 
@@ -966,10 +968,10 @@ def test_side_inputs_are_cut_with_the_rows_and_stay_with_them(name):
         torch.randint(3, (40,)),
         torch.randn(40, 5, dtype=torch.float64),
     )
-    prior = (torch.rand(4, 40) > 0.3).double()
-    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype), prior, torch.rand(4, 40), {"shift": shift})
+    sample_weights = (torch.rand(4, 40) > 0.3).double()
+    batch = Batch(x, y, lambda raw, dtype: raw.to(dtype), sample_weights, torch.rand(4, 40), {"shift": shift})
     _, got = engine_gradients(net, LOSSES[name], batch)
-    value = LOSSES[name](net(x, {"shift": shift}), y, prior, batch.ties)
+    value = LOSSES[name](net(x, {"shift": shift}), y, sample_weights, batch.ties)
     (value.total / 40).backward()
     assert_same_gradients(got, {n: [p.grad for p in s.parameters()] for n, s in net.stages.items()})
 

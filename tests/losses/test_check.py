@@ -16,7 +16,7 @@ from mheads.losses import check as promises
 
 X = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 Y = np.arange(40) % 3
-PRIOR = np.random.default_rng(1).uniform(0.5, 1.5, size=(3, 40)).astype(np.float32)
+WEIGHTS = np.random.default_rng(1).uniform(0.5, 1.5, size=(3, 40)).astype(np.float32)
 
 
 def linear():
@@ -33,21 +33,21 @@ def entropies(outputs, y):
     return torch.stack([F.cross_entropy(o, y, reduction="none") for o in outputs])
 
 
-def with_best(outputs, y, prior, ties, others=0.0):
+def with_best(outputs, y, sample_weights, ties, others=0.0):
     """The best member learns, and the others by a part of it."""
     found = entropies(outputs, y)
     best = F.one_hot(found.argmin(0), len(found)).T.to(found)
-    total = ((best + others) * found * (1 if prior is None else prior)).sum()
+    total = ((best + others) * found * (1 if sample_weights is None else sample_weights)).sum()
     return LossValue(total, best, found)
 
 
-def leaking(outputs, y, prior, ties):
-    return with_best(outputs, y, prior, ties, others=0.1)
+def leaking(outputs, y, sample_weights, ties):
+    return with_best(outputs, y, sample_weights, ties, others=0.1)
 
 
-def all_learn(outputs, y, prior, ties):
+def all_learn(outputs, y, sample_weights, ties):
     found = entropies(outputs, y)
-    weights = torch.ones_like(found) if prior is None else prior
+    weights = torch.ones_like(found) if sample_weights is None else sample_weights
     return LossValue((weights * found).sum(), weights, found)
 
 
@@ -56,11 +56,11 @@ def away_from_the_mean(outputs, y):
     return entropies(outputs, y) - 0.5 * (outputs - outputs.mean(0)).square().mean(-1)
 
 
-def twice(outputs, y, prior, ties):
-    return entropies(outputs, y) * (1 if prior is None else prior)
+def twice(outputs, y, sample_weights, ties):
+    return entropies(outputs, y) * (1 if sample_weights is None else sample_weights)
 
 
-def without_priors(outputs, y):
+def without_sample_weights(outputs, y):
     return all_learn(outputs, y, None, None)
 
 
@@ -70,9 +70,9 @@ def without_priors(outputs, y):
         (Loss("mine", leaking, winners=1), {}, "promises winners=1.*gives gradients to members whose assignment is 0"),
         (Loss("mine", all_learn, winners=2), {}, "promises winners=2.*assigns more"),
         (Loss("mine", away_from_the_mean, separable=True), {}, "promises separable=True"),
-        (Loss("mine", twice), {"sampling": PRIOR}, "counts the priors and weights of examples twice"),
-        (Loss("mine", without_priors), {"sampling": PRIOR}, "does not look at the priors"),
-        (Loss("mine", without_priors), {"weights": PRIOR[0]}, "does not look at the priors"),
+        (Loss("mine", twice), {"sampling": WEIGHTS}, "counts the sample weights twice"),
+        (Loss("mine", without_sample_weights), {"sampling": WEIGHTS}, "does not look at the sample weights"),
+        (Loss("mine", without_sample_weights), {"weights": WEIGHTS[0]}, "does not look at the sample weights"),
     ],
 )
 def test_a_loss_that_breaks_its_promise_is_refused(loss, kwargs, said):
@@ -83,11 +83,11 @@ def test_a_loss_that_breaks_its_promise_is_refused(loss, kwargs, said):
 @pytest.mark.parametrize(
     ("mine", "known", "kwargs"),
     [
-        (Loss("mine", with_best, winners=1), losses.mcl(k=1), {"sampling": PRIOR}),
-        (Loss("mine", all_learn), losses.independent(), {"sampling": PRIOR}),
-        (Loss("mine", entropies, separable=True), losses.independent(), {"weights": PRIOR[0]}),
-        (Loss("mine", twice), losses.independent(), {}),  # there are no priors to count
-        (Loss("mine", without_priors), losses.independent(), {}),
+        (Loss("mine", with_best, winners=1), losses.mcl(k=1), {"sampling": WEIGHTS}),
+        (Loss("mine", all_learn), losses.independent(), {"sampling": WEIGHTS}),
+        (Loss("mine", entropies, separable=True), losses.independent(), {"weights": WEIGHTS[0]}),
+        (Loss("mine", twice), losses.independent(), {}),  # there are no sample weights to count
+        (Loss("mine", without_sample_weights), losses.independent(), {}),
     ],
 )
 def test_one_that_keeps_it_trains_as_the_known_one_does(mine, known, kwargs):
@@ -95,15 +95,15 @@ def test_one_that_keeps_it_trains_as_the_known_one_does(mine, known, kwargs):
     assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
 
 
-def who_may(outputs, y, prior, ties):
-    """Of priors that are 0 or 1 this is enough."""
+def who_may(outputs, y, sample_weights, ties):
+    """Of sample weights that are 0 or 1 this is enough."""
     found = entropies(outputs, y)
-    may = torch.ones_like(found) if prior is None else (prior > 0).to(found)
+    may = torch.ones_like(found) if sample_weights is None else (sample_weights > 0).to(found)
     return LossValue((may * found).sum(), may, found)
 
 
-def test_to_ask_who_may_learn_is_to_look_at_the_priors():
-    assert trained(Loss("mine", who_may), sampling=(PRIOR > 1).astype(np.float32))
+def test_to_ask_who_may_learn_is_to_look_at_the_sample_weights():
+    assert trained(Loss("mine", who_may), sampling=(WEIGHTS > 1).astype(np.float32))
 
 
 KNOWN = [make() for name, make in losses.LOSSES.items() if name != "scored"]  # which needs scores

@@ -38,10 +38,10 @@ def test_total_assignment_and_gradient_are_those_of_numpy(k, beta, some_may_not)
     generator = torch.Generator().manual_seed(k)
     z = torch.randn(M, B, C, generator=generator, dtype=torch.float64)
     y = torch.randint(C, (B,), generator=generator)
-    prior = torch.randint(3, (M, B), generator=generator).double() if some_may_not else None
-    w = np.ones((M, B)) if prior is None else prior.numpy()
+    sample_weights = torch.randint(3, (M, B), generator=generator).double() if some_may_not else None
+    w = np.ones((M, B)) if sample_weights is None else sample_weights.numpy()
     loss = losses.confident(k=k, beta=beta)
-    value = loss(z.requires_grad_(), y, prior)
+    value = loss(z.requires_grad_(), y, sample_weights)
     total, won = reference(z.detach().numpy(), y.numpy(), k, beta, w)
     assert value.total.item() == pytest.approx(total, rel=1e-12)
     np.testing.assert_array_equal(value.assignment, won)
@@ -51,7 +51,7 @@ def test_total_assignment_and_gradient_are_those_of_numpy(k, beta, some_may_not)
         up, down = (reference(z.detach().numpy() + s * step, y.numpy(), k, beta, w)[0] for s in (1, -1))
         assert gradient.flatten()[at].item() == pytest.approx((up - down) / 2e-6, rel=1e-6, abs=1e-9)
     if some_may_not:
-        assert (gradient[prior == 0] == 0).all()
+        assert (gradient[sample_weights == 0] == 0).all()
 
 
 def test_the_assignment_is_the_one_with_the_smallest_loss():

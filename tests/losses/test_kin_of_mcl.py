@@ -74,15 +74,15 @@ RULES = {
 def test_weights_total_and_gradient_are_those_of_numpy(name, some_may_not):
     loss, weights = RULES[name]
     outputs, y = made()
-    prior = None
+    sample_weights = None
     ce = cross_entropies(outputs, y)
     if some_may_not:  # nobody may learn from example 0, one member from 1, two from 2
-        prior = 0.5 + torch.rand(M, B, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        sample_weights = 0.5 + torch.rand(M, B, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         for i, able in enumerate((0, 1, 2)):
-            prior[able:, i] = 0
-    w = np.ones((M, B)) if prior is None else prior.numpy()
+            sample_weights[able:, i] = 0
+    w = np.ones((M, B)) if sample_weights is None else sample_weights.numpy()
     expected = weights(np.where(w > 0, ce, np.inf)) * w
-    value = loss(outputs.requires_grad_(), y, prior)
+    value = loss(outputs.requires_grad_(), y, sample_weights)
     np.testing.assert_allclose(value.assignment, expected, rtol=1e-12)
     assert value.total.item() == pytest.approx((expected * ce).sum(), rel=1e-12)
     (gradient,) = torch.autograd.grad(value.total, outputs)
@@ -106,14 +106,14 @@ def test_weights_of_an_example_add_to_one_whatever_the_losses(
     generator = torch.Generator().manual_seed(seed)
     outputs = torch.randn(members, 8, 2, generator=generator) * scale
     y = torch.zeros(8, 2)
-    prior = (torch.rand(members, 8, generator=generator) >= absent).float()
+    sample_weights = (torch.rand(members, 8, generator=generator) >= absent).float()
     loss = losses.annealed(temperature, floor, of="mae", until=until)
     for rule in (loss, losses.annealed(temperature, floor, "linear", until, of="mae"), losses.evolving(until, of="mae"),
                  losses.relaxed(0.3, of="mae")):  # fmt: skip
-        value = rule.at(at, 20, members)(outputs, y, prior)
+        value = rule.at(at, 20, members)(outputs, y, sample_weights)
         assert torch.isfinite(value.assignment).all()
-        assert (value.assignment[prior == 0] == 0).all()
-        somebody = (prior.sum(0) > 0).float()
+        assert (value.assignment[sample_weights == 0] == 0).all()
+        somebody = (sample_weights.sum(0) > 0).float()
         torch.testing.assert_close(value.assignment.sum(0), somebody, atol=1e-5, rtol=0)
 
 
@@ -188,10 +188,10 @@ def test_the_engine_teaches_a_tree_of_numbers_what_autograd_does(name, at, bagge
     x = torch.randn(23, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(23, 2, generator=generator, dtype=torch.float64)
     ties = torch.rand(3, 23, generator=generator)
-    prior = torch.randint(3, (3, 23), generator=generator).double() if bagged else None
+    sample_weights = torch.randint(3, (3, 23), generator=generator).double() if bagged else None
     loss = losses.LOSSES[name](of="mae").at(at, 20, 3)
-    report, found = engine_gradients(net, loss, Batch(x, y, Preprocess(), prior, ties))
-    value = loss(net(x), y, prior, ties)
+    report, found = engine_gradients(net, loss, Batch(x, y, Preprocess(), sample_weights, ties))
+    value = loss(net(x), y, sample_weights, ties)
     assert report.loss == pytest.approx(value.total.item() / 23, rel=1e-12)
     named = [(stage, p) for stage in found for p in net.stage(stage).parameters()]
     expected = torch.autograd.grad(value.total / 23, [p for _, p in named])

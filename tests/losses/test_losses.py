@@ -124,44 +124,44 @@ def test_keys_never_reorder_close_losses():
         assert assign(close, 1, ties=ties)[:, 0].tolist() == [1, 0]
 
 
-def test_members_whose_prior_is_zero_are_never_chosen():
+def test_members_whose_sample_weights_is_zero_are_never_chosen():
     outputs, y = problem(5)
-    prior = torch.ones(M, B, dtype=torch.float64)
-    prior[1:, 0] = 0
-    prior[:, 1] = 0
-    prior[0, 2] = 2.5
-    value = losses.mcl(k=2)(outputs, y, prior=prior)
+    sample_weights = torch.ones(M, B, dtype=torch.float64)
+    sample_weights[1:, 0] = 0
+    sample_weights[:, 1] = 0
+    sample_weights[0, 2] = 2.5
+    value = losses.mcl(k=2)(outputs, y, sample_weights=sample_weights)
     assert value.assignment[:, 0].tolist() == [1, 0, 0, 0]
     assert value.assignment[:, 1].sum() == 0
     assert value.assignment[0, 2] in (0.0, 2.5)
 
 
-def test_priors_weight_all_of_a_mixture():
+def test_sample_weights_weight_all_of_a_mixture():
     """(a + 0.3) w l: who did not win an example learns 0.3 w of it, nothing where w is 0; by numpy."""
     generator = torch.Generator().manual_seed(4)
     outputs = torch.randn(3, 20, 5, generator=generator, dtype=torch.float64)
     y = torch.randint(5, (20,), generator=generator)
-    prior = torch.randint(0, 4, (3, 20), generator=generator).double()
-    value = losses.mcl(k=1, ce_weight=0.3)(outputs, y, prior)
-    logits, w = outputs.numpy(), prior.numpy()
+    sample_weights = torch.randint(0, 4, (3, 20), generator=generator).double()
+    value = losses.mcl(k=1, ce_weight=0.3)(outputs, y, sample_weights)
+    logits, w = outputs.numpy(), sample_weights.numpy()
     ce = np.log(np.exp(logits).sum(-1)) - logits[:, np.arange(20), y.numpy()]
     won = (np.where(w > 0, ce, np.inf).argmin(0) == np.arange(3)[:, None]) * (w > 0)
     np.testing.assert_allclose(value.assignment.numpy(), (won + 0.3) * w, rtol=1e-12)
     assert value.total.item() == pytest.approx(((won + 0.3) * w * ce).sum(), rel=1e-12)
 
 
-def test_priors_weight_the_independent_loss():
+def test_sample_weights_weight_the_independent_loss():
     outputs, y = problem(6)
-    prior = torch.rand(M, B, dtype=torch.float64)
-    value = losses.independent()(outputs, y, prior=prior)
-    assert value.total.item() == pytest.approx((prior * value.losses).sum().item())
+    sample_weights = torch.rand(M, B, dtype=torch.float64)
+    value = losses.independent()(outputs, y, sample_weights=sample_weights)
+    assert value.total.item() == pytest.approx((sample_weights * value.losses).sum().item())
 
 
 @pytest.mark.parametrize("name", ["score", "prob"])
-def test_averaged_losses_refuse_priors(name):
+def test_averaged_losses_refuse_sample_weights(name):
     outputs, y = problem()
     with pytest.raises(UserError, match="sampling must be full"):
-        ALL[name](outputs, y, prior=torch.ones(M, B))
+        ALL[name](outputs, y, sample_weights=torch.ones(M, B))
 
 
 def test_averaging_gives_every_member_the_same_gradient_under_score_averaging():
@@ -223,8 +223,8 @@ def test_a_plain_function_of_outputs_and_labels_is_a_loss():
     outputs, y = problem(11)
     outputs.requires_grad_()
     loss, expected = losses.Loss("mine", own_cross_entropies), losses.independent()
-    for prior in (None, torch.rand(M, B, dtype=torch.float64)):
-        got, want = loss(outputs, y, prior), expected(outputs, y, prior)
+    for sample_weights in (None, torch.rand(M, B, dtype=torch.float64)):
+        got, want = loss(outputs, y, sample_weights), expected(outputs, y, sample_weights)
         assert got.total.item() == pytest.approx(want.total.item())
         torch.testing.assert_close(got.assignment, want.assignment)
         torch.testing.assert_close(got.losses, want.losses)
@@ -308,15 +308,15 @@ def test_losses_that_share_an_option_declare_it_alike():
 
 def test_a_function_gets_what_it_asks_for():
     outputs, y = problem(12)
-    prior, ties = torch.rand(M, B), torch.rand(M, B)
+    sample_weights, ties = torch.rand(M, B), torch.rand(M, B)
     seen = []
 
     def two(outputs, y, gamma=2.0):
         seen.append(gamma)
         return own_cross_entropies(outputs, y)
 
-    def three(outputs, y, prior=None):
-        seen.append(prior)
+    def three(outputs, y, sample_weights=None):
+        seen.append(sample_weights)
         return own_cross_entropies(outputs, y)
 
     def four(outputs, y, p, t):
@@ -324,10 +324,10 @@ def test_a_function_gets_what_it_asks_for():
         return own_cross_entropies(outputs, y)
 
     for function in (two, three, four):
-        losses.Loss("mine", function)(outputs, y, prior, ties)
+        losses.Loss("mine", function)(outputs, y, sample_weights, ties)
     assert seen[0] == 2.0
-    assert seen[1] is prior
-    assert seen[2][0] is prior
+    assert seen[1] is sample_weights
+    assert seen[2][0] is sample_weights
     assert seen[2][1] is ties
     for function in (lambda outputs: outputs, lambda a, b, c, d, e: a):
         with pytest.raises(UserError, match=r"'odd' asks for [15] arguments.*\(outputs, y\)"):

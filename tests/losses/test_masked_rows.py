@@ -20,13 +20,13 @@ def mlp():
 
 
 def case(seed=0):
-    """A tree in float64, a batch of numbers, and priors as bagging gives them: many are 0."""
+    """A tree in float64, a batch of numbers, and sample weights as bagging gives them: many are 0."""
     torch.manual_seed(seed)
     net = mheads.TreeNet(mlp, M).double()
     x, y = torch.randn(B, 5, dtype=torch.float64), torch.randn(B, 3, dtype=torch.float64)
-    prior = torch.from_numpy(np.random.default_rng(seed).poisson(1.0, (M, B)).astype(float))
-    assert (prior == 0).double().mean() > 0.2
-    batch = Batch(x, y, lambda raw, dtype: raw, prior=prior, ties=torch.rand(M, B))
+    sample_weights = torch.from_numpy(np.random.default_rng(seed).poisson(1.0, (M, B)).astype(float))
+    assert (sample_weights == 0).double().mean() > 0.2
+    batch = Batch(x, y, lambda raw, dtype: raw, sample_weights=sample_weights, ties=torch.rand(M, B))
     return net, batch
 
 
@@ -49,7 +49,7 @@ def centred(outputs, y):
 def dense(net, batch, losses):
     """The gradients of all members by plain autograd on all rows."""
     outputs = torch.stack([net.member(m)(batch.inputs) for m in range(M)])
-    total = (batch.prior * losses(outputs, batch.targets)).sum() / B
+    total = (batch.sample_weights * losses(outputs, batch.targets)).sum() / B
     total.backward()
     return total.item(), {name: p.grad for name, p in net.named_parameters()}
 
@@ -85,7 +85,7 @@ def test_a_member_loss_of_ones_own_sees_all_rows_too(of):
 
     def chosen(outputs, y):
         found = of(outputs, y)
-        order = found.detach().masked_fill(batch.prior == 0, torch.inf).argsort(0).argsort(0)
+        order = found.detach().masked_fill(batch.sample_weights == 0, torch.inf).argsort(0).argsort(0)
         return found * (order < 2)
 
     assert_equal(net, gradients, dense(net, batch, chosen)[1])
@@ -132,8 +132,8 @@ def test_a_loss_that_promises_to_mask_and_does_not_is_refused_before_training():
     with pytest.raises(UserError, match=r"loss 'own' promises masks=True, .* leave masks out"):
         with_bagging(Loss("own", negative_correlation, masks=True))
 
-    def masked(outputs, y, prior, ties):
-        weights = ones_or(prior, outputs[..., 0])
+    def masked(outputs, y, sample_weights, ties):
+        weights = ones_or(sample_weights, outputs[..., 0])
         there = (weights > 0)[..., None]
         mean = (outputs * there).sum(0) / there.sum(0).clamp_min(1)
         losses = (outputs - y).square().sum(-1) - LAMBDA * ((outputs - mean) * there).square().sum(-1)

@@ -25,11 +25,13 @@ def made(seed=0):
 @pytest.mark.parametrize("name", ["mcl", "relaxed", "evolving", "annealed"])
 def test_each_member_has_the_mean_over_its_wins(name, bagged):
     outputs, y = made()
-    prior = torch.randint(1, 3, (M, B), generator=torch.Generator().manual_seed(1)).double() if bagged else None
+    sample_weights = (
+        torch.randint(1, 3, (M, B), generator=torch.Generator().manual_seed(1)).double() if bagged else None
+    )
     ties = torch.rand(M, B)
     loss = losses.LOSSES[name](normalize="wins", of="mse").at(19, 20, M)
-    by_batch = losses.LOSSES[name](of="mse").at(19, 20, M)(outputs, y, prior, ties)
-    value = loss(outputs, y, prior, ties)
+    by_batch = losses.LOSSES[name](of="mse").at(19, 20, M)(outputs, y, sample_weights, ties)
+    value = loss(outputs, y, sample_weights, ties)
     torch.testing.assert_close(value.assignment, by_batch.assignment)  # who learns what is the same
     a, errors = by_batch.assignment.numpy(), (outputs.numpy() ** 2).mean(-1)
     means = [np.average(errors[m], weights=a[m]) for m in range(M)]
@@ -53,20 +55,20 @@ def test_the_mixture_and_the_scores_are_of_the_whole_batch():
 
 @pytest.mark.parametrize("name", ["mcl", "scored"])
 @pytest.mark.parametrize("zeros", [False, True])
-def test_what_all_members_learn_is_weighted_by_the_prior(name, zeros):
+def test_what_all_members_learn_is_weighted_by_the_sample_weights(name, zeros):
     """sum of w (B a / sum of w a) l, and of what does not depend on wins, w times it: all by numpy."""
     outputs, y = made(4)
-    prior = torch.randint(0 if zeros else 1, 4, (M, B), generator=torch.Generator().manual_seed(5)).double()
-    prior[:, 0] = 0 if zeros else 1  # an example that nobody may learn from
+    sample_weights = torch.randint(0 if zeros else 1, 4, (M, B), generator=torch.Generator().manual_seed(5)).double()
+    sample_weights[:, 0] = 0 if zeros else 1  # an example that nobody may learn from
     score = torch.randn(M, B, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    w, s, errors = prior.numpy(), score.numpy(), (outputs.numpy() ** 2).mean(-1)
+    w, s, errors = sample_weights.numpy(), score.numpy(), (outputs.numpy() ** 2).mean(-1)
     won = (np.where(w > 0, errors, np.inf).argmin(0) == np.arange(M)[:, None]) * (w > 0)
     if name == "mcl":
-        value = losses.mcl(k=1, ce_weight=0.3, normalize="wins", of="mse")(outputs, y, prior)
+        value = losses.mcl(k=1, ce_weight=0.3, normalize="wins", of="mse")(outputs, y, sample_weights)
         every = 0.3 * errors
     else:
         given = {"answer": outputs, "score": score}
-        value = losses.scored(k=1, score_weight=0.7, normalize="wins", of="mse")(given, y, prior)
+        value = losses.scored(k=1, score_weight=0.7, normalize="wins", of="mse")(given, y, sample_weights)
         every = 0.7 * (np.logaddexp(0, s) - won * s)  # -a log sigmoid(s) - (1 - a) log sigmoid(-s)
     shares = w * won / (w * won).sum(1, keepdims=True)
     expected = (B * shares * errors + w * every).sum()

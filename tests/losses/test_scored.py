@@ -53,10 +53,10 @@ def reference(answer, score, y, k, weight, w):
 def test_total_wins_and_gradients_are_those_of_numpy(k, some_may_not):
     outputs, y = outputs_of(k)
     generator = torch.Generator().manual_seed(5)
-    prior = torch.randint(3, (M, B), generator=generator).double() if some_may_not else None
-    w = np.ones((M, B)) if prior is None else prior.numpy()
+    sample_weights = torch.randint(3, (M, B), generator=generator).double() if some_may_not else None
+    w = np.ones((M, B)) if sample_weights is None else sample_weights.numpy()
     leaves = [t.requires_grad_() for t in outputs.values()]
-    value = losses.scored(k=k, score_weight=0.7)(outputs, y, prior)
+    value = losses.scored(k=k, score_weight=0.7)(outputs, y, sample_weights)
     answer, score = (t.detach().numpy() for t in leaves)
     total, won = reference(answer, score, y.numpy(), k, 0.7, w)
     assert value.total.item() == pytest.approx(total, rel=1e-12)
@@ -70,7 +70,7 @@ def test_total_wins_and_gradients_are_those_of_numpy(k, some_may_not):
             up, down = (reference(*one, y.numpy(), k, 0.7, w)[0] for one in moved)
             assert gradient.flatten()[at].item() == pytest.approx((up - down) / 2e-6, rel=1e-5, abs=1e-8)
         if some_may_not:
-            assert (gradient[prior == 0] == 0).all()
+            assert (gradient[sample_weights == 0] == 0).all()
 
 
 def test_weights_are_normalised_sigmoids_and_finite_for_scores_of_any_size():

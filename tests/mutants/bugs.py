@@ -47,8 +47,8 @@ AREAS: dict[str, list[File]] = {
                     "of=of)",
                 ),
                 Bug(
-                    "the prior of a plain function is ignored",
-                    "weights = ones_or(prior, found.detach())",
+                    "the sample weights of a plain function is ignored",
+                    "weights = ones_or(sample_weights, found.detach())",
                     "weights = ones_or(None, found.detach())",
                     tests="tests/losses/test_losses.py",
                 ),
@@ -76,22 +76,22 @@ AREAS: dict[str, list[File]] = {
                     "by_loss = losses.gather(0, by_key).argsort(dim=0, stable=True, descending=True)",
                 ),
                 Bug(
-                    "a member whose prior is 0 may win",
-                    "losses = losses.masked_fill(prior == 0, torch.inf)",
+                    "a member whose sample weight is 0 may win",
+                    "losses = losses.masked_fill(sample_weights == 0, torch.inf)",
                     "losses = losses.clone()",
                 ),
                 Bug(
                     "somebody wins the example that nobody may learn from",
-                    "return chosen if prior is None else chosen * (prior > 0)",
+                    "return chosen if sample_weights is None else chosen * (sample_weights > 0)",
                     "return chosen",
                 ),
                 Bug(
-                    "the mixture is not weighted by the prior",
+                    "the mixture is not weighted by the sample weights",
                     "assignment = (best + ce_weight) * weights",
                     "assignment = best * weights + ce_weight",
                 ),
                 Bug(
-                    "the mixture under wins is not weighted by the prior",
+                    "the mixture under wins is not weighted by the sample weights",
                     "normalized(best * weights, normalize) + ce_weight * weights",
                     "normalized(best * weights, normalize) + ce_weight",
                     tests="tests/losses/test_normalize.py",
@@ -143,8 +143,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "winners have the lowest cross-entropy",
-                    "won = assign(fixed - beta * far.detach(), k, prior, ties)",
-                    "won = assign(fixed, k, prior, ties)",
+                    "won = assign(fixed - beta * far.detach(), k, sample_weights, ties)",
+                    "won = assign(fixed, k, sample_weights, ties)",
                 ),
                 Bug("winners are pulled to equal probabilities too", "beta * (1 - won) * far", "beta * far"),
             ],
@@ -177,7 +177,7 @@ AREAS: dict[str, list[File]] = {
             'tests/losses/test_scored.py tests/losses/test_normalize.py -k "numpy or weighted_by or mixture"',
             [
                 Bug(
-                    "scores learn from examples of prior 0",
+                    "scores learn from examples of sample weight 0",
                     "score_weight * weights * learned",
                     "score_weight * learned",
                 ),
@@ -188,8 +188,8 @@ AREAS: dict[str, list[File]] = {
             "tests/losses/test_losses.py",
             [
                 Bug(
-                    "the prior is ignored",
-                    "total = losses.sum() if prior is None else (weights * losses).sum()",
+                    "the sample weights are ignored",
+                    "total = losses.sum() if sample_weights is None else (weights * losses).sum()",
                     "total = losses.sum()",
                 ),
             ],
@@ -240,7 +240,7 @@ AREAS: dict[str, list[File]] = {
                     "examples of a small weight teach nobody",
                     "learn = self.assignment[:, self.slices[i]] > 0 if",
                     "learn = self.assignment[:, self.slices[i]] >= 1 if",
-                    tests="tests/engine/test_engine.py -k with_priors",
+                    tests="tests/engine/test_engine.py -k with_sample_weights",
                 ),
                 Bug(
                     "a stage that learned nothing keeps the gradient of the step before",
@@ -255,10 +255,10 @@ AREAS: dict[str, list[File]] = {
                     tests='tests/data/test_side_inputs.py -k "autograd or cut"',
                 ),
                 Bug(
-                    "targets of a separable loss get the priors of all members",
-                    "None if batch.prior is None else batch.prior[which]",
-                    "None if batch.prior is None else batch.prior[:1]",
-                    tests="tests/engine/test_engine.py -k with_priors",
+                    "targets of a separable loss get the sample weights of all members",
+                    "None if batch.sample_weights is None else batch.sample_weights[which]",
+                    "None if batch.sample_weights is None else batch.sample_weights[:1]",
+                    tests="tests/engine/test_engine.py -k with_sample_weights",
                 ),
                 Bug(
                     "the larger cuts come last",
@@ -295,7 +295,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/engine/rows.py",
-            "tests/engine/test_engine.py tests/engine/test_tape.py -k 'with_priors or rows_pad or combine'",
+            "tests/engine/test_engine.py tests/engine/test_tape.py -k 'with_sample_weights or rows_pad or combine'",
             [
                 Bug(
                     "filling rows keep their gradient",
@@ -526,10 +526,10 @@ AREAS: dict[str, list[File]] = {
                     "starts = range(0, len(split) - rows + 1, rows)",
                 ),
                 Bug("ties are cut by examples", "self.ties[:, rows],", "self.ties[:, start:stop],"),
-                Bug("the prior is not cut", "self.prior[:, rows],", "self.prior,"),
+                Bug("the sample weights are not cut", "self.sample_weights[:, rows],", "self.sample_weights,"),
                 Bug(
-                    "priors of examples are taken for those of rows",
-                    "if prior is not None and target_rows.counts is not None",
+                    "sample weights of examples are taken for those of rows",
+                    "if sample_weights is not None and target_rows.counts is not None",
                     "if False",
                 ),
                 Bug(
@@ -1123,8 +1123,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "the main rank keeps the keys that break ties for itself",
-                    'SENT = ("targets", "prior", "ties", "side", "counts")',
-                    'SENT = ("targets", "prior", "side", "counts")',
+                    'SENT = ("targets", "sample_weights", "ties", "side", "counts")',
+                    'SENT = ("targets", "sample_weights", "side", "counts")',
                 ),
                 Bug(
                     "every replica is sent the inputs of the first",

@@ -487,8 +487,8 @@ def test_runs_start_from_others_in_folders_of_any_name(here):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ("sampling={name: file, path: FILE}", "other priors or answers of a teacher"),
-        ("teacher.answers=FILE", "other priors or answers of a teacher"),
+        ("sampling={name: file, path: FILE}", "other sample weights or answers of a teacher"),
+        ("teacher.answers=FILE", "other sample weights or answers of a teacher"),
         ("init=FILE", "other first weights"),
     ],
 )
@@ -502,7 +502,7 @@ def test_runs_of_a_file_that_changed_are_not_averaged_with_those_before(mheads, 
             save_file({k: v.contiguous() for k, v in net.member(0).state_dict().items()}, file)
         else:
             answers = generator.dirichlet(np.ones(10), 60)
-            np.savez(file, priors=generator.random((4, 60)), answers=answers.astype(np.float32))
+            np.savez(file, sample_weights=generator.random((4, 60)), answers=answers.astype(np.float32))
 
     suite = {"metrics": ["oracle"], "rows": [{"name": "a", "set": [row.replace("FILE", str(file)), "loss=mcl"]}]}
     (here / "given.yaml").write_text(json.dumps(suite))

@@ -399,7 +399,7 @@ def test_the_loss_starts_without_the_momentum_of_pretraining(tmp_path, mheads, o
     net.load_state_dict(model_at(4))
     batch = stream.read(4)
     stream.close()
-    value = built.loss(net(batch.network_inputs(net.dtype)), batch.targets, batch.prior, batch.ties)
+    value = built.loss(net(batch.network_inputs(net.dtype)), batch.targets, batch.sample_weights, batch.ties)
     value.mean.backward()
     kind = partial(torch.optim.SGD, momentum=0.9) if optimizer == "sgd" else torch.optim.AdamW
     kind([{"params": [p], "weight_decay": 0.01 * (p.dim() > 1)} for p in net.parameters()], lr=0.005).step()

@@ -12,6 +12,7 @@ from benchmarks import peers
 from benchmarks.remote import RemotePeers
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.losses import Loss
 from mheads.networks import NETWORKS
@@ -50,7 +51,7 @@ class Ours:
         self.loss = loss
         self.batch = pixels(rows, self.net.num_members)
         parts = micro_batches or auto_micro_batches(rows, self.net)
-        self.engine = ThreadsEngine(self.net, workers or available_cores(), parts, seed=0)
+        self.engine = ThreadsEngine(self.net, EngineOptions(workers or available_cores(), parts))
         self.optimizer = optimizer(self.net)
         self.count = 0
 

@@ -23,6 +23,7 @@ from mheads.distributed.placement import Placement
 from mheads.distributed.planning.job import Job
 from mheads.distributed.planning.loads import StageLoad, measured_loads
 from mheads.distributed.planning.search import Edge
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.training_step import cuts
 from mheads.networks import INPUT_SHAPES, NETWORKS
 from mheads.trees.tree_spec import Tree, parse
@@ -167,8 +168,7 @@ class _Rank:
         self.close()
         owned = placement.owned(self.world.rank)
         net = TreeNet(NETWORKS[case.model], tree={case.split: case.members}, only=owned)
-        cpu = torch.device("cpu")
-        self.engine = RanksEngine(net, 1, case.micro_batches, 0, cpu, self.world, placement)
+        self.engine = RanksEngine(net, EngineOptions(1, case.micro_batches), self.world, placement)
         self.batch, self.loss = case.batch(), losses.independent()
         self.optimizer = optimizer(net) if update else None
 

@@ -185,7 +185,7 @@ class DataOptions(Section):
     )
 
 
-class EngineOptions(Section):
+class EngineSection(Section):
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = option("auto", "threads; never changes a result")
     micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = option("auto", "parts that a batch is cut into")
 
@@ -236,7 +236,7 @@ class Config(Section):
     teacher: TeacherOptions = option(TeacherOptions(), "whose answers are learned beside the labels")
     pretrain: int = option(0, "iterations of independent, each member by itself, before the loss takes over", ge=0)
     data: Annotated[DataOptions, BeforeValidator(named_section)] = option(DataOptions(), "the data")
-    engine: EngineOptions = option(EngineOptions(), "how the work is cut and spread")
+    engine: EngineSection = option(EngineSection(), "how the work is cut and spread")
     placement: Annotated[
         Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_named_stages)
     ] = option(

@@ -19,6 +19,7 @@ from mheads.data.batches import Batch, Reader
 from mheads.distributed.placement import Placement
 from mheads.distributed.steps import RankPass, RankStep, moved
 from mheads.distributed.world import World
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.gradient_sums import divides_evenly
 from mheads.engine.threads import ThreadsEngine
 from mheads.engine.training_step import StepReport
@@ -35,16 +36,12 @@ class RanksEngine(ThreadsEngine):
     def __init__(
         self,
         net: TreeNet,
-        workers: int,
-        micro_batches: int,
-        seed: int,
-        device: torch.device,
+        options: EngineOptions,
         world: World,
         placement: Placement,
         lead_reads: bool = False,
-        accumulate: int = 1,
     ) -> None:
-        super().__init__(net, workers, micro_batches, seed, device, accumulate)
+        super().__init__(net, options)
         self.world, self.placement, self.lead_reads = world, placement, lead_reads
         self.is_main = world.is_main
         self.replica = placement.replica(world.rank)
@@ -156,7 +153,7 @@ class RanksEngine(ThreadsEngine):
             if i + ahead < len(passes):
                 passes[i + ahead].begin()
             read = readers[i]
-            yield one.outputs, moved(read.targets if isinstance(read, Reader) else read().targets, self.device)
+            yield one.outputs, moved(read.targets if isinstance(read, Reader) else read().targets, self.options.device)
             one.outputs = None
         for rank in range(1, self.world.size):
             self.courier.send(rank, [channel, "end"])

@@ -28,8 +28,8 @@ class RankStep(TrainingStep):
     """The tasks of a step that belong to this rank."""
 
     def __init__(self, engine: RanksEngine, step: int, batch: Batch, loss: Loss, parts: int, mine: range) -> None:
-        key, spawn = (engine.seed, step), engine.workers.spawn
-        super().__init__(engine.stages, loss, batch, parts, key, spawn, engine.gradients, engine.device, mine)
+        spawn, gradients = engine.workers.spawn, engine.gradients
+        super().__init__(engine.stages, loss, batch, parts, step, spawn, gradients, engine.options, mine)
         self.channel = f"step {step}"
         self.placement, self.courier, self.workers = engine.placement, engine.courier, engine.workers
         self.me, self.replica = engine.world.rank, engine.replica
@@ -51,7 +51,7 @@ class RankStep(TrainingStep):
 
     def receive(self, key: list[Any], value: Value) -> None:
         """Takes a message of another rank, and does with it what the tasks here would do with a value of their own."""
-        value = moved(value, self.device)
+        value = moved(value, self.options.device)
         kind, *rest = key
         if kind == "down":
             i, name = rest
@@ -167,7 +167,7 @@ class RankPass(ForwardPass):
     """One batch of an evaluation, on the ranks of one replica."""
 
     def __init__(self, engine: RanksEngine, channel: str, read: Callable[[], Batch], index: int) -> None:
-        super().__init__(engine.stages, read, index, engine.workers.spawn, engine.device)
+        super().__init__(engine.stages, read, index, engine.workers.spawn, engine.options.device)
         self.engine, self.channel = engine, channel
         self.placement, self.me = engine.placement, engine.world.rank
         self.replica = index % self.placement.replicas

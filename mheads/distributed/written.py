@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from mheads.data.batches import Batch
 from mheads.distributed import wire
 from mheads.distributed.layers import Broadcast, Gather
 from mheads.distributed.world import World
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine
 from mheads.engine.training_step import StepReport, cuts
 from mheads.losses import Loss
@@ -80,10 +81,8 @@ class Written:
 class WrittenEngine(ThreadsEngine):
     """Runs the layers of this rank; `net` holds the whole net as one stage."""
 
-    def __init__(
-        self, net: TreeNet, written: Written, micro_batches: int, seed: int, accumulate: int, world: World
-    ) -> None:
-        super().__init__(net, 1, micro_batches, seed, torch.device("cpu"), accumulate)
+    def __init__(self, net: TreeNet, options: EngineOptions, world: World, written: Written) -> None:
+        super().__init__(net, replace(options, workers=1))  # collectives have one order
         self.world, self.written, self.is_main = world, written, world.is_main
         (self.name,) = net.tree.nodes
         self.modules_: dict[str, Any] = dict(net.stage(self.name)._modules)
@@ -135,7 +134,7 @@ class WrittenEngine(ThreadsEngine):
         for parameter in self.net.parameters():
             parameter.grad = None
         for i, part in enumerate(cuts(len(batch), self.parts(len(batch)))):
-            key = (self.seed, "dropout", step, i, self.name)
+            key = (self.options.seed, "dropout", step, i, self.name)
             found = self._pass(batch.cut(*part), loss, key, rows)
             if found is not None:
                 total += found.total.item()

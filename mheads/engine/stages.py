@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from mheads.common.modules import has_batch_statistics
+from mheads.common.modules import has_batch_statistics, trainable
+from mheads.common.nested_values import Value
 from mheads.engine import row_backward
 from mheads.trees.tree_spec import Node
 from mheads.trees.treenet import TreeNet
@@ -18,9 +20,9 @@ from mheads.trees.treenet import TreeNet
 
 @dataclass(frozen=True)
 class StageFacts:
-    """`known`: all its layers are in `sliced.py`. `mixing`: it needs whole batches. `sided`: it takes side inputs.
+    """`known`: `row_backward.py` has all its layers. `mixing`: it needs whole batches. `sided`: it takes side inputs.
 
-    `threads`: how many its operations may use, by `threads_of`.
+    `threads`: how many its operations use in training, by `threads_of`.
     """
 
     module: nn.Module
@@ -31,14 +33,14 @@ class StageFacts:
     threads: int
 
     @staticmethod
-    def of(stage: nn.Module, threads: int) -> StageFacts:
+    def of(stage: nn.Module, threads: int = 1) -> StageFacts:
         sided = any(hasattr(module, "takes") for module in stage.modules())
-        parameters = [p for p in stage.parameters() if p.requires_grad]
-        return StageFacts(stage, parameters, row_backward.supports(stage), has_batch_statistics(stage), sided, threads)
+        known, mixing = row_backward.supports(stage), has_batch_statistics(stage)
+        return StageFacts(stage, trainable(stage), known, mixing, sided, threads)
 
     @contextmanager
-    def intra_op(self) -> Iterator[None]:
-        """Gives the operations of this thread the threads of the stage; there is one otherwise."""
+    def context(self) -> Iterator[None]:
+        """What the operations of the stage run in, forward and backward: its number of threads."""
         before = torch.get_num_threads()
         if before != self.threads:
             torch.set_num_threads(self.threads)
@@ -47,6 +49,15 @@ class StageFacts:
         finally:
             if before != self.threads:
                 torch.set_num_threads(before)
+
+    def run_by_row(self, x: Value) -> TypeGuard[Tensor]:
+        """Whether `row_backward` can run the stage on this input."""
+        return self.known and row_backward.takes(x)
+
+    def outputs(self, x: Value, side: dict[str, Value]) -> Value:
+        """The outputs of the stage alone, for which nothing is kept."""
+        with self.context():
+            return row_backward.outputs(self.module, x) if self.run_by_row(x) else self.module(x, side)
 
 
 def threads_of(net: TreeNet) -> dict[str, int]:
@@ -68,6 +79,7 @@ class Stages:
         self.net, self.tree = net, net.tree
         threads = threads_of(net)
         self.facts = {name: StageFacts.of(net.stage(name), threads[name]) for name in net.stages}
+        self._evaluating = {name: replace(facts, threads=1) for name, facts in self.facts.items()}
         self.roots = [root for root in net.tree.roots if root.name in self.facts]
         self.statistics = bool(net.batch_statistics_layers())
         learns = {name: net.learns(name) for name, node in net.tree.nodes.items() if node.children}
@@ -84,6 +96,10 @@ class Stages:
 
     def __getitem__(self, name: str) -> StageFacts:
         return self.facts[name]
+
+    def for_evaluation(self, name: str) -> StageFacts:
+        """A stage that evaluates: batches run side by side, so its operations use one thread each."""
+        return self._evaluating[name]
 
     def here(self, names: tuple[str, ...]) -> list[Node]:
         """The stages among these that are here."""

@@ -7,21 +7,20 @@ is not zero; a tape may leave out the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mheads.common import nested_values
 from mheads.common.memory_layout import canonical
-from mheads.common.modules import has_batch_statistics, trainable
 from mheads.common.nested_values import Value
 from mheads.engine import row_backward
 from mheads.engine.gradient_sums import Gradients
 from mheads.engine.rows import Rows
+from mheads.engine.stages import StageFacts
 from mheads.networks.dropout import keyed_masks
 
 # Forward is a third of a step: computing it twice for a member's own rows pays while these are less than two thirds.
@@ -36,17 +35,14 @@ class Tape(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage runs in: the key of its dropout masks, which are drawn for all rows of the micro-batch and cut to
-    `rows`; side inputs; whether the gradient of its input is wanted; and, None if nobody has looked yet, its trainable
-    parameters and whether all its layers are known to `sliced`."""
+    """What a stage runs with: the key of its dropout masks, which are drawn for all rows of the micro-batch and cut to
+    `rows`; side inputs; whether the gradient of its input is wanted."""
 
     key: tuple[int | str, ...]
     num_rows: int
     side: dict[str, Value]
     input_gradient: bool
     rows: Tensor | None = None
-    parameters: Sequence[Tensor] | None = None
-    known: bool | None = None
 
     def masks(self) -> AbstractContextManager[None]:
         return keyed_masks(self.key, self.num_rows, self.rows)
@@ -55,7 +51,7 @@ class Context:
         return replace(self, rows=index if self.rows is None else self.rows[index])
 
 
-def record(stage: nn.Module, x: Value, context: Context, rows: Rows | None = None, share: float = 1.0) -> Tape:
+def record(stage: StageFacts, x: Value, context: Context, rows: Rows | None = None, share: float = 1.0) -> Tape:
     """Runs the stage on x and records it; with `rows`, only these are computed, and the others get zeros.
 
     `share` is the part of the rows that the stage can be expected to learn from.
@@ -63,13 +59,11 @@ def record(stage: nn.Module, x: Value, context: Context, rows: Rows | None = Non
     if rows is not None:
         return PartialTape(record(stage, rows.take(x), context.only(rows.index), None, share), rows)
     x = nested_values.map_leaves(canonical, x)  # whatever strides the engine gave it
-    known = row_backward.supports(stage) if context.known is None else context.known
-    parameters = trainable(stage) if context.parameters is None else context.parameters
-    if not parameters and not context.input_gradient:
-        return FrozenTape(stage, x, context, known)
-    if known and row_backward.takes(x):
+    if not stage.parameters and not context.input_gradient:
+        return FrozenTape(stage, x, context)
+    if stage.run_by_row(x):
         return SlicedTape(stage, x, context)
-    if share < RECOMPUTE_BELOW and not has_batch_statistics(stage):
+    if share < RECOMPUTE_BELOW and not stage.mixing:
         return RecomputingTape(stage, x, context)
     return AutogradTape(stage, x, context)
 
@@ -77,10 +71,9 @@ def record(stage: nn.Module, x: Value, context: Context, rows: Rows | None = Non
 class FrozenTape:
     """A stage that has nothing to learn, nor has anything above it: its output is all there is."""
 
-    def __init__(self, stage: nn.Module, x: Value, context: Context, known: bool) -> None:
+    def __init__(self, stage: StageFacts, x: Value, context: Context) -> None:
         with torch.no_grad(), context.masks():
-            output = row_backward.outputs(stage, x) if known and row_backward.takes(x) else stage(x, context.side)
-        self.output = nested_values.map_leaves(canonical, output)
+            self.output = nested_values.map_leaves(canonical, stage.outputs(x, context.side))
 
     def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
         return None, []
@@ -89,14 +82,14 @@ class FrozenTape:
 class AutogradTape:
     """Takes all rows of any stage back."""
 
-    def __init__(self, stage: nn.Module, x: Value, context: Context) -> None:
-        self.parameters = trainable(stage) if context.parameters is None else context.parameters
+    def __init__(self, stage: StageFacts, x: Value, context: Context) -> None:
+        self.stage = stage
         self.input = nested_values.map_leaves(Tensor.detach, x)
         self.wanted: list[Tensor] = []
         if context.input_gradient:
             self.wanted = [t.requires_grad_() for t in nested_values.leaves(self.input) if t.is_floating_point()]
-        with torch.enable_grad(), context.masks():
-            self._graph: Value | None = stage(self.input, context.side)
+        with torch.enable_grad(), stage.context(), context.masks():
+            self._graph: Value | None = stage.module(self.input, context.side)
         self.output = nested_values.map_leaves(lambda t: canonical(t.detach()), self._graph)
 
     def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
@@ -106,12 +99,13 @@ class AutogradTape:
             for y, d in zip(nested_values.leaves(graph), nested_values.leaves(d_output), strict=True)
             if y.requires_grad
         ]
-        sources = [*self.wanted, *self.parameters]
+        sources = [*self.wanted, *self.stage.parameters]
         gradients: Gradients = [None] * len(sources)
         if pairs and sources:
             ys, ds = zip(*pairs, strict=True)
-            found = torch.autograd.grad(ys, sources, ds, allow_unused=True)
-            gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in found]  # of embeddings
+            with self.stage.context():
+                computed = torch.autograd.grad(ys, sources, ds, allow_unused=True)
+            gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in computed]  # of embeddings
         d_input = None
         if self.wanted:
             queue = iter(gradients)
@@ -128,11 +122,11 @@ class AutogradTape:
 class RecomputingTape:
     """Computes outputs of all rows without a graph; then forward and backward again for the rows that learn."""
 
-    def __init__(self, stage: nn.Module, x: Value, context: Context) -> None:
+    def __init__(self, stage: StageFacts, x: Value, context: Context) -> None:
         self.stage, self.input, self.context = stage, x, context
         # no_grad, not inference mode: what is computed here meets autograd later.
-        with torch.no_grad(), context.masks():
-            self.output = nested_values.map_leaves(canonical, stage(x, context.side))
+        with torch.no_grad(), stage.context(), context.masks():
+            self.output = nested_values.map_leaves(canonical, stage.module(x, context.side))
 
     def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
         x = self.input
@@ -148,21 +142,20 @@ class RecomputingTape:
 class SlicedTape:
     """For stages of known layers: the one forward keeps what each layer needs, and only rows that learn go back."""
 
-    def __init__(self, stage: nn.Module, x: Tensor, context: Context) -> None:
-        self.parameters = trainable(stage) if context.parameters is None else context.parameters
-        self.input_gradient = context.input_gradient
-        with torch.no_grad(), context.masks():
-            output, self._backwards = row_backward.forward(stage, x, context.input_gradient)
+    def __init__(self, stage: StageFacts, x: Tensor, context: Context) -> None:
+        self.stage, self.input_gradient = stage, context.input_gradient
+        with torch.no_grad(), stage.context(), context.masks():
+            output, self._backwards = row_backward.forward(stage.module, x, context.input_gradient)
         self.output = canonical(output)
 
     def backward(self, d_output: Tensor, learn: Tensor | None = None) -> tuple[Tensor | None, Gradients]:
         rows = None if learn is None else Rows.where(learn)
-        with torch.no_grad():
+        with torch.no_grad(), self.stage.context():
             d = canonical(d_output) if rows is None else rows.take_gradient(d_output)
             d_input, learned = row_backward.backward(self._backwards, d, rows, self.input_gradient)
         # By identity: parameters may stand in any order in their layer, and it may hold some that it does not use.
-        found = {id(parameter): gradient for parameter, gradient in learned}
-        gradients: Gradients = [found.get(id(parameter)) for parameter in self.parameters]
+        by_parameter = {id(parameter): gradient for parameter, gradient in learned}
+        gradients: Gradients = [by_parameter.get(id(parameter)) for parameter in self.stage.parameters]
         return d_input if d_input is None or rows is None else rows.put(d_input), gradients
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.stages import Stages
 from mheads.engine.training_step import ForwardPass, StepReport, TrainingStep
 from mheads.losses import Loss
 from mheads.trees.treenet import TreeNet
 
-CPU = torch.device("cpu")
 T = TypeVar("T")
 Queued = tuple[tuple[int, ...], int, Callable[..., None], tuple[object, ...]]
 
@@ -161,41 +161,23 @@ class Workers:
 
 
 class ThreadsEngine:
-    """Runs a tree's training steps and evaluations on the cores of this machine.
-
-    Each batch is cut into `micro_batches`, and a step has `accumulate` batches.
-    """
+    """Runs a tree's training steps and evaluations on the cores of this machine."""
 
     is_main = True
 
-    def __init__(
-        self,
-        net: TreeNet,
-        workers: int,
-        micro_batches: int,
-        seed: int,
-        device: torch.device = CPU,
-        accumulate: int = 1,
-    ) -> None:
-        refused = net.batch_statistics_layers()
-        if refused and micro_batches > 1:
-            raise UserError(
-                f"engine.micro_batches is {micro_batches}, but {refused[0]} needs the statistics of the whole batch; "
-                "use engine.micro_batches=1 or auto, or a normalisation without batch statistics (GroupNorm)"
-            )
+    def __init__(self, net: TreeNet, options: EngineOptions) -> None:
+        check_micro_batches(net, options.micro_batches)
         keep_freed_memory()
-        self.net = net.to(device)
-        self.micro_batches = micro_batches * accumulate
-        self.seed = seed
-        self.device = device
-        self.workers = Workers(workers)
+        self.options = options
+        self.net = net.to(options.device)
+        self.workers = Workers(options.workers)
         self.stages = Stages(net)
         self.asked_to_stop = 0  # the signal that did
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        key, spawn, parts = (self.seed, step), self.workers.spawn, self.parts(len(batch))
-        task = TrainingStep(self.stages, loss, batch, parts, key, spawn, self.gradients, self.device)
+        parts, gradients = self.parts(len(batch)), self.gradients
+        task = TrainingStep(self.stages, loss, batch, parts, step, self.workers.spawn, gradients, self.options)
         task.start()
         self.workers.wait()
         return task.report(self.asked_to_stop)
@@ -210,7 +192,7 @@ class ThreadsEngine:
 
     def parts(self, num_examples: int) -> int:
         """How many micro-batches a step of this many examples has."""
-        return min(self.micro_batches, num_examples)
+        return min(self.options.micro_batches * self.options.accumulate, num_examples)
 
     def update(self, update_stage: Callable[[str, list[Tensor]], None]) -> None:
         # One task per stage, since stages have no parameter in common.
@@ -220,7 +202,8 @@ class ThreadsEngine:
 
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
         self.net.eval()
-        passes = [ForwardPass(self.stages, read, i, self.workers.spawn, self.device) for i, read in enumerate(readers)]
+        spawn, device = self.workers.spawn, self.options.device
+        passes = [ForwardPass(self.stages, read, i, spawn, device) for i, read in enumerate(readers)]
         ahead = 2 * self.workers.count  # enough to keep the workers busy, few enough to fit in memory
         for one in passes[:ahead]:
             one.start()
@@ -247,6 +230,15 @@ class ThreadsEngine:
 
     def close(self) -> None:
         self.workers.close()
+
+
+def check_micro_batches(net: TreeNet, micro_batches: int) -> None:
+    layers = net.batch_statistics_layers()
+    if layers and micro_batches > 1:
+        raise UserError(
+            f"engine.micro_batches is {micro_batches}, but {layers[0]} needs the statistics of the whole batch; "
+            "use engine.micro_batches=1 or auto, or a normalisation without batch statistics (GroupNorm)"
+        )
 
 
 def own_cores() -> list[int]:

@@ -19,7 +19,7 @@ from mheads.common import nested_values
 from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
-from mheads.engine import row_backward
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.gradient_sums import Gradients, PairwiseSum
 from mheads.engine.rows import Rows
 from mheads.engine.stages import Stages
@@ -70,10 +70,10 @@ class TrainingStep:
         loss: Loss,
         batch: Batch,
         micro_batches: int,
-        key: tuple[int, int],
+        step: int,
         spawn: Spawn,
         gradients: dict[str, list[Tensor]],
-        device: torch.device,
+        options: EngineOptions,
         mine: range | None = None,
     ) -> None:
         self.stages, self.tree = stages, stages.tree
@@ -82,11 +82,11 @@ class TrainingStep:
         self.mine = range(micro_batches) if mine is None else mine
         parts = cuts(len(batch), micro_batches)
         self.slices = [batch.rows(*part) for part in parts]
-        self.batches = {i: batch.cut(*parts[i]).to(device) for i in self.mine}
-        self.key = key
+        self.batches = {i: batch.cut(*parts[i]).to(options.device) for i in self.mine}
+        self.step, self.options = step, options
         self.spawn = spawn
         self.gradients = gradients
-        self.dtype, self.device = stages.net.dtype, device
+        self.dtype = stages.net.dtype
         self.sums = {name: PairwiseSum(len(self.mine)) for name in stages.facts}
         # The part of the examples that a member learns from, where the loss tells.
         members = self.tree.num_members
@@ -97,7 +97,7 @@ class TrainingStep:
         self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
         self._roots_left = dict.fromkeys(self.mine, len(stages.roots))
         self.totals: dict[tuple[int, int], float] = {}
-        self.losses = torch.zeros(members, self.num_rows, dtype=self.dtype, device=self.device)
+        self.losses = torch.zeros(members, self.num_rows, dtype=self.dtype, device=options.device)
         self.assignment = torch.zeros_like(self.losses)
         self._of_mean = self.losses.new_ones(()) / max(1, self.num_rows)  # the gradient of the rows' mean by their sum
 
@@ -127,12 +127,11 @@ class TrainingStep:
         by_row = not node.children and not facts.sided and num_rows == batch.num_rows
         if by_row and batch.sample_weights is not None and self.loss.skips_rows:
             rows = Rows.where(batch.sample_weights[node.members[0]] > 0, exactly=facts.mixing)
-        key = (self.key[0], "dropout", self.key[1], i, node.name)
+        key = (self.options.seed, "dropout", self.step, i, node.name)
         wanted = self.stages.wanted[node.name]
-        context = Context(key, num_rows, batch.side_inputs(), wanted, None, facts.parameters, facts.known)
+        context = Context(key, num_rows, batch.side_inputs(), wanted)
         share = self.share if by_row and not facts.mixing else 1.0
-        with facts.intra_op():
-            tape = record(facts.module, x, context, rows, share)
+        tape = record(facts, x, context, rows, share)
         if node.children:
             self._tapes[node.name, i] = tape
             self.hand_down(i, node, tape.output)
@@ -160,8 +159,7 @@ class TrainingStep:
         self.backward(i, node, nested_values.map_leaves(add_in_order, *terms))
 
     def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value, learn: Tensor | None = None) -> None:
-        with self.stages[node.name].intra_op():
-            d_input, gradients = tape.backward(d_output, learn)
+        d_input, gradients = tape.backward(d_output, learn)
         total = self.sums[node.name].add(i - self.mine.start, gradients)
         if total is not None:
             self.keep(node.name, total)
@@ -205,12 +203,12 @@ class TrainingStep:
     def collect(self, i: int, parent: Node, d_children: dict[str, Value]) -> None:
         """Takes in gradients from children of a stage; None for one that is already in the sum of those before it."""
         with self._lock:
-            found = self._d_children[parent.name, i]
-            found |= d_children
-            complete = len(found) == len(parent.children)
+            arrived = self._d_children[parent.name, i]
+            arrived |= d_children
+            complete = len(arrived) == len(parent.children)
         if complete:
             del self._d_children[parent.name, i]
-            terms = [found[child] for child in parent.children if found[child] is not None]
+            terms = [arrived[child] for child in parent.children if arrived[child] is not None]
             self._spawn(BACKWARD, i, parent, self.backward_of_sum, terms)
 
     def keep(self, name: str, total: Gradients) -> None:
@@ -219,8 +217,8 @@ class TrainingStep:
         A sum that stayed where it was would split the memory of activations that the next member could use again.
         Nothing learned is -0.0, which changes no sum that it is added to.
         """
-        for kept, found in zip(self.gradients[name], total, strict=True):
-            kept.fill_(-0.0) if found is None else kept.copy_(found)
+        for kept, gradient in zip(self.gradients[name], total, strict=True):
+            kept.fill_(-0.0) if gradient is None else kept.copy_(gradient)
 
     def _apply_loss(self, i: int, member: int | None, outputs: Sequence[Value]) -> Value:
         """The gradient of the loss with respect to the outputs of all members, or of one if the loss is separable."""
@@ -280,9 +278,7 @@ class ForwardPass:
 
     @torch.inference_mode()
     def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:
-        facts, x = self.stages[node.name], nested_values.map_leaves(canonical, x)
-        known = facts.known and row_backward.takes(x)
-        y = row_backward.outputs(facts.module, x) if known else facts.module(x, side)
+        y = self.stages.for_evaluation(node.name).outputs(nested_values.map_leaves(canonical, x), side)
         if node.children:
             self.hand_down(node, y, side)
         else:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from mheads import data as datasets
@@ -21,6 +22,7 @@ from mheads.common.device import default_workers, resolve
 from mheads.common.errors import UserError, named
 from mheads.config.schema import Config
 from mheads.data import Data
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.losses import LOSSES, Loss
 from mheads.losses.distillation import taught
@@ -217,11 +219,21 @@ def load_data(config: Config, only: str | None = None) -> Data:
 
 def threads_engine(config: Config, net: TreeNet, loss: Loss | None = None) -> ThreadsEngine:
     """The engine of one process; to train, it is given the loss."""
-    device = resolve(config.device)
+    return ThreadsEngine(net, engine_options(config, net, resolve(config.device), available_cores(), loss))
+
+
+def engine_options(
+    config: Config, net: TreeNet, device: torch.device, cores: int, loss: Loss | None = None
+) -> EngineOptions:
+    """What the config says of the engine, every `auto` decided."""
     workers = config.engine.workers
-    if workers == "auto":
-        workers = default_workers(device, available_cores())
-    return ThreadsEngine(net, workers, micro_batches(config, net, loss), config.seed, device, config.optim.accumulate)
+    return EngineOptions(
+        workers=default_workers(device, cores) if workers == "auto" else workers,
+        micro_batches=micro_batches(config, net, loss),
+        seed=config.seed,
+        accumulate=config.optim.accumulate,
+        device=device,
+    )
 
 
 def micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mheads.common.device import default_workers, resolve
+from mheads.common.device import resolve
 from mheads.common.errors import UserError
 from mheads.config import schema as configs
 from mheads.config.schema import Config
@@ -31,17 +31,10 @@ class RanksExperiment(Experiment):
     placement: Placement
 
     def engine(self) -> RanksEngine:
-        config = self.config
-        device = resolve(config.device, self.world.launch.local_rank)
-        workers = config.engine.workers
-        if workers == "auto":
-            workers = default_workers(device, self.world.cores)
-        count = parts.micro_batches(config, self.net, self.loss)
-        lead_reads = config.data.reader == "lead"
-        world, placement, accumulate = self.world, self.placement, config.optim.accumulate
-        return RanksEngine(
-            self.net, workers, count, config.seed, device, world, placement, lead_reads, accumulate=accumulate
-        )
+        device = resolve(self.config.device, self.world.launch.local_rank)
+        options = parts.engine_options(self.config, self.net, device, self.world.cores, self.loss)
+        lead_reads = self.config.data.reader == "lead"
+        return RanksEngine(self.net, options, self.world, self.placement, lead_reads)
 
     def batches(self, engine: Engine) -> Batches:
         assert isinstance(engine, RanksEngine)
@@ -68,8 +61,8 @@ class WrittenExperiment(Experiment):
     written: Written
 
     def engine(self) -> WrittenEngine:
-        config, count = self.config, parts.micro_batches(self.config, self.net, self.loss)
-        return WrittenEngine(self.net, self.written, count, config.seed, config.optim.accumulate, self.world)
+        options = parts.engine_options(self.config, self.net, resolve(self.config.device), 1, self.loss)
+        return WrittenEngine(self.net, options, self.world, self.written)
 
 
 def build(config: Config, world: World) -> Experiment:

@@ -14,6 +14,7 @@ from mheads import TreeNet, losses
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.engine.diagnostics import Diagnostics, clip_scale, entropy, gradient_norms, idle_warning
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine
 from mheads.engine.training_step import StepReport
 from mheads.losses import Loss, LossValue
@@ -116,7 +117,7 @@ def test_norms_are_those_of_each_stage(tree):
     x, y = torch.randn(12, 2), torch.randint(3, (12,))
     batch = Batch(x, y, Preprocess(), ties=torch.rand(2, 12))
     net = TreeNet(named, tree=tree)
-    engine = ThreadsEngine(net, 2, 2, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(2, 2))
     engine.step(0, batch, losses.mcl(k=1))
     found = gradient_norms(engine)
     engine.close()

@@ -20,9 +20,10 @@ from mheads import TreeNet, UserError, losses
 from mheads.common.memory_layout import canonical
 from mheads.data.batches import Batch
 from mheads.engine import row_backward
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.gradient_sums import PairwiseSum, divides_evenly
 from mheads.engine.rows import Rows
-from mheads.engine.stages import Stages
+from mheads.engine.stages import StageFacts, Stages
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
 from mheads.engine.training_step import ForwardPass, TrainingStep, cuts
@@ -210,7 +211,7 @@ def test_no_bit_depends_on_the_order_in_which_tasks_are_done(name, tree, dtype):
     net = TreeNet(dropout_net, tree=tree).to(dtype)
     batch = batch_of(50, 4, dtype)
     report, expected = engine_gradients(net, LOSSES[name], batch, micro_batches=5)
-    engine = ThreadsEngine(net, 2, 1, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(2, 1))
     ((outputs, _),) = engine.outputs([lambda: batch])
     engine.close()
     stages = Stages(net)
@@ -219,7 +220,7 @@ def test_no_bit_depends_on_the_order_in_which_tasks_are_done(name, tree, dtype):
         gradients, found = stages.gradients(), []
 
         def start(spawn, gradients=gradients, found=found):
-            found.append(TrainingStep(stages, LOSSES[name], batch, 5, (0, 0), spawn, gradients, torch.device("cpu")))
+            found.append(TrainingStep(stages, LOSSES[name], batch, 5, 0, spawn, gradients, EngineOptions(1, 5)))
             found[0].start()
 
         in_any_order(start, random.Random(seed))
@@ -253,7 +254,7 @@ class SometimesScaled(nn.Module):
 
 def test_what_no_gradient_reaches_in_a_step_has_none_of_the_step_before():
     net = TreeNet(lambda: nn.Sequential(nn.Flatten(), SometimesScaled(), nn.Linear(5, 2)), members=2)
-    engine = ThreadsEngine(net, 1, 2, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(1, 2))
     found = []
     for step, sign in enumerate((1, -1, 1)):
         batch = Batch(sign * torch.ones(8, 5), torch.zeros(8, dtype=torch.long), lambda raw, dtype: raw)
@@ -268,7 +269,7 @@ def test_steps_after_an_evaluation_drop_again():
     net = TreeNet(dropout_net, members=2)
     batch = batch_of(32, 2, torch.float32)
     _, expected = engine_gradients(net, losses.independent(), batch, step=1)
-    engine = ThreadsEngine(net, 2, 3, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(2, 3))
     engine.step(0, batch, losses.independent())
     list(engine.outputs([lambda: batch]))
     engine.step(1, batch, losses.independent())
@@ -387,7 +388,7 @@ def test_steps_work_under_no_grad_of_the_main_thread_and_evaluation_keeps_no_gra
     with torch.no_grad():
         _, gradients = engine_gradients(net, losses.mcl(), batch_of(16, 2, torch.float32))
     assert all(g.abs().sum() > 0 for g in gradients["0"])
-    engine = ThreadsEngine(net, 2, 1, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(2, 1))
     batch = batch_of(16, 2, torch.float32)
     ((outputs, targets),) = engine.outputs([lambda: batch])
     engine.close()
@@ -501,7 +502,7 @@ def test_dropout_differs_between_branches_and_steps_and_is_off_in_evaluation():
     assert torch.equal(first["0"][0], again["0"][0])
     assert not torch.equal(first["0"][0], first["1"][0])
     assert not torch.equal(first["0"][0], later["0"][0])
-    engine = ThreadsEngine(net, 2, 1, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(2, 1))
     (one, _), (two, _) = engine.outputs([lambda: batch, lambda: batch])
     engine.close()
     assert torch.equal(one, two)
@@ -523,7 +524,7 @@ def test_every_part_of_its_key_gives_dropout_another_mask():
         nn.init.ones_(net.stage("trunk")[0].bias)
         nn.init.zeros_(net.stage("trunk")[0].weight)
         x, y = torch.ones(12, 30), torch.zeros(12, dtype=torch.long)
-        engine = ThreadsEngine(net, 1, 3, seed)  # one worker: micro-batches come in order
+        engine = ThreadsEngine(net, EngineOptions(1, 3, seed))  # one worker: micro-batches come in order
         engine.step(step, Batch(x, y, lambda raw, dtype: raw), losses.independent())
         engine.close()
         return [mask for found in seen.values() for mask in found]
@@ -564,7 +565,7 @@ def test_batch_statistics_need_the_whole_batch_and_are_then_exact():
     net = TreeNet(norm_net, members=2).double()
     assert auto_micro_batches(350, net) == 1
     with pytest.raises(UserError, match=r"0\.norm.*micro_batches=1"):
-        ThreadsEngine(net, 1, 2, seed=0)
+        ThreadsEngine(net, EngineOptions(1, 2))
     reference = TreeNet(norm_net, members=2).double()
     batch = batch_of(24, 2)
     _, got = engine_gradients(net, losses.mcl(), batch, micro_batches=1)
@@ -640,7 +641,7 @@ def test_evaluation_does_not_touch_running_statistics():
     net = TreeNet(norm_net, members=1)
     before = {k: v.clone() for k, v in net.state_dict().items()}
     batch = batch_of(8, 1, torch.float32)
-    engine = ThreadsEngine(net, 2, 1, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(2, 1))
     list(engine.outputs([lambda: batch]))
     engine.close()
     assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
@@ -689,7 +690,7 @@ def test_what_was_queued_when_a_task_failed_is_not_run():
 
 
 def test_an_evaluation_that_is_left_has_ended():
-    engine = ThreadsEngine(TreeNet(conv_net, members=2), 2, 1, seed=0)
+    engine = ThreadsEngine(TreeNet(conv_net, members=2), EngineOptions(2, 1))
     batch, begun, ended = batch_of(8, 2, torch.float32), [], []
 
     def read():
@@ -707,7 +708,7 @@ def test_an_evaluation_that_is_left_has_ended():
 
 def test_error_in_a_task_reaches_the_caller_and_the_engine_lives_on():
     net = TreeNet(conv_net, members=2)
-    engine = ThreadsEngine(net, 2, 2, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(2, 2))
     bad = batch_of(16, 2, torch.float32)
     bad = Batch(bad.inputs[:, :1], bad.targets, bad.preprocess, ties=bad.ties)
     with pytest.raises(RuntimeError, match="channels"):
@@ -720,7 +721,7 @@ def test_error_in_a_task_reaches_the_caller_and_the_engine_lives_on():
 def test_outputs_of_the_engine_equal_the_members():
     net = TreeNet(dropout_net, tree={"conv1": [{"conv2": 2}, 1]}).double()
     batches = [batch_of(rows, 3, seed=rows) for rows in (8, 8, 3)]
-    engine = ThreadsEngine(net, 2, 2, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(2, 2))
     found = list(engine.outputs([lambda b=b: b for b in batches]))
     engine.close()
     for (outputs, targets), batch in zip(found, batches, strict=True):
@@ -731,7 +732,7 @@ def test_outputs_of_the_engine_equal_the_members():
 
 def test_evaluation_may_be_left_before_its_end_or_fail_and_the_engine_lives_on():
     net = TreeNet(conv_net, members=2)
-    engine = ThreadsEngine(net, 2, 1, seed=0)
+    engine = ThreadsEngine(net, EngineOptions(2, 1))
     batch = batch_of(8, 2, torch.float32)
 
     def broken():
@@ -791,7 +792,9 @@ def test_rows_pad_to_multiples_and_come_back_in_place():
 def test_a_tape_frees_its_input_after_backward(kind):
     x = torch.randn(4, 2, 6, 6)
     kept = weakref.ref(x)
-    tape = kind(TreeNet(conv_net, members=1).stage("trunk"), x, Context((0,), 4, {}, input_gradient=True))
+    tape = kind(
+        StageFacts.of(TreeNet(conv_net, members=1).stage("trunk")), x, Context((0,), 4, {}, input_gradient=True)
+    )
     del x
     assert kept() is not None
     d_input, gradients = tape.backward(torch.ones(4, 5))
@@ -822,7 +825,7 @@ def test_a_tape_frees_its_graph_after_backward():
             return Doubled.apply(x, kept())
 
     stage = SequentialStage(OrderedDict(fc=nn.Linear(3, 5), twice=Double()))
-    tape = AutogradTape(stage, torch.randn(4, 3), Context((0,), 4, {}, input_gradient=True))
+    tape = AutogradTape(StageFacts.of(stage), torch.randn(4, 3), Context((0,), 4, {}, input_gradient=True))
     del factor
     assert kept() is not None
     _, gradients = tape.backward(torch.ones(4, 5))

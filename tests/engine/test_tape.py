@@ -13,6 +13,7 @@ from mheads.common.memory_layout import canonical
 from mheads.common.modules import trainable
 from mheads.engine import row_backward
 from mheads.engine.rows import Rows
+from mheads.engine.stages import StageFacts
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape, record
 from mheads.networks import NETWORKS
 from mheads.networks.dropout import Dropout, keyed_masks
@@ -59,7 +60,7 @@ def test_sliced_backward_equals_autograd(name, learning):
     stage = SequentialStage(OrderedDict(layer=LAYERS[name]())).double()
     assert row_backward.supports(stage)
     x = canonical(torch.randn(30, 6, 7, 7, dtype=torch.float64))
-    tape = SlicedTape(stage, x, context(30))
+    tape = SlicedTape(StageFacts.of(stage), x, context(30))
     d_output = torch.randn_like(tape.output)
     learn = {"all": torch.ones(30), "some": torch.arange(30) % 3 == 0, "none": torch.zeros(30)}[learning].bool()
     d_output[~learn] = 0
@@ -79,7 +80,7 @@ def test_other_stages_take_back_the_rows_that_learn(kind):
     ).double()
     assert not row_backward.supports(stage)
     x = canonical(torch.randn(30, 6, 7, 7, dtype=torch.float64))
-    tape = kind(stage, x, context(30))
+    tape = kind(StageFacts.of(stage), x, context(30))
     d_output = torch.randn_like(tape.output)
     learn = torch.arange(30) % 4 == 1
     d_output[~learn] = 0
@@ -96,10 +97,10 @@ def test_the_kind_of_tape_follows_from_layers_and_shares():
     other = SequentialStage(OrderedDict(a=nn.Linear(4, 4), g=nn.GELU()))
     norm = SequentialStage(OrderedDict(a=nn.Linear(4, 4), n=nn.BatchNorm1d(4)))
     x = torch.randn(16, 4)
-    assert type(record(known, x, context(16))) is SlicedTape
-    assert type(record(other, x, context(16), share=0.25)) is RecomputingTape
-    assert type(record(other, x, context(16), share=0.75)) is AutogradTape
-    assert type(record(norm, x, context(16), share=0.25)) is AutogradTape
+    assert type(record(StageFacts.of(known), x, context(16))) is SlicedTape
+    assert type(record(StageFacts.of(other), x, context(16), share=0.25)) is RecomputingTape
+    assert type(record(StageFacts.of(other), x, context(16), share=0.75)) is AutogradTape
+    assert type(record(StageFacts.of(norm), x, context(16), share=0.25)) is AutogradTape
 
 
 def test_a_hooked_layer_runs_as_a_module():
@@ -143,7 +144,7 @@ def test_gradients_go_to_their_parameters_wherever_these_stand(odd, learning):
     assert row_backward.supports(stage)
     x = torch.randn(20, 4, dtype=torch.float64)
     learn = torch.arange(20) % (1 if learning == "all" else 4) == 0
-    tape = SlicedTape(stage, x, context(20))
+    tape = SlicedTape(StageFacts.of(stage), x, context(20))
     d_output = torch.randn_like(tape.output) * learn[:, None]
     parameters = trainable(stage)
     y = stage(x)
@@ -171,7 +172,7 @@ def test_relu_in_place_never_overwrites_what_others_need(first, shape):
     stage = SequentialStage(layers)
     x = canonical(torch.randn(shape))
     before = x.clone()
-    tape = SlicedTape(stage, x, context(12))
+    tape = SlicedTape(StageFacts.of(stage), x, context(12))
     assert torch.equal(x, before)
     assert torch.equal(tape.output, stage(x))
 
@@ -184,7 +185,7 @@ def test_forward_rows_and_learning_rows_combine(act):
     x = canonical(torch.randn(40, 6, 7, 7, dtype=torch.float64))
     seen = torch.arange(40) % 2 == 0
     learn = torch.arange(40) % 4 == 2
-    tape = record(stage, x, context(40), Rows.where(seen), share=0.25)
+    tape = record(StageFacts.of(stage), x, context(40), Rows.where(seen), share=0.25)
     d_output = torch.randn(40, 3, dtype=torch.float64) * learn[:, None]
     y, (d_x, *expected) = gradients_by_autograd(stage, x, d_output)
     got_x, got = tape.backward(d_output, learn)
@@ -201,7 +202,7 @@ def test_the_papers_networks_are_made_of_known_layers(name):
     stage = SequentialStage(OrderedDict(NETWORKS[name]().named_children())).double()
     assert row_backward.supports(stage)
     x = canonical(torch.randn(8, *shape, dtype=torch.float64))
-    tape = SlicedTape(stage, x, context(8))
+    tape = SlicedTape(StageFacts.of(stage), x, context(8))
     learn = torch.arange(8) < 3
     d_output = torch.randn_like(tape.output) * learn[:, None]
     _, (d_x, *expected) = gradients_by_autograd(stage, x, d_output)
@@ -218,7 +219,7 @@ def test_caffenet_and_the_large_nin_are_made_of_known_layers():
 
 
 def test_the_first_layer_is_not_asked_for_an_input_gradient():
-    stage = SequentialStage(OrderedDict(a=nn.Linear(4, 3)))
+    stage = StageFacts.of(SequentialStage(OrderedDict(a=nn.Linear(4, 3))))
     for kind in (SlicedTape, AutogradTape, RecomputingTape):
         d_input, gradients = kind(stage, torch.randn(8, 4), context(8, input_gradient=False)).backward(torch.ones(8, 3))
         assert d_input is None
@@ -235,7 +236,7 @@ def test_of_known_layers_all_but_the_first_are_asked_for_one(monkeypatch, wanted
 
     monkeypatch.setitem(row_backward.STEPS, nn.Linear, watched)
     stage = SequentialStage(OrderedDict(a=nn.Linear(4, 3), b=nn.Linear(3, 3), c=nn.Linear(3, 2)))
-    SlicedTape(stage, torch.randn(8, 4), context(8, input_gradient=wanted)).backward(torch.ones(8, 2))
+    SlicedTape(StageFacts.of(stage), torch.randn(8, 4), context(8, input_gradient=wanted)).backward(torch.ones(8, 2))
     assert asked == [True, True, wanted]
 
 

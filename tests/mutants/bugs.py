@@ -202,20 +202,20 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "the dropout key lacks the micro-batch",
-                    'key = (self.key[0], "dropout", self.key[1], i, node.name)',
-                    'key = (self.key[0], "dropout", self.key[1], node.name)',
+                    'key = (self.options.seed, "dropout", self.step, i, node.name)',
+                    'key = (self.options.seed, "dropout", self.step, node.name)',
                     tests="tests/engine/test_engine.py -k part_of_its_key",
                 ),
                 Bug(
                     "the dropout key lacks the stage",
-                    'key = (self.key[0], "dropout", self.key[1], i, node.name)',
-                    'key = (self.key[0], "dropout", self.key[1], i)',
+                    'key = (self.options.seed, "dropout", self.step, i, node.name)',
+                    'key = (self.options.seed, "dropout", self.step, i)',
                     tests="tests/engine/test_engine.py -k part_of_its_key",
                 ),
                 Bug(
                     "gradients of children are added as they come",
-                    "terms = [found[child] for child in parent.children if found[child] is not None]",
-                    "terms = [d for d in found.values() if d is not None]",
+                    "terms = [arrived[child] for child in parent.children if arrived[child] is not None]",
+                    "terms = [d for d in arrived.values() if d is not None]",
                     tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(
@@ -244,8 +244,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a stage that learned nothing keeps the gradient of the step before",
-                    "kept.fill_(-0.0) if found is None else kept.copy_(found)",
-                    "kept if found is None else kept.copy_(found)",
+                    "kept.fill_(-0.0) if gradient is None else kept.copy_(gradient)",
+                    "kept if gradient is None else kept.copy_(gradient)",
                     tests="tests/engine/test_engine.py -k no_gradient_reaches",
                 ),
                 Bug(
@@ -327,7 +327,7 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "batch statistics are computed twice",
-                    "if share < RECOMPUTE_BELOW and not has_batch_statistics(stage)",
+                    "if share < RECOMPUTE_BELOW and not stage.mixing",
                     "if share < RECOMPUTE_BELOW",
                     tests="tests/engine/test_tape.py -k kind_of_tape",
                 ),
@@ -339,7 +339,7 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "gradients come in the order of the layers",
-                    "found.get(id(parameter)) for parameter in self.parameters",
+                    "by_parameter.get(id(parameter)) for parameter in self.stage.parameters",
                     "gradient for parameter, gradient in reversed(learned)",
                     tests="tests/engine/test_tape.py -k go_to_their",
                 ),
@@ -411,8 +411,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "accumulated batches are not cut apart",
-                    "self.micro_batches = micro_batches * accumulate",
-                    "self.micro_batches = micro_batches",
+                    "self.options.micro_batches * self.options.accumulate",
+                    "self.options.micro_batches",
                     tests="tests/engine/test_engine.py -k accumulate",
                 ),
             ],

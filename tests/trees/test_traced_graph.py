@@ -19,6 +19,8 @@ import mheads
 from mheads import TreeNet, UserError, losses
 from mheads.common.memory_layout import canonical
 from mheads.data.batches import Batch
+from mheads.engine.engine_options import EngineOptions
+from mheads.engine.stages import StageFacts
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, record
 from mheads.engine.threads import ThreadsEngine
 from mheads.trees.splitting.cut_traced_graph import GraphStage
@@ -166,10 +168,10 @@ def test_mcl_recomputes_the_rows_that_learn_and_batch_statistics_see_whole_batch
     for factory, kind in ((group_resnet, RecomputingTape), (ResNet, AutogradTape)):
         net = TreeNet(factory, members=4)
         context = Context(("test",), 12, {}, False)
-        assert type(record(net.stage("0"), x, context, None, share=0.25)) is kind
+        assert type(record(StageFacts.of(net.stage("0")), x, context, None, share=0.25)) is kind
         assert bool(net.batch_statistics_layers()) == (factory is ResNet)
     with pytest.raises(UserError, match=r"0\.bn1 needs the statistics of the whole batch"):
-        ThreadsEngine(net, 1, 2, seed=0)
+        ThreadsEngine(net, EngineOptions(1, 2))
 
 
 def test_strided_pointwise_convolutions_of_few_channels_are_computed_safely_and_alike():

@@ -21,6 +21,7 @@ from mheads.common.nested_values import Value
 from mheads.distributed.planning.job import Job
 from mheads.engine.cost import costs_on
 from mheads.engine.memory import keep_freed_memory
+from mheads.engine.stages import StageFacts
 from mheads.engine.tape import Context, record
 from mheads.optim.optim_section import OptimOptions
 from mheads.optim.stage_updates import Optimizer
@@ -107,11 +108,12 @@ def _measure(net: TreeNet, x: Value, input_gradient: bool, share: float, seconds
     context = Context(("plan",), rows, {}, input_gradient)
     forward: list[float] = []
     backward: list[float] = []
-    kept = [torch.zeros_like(p) for p in trainable(net.stage("trunk"))]
+    stage = StageFacts.of(net.stage("trunk"))
+    kept = [torch.zeros_like(p) for p in stage.parameters]
     stop = time.perf_counter() + seconds
     while len(forward) < 2 or (len(forward) < 8 and time.perf_counter() < stop):
         start = time.perf_counter()
-        tape = record(net.stage("trunk"), x, context, None, share)
+        tape = record(stage, x, context, None, share)
         forward.append(time.perf_counter() - start)
         floats = [torch.rand_like(t) if t.is_floating_point() else t for t in nested_values.leaves(tape.output)]
         d_output = nested_values.rebuild(tape.output, floats)

@@ -1,0 +1,21 @@
+"""How an engine computes: the config's `engine`, `optim` and `device` with every `auto` decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """`workers` are threads and never change a result. Each batch is cut into `micro_batches`, and a step takes
+    `accumulate` batches. `seed` is that of the dropout masks."""
+
+    workers: int
+    micro_batches: int
+    seed: int = 0
+    accumulate: int = 1
+    device: torch.device = CPU

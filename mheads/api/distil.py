@@ -30,8 +30,8 @@ from mheads.problems import is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder, without_force
 from mheads.runs.record import titles
-from mheads.training import build
-from mheads.training.experiment import assemble
+from mheads.training.build_from_config import build_loss, build_net, build_net_of_run, load_data, make_engine
+from mheads.training.experiment import assemble_experiment
 from mheads.training.loop import train_config
 
 # One network from fresh weights; all else is as it was for the members.
@@ -57,10 +57,10 @@ def distil(
             f"distil asks the run in one process, but {launch.launcher} started {launch.size}: start it alone, stop it "
             f"after its first steps, and go on with mheads train {folder / 'config.yaml'} -f {folder}"
         )
-    net = build.net_of_run(teacher, teacher.read_config(), watch.warn, trust=trust)
+    net = build_net_of_run(teacher, teacher.read_config(), watch.warn, trust=trust)
     teacher.load_weights(net, watch.warn, final=True)
     with telling(watch):
-        data = build.load_data(config)
+        data = load_data(config)
     facts = teacher.read_data()
     _check(facts, data, path)
     there = teacher.read_config().model_copy(update={"device": config.device, "engine": config.engine})
@@ -77,7 +77,7 @@ def distil(
             file.parent.mkdir(parents=True, exist_ok=True)
         found = []
         examples = data.train.without_augmentation()  # type: ignore[attr-defined]  # it is a source
-        with closing(build.threads_engine(there, net)) as engine:
+        with closing(make_engine(there, net)) as engine:
             watch.say(f"asking {path} about {len(examples):,} training examples")
             for one, weights, _ in answers(engine, examples, facts.inputs, facts.problem, watch):
                 found.append(facts.problem.mean(one.double(), weights).float().cpu())
@@ -94,7 +94,7 @@ def _try(config: Config, data: Data) -> None:
     """Refuses what does not fit together, before the run is asked: that takes time, and writes a file."""
     answers = np.full((len(data.train), len(data.problem.groups)), 1 / len(data.problem.groups), np.float32)
     here = config.model_copy(update={"teacher": config.teacher.model_copy(update={"answers": "array"})})
-    assemble(here, build.build_net(here), build.build_loss(here), data, answers=answers)
+    assemble_experiment(here, build_net(here), build_loss(here), data, answers=answers)
 
 
 def _config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Config:

@@ -31,8 +31,8 @@ from mheads.engine.measure import all_answers, in_eval_mode, measure
 from mheads.problems import Problem, finds_objects
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
-from mheads.training import build
-from mheads.training.recorder import summary
+from mheads.training.build_from_config import build_net_of_run, load_data, make_engine
+from mheads.training.log_and_checkpoint import summary
 
 
 def evaluate_run(
@@ -53,10 +53,10 @@ def evaluate_run(
     config = folder.read_config()
     if outputs_file is not None:
         check_place(outputs_file)
-    net = build.net_of_run(folder, config, watch.warn, trust=trust)
+    net = build_net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
     with telling(watch):
-        data, examples, split = examples_of(folder, overrides, split)
+        data, examples, split = load_examples_of_run(folder, overrides, split)
     kept: list[tuple[np.ndarray, list[np.ndarray]]] = []
     counted: list[np.ndarray] = []
 
@@ -65,7 +65,7 @@ def evaluate_run(
             kept.append((found.cpu().numpy(), [leaf.cpu().numpy() for leaf in nested_values.leaves(targets)]))
             counted.extend([] if weights is None else [weights.cpu().numpy()])
 
-    with closing(build.threads_engine(config, net)) as engine:
+    with closing(make_engine(config, net)) as engine:
         result = measure(engine, examples, data.inputs, data.problem, watch, keep)
     assert result is not None  # there are examples
     if outputs_file is not None:
@@ -85,18 +85,18 @@ def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> 
     By default on those that training evaluated on. `data` are other data keys than the run's: `path="other.npz"`. A run
     that `fit` trained on arrays does not keep them: `run.predict(x)` gives its outputs.
     """
-    outputs, _, targets = weighted_outputs_of(run, split, **data)
+    outputs, _, targets = outputs_and_weights_of(run, split, **data)
     return outputs, targets
 
 
-def weighted_outputs_of(
+def outputs_and_weights_of(
     run: Run | str | Path, split: str | None = None, **data: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, Value]:
     """As `outputs_of`, with the weights [M, N] by the scores of the members between them, if they have some."""
     run = run if isinstance(run, Run) else fit.load(run)
     overrides = [f"data.{key}={json.dumps(value, default=str)}" for key, value in data.items()]
-    facts, examples, _ = examples_of(RunFolder(run.folder), overrides, split)
-    with closing(build.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
+    facts, examples, _ = load_examples_of_run(RunFolder(run.folder), overrides, split)
+    with closing(make_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
         return all_answers(engine, examples, facts.inputs, facts.problem)
 
 
@@ -108,7 +108,7 @@ DATA_KEYS = (
 )
 
 
-def examples_of(
+def load_examples_of_run(
     folder: RunFolder, overrides: Sequence[str] = (), split: str | None = None
 ) -> tuple[DataFacts, Split, str]:
     """What the run knows of its data, and the examples to evaluate on."""
@@ -146,8 +146,8 @@ def examples_of(
         held_out = _update_data(held_out, problem=facts.problem.name)
     if config.data.normalize == "init":  # inputs are preprocessed as in training: where it started may be gone
         config, held_out = (_update_data(one, normalize="none") for one in (config, held_out))
-    data = build.load_data(held_out, only="test" if split == "test" and not same else None)
-    before = data.fingerprint if held_out == config or not same else build.load_data(config).fingerprint
+    data = load_data(held_out, only="test" if split == "test" and not same else None)
+    before = data.fingerprint if held_out == config or not same else load_data(config).fingerprint
     if same and before != facts.fingerprint:
         raise UserError(
             f"{folder.path} was trained on other data than {data.name} is now: checksum "

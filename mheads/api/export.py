@@ -33,7 +33,7 @@ from mheads.common.nested_values import Value
 from mheads.data.catalog import DATASETS
 from mheads.data.preprocessing import centre
 from mheads.runs.data_facts import DataFacts
-from mheads.training import build
+from mheads.training.build_from_config import load_data
 from mheads.trees import member_scores
 from mheads.trees.treenet import TreeNet
 
@@ -140,11 +140,10 @@ def _member(what: str, members: int) -> int:
 
 def _as_given(run: Run, examples: Any) -> Tensor:
     """Raw examples [N, C, H, W] or [N, F] of the type that the file will take: that of training."""
-    from mheads.api.prepared import check, raw_examples
+    from mheads.api.raw_examples import as_raw_examples
 
     if examples is not None:
-        raw = raw_examples(examples, run.data)
-        check(raw, run.data)
+        raw = as_raw_examples(examples, run.data)
     else:
         raw = _own_examples(run)
     raw = raw[:EXAMPLES].cpu()
@@ -165,7 +164,7 @@ def _own_examples(run: Run) -> Tensor:
     """Those that the run was evaluated on, if its config can name them, else drawn from the range of training."""
     with contextlib.suppress(UserError, OSError):
         if run.config.data.name in DATASETS:
-            test = build.load_data(run.config).test
+            test = load_data(run.config).test
             if tuple(test.shape) == run.data.shape and len(test):
                 return test.read(np.arange(min(len(test), EXAMPLES)), None)
     seen = run.data.seen

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mheads import data as datasets
+from mheads.api.fit_keywords import refuse_unknown, speaking_python
 from mheads.api.foreign_models import outputs_of_all, outputs_of_one
-from mheads.api.keywords import refuse_unknown, speaking_python
-from mheads.api.run import Run, Temporary, labelled, opened
+from mheads.api.run import Run, Temporary, make_labelled_split, open_run
 from mheads.common import fingerprint
 from mheads.common.errors import UserError
 from mheads.common.errors import warn as told
@@ -34,9 +34,9 @@ from mheads.losses import LOSSES, Loss, base_loss, independent
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
-from mheads.training import build, init_weights
-from mheads.training import experiment as experiments
-from mheads.training import weight_files as weights_of
+from mheads.training.build_from_config import build_net_of_run
+from mheads.training.experiment import Experiment, assemble_experiment
+from mheads.training.init_weights import check_state_dict, load_init, load_into
 from mheads.training.loop import Stopped, train_config
 from mheads.trees.treenet import TreeNet
 
@@ -220,11 +220,11 @@ def fit(
         # Only now: a call that is refused for what it asks has changed nothing.
         config = config.model_copy(update={"init": _initialise(net, init, run, watch, init_map)})
         _refuse_failed(net, run)
-        experiment = experiments.assemble(config, net, loss, data, given=given, answers=answers)
+        experiment = assemble_experiment(config, net, loss, data, array=given, answers=answers)
         return _train(experiment, run, watch)
 
 
-def _train(experiment: experiments.Experiment, run: str | Path | None, watch: Watcher) -> Run:
+def _train(experiment: Experiment, run: str | Path | None, watch: Watcher) -> Run:
     net, config = experiment.net, experiment.config
     temporary = Temporary() if run is None else None
     folder = RunFolder(Path(run) if run is not None else temporary.path / "run")  # type: ignore[union-attr]
@@ -237,12 +237,12 @@ def _train(experiment: experiments.Experiment, run: str | Path | None, watch: Wa
     try:
         summary = train_config(config, folder, watch, lambda config: replace(experiment, start=start))
         net.trained = before + summary["iterations"]
-        return opened(folder, config, net, watch.warn, temporary)
+        return open_run(folder, config, net, watch.warn, temporary)
     except KeyboardInterrupt:  # before the first step, or for the second time
         raise Interrupted("interrupted outside of a step: nothing was saved by it", None) from None
     except Stopped as stop:
         net.trained = before + stop.iteration
-        so_far = opened(folder, config, net, lambda message: None, temporary)
+        so_far = open_run(folder, config, net, lambda message: None, temporary)
         raise Interrupted(f"{stop} after iteration {stop.iteration}", so_far) from None
     except UserError:
         net.failed = start != fingerprint.weights(net.state_dict())
@@ -289,12 +289,12 @@ def _initialise(
         net.copy_weights(init)
         return f"{configs.GIVEN}{fingerprint.weights(init.state_dict())}"
     if isinstance(init, Mapping):
-        found = weights_of.by_name(init, "init")
+        found = check_state_dict(init, "init")
         name = f"{configs.GIVEN}{fingerprint.weights(found)}"
-        said = str(weights_of.load_into(net, found, "init", renamed))
+        said = str(load_into(net, found, "init", renamed))
     elif isinstance(init, str | Path) and init not in ("random", "same"):
         name = str(Path(os.path.expanduser(init)).absolute())
-        said = init_weights.start_from(net, name, renamed)
+        said = load_init(net, name, renamed)
     else:
         raise UserError(
             f"init={short(init)}: give a file of weights, a state dict, the folder of a run, a run or a TreeNet; "
@@ -395,7 +395,7 @@ def evaluate(
     def forward(batch: Batch) -> Value:
         return outputs_of_one(models, batch) if isinstance(models, TreeNet) else outputs_of_all(members, batch)
 
-    split, solved = labelled(test, "the test examples", classes=classes, name=problem)
+    split, solved = make_labelled_split(test, "the test examples", classes=classes, name=problem)
     if problem == "auto":
         datasets.warn_of_flags(split.targets, solved)
     engine, plain = Models(forward), Preprocess()
@@ -427,7 +427,7 @@ def load(
     folder = RunFolder(run.folder if isinstance(run, Run) else Path(run))
     config = folder.read_config()
     with torch.inference_mode(False):  # a service may be in it, and what is loaded may learn later
-        net = build.net_of_run(folder, config, warn or Silent().warn, network_factory, trust)
-        loaded = opened(folder, config, net, warn or Silent().warn)
+        net = build_net_of_run(folder, config, warn or Silent().warn, network_factory, trust)
+        loaded = open_run(folder, config, net, warn or Silent().warn)
     _leave(net, folder, folder.read_identity().get("start"), config.init)  # fit may go on with it in this folder
     return loaded

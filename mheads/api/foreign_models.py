@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mheads.api.prepared import Prepared
+from mheads.api.raw_examples import PreprocessingNetwork
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
@@ -34,7 +34,7 @@ def outputs_of_one(model: Any, batch: Batch) -> Any:
     raw, side = batch.inputs.to(parameter.device), batch.side_inputs()
     if isinstance(model, TreeNet):
         return model(batch.preprocess(raw, parameter.dtype), side)
-    if isinstance(model, Prepared):  # it brings its preprocessing: raw images, channels first
+    if isinstance(model, PreprocessingNetwork):  # it brings its preprocessing: raw images, channels first
         x = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
         return model(x, side) if side else model(x)
     return model(batch.preprocess(raw, parameter.dtype).clone())  # it may write into its input, which others get too

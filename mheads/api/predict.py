@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mheads.api import fit
-from mheads.api.answer_files import Answers, write_csv, write_npz
-from mheads.api.prepared import beside, check, raw_examples
+from mheads.api.raw_examples import as_raw_examples, check_raw_examples, read_side_inputs
 from mheads.api.run import Run
+from mheads.api.write_predictions import Answers, write_csv, write_npz
 from mheads.common import packed_arrays
 from mheads.common.atomic_files import check_place, write_atomically
 from mheads.common.errors import UserError
@@ -28,7 +28,7 @@ from mheads.data.readers.unlabelled import ARRAYS, read_array, read_csv
 from mheads.data.splits import TargetRows
 from mheads.engine.measure import answers, in_eval_mode
 from mheads.problems import finds_objects
-from mheads.training.build import threads_engine
+from mheads.training.build_from_config import make_engine
 
 WARNED = 10  # images that cannot be read, one by one
 WRITTEN = (".csv", ".npz")
@@ -75,7 +75,7 @@ class ImageFiles:
         if rows[0] == 0 and len(
             good := out[[row not in self.unread for row in rows]]
         ):  # the first batch stands for all
-            check(torch.from_numpy(good), self.run.data, "the images")
+            check_raw_examples(torch.from_numpy(good), self.run.data, "the images")
         return torch.from_numpy(out)
 
     @property
@@ -185,9 +185,8 @@ def _asked(run: Run, files: Sequence[Path], resize: bool) -> list[Asked]:
     for file in files:
         if file.suffix.lower() in ARRAYS and not file.is_dir():
             flush()
-            raw = raw_examples(read_examples(file, run), run.data)
-            check(raw, run.data)
-            asked.append(Asked(file, Unlabelled(raw, beside(read_side(file), len(raw), run.data, str(file)))))
+            raw = as_raw_examples(read_examples(file, run), run.data)
+            asked.append(Asked(file, Unlabelled(raw, read_side_inputs(read_side(file), len(raw), run.data, str(file)))))
             continue
         found = _images_in(file) if file.is_dir() else [file]
         for image in found:
@@ -210,7 +209,7 @@ def _answers(run: Run, asked: Sequence[Asked], watch: Watcher) -> Iterator[Answe
 
     Images that could not be read are left out; if none could be, that is an error.
     """
-    with closing(threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
+    with closing(make_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
         for part in asked:
             start = 0
             for found, weights, _ in answers(engine, part.examples, run.data.inputs, run.data.problem, watch):

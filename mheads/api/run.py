@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mheads import data as datasets
-from mheads.api.prepared import Prepared, beside, check, check_side, raw_examples
+from mheads.api.raw_examples import PreprocessingNetwork, as_raw_examples, check_side_inputs, read_side_inputs
 from mheads.common import fingerprint
 from mheads.common.errors import UserError, warn
 from mheads.config.schema import Config
@@ -29,7 +29,7 @@ from mheads.problems import Problem, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
-from mheads.training.build import threads_engine
+from mheads.training.build_from_config import make_engine
 from mheads.trees.treenet import TreeNet
 
 if TYPE_CHECKING:
@@ -120,10 +120,9 @@ class Run:
     @torch.no_grad()  # what comes out of inference_mode could not be learned from
     def outputs(self, x: Any, side: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor | None]:
         """Outputs [M, N, C] of raw examples, and weights [M, N] if members have scores."""
-        raw = raw_examples(x, self.data)
-        check(raw, self.data)
-        examples, net = Unlabelled(raw, beside(side, len(raw), self.data)), self._trained()
-        with closing(threads_engine(self.config, net)) as engine, in_eval_mode([net]):
+        raw = as_raw_examples(x, self.data)
+        examples, net = Unlabelled(raw, read_side_inputs(side, len(raw), self.data)), self._trained()
+        with closing(make_engine(self.config, net)) as engine, in_eval_mode([net]):
             return all_answers(engine, examples, self.data.inputs, self.data.problem)[:2]
 
     def evaluate(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> Any:
@@ -133,7 +132,7 @@ class Run:
         pairs, a Dataset or a DataLoader.
         """
         split, net = self.split_of(x, y, side), self._trained()
-        with closing(threads_engine(self.config, net)) as engine, in_eval_mode([net]):
+        with closing(make_engine(self.config, net)) as engine, in_eval_mode([net]):
             return measure(engine, split, self.data.inputs, self.data.problem)
 
     def split_of(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> ArraySplit | DatasetSplit:
@@ -141,16 +140,16 @@ class Run:
         if y is None and side is not None:
             raise UserError("side goes with arrays: give evaluate(x, y, side), or (x, y, side) as one")
         given = x if y is None else (x, y) if side is None else (x, y, side)
-        split, _ = labelled(given, "the examples", self.data.problem)
+        split, _ = make_labelled_split(given, "the examples", self.data.problem)
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")
-        check_side(side_shapes(split), self.data)
+        check_side_inputs(side_shapes(split), self.data)
         return split
 
-    def member(self, m: int) -> Prepared:
+    def member(self, m: int) -> PreprocessingNetwork:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
-        return Prepared(self._trained().member(m), self.data).eval()
+        return PreprocessingNetwork(self._trained().member(m), self.data).eval()
 
     def export(self, path: str | Path, what: str = "mean", examples: Any = None) -> Path:
         """Writes the ensemble and its preprocessing to one .pt2 or .onnx file that needs no mheads: see `export.py`.
@@ -177,7 +176,7 @@ class Run:
         return history_figure(*self.history, self.data.problem.measure)
 
 
-def opened(
+def open_run(
     folder: RunFolder,
     config: Config,
     net: TreeNet,
@@ -205,7 +204,7 @@ def opened(
     return Run(folder.path.absolute(), config, net, data, result, summary, log, temporary)
 
 
-def labelled(
+def make_labelled_split(
     given: Any, where: str, problem: Problem | None = None, classes: Sequence[str] | None = None, name: str = "auto"
 ) -> tuple[ArraySplit | DatasetSplit, Problem]:
     """Examples with targets of the problem, or of the one with this name, or that they look like.

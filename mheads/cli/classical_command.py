@@ -29,7 +29,7 @@ def classical(
     from mheads.config import schema as configs
 
     config = configs.load(recipe, overrides or [])
-    from mheads.api.classical import train_rounds
+    from mheads.api.classical_mcl import train_rounds
     from mheads.cli.printing.rounds import RoundTerminal, rounds_table
     from mheads.config.options_without_effect import refuse_idle
 

@@ -23,11 +23,11 @@ def cuts(
     """
     from mheads.cli.printing.cuts import cuts_table
     from mheads.config.schema import of_model
-    from mheads.training.build import factory
+    from mheads.training.build_from_config import make_network_factory
     from mheads.trees.splitting.find_cuts import find_cuts
 
     sizes = _read_shape(model, shape)
-    network_factory = factory(of_model(model, model_args or []))
+    network_factory = make_network_factory(of_model(model, model_args or []))
     if sizes is None:
         raise UserError(f"the shape of an example of {model} is not known: give --shape, 3,32,32 for example")
     console.print(cuts_table(find_cuts(network_factory, sizes)))

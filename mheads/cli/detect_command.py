@@ -43,7 +43,7 @@ def train(
 
     Example: mheads detect train --from runs/caffenet --voc VOCdevkit/VOC2007 -f runs/detector
     """
-    from mheads.api.detector import overrides_from
+    from mheads.api.detector_config import overrides_from
     from mheads.cli.train_command import train_recipe
 
     given = [*(["data.regions.strict=true"] if strict else []), *(overrides or [])]

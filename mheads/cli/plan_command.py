@@ -35,10 +35,10 @@ def plan(
     config = configs.load(recipe, overrides or [])
     from mheads.cli.printing.plan import show
     from mheads.distributed.planning.job import Cluster
-    from mheads.training.predict_speed import make_plan, write_json
+    from mheads.training.plan_ranks import make_plan
 
     cluster = Cluster(ranks, workers, bandwidth * 1e9, latency / 1e6)
     made = make_plan(config, cluster, None if flops is None else flops * 1e12, placement, recipe)
     console.print(show(made))
     if json_file is not None:
-        write_json(made, json_file)
+        made.write(json_file)

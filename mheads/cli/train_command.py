@@ -52,14 +52,14 @@ def train_recipe(
 ) -> None:
     """Trains in a run folder, by default runs/RECIPE-DIGEST, on one process or on this one of several."""
     from mheads.config import schema as configs
-    from mheads.training.session import session
+    from mheads.training.join_ranks import join_ranks
 
     given = [override for override in overrides if "=" not in override and configs.is_caffe(override)]
     if given and configs.is_caffe(recipe):
         if solver is not None or len(given) > 1:
             raise UserError(f"{', '.join([*map(str, filter(None, [solver])), *given])}: give one solver")
         solver, overrides = Path(given[0]), [override for override in overrides if override not in given]
-    with session(errors, configs.timeout(recipe, overrides)) as world:
+    with join_ranks(errors, configs.timeout(recipe, overrides)) as world:
         config, notes = _config(recipe, overrides, solver)
         # After the config, whose mistakes are told at once: torch takes a second.
         from mheads.cli.printing.result_tables import result_table
@@ -76,7 +76,7 @@ def train_recipe(
         watch = Terminal(console, bar=not quiet, folder=True) if world.is_main else Silent()
         for note in notes:
             watch.say(note)
-        result = train_config(config, folder, watch, world.build)
+        result = train_config(config, folder, watch, world.build_experiment)
         if world.is_main:
             console.print(result_table(result))
 

@@ -21,7 +21,7 @@ from mheads.problems import finds_objects
 from mheads.problems.average_precision import Truth
 from mheads.problems.detection import Detections
 from mheads.runs.folder import RunFolder
-from mheads.training import build
+from mheads.training.build_from_config import build_net_of_run, make_engine
 
 MEAN = "Ensemble-Mean"
 ORIENTATION = ExifTags.Base.Orientation
@@ -45,7 +45,7 @@ def find_objects(
     problem = facts.problem
     if not finds_objects(problem):
         raise UserError(f"{path} is a run that learned {problem.name}: mheads predict shows its answers")
-    net = build.net_of_run(folder, config, watch.warn, trust=trust)
+    net = build_net_of_run(folder, config, watch.warn, trust=trust)
     folder.load_weights(net, watch.warn)
     scene = _scene(image, watch)
     options = config.data.regions.model_dump(exclude={"objects", "strict"})
@@ -55,7 +55,7 @@ def find_objects(
         raise UserError(f"no region is proposed in {image} by {drawing.proposals}: give others with --proposals")
     sizes = np.array(problem.means), np.array(problem.deviations)
     split = RegionSplit([scene], [given], np.zeros(1, np.int64), drawing, *sizes, training=False)
-    with closing(build.threads_engine(config, net)) as engine:
+    with closing(make_engine(config, net)) as engine:
         ((outputs, _),) = engine.outputs([Reader(split, facts.inputs, np.arange(1))])
     probabilities, decoded_boxes = problem.read(
         problem.answer(outputs), given.astype(float), scene.truth.width, scene.truth.height

@@ -135,7 +135,7 @@ def reliability(records: Sequence[Record], watch: Watcher, trust: bool) -> Figur
         if not is_single_label(problem):
             raise UserError(f"{record.folder.path} is {problem.name}: reliability is about classes")
         run = fit.load(record.folder.path, trust=trust, warn=watch.warn)
-        outputs, weights, targets = evaluate.weighted_outputs_of(run)
+        outputs, weights, targets = evaluate.outputs_and_weights_of(run)
         metrics = problem.metrics(outputs.shape[0], scored=weights is not None)
         metrics.update(outputs, targets, weights)
         for name, found in metrics.reliability().items():

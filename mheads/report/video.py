@@ -16,7 +16,7 @@ from mheads.problems import is_single_label
 from mheads.report.figures.figures import PALETTE
 from mheads.report.figures.video import RATE, check_file, ownership_frames, write_video
 from mheads.runs.record import Record
-from mheads.training import build
+from mheads.training.build_from_config import load_data
 
 PICTURES = ("typical", "mean")
 EXAMPLES = 20_000  # that are looked at, of all classes together
@@ -62,7 +62,7 @@ def class_pictures(record: Record, kind: str, watch: Watcher) -> np.ndarray:
     if not is_single_label(problem) or len(shape) != 3 or record.config.data.name not in DATASETS:
         watch.warn(f"{record.folder.path}: no images of its classes are at hand, so they are shown as colours")
         return plain_colours(len(names))
-    train = build.load_data(record.config).train
+    train = load_data(record.config).train
     labels = problem.group(torch.from_numpy(np.array(train.targets))).numpy()
     grey = np.full((*train.shape[1:], 3), 90, np.uint8)
     most = max(LEAST, min(EXAMPLES // len(names), VALUES // math.prod(train.shape)))

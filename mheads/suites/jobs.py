@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mheads.api.classical import is_stable, read_rounds
+from mheads.api.classical_mcl import is_stable, read_rounds
 from mheads.common import atomic_files
 from mheads.common.errors import DamageError, UserError
 from mheads.config import schema as configs
@@ -20,7 +20,7 @@ from mheads.optim.schedules import part_of
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
 from mheads.suites.suite import Suite, Table, read
-from mheads.training.build import load_data
+from mheads.training.build_from_config import load_data
 
 FOLDER = Path("runs/reproduce")
 DONORS = ("init", "sampling.generalist")  # keys of runs that another starts from

@@ -31,10 +31,10 @@ class Words:
     @cached_property
     def splits(self) -> list[str]:
         """The layers that the network can be split at, in order: with parameters, and others with some below."""
-        from mheads.training.build import factory
+        from mheads.training.build_from_config import make_network_factory
         from mheads.trees.treenet import TreeNet
 
-        layers = TreeNet(factory(self._config), 1, only=()).layers
+        layers = TreeNet(make_network_factory(self._config), 1, only=()).layers
         return [layer.name for layer in layers if layer.has_parameters or layer.ends][:-1]
 
     def values(self, given: list[Any] | str) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from mheads.api.classical import train_rounds
+from mheads.api.classical_mcl import train_rounds
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.common.number_words import duration
@@ -28,7 +28,7 @@ from mheads.suites.progress_line import Overview
 from mheads.suites.same_data_and_code import Alike
 from mheads.suites.suite import SUITES as SUITES
 from mheads.suites.suite import read as read
-from mheads.training.experiment import Experiment, build
+from mheads.training.experiment import Experiment, build_experiment
 from mheads.training.loop import Stopped, stop_at_once, train_config
 
 OUTPUT = Path("results")
@@ -166,7 +166,7 @@ class Run:
 
     def _train(self, job: Job, watch: Overview) -> dict[str, Any]:
         def checked(config: Config) -> Experiment:
-            experiment = build(config)
+            experiment = build_experiment(config)
             found = experiment.identity()
             self.alike.check(job, found)
             results.check_alike(self.document, self.planner.key(self.suite, job), job, results.marks_of(found))

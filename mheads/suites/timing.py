@@ -10,7 +10,7 @@ from mheads.config.schema import Config
 from mheads.engine.interface import Engine
 from mheads.optim.stage_updates import Optimizer
 from mheads.suites.jobs import Job
-from mheads.training.experiment import Experiment, build
+from mheads.training.experiment import Experiment, build_experiment
 
 STEPS = 3
 FORWARD = 1 / 3  # what an example costs in an evaluation, as a part of a step
@@ -22,10 +22,10 @@ def seconds(job: Job) -> float:
     if job.rounds is not None:  # reading the training set between them takes little
         one = replace(job, rounds=None, path=job.path / "none")
         return seconds(one) * (1 - done / job.total) * job.rounds
-    experiment = build(_startable(config))
+    experiment = build_experiment(_startable(config))
     parts = [(config.pretrain - done, 0)] if done < config.pretrain else []  # (steps to go, a step like them)
     parts.append((job.total - max(done, config.pretrain), config.pretrain))
-    with closing(experiment.engine()) as engine:
+    with closing(experiment.make_engine()) as engine:
         times = [(count, _step(experiment, engine, at)) for count, at in parts]
     rows = config.optim.batch_size * config.optim.accumulate
     every = config.log.evaluate_every

@@ -13,9 +13,9 @@ from mheads.common.signals import handling
 from mheads.config.schema import Config
 from mheads.engine.diagnostics import clip_scale
 from mheads.runs.folder import RunFolder
-from mheads.training.experiment import Experiment, build
-from mheads.training.recorder import Recorder
-from mheads.training.state import RunState
+from mheads.training.experiment import Experiment, build_experiment
+from mheads.training.log_and_checkpoint import Recorder
+from mheads.training.train_state import TrainState
 
 
 class Stopped(BaseException):
@@ -37,9 +37,9 @@ def stop_at_once(signum: int) -> None:
 
 
 def train_config(
-    config: Config, folder: RunFolder, watcher: Watcher, build: Callable[[Config], Experiment] = build
+    config: Config, folder: RunFolder, watcher: Watcher, build: Callable[[Config], Experiment] = build_experiment
 ) -> dict[str, Any]:
-    """Trains the run of a config; what does not fit together is refused before anything is written."""
+    """Trains the run of a config; parts that do not fit each other raise before anything is written."""
     with telling(watcher):
         experiment = build(config)
     watcher.built(folder.path)
@@ -52,7 +52,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     Of several processes each runs this loop on its stages, and the main rank alone keeps the folder and the log.
     """
     options, log, watch = experiment.config.optim, experiment.config.log, watcher or Silent()
-    state, engine = RunState(experiment), experiment.engine()
+    state, engine = TrainState(experiment), experiment.make_engine()
     record = Recorder(experiment, folder, state, engine, watch)
     with record.closing(), closing(experiment.batches(engine)) as batches:
         if record.open():

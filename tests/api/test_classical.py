@@ -11,7 +11,7 @@ from helpers.commands import Running, assert_same_run, process, weights  # noqa:
 from safetensors.torch import load_file
 
 from mheads import load
-from mheads.api import classical, evaluate
+from mheads.api import classical_mcl, evaluate
 from mheads.cli.printing.rounds import rounds_table
 from mheads.common.progress import Silent
 from mheads.config import schema
@@ -145,10 +145,10 @@ def test_more_rounds_go_on_and_fewer_change_nothing(tmp_path, rounds, mheads):
 def test_rounds_end_when_few_examples_change(tmp_path, rounds):
     changed = figures(rounds[0])[0]["changed"]
     found = schema.load(TINY[0], TINY[1:])
-    summary = classical.train_rounds(found, tmp_path / "rounds", lambda label: Silent(), 3, (changed + 1) / 150)
+    summary = classical_mcl.train_rounds(found, tmp_path / "rounds", lambda label: Silent(), 3, (changed + 1) / 150)
     assert len(summary["rounds"]) == 1
-    assert classical.is_stable({"changed": 0, "examples": [150]}, 0)
-    assert not classical.is_stable({"changed": 1, "examples": [1000]}, 0.001)
+    assert classical_mcl.is_stable({"changed": 0, "examples": [150]}, 0)
+    assert not classical_mcl.is_stable({"changed": 1, "examples": [1000]}, 0.001)
 
 
 def test_numbers_are_learned_in_rounds_too(tmp_path, mheads):
@@ -169,7 +169,7 @@ def test_a_member_left_with_few_examples_takes_the_hardest_of_others(least):
     losses = torch.rand(4, 40, generator=generator)
     losses[2] += 1  # wins nothing
     losses[3, :38] += 1  # wins two at most
-    found = classical.share_out(losses, torch.rand(4, 40, generator=generator), least)
+    found = classical_mcl.share_out(losses, torch.rand(4, 40, generator=generator), least)
     counts = found.bincount(minlength=4)
     assert counts.min() >= least and counts.sum() == 40
     if least < 10:
@@ -182,7 +182,7 @@ def test_a_member_left_with_few_examples_takes_the_hardest_of_others(least):
 
 def test_equal_losses_are_ordered_by_a_random_key():
     ties = torch.rand(3, 300, generator=torch.Generator().manual_seed(0))
-    found = classical.share_out(torch.ones(3, 300), ties, 1)
+    found = classical_mcl.share_out(torch.ones(3, 300), ties, 1)
     assert torch.equal(found, ties.argmin(0))
 
 
@@ -202,7 +202,7 @@ def test_looking_at_rounds_removes_nothing(tmp_path, mheads):
     command = ["classical", *TINY, "--rounds", "1", "--folder", tmp_path / "rounds"]
     done = mheads(*command, "optim.lr=1e9", "seed=1")
     assert done.code == 2
-    assert classical.read_rounds(tmp_path / "rounds", schema.load(TINY[0], TINY[1:])) == []
+    assert classical_mcl.read_rounds(tmp_path / "rounds", schema.load(TINY[0], TINY[1:])) == []
     assert (tmp_path / "rounds/round0.npz").is_file()
 
 

@@ -23,8 +23,8 @@ from mheads.problems import boxes as box
 from mheads.problems.average_precision import average_precisions, matches
 from mheads.problems.detection import FLOOR, MOST, SUPPRESS
 from mheads.runs.folder import RunFolder
-from mheads.training.build import load_data
-from mheads.training.experiment import build
+from mheads.training.build_from_config import load_data
+from mheads.training.experiment import build_experiment
 from mheads.training.loop import train_config
 
 
@@ -35,7 +35,7 @@ def scenes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experiment(scenes):
-    return build(configs.load("fast_rcnn", keys(scenes)))
+    return build_experiment(configs.load("fast_rcnn", keys(scenes)))
 
 
 def batch_of(experiment, step=0):
@@ -143,7 +143,7 @@ def test_a_batch_of_images_cut_to_one_is_that_image_alone(experiment):
 @pytest.mark.parametrize("loss", ["independent", "mcl"])
 def test_gradients_are_those_of_autograd(scenes, split, loss):
     config = configs.load("fast_rcnn", [*keys(scenes, split=split or "null"), f"loss={loss}"])
-    experiment = build(config)
+    experiment = build_experiment(config)
     net = experiment.net.double()
     for module in net.modules():
         if hasattr(module, "p"):
@@ -193,7 +193,7 @@ def test_the_loss_is_cross_entropy_and_smooth_l1_of_the_class(experiment):
 )
 def test_losses_and_samplings_that_mean_nothing_here_are_refused(scenes, key, words):
     with pytest.raises(UserError, match=words):
-        build(configs.load("fast_rcnn", [*keys(scenes), key]))
+        build_experiment(configs.load("fast_rcnn", [*keys(scenes), key]))
 
 
 def test_rounds_that_share_out_images_are_refused_before_any(scenes, mheads, tmp_path):
@@ -396,7 +396,7 @@ def test_a_detector_starts_from_colour(tmp_path, mheads):
 
 
 def test_paths_are_taken_as_they_are(tmp_path):
-    from mheads.api.detector import overrides_from
+    from mheads.api.detector_config import overrides_from
 
     given = overrides_from(None, Path("2007"), "{part} #1: x.npz", [])
     found = configs.load("fast_rcnn", given).data
@@ -640,7 +640,7 @@ def test_images_of_a_line_or_a_point_can_be_read(broken):
         Image.new("RGB", size, (200, 40, 40)).save(broken / f"JPEGImages/{name}.png")
         annotate(broken, name, [("red", (1, 1, *size))], *size)
     with pytest.warns(UserWarning, match="proposals lie outside"):
-        experiment = build(configs.load("fast_rcnn", keys(broken)))
+        experiment = build_experiment(configs.load("fast_rcnn", keys(broken)))
     _, sizes = experiment.data.train.read(np.arange(3), None)
     assert sizes.tolist() == [[1, 120], [96, 96], [120, 1]]
     batch = batch_of(experiment)

@@ -14,7 +14,7 @@ from torch import nn
 
 import mheads
 from mheads import UserError, data
-from mheads.api import keywords
+from mheads.api import fit_keywords
 from mheads.config import schema
 
 X, Y = load_digits(return_X_y=True)
@@ -175,7 +175,7 @@ def test_keywords_of_other_libraries_are_answered_with_ours():
         if said.startswith("did you mean"):
             first = re.search(r"[a-z]\w+", said.removeprefix("did you mean "))[0]
             assert first in ours or "TreeNet" in said
-    for aliases in (*keywords.ALIASES.values(), *keywords.ABSENT):
+    for aliases in (*fit_keywords.ALIASES.values(), *fit_keywords.ABSENT):
         assert not set(aliases.split()) & set(ours)  # no keyword of fit is refused
     for word in ("sample_weight", "n_jobs", "early_stopping", "preprocess", "val", "gradient_clip_val"):
         with pytest.raises(UserError, match=f"unknown key '{word}'; here it is "):

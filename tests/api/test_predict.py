@@ -15,8 +15,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import mheads as package
-from mheads.api import answer_files
 from mheads.api import predict as predictions
+from mheads.api.write_predictions import _cell
 from mheads.cli.printing.answers import answers
 from mheads.networks import NETWORKS
 
@@ -227,7 +227,7 @@ def test_names_that_a_spreadsheet_would_take_for_formulas_are_quoted(mheads, tmp
     assert [line["file"] for line in lines] == ["'=a.png", "b=.png"]
     answer = classes[run.predict(x[:1]).softmax(-1).mean(0)[0].argmax()]
     assert lines[0]["answer"] == lines[0]["member_0"] == {"-2": "-2", "plain": "plain"}.get(answer, f"'{answer}")
-    cells = {text: answer_files._cell(text) for text in (*classes, "-0.5", "-1e-05", "+3", "-inf", "nan", "\t=x", "")}
+    cells = {text: _cell(text) for text in (*classes, "-0.5", "-1e-05", "+3", "-inf", "nan", "\t=x", "")}
     assert [text for text, cell in cells.items() if cell != text] == ["=cmd()", "+1+1", "@sum", "\t=x"]
     assert all(cell in (text, f"'{text}") for text, cell in cells.items())
 

@@ -21,7 +21,7 @@ from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.optim.optim_section import OptimOptions
 from mheads.optim.stage_updates import Optimizer
-from mheads.training.init_weights import start_from
+from mheads.training.init_weights import load_init
 
 
 @pytest.mark.parametrize("name", nets.STOCK)
@@ -245,15 +245,15 @@ def test_a_blob_of_another_shape_is_refused_and_may_be_left_out(tmp_path):
     with pytest.raises(
         UserError, match=r"i\.weight is \(6, 4\) there, \(4, 6\) here; init_map=\{i: null\} leaves it out"
     ):
-        start_from(two_layers(6, 4), str(file))
-    said = start_from(two_layers(4, 6, "k"), str(file))  # the last layer under another name, as users of Caffe do
+        load_init(two_layers(6, 4), str(file))
+    said = load_init(two_layers(4, 6, "k"), str(file))  # the last layer under another name, as users of Caffe do
     assert "found              2  i.weight, i.bias" in said and "missing, drawn     2  k.bias, k.weight" in said
     assert "left over          2  j.0, j.1" in said
     with pytest.raises(UserError, match="4 of 4 tensors are missing"):
-        start_from(TreeNet(lambda: nn.Sequential(OrderedDict(a=nn.Linear(4, 6), b=nn.Linear(6, 2)))), str(file))
+        load_init(TreeNet(lambda: nn.Sequential(OrderedDict(a=nn.Linear(4, 6), b=nn.Linear(6, 2)))), str(file))
     weights.write(file, nn.Sequential(OrderedDict(i=nn.Linear(4, 6, bias=False), j=nn.Linear(6, 2))))
     with pytest.raises(UserError, match=r"it has no i\.bias, but other weights of that layer"):
-        start_from(two_layers(4, 6), str(file))
+        load_init(two_layers(4, 6), str(file))
 
 
 def test_layers_of_several_ranks_keep_their_weights_apart(tmp_path):
@@ -270,7 +270,7 @@ def test_layers_of_several_ranks_keep_their_weights_apart(tmp_path):
     file = tmp_path / "w.caffemodel"
     weights.write(file, nets_[0].member(0))
     assert list(weights.read(file)) == ["a", "b@0", "b@1"]
-    assert "found              6" in start_from(nets_[1], str(file))
+    assert "found              6" in load_init(nets_[1], str(file))
     one, other = (net.state_dict() for net in nets_)
     assert all(torch.equal(one[key], other[key]) for key in one)
 

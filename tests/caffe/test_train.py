@@ -27,8 +27,8 @@ from mheads.config.schema import Config
 from mheads.optim.optim_section import OptimOptions
 from mheads.optim.schedules import Schedule
 from mheads.optim.stage_updates import Optimizer
-from mheads.training.build import build_net
-from mheads.training.experiment import build
+from mheads.training.build_from_config import build_net
+from mheads.training.experiment import build_experiment
 
 SOLVER = (
     'base_lr: 0.02 momentum: 0.9 weight_decay: 0.01 lr_policy: "step" gamma: 0.5 stepsize: 3 max_iter: 6 display: 1\n'
@@ -103,7 +103,7 @@ def test_training_is_caffes_loss_and_update_on_the_same_batches(name, files, mhe
     done = mheads("train", files(text), "--solver", "solver.prototxt", *overrides, "--folder", "run")
     assert done.code == 0, done.err
     config, _ = load(files.path / "net.prototxt", files.path / "solver.prototxt", overrides)
-    experiment = build(config)
+    experiment = build_experiment(config)
     batches = experiment.stream()
     first = batches.batch(0)
     x = first.network_inputs(torch.float32)
@@ -192,7 +192,7 @@ def test_members_of_a_net_start_apart_though_the_solver_has_a_seed(files):
     files(SOLVER + "random_seed: 7", "seeded.prototxt")
     config, notes = load(files.path / "net.prototxt", files.path / "seeded.prototxt", ["data=digits", "data.limit=40"])
     assert config.seed == 7 and "3 members" in notes[0]
-    net = build(config).net
+    net = build_experiment(config).net
     assert not torch.equal(net.stage("conv2/0").conv3.weight, net.stage("conv2/1").conv3.weight)
 
 
@@ -214,7 +214,7 @@ def test_a_loss_of_members_is_one_over_the_loss_of_the_net(name, examples, files
     keys = ["data.name=npz", f"data.path={examples}.npz", "data.scale=0.004"]
     config, notes = load(files(text), "solver.prototxt", [*keys, "members=2", "loss=mcl"])
     assert not notes
-    experiment = build(config)
+    experiment = build_experiment(config)
     batch = experiment.stream().batch(0)
     x, y = batch.network_inputs(torch.float32), batch.targets
     labels = y.where(y != -100, 255)
@@ -224,7 +224,7 @@ def test_a_loss_of_members_is_one_over_the_loss_of_the_net(name, examples, files
             UserError,
             match=r"of = of_batch, looks at whole batches, .* cut into 2 parts: use engine\.micro_batches=1 \(it is 2\)$",
         ):
-            build(cut)
+            build_experiment(cut)
     found = experiment.loss(experiment.net(x), y, None, batch.ties)
     sums = []
     for m in range(2):
@@ -273,7 +273,7 @@ def test_each_of_the_batches_of_a_step_is_divided_by_its_own_labels_that_count(f
     keys = ["data.name=npz", "data.path=pixels.npz", "data.scale=0.004", "log.every=1"]
     done = mheads("train", "net.prototxt", "--solver", "three.prototxt", *keys, "--folder", "run")
     assert done.code == 0, done.err
-    experiment = build(load("net.prototxt", "three.prototxt", keys)[0])
+    experiment = build_experiment(load("net.prototxt", "three.prototxt", keys)[0])
     batch = experiment.stream().batch(0)
     x, y = batch.network_inputs(torch.float32), batch.targets.where(batch.targets != -100, 255)
     net = Blobs(text, {"data": (10, *x.shape[1:]), "label": (10, *y.shape[1:])})
@@ -399,7 +399,7 @@ def test_the_loss_says_what_targets_are(name, files, mheads):
     done = mheads("train", files(text), "--solver", "solver.prototxt", *keys, "--folder", "run")
     assert done.code == 0, done.err
     assert json.loads((files.path / "run/result.json").read_text())["problem"] == problem
-    experiment = build(load("net.prototxt", "solver.prototxt", keys)[0])
+    experiment = build_experiment(load("net.prototxt", "solver.prototxt", keys)[0])
     batch = experiment.stream().batch(0)
     net = Blobs(text, {"data": (10, 6), "label": (10, 1)})
     net.load_state_dict(experiment.net.member(0).state_dict())
@@ -418,7 +418,7 @@ def test_a_list_of_images_may_have_numbers_to_learn_and_names_that_begin_with_a_
         (files.path / f"{part}.txt").write_text("".join(f"/{part}{i}.png {3 * i}\n" for i in range(4)))
     images = listed("ImageData", "image_data_param", "%s.txt", 'root_folder: "pictures" new_height: 8 new_width: 8')
     text = images + ip("i", "data", 1) + layer("l", "EuclideanLoss", ["i", "label"])
-    experiment = build(load(files(text), "solver.prototxt", ["optim.batch_size=4", "data.scale=1"])[0])
+    experiment = build_experiment(load(files(text), "solver.prototxt", ["optim.batch_size=4", "data.scale=1"])[0])
     assert experiment.data.problem.name == "regression"
     batch = experiment.stream().batch(0)
     assert torch.equal(batch.targets, 3 * batch.network_inputs(torch.float32)[:, :1, 0, 0])
@@ -480,7 +480,7 @@ def test_an_autoencoder_of_examples_with_class_labels(kind, loss, files, mheads)
     done = mheads("train", files(text), "solver.prototxt", *keys, "--folder", "run")
     assert done.code == 0, done.err
     assert "what is measured is how well it gives the examples back" in done.out
-    experiment = build(load("net.prototxt", "solver.prototxt", keys)[0])
+    experiment = build_experiment(load("net.prototxt", "solver.prototxt", keys)[0])
     batch = experiment.stream().batch(0)
     x = batch.network_inputs(torch.float32)
     assert torch.equal(batch.targets, x.flatten(1))
@@ -668,21 +668,23 @@ def test_arrays_of_hdf5_files_are_found_by_the_names_of_tops(files):
     text = given + ip("i", "pixels", 1, 0.5) + layer("l", "EuclideanLoss", ["i", "age"])
     config, _ = load(files(text), files.path / "solver.prototxt")
     assert config.data.arrays == ("pixels", "age")
-    experiment = build(config)
+    experiment = build_experiment(config)
     batch = experiment.stream().batch(0)
     rows = [np.flatnonzero((x == row).all(1))[0] for row in batch.network_inputs(torch.float32).numpy()]
     np.testing.assert_array_equal(batch.targets.numpy(), age[rows])
     with pytest.raises(UserError, match=r"train.h5 has no array length; it has age, data, label, pixels: data.arrays"):
-        build(load("net.prototxt", None, ["data.arrays=[pixels, length]"])[0])
+        build_experiment(load("net.prototxt", None, ["data.arrays=[pixels, length]"])[0])
     for other in (["data=npz", "data.path=numbers.npz"], ["data={name: npz, path: numbers.npz}"]):
         found = load("net.prototxt", None, other)[0].data
         assert (found.name, found.path.name, found.test_path, found.arrays) == ("npz", "numbers.npz", None, None)
     with h5py.File("empty.h5", "w") as file:
         file["pixels"], file["age"] = x[:0], age[:0]
     with pytest.raises(UserError, match="there are no training examples"):
-        build(load("net.prototxt", None, ["data.path=empty.h5"])[0])
+        build_experiment(load("net.prototxt", None, ["data.path=empty.h5"])[0])
     with pytest.raises(UserError, match=r"data\.arrays names arrays in HDF5 files, but 'npz' has none; use hdf5"):
-        build(load("net.prototxt", None, ["data.name=npz", "data.path=numbers.npz", "data.arrays=[a, b]"])[0])
+        build_experiment(
+            load("net.prototxt", None, ["data.name=npz", "data.path=numbers.npz", "data.arrays=[a, b]"])[0]
+        )
 
 
 def test_hdf5_files_may_hold_examples_alone(files):
@@ -693,7 +695,9 @@ def test_hdf5_files_may_hold_examples_alone(files):
             file["pixels"] = x
         (files.path / f"{part}.txt").write_text(f"{part}.h5")
     given = listed("HDF5Data", "hdf5_data_param", "%s.txt").replace('top: "data" top: "label"', 'top: "pixels"')
-    experiment = build(load(files(given + ip("i", "pixels", 6, 0.5) + layer("l", "EuclideanLoss", ["i", "pixels"])))[0])
+    experiment = build_experiment(
+        load(files(given + ip("i", "pixels", 6, 0.5) + layer("l", "EuclideanLoss", ["i", "pixels"])))[0]
+    )
     batch = experiment.stream().batch(0)
     assert torch.equal(batch.targets, batch.network_inputs(torch.float32))
 
@@ -881,7 +885,7 @@ def test_gradients_are_clipped_to_the_norm_of_all_weights_together(files, mheads
     )
     assert done.code == 0, done.err
     config, _ = load(files.path / "net.prototxt", files.path / "clip.prototxt", ["data=digits", "data.limit=60"])
-    before, after = build(config).net.state_dict(), load_file(files.path / "run/model.safetensors")
+    before, after = build_experiment(config).net.state_dict(), load_file(files.path / "run/model.safetensors")
     # Biases have twice the rate.
     moved = {key: (after[key] - before[key]).double() / (2 if key.endswith("bias") else 1) for key in before}
     assert sum(step.square().sum() for step in moved.values()).sqrt().item() == pytest.approx(0.025, rel=1e-4)

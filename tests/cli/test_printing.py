@@ -17,7 +17,7 @@ from mheads.data.catalog import DATASETS
 from mheads.distributed.placement import Placement
 from mheads.distributed.planning.job import Cluster
 from mheads.problems import Classification
-from mheads.training.predict_speed import make_plan
+from mheads.training.plan_ranks import make_plan
 
 
 def test_many_names_and_numbers_are_said_in_short():

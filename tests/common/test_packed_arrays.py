@@ -19,7 +19,7 @@ from mheads.data import sample_weights
 from mheads.data.detection import proposals
 from mheads.data.readers import image_list, npz, unlabelled
 from mheads.suites import results
-from mheads.training import weight_files
+from mheads.training.init_weights import read_weights
 
 
 def header(shape, dtype="<f4"):
@@ -113,7 +113,7 @@ def test_arrays_in_hdf5_and_in_files_of_torch_count_as_well(tmp_path, monkeypatc
         for name in stored.namelist():
             deflated.writestr(name, stored.read(name))
     with pytest.raises(UserError, match=r"w\.pt has .* kB and would become 4 MB"):
-        weight_files.read(tmp_path / "w.pt")
+        read_weights(tmp_path / "w.pt")
 
 
 def test_arrays_read_as_numpy_reads_them(tmp_path):
@@ -144,8 +144,8 @@ def test_arrays_read_as_numpy_reads_them(tmp_path):
         ("list.txt", lambda path: image_list.read_list(path, None, resize=8, **LIST)),
         ("x.h5", lambda path: image_list.read_hdf5(path, None, need_test=False)),
         ("p.mat", lambda path: proposals.from_file(path, [])),
-        ("w.pt", weight_files.read),
-        ("w.safetensors", weight_files.read),
+        ("w.pt", read_weights),
+        ("w.safetensors", read_weights),
         ("w.caffemodel", blobs.read),
         ("w.caffemodel.h5", blobs.read),
         ("net.prototxt", prototxt.read_net),

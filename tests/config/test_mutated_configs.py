@@ -14,7 +14,7 @@ from mheads.common.errors import UserError
 from mheads.config import schema as configs
 from mheads.config.schema import Config
 from mheads.data import DATASETS
-from mheads.training.experiment import build
+from mheads.training.experiment import build_experiment
 
 
 def cheap(config):
@@ -37,7 +37,7 @@ def test_each_of_300_mutated_configs_is_a_config_or_a_message(tmp_path, monkeypa
             if number % 10 == 0:
                 assert configs.validate(safe_yaml.from_yaml(config.to_yaml())) == config
             if cheap(config):
-                build(config)
+                build_experiment(config)
                 built += 1
         except UserError as error:
             messages.add(str(error)[:60])
@@ -102,7 +102,7 @@ def test_a_factory_that_ends_the_process_is_a_message(override, monkeypatch):
 
     monkeypatch.setattr(user_networks, "leaves", lambda: exit(0), raising=False)
     with pytest.raises(UserError, match="failed with SystemExit"):
-        build(configs.load("digits", [override]))
+        build_experiment(configs.load("digits", [override]))
 
 
 def test_more_members_than_memory_holds_are_said_before_any_is_made(monkeypatch):
@@ -112,10 +112,10 @@ def test_more_members_than_memory_holds_are_said_before_any_is_made(monkeypatch)
     monkeypatch.setitem(models.NETWORKS, "digits", lambda f=models.NETWORKS["digits"]: made.append(1) or f())
     monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
     with pytest.raises(UserError, match=r"weights of 10,000 members need 0\.5 GB, and this machine has 0\.0"):
-        build(configs.load("digits", ["members=10000"]))
+        build_experiment(configs.load("digits", ["members=10000"]))
     assert len(made) == 1
     with pytest.raises(UserError, match="weights, gradients and momentum of 50 members"):
-        build(configs.load("digits", ["members=50"]))
+        build_experiment(configs.load("digits", ["members=50"]))
 
 
 def test_a_step_of_more_rows_than_fit_anywhere_is_refused():

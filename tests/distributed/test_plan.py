@@ -21,7 +21,7 @@ from mheads.distributed.planning.search import auto, exchanged, predict, traffic
 from mheads.distributed.planning.simulation import Simulation
 from mheads.engine.cost import stage_costs
 from mheads.networks import NETWORKS
-from mheads.training.rank_plan import input_shape, job_of, place
+from mheads.training.plan_ranks import input_shape, make_job, place
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
@@ -298,7 +298,7 @@ def test_measuring_changes_neither_the_network_nor_the_threads(share):
 
 def test_a_job_is_what_the_config_says():
     config = configs.load("cifar10_quick", ["split=conv2", "loss=mcl", "optim.accumulate=2"])
-    job = job_of(config)
+    job = make_job(config)
     assert job.example.shape == (1, 3, 32, 32)
     assert (job.rows, job.micro_batches, job.separable, job.share) == (700, 8, False, 0.25)
     assert list(job.tree.nodes) == ["trunk", "conv2/0", "conv2/1", "conv2/2", "conv2/3"]
@@ -326,7 +326,7 @@ def test_the_shape_of_an_example_needs_no_data(tmp_path):
 
 def test_only_auto_needs_costs_and_so_the_shape_of_the_data():
     own = ["model=user_networks:with_dropout", "split=conv", "data={name: npz, path: nowhere}"]
-    job = job_of(configs.load("digits", own))
+    job = make_job(configs.load("digits", own))
     cluster, by_hand = Cluster(2), {"trunk": 0, "conv/0": 1}
     assert place("default", job, cluster) == default(job.tree, 2, job.micro_batches)
     assert place(by_hand, job, cluster) == explicit(job.tree, by_hand, 2, job.micro_batches)
@@ -348,9 +348,9 @@ def test_plan_shows_the_default_and_auto_beside_one_rank(mheads, tmp_path):
     assert "trunk, conv2/3" in done.out
     written = json.loads((tmp_path / "plan.json").read_text())
     one, usual, best = (written["placements"][way] for way in ("one rank", "default", "auto"))
-    job = job_of(configs.load("cifar10_quick", ["split=conv2"]))
+    job = make_job(configs.load("cifar10_quick", ["split=conv2"]))
     cluster = Cluster(2)
-    expected = predict(job, cluster, job.counted(1e11), place("default", job, cluster))
+    expected = predict(job, cluster, job.count_loads(1e11), place("default", job, cluster))
     assert usual["step_seconds"] == expected.step_seconds
     assert usual["floats_sent"] == 2 * 350 * 2048
     assert best["step_seconds"] <= usual["step_seconds"] < one["step_seconds"]

@@ -11,7 +11,7 @@ from mheads.config import schema as configs
 from mheads.distributed.planning.job import Cluster
 from mheads.distributed.planning.search import exchanged, traffic
 from mheads.distributed.planning.simulation import Simulation
-from mheads.training.rank_plan import job_of, place
+from mheads.training.plan_ranks import make_job, place
 
 COMMON = [
     "digits", "members=4", "data.limit=60", "optim.batch_size=22", "optim.iterations=2", "engine.micro_batches=4",
@@ -60,8 +60,8 @@ def test_messages_and_floats_of_a_step_are_those_that_are_sent(name, tmp_path):
     files = [tmp_path / str(rank) for rank in range(size) if (tmp_path / str(rank)).exists()]
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     config = configs.load("digits", [*COMMON[1:], *overrides])
-    job = job_of(config)
-    loads, placement = job.counted(1.0), place(config.placement, job, Cluster(size))
+    job = make_job(config)
+    loads, placement = job.count_loads(1.0), place(config.placement, job, Cluster(size))
     messages, floats = Simulation(job, loads, 1).sent(placement)
     edges = traffic(job, loads, placement)
     assert floats == sum(edge.forward + edge.backward for edge in edges) + exchanged(loads, placement)

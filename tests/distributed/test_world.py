@@ -123,9 +123,9 @@ def dead_before_it_connects():
 
 
 def dead_between_agreements():
-    from mheads.training import rank_experiment as build
+    from mheads.training import experiment_on_ranks
 
-    build.place = die
+    experiment_on_ranks.agree_on_placement = die
 
 
 def dead_while_bandwidth_is_measured():
@@ -150,12 +150,12 @@ def broken_while_its_engine_starts():
 
 
 def interrupted_while_it_starts():
-    from mheads.training import rank_experiment as build
+    from mheads.training import experiment_on_ranks
 
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    build.place = interrupt
+    experiment_on_ranks.agree_on_placement = interrupt
 
 
 def no_such_network():

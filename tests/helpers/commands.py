@@ -37,7 +37,7 @@ _context.set_forkserver_preload(
     [
         "mheads.cli.main",
         "mheads.api.evaluate",
-        "mheads.training.rank_experiment",
+        "mheads.training.experiment_on_ranks",
         "sklearn.datasets",
         "sklearn.cluster",
         "torch._dynamo",

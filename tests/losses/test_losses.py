@@ -18,7 +18,7 @@ from mheads import TreeNet, UserError, losses
 from mheads.common.options import options_by_key, options_of
 from mheads.config import schema as configs
 from mheads.losses import assign
-from mheads.training import build
+from mheads.training.build_from_config import build_loss
 
 M, B, C = 4, 6, 5
 ALL = {
@@ -236,7 +236,7 @@ def test_a_plain_function_of_outputs_and_labels_is_a_loss():
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_config_may_name_a_plain_function(power):
     config = configs.load("digits", ["loss.name=user_networks:squared", f"loss.args.power={power}"])
-    loss = build.build_loss(config)
+    loss = build_loss(config)
     outputs, y = problem(14)
     expected = np.abs(softmax(outputs.numpy()) - np.eye(C)[y]) ** power
     assert loss(outputs, y).total.item() == pytest.approx(expected.sum())
@@ -261,7 +261,7 @@ def test_a_config_knows_the_options_of_a_loss_by_its_factory(name):
     assert known.keys() == inspect.signature(factory).parameters.keys() - {"of"}
     assert factory().options == {key: option.default for key, option in known.items()}
     config = configs.load("digits", [f"loss={name}"])
-    assert build.build_loss(config).options == factory().options == config.loss.options
+    assert build_loss(config).options == factory().options == config.loss.options
 
 
 def test_only_arguments_that_say_what_they_mean_are_options():

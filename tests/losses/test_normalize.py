@@ -10,8 +10,8 @@ from mheads import TreeNet, UserError, fit, losses
 from mheads.config import schema as configs
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
-from mheads.training import build as parts
-from mheads.training import experiment
+from mheads.training.build_from_config import count_micro_batches
+from mheads.training.experiment import build_experiment
 
 M, B = 3, 12
 
@@ -116,13 +116,13 @@ def test_the_batch_is_not_cut():
     def config(*more):
         return configs.load("digits", ["loss=mcl", "loss.normalize=wins", "optim.batch_size=400", *more])
 
-    built = experiment.build(config())
-    assert parts.micro_batches(built.config, built.net) == 1
-    assert parts.micro_batches(config("loss.normalize=batch"), built.net) > 1
-    assert parts.micro_batches(config("loss=independent"), built.net) > 1  # which has no such option
+    built = build_experiment(config())
+    assert count_micro_batches(built.config, built.net) == 1
+    assert count_micro_batches(config("loss.normalize=batch"), built.net) > 1
+    assert count_micro_batches(config("loss=independent"), built.net) > 1  # which has no such option
     for key in ("engine.micro_batches=2", "optim.accumulate=2"):
         with pytest.raises(UserError, match=r"whole batches.*cut into 2 parts: use "):
-            experiment.build(config(key))
+            build_experiment(config(key))
 
 
 @pytest.mark.parametrize("name", ["mcl", "relaxed", "evolving", "annealed"])
@@ -157,6 +157,6 @@ def test_other_words_are_refused():
 
 def test_runs_from_before_the_option_are_resumed():
     """What a run keeps of its loss says nothing of an option that is at its default."""
-    built = experiment.build(configs.load("digits", ["loss=mcl", "data.limit=20", "members=2"]))
+    built = build_experiment(configs.load("digits", ["loss=mcl", "data.limit=20", "members=2"]))
     (values,) = [entry["values"] for entry in built.identity()["loss"]["code"].values()]
     assert values == {"k": "1", "ce_weight": "0.0"}

@@ -691,7 +691,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/training/state.py",
+            "mheads/training/train_state.py",
             "tests/training/test_resume.py -k schedule_goes",
             [
                 Bug("the rate of a checkpoint is forgotten", '"rate": self.optimizer.rate', '"rate": 0.0'),
@@ -707,7 +707,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/training/state.py",
+            "mheads/training/train_state.py",
             "tests/training/test_resume.py",
             [
                 Bug(
@@ -725,7 +725,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/training/recorder.py",
+            "mheads/training/log_and_checkpoint.py",
             "tests/training/test_resume.py -k 'all_checkpoints_are_damaged'",
             [
                 Bug(

@@ -12,7 +12,7 @@ from mheads import UserError, losses
 from mheads.config import schema as configs
 from mheads.losses import MEMBER_LOSSES, base_loss
 from mheads.problems import Classification, Regression
-from mheads.training import build
+from mheads.training.build_from_config import build_loss
 
 M, B, C, D = 3, 5, 4, 2
 RNG = np.random.default_rng(0)
@@ -170,7 +170,7 @@ def test_a_loss_for_other_targets_is_refused():
 def test_a_config_names_it(overrides, expected):
     config = configs.load("digits", ["loss=mcl", *overrides])
     assert config.loss.of == expected
-    assert base_loss.named(build.build_loss(config).of) == expected
+    assert base_loss.named(build_loss(config).of) == expected
     assert (config.digest() == configs.load("digits", ["loss=mcl"]).digest()) is (expected is None)
 
 
@@ -182,10 +182,10 @@ def test_a_config_says_what_is_wrong_with_it():
     assert configs.load("digits", ["loss.of=nowhere:f"]).loss.of == "nowhere:f"  # reading a config runs no code
     config = configs.load("digits", ["loss=prob_averaged", "loss.of=cross_entropy"])
     with pytest.raises(UserError, match=r"prob_averaged has a loss of its own for each example; leave loss.of out"):
-        build.build_loss(config)
+        build_loss(config)
     own = configs.load("digits", ["loss=user_networks:squared", "loss.of=cross_entropy"])
     with pytest.raises(UserError, match="user_networks:squared has a loss of its own"):
-        build.build_loss(own)
+        build_loss(own)
 
 
 def test_another_loss_of_an_example_is_another_run(tmp_path):

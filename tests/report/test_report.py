@@ -397,13 +397,13 @@ class Warned(Silent):
 
 
 def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path, monkeypatch):
-    build, watch = evidence.build.net_of_run, Warned()
+    build, watch = evidence.build_net_of_run, Warned()
 
     def warning(folder, config, warn, trust):
         warn("other code")
         return build(folder, config, warn, trust=trust)
 
-    monkeypatch.setattr(evidence.build, "net_of_run", warning)
+    monkeypatch.setattr(evidence, "build_net_of_run", warning)
     folder, file = tmp_path / "run", tmp_path / "page.html"
     shutil.copytree(runs["mcl_k1"], folder)
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)

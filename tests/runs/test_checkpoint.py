@@ -15,7 +15,7 @@ from mheads.config import schema
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import DataFacts, RunFolder
 from mheads.runs.manifest import Manifest
-from mheads.training import experiment
+from mheads.training.experiment import build_experiment
 
 # Checkpoints.
 
@@ -259,7 +259,7 @@ def test_nothing_is_written_where_something_is_or_through_a_link(tmp_path):
 
 @pytest.fixture(scope="module")
 def built():
-    return experiment.build(schema.load("digits", ["data.limit=30", "members=2", "optim.iterations=10"]))
+    return build_experiment(schema.load("digits", ["data.limit=30", "members=2", "optim.iterations=10"]))
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_an_ffmpeg_that_finds_the_disk_full_is_a_message(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(mheads, here, monkeypatch, name):
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
-    monkeypatch.setattr("mheads.training.build.threads_engine", raising(AssertionError("it worked")))
+    monkeypatch.setattr("mheads.training.build_from_config.ThreadsEngine", raising(AssertionError("it worked")))
     done = mheads(*COMMANDS[name])
     assert done.code == 2 and "Traceback" not in done.err
     assert f"cannot write {name}: the folder . is not writable" in done.err

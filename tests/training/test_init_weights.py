@@ -13,7 +13,7 @@ from torch import nn
 
 import mheads
 from mheads import UserError
-from mheads.training import weight_files
+from mheads.training.init_weights import load_into, read_weights
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(120, 1, 8, 8)).astype(np.float32), np.arange(120) % 10
@@ -147,7 +147,7 @@ def test_a_file_that_holds_code_is_not_run(tmp_path):
 
     torch.save({"a": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(UserError, match="cannot be read as weights"):
-        weight_files.read(tmp_path / "evil.pt")
+        read_weights(tmp_path / "evil.pt")
     assert not (tmp_path / "opened").exists()
 
 
@@ -240,5 +240,5 @@ def test_a_network_with_a_child_called_stages_takes_its_own_weights():
 
     state = Network().state_dict()
     net = mheads.TreeNet(Network, members=2)
-    assert weight_files.load_into(net, state).left == []
+    assert load_into(net, state).left == []
     assert torch.equal(net.member(1).stages.weight, state["stages.weight"])

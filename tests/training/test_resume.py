@@ -25,7 +25,7 @@ from mheads.common.progress import Silent
 from mheads.config import schema
 from mheads.runs import checkpoint
 from mheads.runs.folder import RunFolder
-from mheads.training import experiment
+from mheads.training.experiment import assemble_experiment, build_experiment
 from mheads.training.loop import train
 
 # Just before these file operations, in the order in which a run meets them.
@@ -307,7 +307,7 @@ def test_a_loss_that_is_not_finite_names_iteration_and_members_and_keeps_the_goo
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
-    built = experiment.build(schema.load("digits", ["data.limit=150", "members=3", "optim.iterations=4"]))
+    built = build_experiment(schema.load("digits", ["data.limit=150", "members=3", "optim.iterations=4"]))
     from mheads.optim.stage_updates import Optimizer
 
     update = Optimizer.update
@@ -319,7 +319,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Optimizer, "update", spoil)
     options = built.config.model_copy(update={"log": schema.LogOptions(checkpoint_every=1)})
-    spoiled = experiment.assemble(options, built.net, built.loss, built.data)
+    spoiled = assemble_experiment(options, built.net, built.loss, built.data)
     with pytest.raises(UserError, match="iteration 1, in member 1; there was no checkpoint yet: nothing is kept"):
         train(spoiled, RunFolder(tmp_path / "run"), Silent())
     assert not (tmp_path / "run").exists()
@@ -394,7 +394,7 @@ def test_the_loss_starts_without_the_momentum_of_pretraining(tmp_path, mheads, o
         tensors = load_file(tmp_path / f"run/checkpoints/step-{step:08d}/tensors.safetensors")
         return {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
 
-    built = experiment.build(schema.load("digits", args))
+    built = build_experiment(schema.load("digits", args))
     net, stream = built.net, built.stream()
     net.load_state_dict(model_at(4))
     batch = stream.read(4)

@@ -9,7 +9,7 @@ from torch import nn
 
 import mheads as package
 from mheads import TreeNet, UserError
-from mheads.training import weight_files
+from mheads.training.init_weights import load_into
 
 X = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 Y = np.arange(10)
@@ -247,13 +247,13 @@ def test_names_are_mapped_and_what_was_found_missing_and_left_over_is_told(elsew
 
 def test_the_longest_beginning_counts_and_prefixes_come_and_go(elsewhere):
     net = TreeNet(user_networks.Plain, members=2, split="first")
-    taken = weight_files.load_into(net, elsewhere, renamed={"backbone": None, "backbone.fc": "first", "aux": "second"})
+    taken = load_into(net, elsewhere, renamed={"backbone": None, "backbone.fc": "first", "aux": "second"})
     assert (taken.missing, taken.left) == ([], ["head.bias", "head.weight"])
     assert torch.equal(net.member(1).second.weight, elsewhere["aux.weight"])
     state = {f"model.{name}": tensor for name, tensor in user_networks.Plain().state_dict().items()}
-    assert weight_files.load_into(net, state, renamed={"model": ""}).missing == []
+    assert load_into(net, state, renamed={"model": ""}).missing == []
     inner = TreeNet(lambda: nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(64, 16)), nn.Linear(16, 10)), members=1)
-    assert weight_files.load_into(inner, {"1.weight": torch.ones(16, 64)}, renamed={"": "0"}).found == ["0.1.weight"]
+    assert load_into(inner, {"1.weight": torch.ones(16, 64)}, renamed={"": "0"}).found == ["0.1.weight"]
     assert inner.member(0)[0][1].weight.eq(1).all()
 
 
@@ -271,7 +271,7 @@ def test_maps_that_do_not_fit_are_refused_and_nothing_is_changed(elsewhere, rena
     net = TreeNet(user_networks.Plain, members=2)
     before = outputs(net)
     with pytest.raises(UserError, match=words):
-        weight_files.load_into(net, elsewhere, renamed=renamed)
+        load_into(net, elsewhere, renamed=renamed)
     assert torch.equal(outputs(net), before)
 
 

@@ -14,11 +14,11 @@ from mheads.common.number_words import count
 from mheads.distributed.placement import Placement
 from mheads.distributed.planning.job import Cluster
 from mheads.distributed.planning.search import Prediction
-from mheads.training.predict_speed import Plan
+from mheads.training.plan_ranks import RankPlan
 from mheads.trees.tree_spec import Tree
 
 
-def show(plan: Plan) -> Group:
+def show(plan: RankPlan) -> Group:
     job, cluster = plan.job, plan.cluster
     cut = f"batch {job.rows} in {count(job.micro_batches, 'micro-batch', 'es')}"
     parts: list[RenderableType] = [
@@ -39,7 +39,7 @@ def show(plan: Plan) -> Group:
     return Group(*parts)
 
 
-def _figures(plan: Plan) -> Table:
+def _figures(plan: RankPlan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("predicted")
     for way in plan.ways:

@@ -13,12 +13,12 @@ from rich.tree import Tree as Drawing
 
 from mheads.cli.printing.rank_text import mesh_text, names, numbers, ranks_of
 from mheads.config.schema import Config
-from mheads.training.build import tree_of
+from mheads.training.build_from_config import make_tree
 from mheads.trees.tree_spec import Node, Tree
 
 if TYPE_CHECKING:
     from mheads.distributed.placement import Placement
-    from mheads.training.rank_plan import RecipeJob
+    from mheads.training.plan_ranks import ConfigJob
 
 
 def draw(config: Config, ranks: int | None = None) -> Group:
@@ -28,7 +28,7 @@ def draw(config: Config, ranks: int | None = None) -> Group:
     """
     placed = None if ranks is None else _placed(config, ranks)
     # No stage is built: one network is enough to know all layers.
-    net = tree_of(config, only=()) if placed is None else placed[0].net
+    net = make_tree(config, only=()) if placed is None else placed[0].net
     sizes, tree = net.layer_sizes(), net.tree
     members = f"{tree.num_members} member{'s' if tree.num_members != 1 else ''}"
     drawing = Drawing(Text(f"{config.model}, {members}", style="bold"), guide_style="dim")
@@ -56,11 +56,11 @@ def draw(config: Config, ranks: int | None = None) -> Group:
     return Group(drawing, Text(text), *([] if placed is None else _edges(*placed)))
 
 
-def _placed(config: Config, ranks: int) -> tuple[RecipeJob, Placement, int]:
+def _placed(config: Config, ranks: int) -> tuple[ConfigJob, Placement, int]:
     from mheads.distributed.planning.job import Cluster  # only here: a tree without ranks does not need it
-    from mheads.training.rank_plan import job_of, place
+    from mheads.training.plan_ranks import make_job, place
 
-    job = job_of(config)
+    job = make_job(config)
     return job, place(config.placement, job, Cluster(ranks)), ranks
 
 
@@ -68,11 +68,11 @@ def _rank_text(placement: Placement, stage: str) -> str:
     return ranks_of(placement, [placement.stages[stage]])
 
 
-def _edges(job: RecipeJob, placement: Placement, ranks: int) -> list[RenderableType]:
+def _edges(job: ConfigJob, placement: Placement, ranks: int) -> list[RenderableType]:
     """The mesh, and a line for each output that goes to other ranks; equal lines are joined."""
     from mheads.distributed.planning.search import exchanged, traffic
 
-    loads = job.counted(1.0)
+    loads = job.count_loads(1.0)
     edges = traffic(job, loads, placement)
     texts: list[RenderableType] = [Text(mesh_text(placement, ranks))]
     if edges:

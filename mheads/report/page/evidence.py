@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from mheads import networks
-from mheads.api.evaluate import examples_of
-from mheads.api.run import opened
+from mheads.api.evaluate import load_examples_of_run
+from mheads.api.run import open_run
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher, telling
 from mheads.data.catalog import DATASETS
@@ -26,7 +26,7 @@ from mheads.report.saliency.command import said
 from mheads.report.saliency.members import explain
 from mheads.report.video import class_pictures, shown
 from mheads.runs.record import Record
-from mheads.training import build
+from mheads.training.build_from_config import build_net_of_run, make_engine
 from mheads.trees.treenet import TreeNet
 
 HARDEST = 24
@@ -76,7 +76,7 @@ def network(record: Record, watch: Watcher, trust: bool) -> TreeNet:
             f"the network is code of the run's own, {record.config.model}, and none of it was run: if you trust it, "
             "give --trust"
         )
-    return build.net_of_run(record.folder, record.config, watch.warn, trust=trust)
+    return build_net_of_run(record.folder, record.config, watch.warn, trust=trust)
 
 
 def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
@@ -86,12 +86,12 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
         raise UserError(f"this is about classes, and the run is {problem.name}")
     weights = record.folder.load_weights(net, lambda message: None)  # the page itself says how far the run is
     with telling(watch):
-        facts, examples, split = examples_of(record.folder)
+        facts, examples, split = load_examples_of_run(record.folder)
     names, members = problem.groups, net.num_members
     together, metrics, confusion = ["Ensemble-Mean"], None, torch.empty(0)
     answered, sure, true, of_truth, kept = [], [], [], [], []
     few = members * len(examples) * len(names) <= MOST_KEPT
-    with closing(build.threads_engine(record.config, net)) as engine, in_eval_mode([net]):
+    with closing(make_engine(record.config, net)) as engine, in_eval_mode([net]):
         for outputs, scores, targets in answers(engine, examples, facts.inputs, problem, watch):
             if metrics is None:  # the first of them says whether members have scores
                 together = ["Ensemble-Scored", *together] if scores is not None else together
@@ -121,7 +121,7 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
 
 def looked_at(record: Record, net: TreeNet, evidence: Evidence, watch: Watcher) -> Gallery:
     """What members respond to in some images, by guided backprop, and how much more their owners do."""
-    run = opened(record.folder, record.config, net, lambda message: None)
+    run = open_run(record.folder, record.config, net, lambda message: None)
     found = explain(run, count=IMAGES, outputs=evidence.outputs, watch=watch)
     content = io.BytesIO()
     found.figure().savefig(content, format="png", dpi=110)

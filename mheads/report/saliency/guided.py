@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from mheads.api.prepared import Prepared, check, raw_examples
+from mheads.api.raw_examples import PreprocessingNetwork, as_raw_examples
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.engine.measure import in_eval_mode
@@ -27,10 +27,9 @@ def guided_backprop(
     network without ReLU gives plain gradients. A member with its preprocessing, `run.member(m)`, takes raw examples;
     the gradient is with respect to what the network itself takes. `side` holds the side inputs of layers.
     """
-    if isinstance(network, Prepared):
+    if isinstance(network, PreprocessingNetwork):
         data, network = network.data, network.network
-        raw = raw_examples(x, data)
-        check(raw, data)
+        raw = as_raw_examples(x, data)
         x = data.inputs(raw, _parameter(network).dtype)
     return backprop(network, torch.as_tensor(x), target, layer, side)[0]
 

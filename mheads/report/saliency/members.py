@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.api.evaluate import examples_of
+from mheads.api.evaluate import load_examples_of_run
 from mheads.api.predict import read_image
-from mheads.api.prepared import Prepared
+from mheads.api.raw_examples import PreprocessingNetwork
 from mheads.api.run import Run
 from mheads.common import nested_values
 from mheads.common.errors import UserError
@@ -31,7 +31,7 @@ from mheads.report.figures.figures import Figure, shorten
 from mheads.report.figures.saliency_maps import SHORT, saliency_figure
 from mheads.report.saliency.guided import backprop, find_layer
 from mheads.runs.folder import RunFolder
-from mheads.training import build
+from mheads.training.build_from_config import make_engine
 
 BY = ("ensemble", "member")
 SAMPLE = 500  # examples that energies are measured on
@@ -127,7 +127,7 @@ def explain(
     targets = torch.from_numpy(np.array(split.targets))
     labels = run.data.problem.group(targets)
     if outputs is None:
-        with closing(build.threads_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
+        with closing(make_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
             outputs, _, _ = all_answers(engine, split, run.data.inputs, run.data.problem, watch)
     outputs = outputs.double()
     owners = _owners(run, outputs, targets)
@@ -167,7 +167,7 @@ def _split(run: Run, examples: Any) -> tuple[Split, str]:
             f"{run.folder} was trained from Python on arrays, which it does not keep: give images, or in Python "
             "mheads.report.saliency.explain(run, (x, y))"
         )
-    _, split, name = examples_of(RunFolder(run.folder), [], None)
+    _, split, name = load_examples_of_run(RunFolder(run.folder), [], None)
     return split, f" Images of the {name} set."
 
 
@@ -272,7 +272,7 @@ def _explained(
     if beside is not None:
         other, also = maps_of(beside, raw, targets, layer, [0], side)
         with torch.inference_mode(), in_eval_mode([beside.net]):
-            output = Prepared(beside.net.member(0), beside.data).run(raw, side or None)
+            output = PreprocessingNetwork(beside.net.member(0), beside.data).run(raw, side or None)
         answer = beside.data.problem.answer(output).double().cpu()
         maps, guided = np.concatenate([other, maps]), guided and also
         probabilities = torch.cat([answer.softmax(-1)[None], probabilities])

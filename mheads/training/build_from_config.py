@@ -27,12 +27,12 @@ from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_c
 from mheads.losses import LOSSES, Loss
 from mheads.losses.distillation import taught
 from mheads.runs.folder import RunFolder
-from mheads.training.init_weights import start_from
+from mheads.training.init_weights import load_init
 from mheads.trees.member_scores import with_scores
 from mheads.trees.treenet import TreeNet
 
 
-def factory(config: Config, as_partial: bool = False) -> Callable[[], nn.Module]:
+def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[], nn.Module]:
     """What makes the network of a config. With `as_partial` its identity is that of a partial of its arguments, which
     `fit` was given."""
     function = networks.resolve(config.model)
@@ -62,9 +62,9 @@ def factory(config: Config, as_partial: bool = False) -> Callable[[], nn.Module]
     return with_scores(make) if config.loss.name == "scored" else make
 
 
-def tree_of(config: Config, **options: Any) -> TreeNet:
+def make_tree(config: Config, **options: Any) -> TreeNet:
     """The tree that a config asks for, as somebody who writes one means it."""
-    return TreeNet(factory(config), config.members, config.split, **options)
+    return TreeNet(make_network_factory(config), config.members, config.split, **options)
 
 
 def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
@@ -72,16 +72,16 @@ def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
     init = config.init if config.init == "same" else "random"
     # The next seed, as in surgery.py: a new member must not start where one of the same number there did.
     seed = config.seed + (None in (config.init_members or ()))
-    net = tree_of(config, seed=seed, init=init, only=only)
+    net = make_tree(config, seed=seed, init=init, only=only)
     if config.init not in ("random", "same"):
-        net.origin = start_from(net, config.init, config.init_map, config.init_members)
+        net.origin = load_init(net, config.init, config.init_map, config.init_members)
     elif config.init_map or config.init_members is not None:
         raise UserError(f"init_map and init_members are about weights to start from, but init is {config.init}")
     net.freeze(config.freeze)
     return net
 
 
-def net_of_run(
+def build_net_of_run(
     folder: RunFolder,
     config: Config,
     warn: Callable[[str], None],
@@ -108,7 +108,9 @@ def net_of_run(
                     "(trust=True in Python), or the factory itself: mheads.load(run, factory)"
                 )
             _look_in(where, config.model)
-        network_factory = factory(config, as_partial=fingerprint.of_partial(folder.read_identity()["network"]["code"]))
+        network_factory = make_network_factory(
+            config, as_partial=fingerprint.of_partial(folder.read_identity()["network"]["code"])
+        )
     elif config.loss.name == "scored":
         network_factory = with_scores(network_factory)
     there = folder.read_identity()
@@ -147,7 +149,7 @@ def build_loss(config: Config) -> Loss:
     return loss
 
 
-def final_loss(loss: Loss, data: Data, config: Config) -> Loss:
+def adapt_loss(loss: Loss, data: Data, config: Config) -> Loss:
     """The loss as it is on these data, with what the teacher answers if there is one."""
     loss, teacher = loss.on(data.problem), config.teacher
     if teacher.answers is None:
@@ -217,26 +219,26 @@ def load_data(config: Config, only: str | None = None) -> Data:
     return replace(data, preprocess=there.preprocess if same else there.preprocess.by_channel())
 
 
-def threads_engine(config: Config, net: TreeNet, loss: Loss | None = None) -> ThreadsEngine:
+def make_engine(config: Config, net: TreeNet, loss: Loss | None = None) -> ThreadsEngine:
     """The engine of one process; to train, it is given the loss."""
-    return ThreadsEngine(net, engine_options(config, net, resolve(config.device), available_cores(), loss))
+    return ThreadsEngine(net, make_engine_options(config, net, resolve(config.device), available_cores(), loss))
 
 
-def engine_options(
+def make_engine_options(
     config: Config, net: TreeNet, device: torch.device, cores: int, loss: Loss | None = None
 ) -> EngineOptions:
     """What the config says of the engine, every `auto` decided."""
     workers = config.engine.workers
     return EngineOptions(
         workers=default_workers(device, cores) if workers == "auto" else workers,
-        micro_batches=micro_batches(config, net, loss),
+        micro_batches=count_micro_batches(config, net, loss),
         seed=config.seed,
         accumulate=config.optim.accumulate,
         device=device,
     )
 
 
-def micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) -> int:
+def count_micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) -> int:
     """How many micro-batches a batch is cut into; a loss of the user's own may need whole batches."""
     asked = config.engine.micro_batches
     whole = config.loss.whole_batch or (loss is not None and (loss.whole_batch or loss.of_whole_batch))

@@ -36,10 +36,9 @@ from mheads.engine.measure import EVALUATION_ROWS
 from mheads.losses.mcl import assign
 from mheads.problems.baselines import top
 from mheads.runs.folder import RunFolder
-from mheads.training import build as parts
-from mheads.training import experiment as experiments
-from mheads.training.experiment import Experiment
-from mheads.training.init_weights import donor_digest
+from mheads.training.build_from_config import build_loss, build_net, load_data
+from mheads.training.experiment import Experiment, assemble_experiment, build_experiment
+from mheads.training.init_weights import digest_init
 from mheads.training.loop import stop_at_once, train
 
 ROUNDS, TOLERANCE = 10, 0.001
@@ -63,7 +62,7 @@ def train_rounds(
     if not known and not RunFolder(folder / "round0").exists():
         atomic_files.remove(folder / "round0.npz")  # perhaps of another config
     with handling(stop_at_once, (signal.SIGTERM,)):  # nothing is lost between runs
-        data = parts.load_data(config)
+        data = load_data(config)
         num_examples = len(data.train)
         if num_examples < config.members:
             raise UserError(f"{data.name} has {num_examples} training examples for {config.members} members: too few")
@@ -81,7 +80,7 @@ def train_rounds(
         for number in range(rounds):
             watch = watching(f"round {number}")
             here = _of_round(config, folder, number)
-            experiment = experiments.build(here, data)
+            experiment = build_experiment(here, data)
             run = RunFolder(folder / f"round{number}")
             result = train(experiment, run, watch)
             following = folder / f"round{number + 1}.npz"
@@ -158,11 +157,11 @@ def _of_round(config: Config, folder: Path, number: int) -> Config:
 
 def _begin(config: Config, data: Data) -> Tensor:
     """The first assignment. What does not fit together is refused here, before anything is written."""
-    net, loss = parts.build_net(config), parts.build_loss(config)
+    net, loss = build_net(config), build_loss(config)
     distances = input_distances(data.train, data.preprocess, config.members, config.seed)
     owners = share_out(distances, _ties(config, -1, distances), _least(config, distances.shape[1]))
     given = config.model_copy(update={"sampling": Sampling(name="array")})
-    experiments.assemble(given, net, loss, data, given=_one_hot(owners, config.members))
+    assemble_experiment(given, net, loss, data, array=_one_hot(owners, config.members))
     return owners
 
 
@@ -191,7 +190,7 @@ def train_losses(experiment: Experiment, watch: Watcher) -> Tensor:
     """The losses [M, N] of all members on all training examples, which are read without chance."""
     data, found = experiment.data, []
     readers = evaluation_batches(data.train, data.preprocess, EVALUATION_ROWS)
-    with closing(experiment.engine()) as engine, watch.evaluating(len(data.train)) as advance:
+    with closing(experiment.make_engine()) as engine, watch.evaluating(len(data.train)) as advance:
         for outputs, targets in engine.outputs(readers):
             with torch.no_grad():
                 found.append(experiment.loss(outputs, targets).losses.cpu())
@@ -260,7 +259,7 @@ def _same_start(folder: Path, config: Config) -> bool:
     run, init = RunFolder(folder / "round0"), Path(config.init)
     if not run.exists() or not init.exists():
         return False
-    return run.read_identity().get("start") == donor_digest(config.init)
+    return run.read_identity().get("start") == digest_init(config.init)
 
 
 def _summary(config: Config, found: list[dict[str, Any]]) -> dict[str, Any]:

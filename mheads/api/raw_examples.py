@@ -1,4 +1,4 @@
-"""Networks that bring the preprocessing of their run: raw examples in, outputs out."""
+"""Raw examples as users give them, checked against those of training, and networks that take them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mheads.data.value_range import measure_range
 from mheads.runs.data_facts import DataFacts
 
 
-class Prepared(nn.Module):
+class PreprocessingNetwork(nn.Module):
     """A network after the preprocessing of its run. It takes raw examples: images [B, C, H, W], vectors [B, F], or
     tokens [B, T]."""
 
@@ -26,24 +26,25 @@ class Prepared(nn.Module):
         self.data = data
 
     def forward(self, x: Any, side: dict[str, Any] | None = None) -> Tensor:
-        raw = raw_examples(x, self.data)
-        check(raw, self.data)
+        raw = as_raw_examples(x, self.data)
         if side is not None:
-            arrays = beside(side, len(raw), self.data)
+            arrays = read_side_inputs(side, len(raw), self.data)
             side = {name: torch.from_numpy(array).to(raw.device) for name, array in arrays.items()}
         return self.run(raw, side)
 
     def run(self, raw: Tensor, side: dict[str, Any] | None = None) -> Tensor:
-        """The outputs of raw examples that were checked, as `raw_examples` gives them."""
+        """The outputs of raw examples as `as_raw_examples` gives them."""
         parameter = next(self.network.parameters(), torch.empty(0))
         x = self.data.inputs(raw.to(parameter.device), parameter.dtype)
         outputs: Tensor = self.network(x) if side is None else self.network(x, side)
         return outputs
 
 
-def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
-    """Examples of the run's shape as `Split.read` gives them: uint8 images NHWC, float images NCHW, vectors [B, F],
-    tokens int64 [B, T]."""
+def as_raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
+    """Examples as `Split.read` gives them: uint8 images NHWC, float images NCHW, vectors [B, F], tokens int64 [B, T].
+
+    Raises unless they have the shape and the range of those that the run was trained on.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about read-only arrays: nobody writes to them
@@ -59,22 +60,25 @@ def raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:
         hint = f"; one example is x[None], of shape {(1, *data.shape)}" if tuple(raw.shape) == data.shape else ""
         raise UserError(f"{what} have shape {tuple(raw.shape[1:])}, but the run was trained on {data.shape}{hint}")
     if data.seen is not None and data.seen.kind == "tokens" and raw.dtype in (torch.int32, torch.int64):
-        return raw.long()
-    if raw.dtype != torch.uint8 and not raw.is_floating_point():
+        raw = raw.long()
+    elif raw.dtype == torch.uint8:
+        raw = raw.permute(0, 2, 3, 1) if raw.dim() == 4 else raw
+    elif not raw.is_floating_point():
         kind = str(raw.dtype).removeprefix("torch.")
         raise UserError(f"{what} have dtype {kind}; convert them to uint8 or float32, as training saw them")
-    return raw.permute(0, 2, 3, 1) if raw.dim() == 4 and not raw.is_floating_point() else raw
+    check_raw_examples(raw, data, what)
+    return raw
 
 
-def beside(side: Any, count: int, data: DataFacts, what: str = "the examples") -> dict[str, np.ndarray]:
-    """Side inputs of so many examples, refused if their shapes are not those of training."""
+def read_side_inputs(side: Any, count: int, data: DataFacts, what: str = "the examples") -> dict[str, np.ndarray]:
+    """Side inputs of so many examples; raises if their shapes are not those of training."""
     arrays = as_side(side, count, what)
-    check_side({name: array.shape[1:] for name, array in arrays.items()}, data, what)
+    check_side_inputs({name: array.shape[1:] for name, array in arrays.items()}, data, what)
     return arrays
 
 
-def check_side(shapes: Mapping[str, tuple[int, ...]], data: DataFacts, what: str = "the examples") -> None:
-    """Refuses side inputs whose shapes for one example are not those of training."""
+def check_side_inputs(shapes: Mapping[str, tuple[int, ...]], data: DataFacts, what: str = "the examples") -> None:
+    """Raises if the shapes of side inputs for one example are not those of training."""
     for name, shape in (data.side or {}).items():
         if shape and shapes.get(name, shape) != shape:
             raise UserError(
@@ -83,7 +87,7 @@ def check_side(shapes: Mapping[str, tuple[int, ...]], data: DataFacts, what: str
             )
 
 
-def check(raw: Tensor, data: DataFacts, what: str = "the examples") -> None:
-    """Refuses NaN and infinity, and what cannot be brought to the range that training saw."""
+def check_raw_examples(raw: Tensor, data: DataFacts, what: str = "the examples") -> None:
+    """Raises for NaN and infinity, and for what cannot be brought to the range that training saw."""
     plain = raw.detach().float() if raw.dtype == torch.bfloat16 else raw.detach()  # numpy does not know it
     data.check(measure_range(plain.cpu().numpy(), what), what)

@@ -1,4 +1,4 @@
-"""A command on one or several ranks, from the first line to the exit code. Imports torch only if there are several."""
+"""Runs a command on one or several ranks, from the first line to the exit code. Imports torch only for several."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from mheads.training.experiment import Experiment
 
 
-class Alone:
+class OneProcess:
     """A world of one process."""
 
     is_main = True
 
-    def build(self, config: Config) -> Experiment:
-        from mheads.training.experiment import build
+    def build_experiment(self, config: Config) -> Experiment:
+        from mheads.training.experiment import build_experiment
 
-        return build(config)
+        return build_experiment(config)
 
 
 @dataclass(frozen=True)
-class Among:
+class OneRank:
     """This process among those of a world."""
 
     world: World
@@ -39,26 +39,26 @@ class Among:
     def is_main(self) -> bool:
         return self.world.is_main
 
-    def build(self, config: Config) -> Experiment:
-        from mheads.training.rank_experiment import build
+    def build_experiment(self, config: Config) -> Experiment:
+        from mheads.training.experiment_on_ranks import build_experiment_on_rank
 
-        return build(config, self.world)
+        return build_experiment_on_rank(config, self.world)
 
 
 @contextmanager
-def session(console: Console, timeout: float | None = None) -> Iterator[Alone | Among]:
+def join_ranks(console: Console, timeout: float | None = None) -> Iterator[OneProcess | OneRank]:
     """Gives a world of one process, or this rank of the world that a launcher started; ranks meet in `timeout` seconds.
 
-    An error inside ends this rank, and the others are told of it. An error that all ranks find is printed once; one
-    that a single rank meets is printed with its number.
+    An error inside ends this rank, and the others hear of it. An error that all ranks find is printed once; one that a
+    single rank meets is printed with its number.
     """
     launch = detect()
     if launch is None and (advice := hint()):
         console.print(advice, style="yellow", soft_wrap=True)
     if launch is None or launch.size == 1:
-        yield Alone()
+        yield OneProcess()
         return
-    if not _seen_by_somebody():
+    if not _has_viewer():
         os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
     from mheads.distributed.lost_ranks import EXIT_CODE, TIMEOUT, RankFailure, leave
     from mheads.distributed.world import World
@@ -73,7 +73,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
     try:
         try:
             world.watch.check()
-            yield Among(world)
+            yield OneRank(world)
         except OSError as error:
             raise of_the_system(error) from error
         except BaseException as error:  # Stopped is no Exception
@@ -82,7 +82,7 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
             stopped = error  # by a signal that all ranks heard of: all is saved, and all leave together
         world.close()
     except BaseException as error:
-        _say(console, world, error, world.abort(error))
+        _print_error(console, world, error, world.abort(error))
         world.farewell(error)
         leave(EXIT_CODE if isinstance(error, RankFailure) else _exit_code(error))
     if stopped is not None:
@@ -91,8 +91,8 @@ def session(console: Console, timeout: float | None = None) -> Iterator[Alone | 
         leave(stopped.exit_code)  # type: ignore[attr-defined]
 
 
-def _seen_by_somebody() -> bool:
-    """Open MPI gives every rank a terminal; it has no size if mpirun itself writes to a file."""
+def _has_viewer() -> bool:
+    """Whether somebody sees the terminal: Open MPI gives every rank one, without a size if mpirun writes to a file."""
     try:
         return os.get_terminal_size(1).columns > 0
     except OSError:
@@ -107,7 +107,7 @@ def _exit_code(error: BaseException) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-def _say(console: Console, world: World, error: BaseException, aloud: bool) -> None:
+def _print_error(console: Console, world: World, error: BaseException, aloud: bool) -> None:
     who = "" if world.is_main else f"rank {world.rank}"
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return  # whoever asked for it knows

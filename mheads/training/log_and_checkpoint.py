@@ -33,8 +33,8 @@ from mheads.runs.metrics_log import MetricsLog
 from mheads.runs.tensorboard import Board
 from mheads.training.collapse import CollapseWatch
 from mheads.training.experiment import Experiment
-from mheads.training.init_weights import donor_differences
-from mheads.training.state import RunState, part
+from mheads.training.init_weights import compare_with_source
+from mheads.training.train_state import TrainState, part
 from mheads.trees.treenet import TreeNet
 
 
@@ -42,7 +42,7 @@ class Recorder:
     """Opens the run folder, is told of every step, and writes what the config asks for."""
 
     def __init__(
-        self, experiment: Experiment, folder: RunFolder, state: RunState, engine: Engine, watch: Watcher
+        self, experiment: Experiment, folder: RunFolder, state: TrainState, engine: Engine, watch: Watcher
     ) -> None:
         self.experiment, self.folder, self.state = experiment, folder, state
         self.engine, self.watch, self.options = engine, watch, experiment.config.log
@@ -172,9 +172,9 @@ def _open(
     if not resuming:
         if experiment.net.origin:
             watch.say(experiment.net.origin)
-        for line in experiment.specialties():
+        for line in experiment.describe_specialists():
             watch.say(line)
-        if differing := donor_differences(config, data):
+        if differing := compare_with_source(config, data):
             watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
         return found, {}
     steps = checkpoints.steps()

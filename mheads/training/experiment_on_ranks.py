@@ -17,10 +17,18 @@ from mheads.distributed.reading import ReceivedStream, SendingStream, absent_dat
 from mheads.distributed.world import World
 from mheads.distributed.written import Written, WrittenEngine
 from mheads.engine.interface import Engine
-from mheads.training import build as parts
-from mheads.training import experiment as experiments
-from mheads.training import init_weights, rank_plan
-from mheads.training.experiment import Experiment
+from mheads.training.build_from_config import (
+    adapt_loss,
+    build_loss,
+    build_net,
+    load_data,
+    make_engine_options,
+    make_network_factory,
+)
+from mheads.training.build_sample_weights import cluster_classes
+from mheads.training.experiment import Experiment, assemble_experiment
+from mheads.training.init_weights import digest_init
+from mheads.training.plan_ranks import make_job, place
 
 
 @dataclass(frozen=True)
@@ -30,9 +38,9 @@ class RanksExperiment(Experiment):
     world: World
     placement: Placement
 
-    def engine(self) -> RanksEngine:
+    def make_engine(self) -> RanksEngine:
         device = resolve(self.config.device, self.world.launch.local_rank)
-        options = parts.engine_options(self.config, self.net, device, self.world.cores, self.loss)
+        options = make_engine_options(self.config, self.net, device, self.world.cores, self.loss)
         lead_reads = self.config.data.reader == "lead"
         return RanksEngine(self.net, options, self.world, self.placement, lead_reads)
 
@@ -41,7 +49,7 @@ class RanksExperiment(Experiment):
         optim = self.config.optim
         rows = optim.batch_size * optim.accumulate
         parts = engine.parts(rows)
-        engine.share(parts)  # refuses what does not divide
+        engine.share(parts)  # raises if the parts do not divide
 
         def needs(rank: int) -> range:
             return inputs_needed(self.net.tree, self.placement, rank, rows, parts)
@@ -60,59 +68,44 @@ class WrittenExperiment(Experiment):
     world: World
     written: Written
 
-    def engine(self) -> WrittenEngine:
-        options = parts.engine_options(self.config, self.net, resolve(self.config.device), 1, self.loss)
+    def make_engine(self) -> WrittenEngine:
+        options = make_engine_options(self.config, self.net, resolve(self.config.device), 1, self.loss)
         return WrittenEngine(self.net, options, self.world, self.written)
 
 
-def build(config: Config, world: World) -> Experiment:
-    """The experiment on this rank. Refuses, on all, if the ranks differ in recipe, code or data."""
-    shared = {k: v for k, v in configs.flatten(config).items() if _shared(k)}
+def build_experiment_on_rank(config: Config, world: World) -> Experiment:
+    """The experiment on this rank. Raises, on all ranks, if they differ in recipe, code or data."""
+    shared = {k: v for k, v in configs.flatten(config).items() if _must_agree(k)}
     shared["teacher.answers"] = "none" if config.teacher.answers is None else "given"
     world.compare("recipe", world.facts() | shared)
     world.watch.timeout = config.timeout
     resolve(config.device)
-    written = getattr(parts.factory(config)(), "written", None) if config.members == 1 else None
+    written = getattr(make_network_factory(config)(), "written", None) if config.members == 1 else None
     if isinstance(written, Written):
-        return _as_written(config, world, written)
-    placement = place(config, world)
-    loss = parts.build_loss(config)
-    net = parts.build_net(config, only=placement.owned(world.rank))
-    world.compare("start", {"init": init_weights.donor_digest(config.init) or config.init})
-    clustered = None
+        return _build_as_written(config, world, written)
+    placement = agree_on_placement(config, world)
+    loss = build_loss(config)
+    net = build_net(config, only=placement.owned(world.rank))
+    world.compare("start", {"init": digest_init(config.init) or config.init})
+    clusters = None
     if config.sampling.entry.from_run:
-        clustered = world.share("groups", lambda: experiments.cluster_classes(config))
+        clusters = world.share("groups", lambda: cluster_classes(config))
     if config.data.reader == "lead" and not world.is_main:
         absent = absent_data(world)
-        return RanksExperiment(config, net, parts.final_loss(loss, absent, config), absent, None, world, placement)
-    data = parts.load_data(config)
+        return RanksExperiment(config, net, adapt_loss(loss, absent, config), absent, None, world, placement)
+    data = load_data(config)
     if config.data.reader == "lead":
         world.share("data", lambda: facts_of(data))
     else:
         world.compare("data", {"data checksum": data.fingerprint})
-    checked = experiments.assemble(config, net, loss, data, clustered=clustered)
-    groups, sampled = checked.groups, checked.sampled
-    if sampled and config.data.reader != "lead":
-        what = (
-            "the sample weights"
-            if config.teacher.answers is None
-            else "the sample weights and of the teacher's answers"
-        )
-        world.compare("sampling", {f"digest of {what}": list(sampled.values())})
-    return RanksExperiment(
-        config,
-        net,
-        checked.loss,
-        checked.data,
-        checked.sample_weights,
-        world,
-        placement,
-        groups=groups,
-        sampled=sampled,
-    )
+    experiment = assemble_experiment(config, net, loss, data, clusters=clusters)
+    if experiment.digests and config.data.reader != "lead":
+        what = "the sample weights" + (" and of the teacher's answers" if config.teacher.answers is not None else "")
+        world.compare("sampling", {f"digest of {what}": list(experiment.digests.values())})
+    return RanksExperiment(**vars(experiment), world=world, placement=placement)
 
 
-def _as_written(config: Config, world: World, written: Written) -> WrittenExperiment:
+def _build_as_written(config: Config, world: World, written: Written) -> WrittenExperiment:
     if world.size != written.ranks:
         raise UserError(
             f"the layers of this net are on ranks 0 to {written.ranks - 1}, and its ranks make no tree: start "
@@ -120,13 +113,13 @@ def _as_written(config: Config, world: World, written: Written) -> WrittenExperi
         )
     if resolve(config.device).type != "cpu":
         raise UserError(f"device = {config.device}: layers that say their ranks run on CPUs: give device=cpu")
-    data = parts.load_data(config)
+    data = load_data(config)
     world.compare("data", {"data checksum": data.fingerprint})
-    found = experiments.assemble(config, parts.build_net(config), parts.build_loss(config), data)
-    return WrittenExperiment(config, found.net, found.loss, found.data, found.sample_weights, world, written)
+    experiment = assemble_experiment(config, build_net(config), build_loss(config), data)
+    return WrittenExperiment(**vars(experiment), world=world, written=written)
 
 
-def _shared(key: str) -> bool:
+def _must_agree(key: str) -> bool:
     """Whether a key must be equal on all ranks: a folder may lie elsewhere on another machine."""
     return key not in (
         "engine.workers",
@@ -141,14 +134,14 @@ def _shared(key: str) -> bool:
     )
 
 
-def place(config: Config, world: World) -> Placement:
-    """Who holds what: decided by the main rank, since measured costs differ from rank to rank."""
+def agree_on_placement(config: Config, world: World) -> Placement:
+    """Which rank holds which stage. The main rank decides, since measured costs differ from rank to rank."""
     bandwidth = world.bandwidth() if config.placement == "auto" else BANDWIDTH
 
     def decide() -> dict[str, Any]:
         workers = config.engine.workers if config.engine.workers != "auto" else world.cores
         cluster = Cluster(world.size, workers, bandwidth)
-        found = rank_plan.place(config.placement, rank_plan.job_of(config), cluster)
-        return {"stages": dict(found.stages), "slots": found.slots, "replicas": found.replicas}
+        placement = place(config.placement, make_job(config), cluster)
+        return {"stages": dict(placement.stages), "slots": placement.slots, "replicas": placement.replicas}
 
     return Placement(**world.share("placement", decide))

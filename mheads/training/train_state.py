@@ -1,4 +1,4 @@
-"""Where training stands, from one checkpoint to the next."""
+"""The state of training that a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mheads.runs.metrics_log import History, MetricsLog
 from mheads.training.experiment import Experiment
 
 
-class RunState:
+class TrainState:
     """Where training stands: the weights, the optimizer, the schedule, and what the main rank remembers for the log.
 
     All of it is in a checkpoint.

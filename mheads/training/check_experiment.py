@@ -1,0 +1,142 @@
+"""Checks that the network, the loss, the data and the config of an experiment fit each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from mheads.common import nested_values
+from mheads.common.errors import UserError, warn
+from mheads.common.nested_values import Value
+from mheads.config.schema import Config
+from mheads.data import Data
+from mheads.data.batches import Batch, Reader
+from mheads.losses import Loss
+from mheads.losses import check as promises
+from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
+from mheads.training.build_from_config import count_micro_batches
+from mheads.trees.checks.hidden_randomness_and_state import LayerError
+from mheads.trees.member_scores import OWN, check_order
+from mheads.trees.treenet import TreeNet
+
+
+def check_test_examples(data: Data) -> None:
+    if not len(data.test):
+        raise UserError(f"{data.name} has no test examples to evaluate on; give some, or data.validation=N")
+
+
+def probe_network(net: TreeNet, loss: Loss, data: Data) -> tuple[Batch, Value]:
+    """The first two training examples, and what a member gives for them; raises if a tree would get them wrong."""
+    batch = Reader(data.train, data.preprocess, np.arange(min(2, len(data.train))))()
+    inputs = batch.network_inputs(net.dtype)
+    if data.seen is not None and data.seen.kind == "tokens":
+        inputs = inputs.clone()
+        inputs[0, -1] = int(data.seen.high)  # that the network knows
+    try:
+        outputs = net.probe(inputs, batch.side_inputs())
+    except LayerError as error:
+        raise UserError(f"{error}{_hint(error, inputs, loss, data)}") from error
+    check_order(outputs, net.network_name)
+    return batch, outputs
+
+
+def _hint(error: LayerError, inputs: torch.Tensor, loss: Loss, data: Data) -> str:
+    """What may be the reason that a layer fails."""
+    if loss.name == "scored" and isinstance(error.__cause__, TypeError | LookupError | AttributeError):
+        # With a score the last layer gives a dict, which no later operation can take.
+        return f"; it goes on with what its last layer gives. For loss scored, {OWN}"
+    if inputs.dim() == 4 and inputs.shape[1] == 1 and error.shapes == [tuple(inputs.shape)]:
+        return (
+            " (examples [N, H, W] are taken as grey images [N, 1, H, W]; if they are sequences [N, C, T], begin with a "
+            "layer that gives x.squeeze(1))"
+        )
+    if not inputs.is_floating_point():
+        return f" ({data.name} holds {data.seen}; integers are tokens, and numbers are given as float32)"
+    return ""
+
+
+def check_single_examples(config: Config, net: TreeNet, data: Data) -> None:
+    """Raises for batches of one example where a layer's statistics would be of one value (of an image they are not)."""
+    if config.optim.batch_size > 1 or not net.batch_statistics_layers():
+        return
+    batch = Reader(data.train, data.preprocess, np.arange(1))()
+    try:
+        net.probe(batch.network_inputs(net.dtype), batch.side_inputs())
+    except UserError as error:
+        raise UserError(
+            f"{error}; of a batch of one example it has no statistics: use a larger optim.batch_size, or a "
+            "normalisation without batch statistics (GroupNorm)"
+        ) from error
+
+
+def check_rows(net: TreeNet, batch: Batch, outputs: Value) -> None:
+    if nested_values.num_rows(outputs) != batch.num_rows:
+        raise UserError(
+            f"{net.network_name} gives {nested_values.num_rows(outputs)} rows of outputs for {len(batch)} examples "
+            f"with {batch.num_rows} targets: give one row per target"
+        )
+
+
+def check_outputs(net: TreeNet, data: Data, outputs: Value) -> None:
+    data.problem.check_output(outputs, net.network_name, data.name)
+    if is_single_label(data.problem) and are_probabilities(data.problem.answer(outputs)):
+        warn(f"{net.network_name} gives {PROBABILITIES}")
+
+
+def check_whole_batches(config: Config, net: TreeNet, loss: Loss) -> None:
+    """Raises if the loss of an example depends on others and these would be in another part of the step."""
+    each = loss.each_batch or not loss.whole_batch
+    parts = count_micro_batches(config, net, loss) * (1 if each else config.optim.accumulate)
+    if not (loss.whole_batch or loss.of_whole_batch) or parts == 1:
+        return
+    why = " (loss.normalize=wins counts over them)" if config.loss.whole_batch else ""
+    asked = config.engine.micro_batches
+    remedies = [] if asked in ("auto", 1) else [f"engine.micro_batches=1 (it is {asked})"]
+    remedies += [] if each else [f"optim.accumulate=1 (it is {config.optim.accumulate})"]
+    who = f"the loss of one member, of = {loss.of_name}," if loss.of_whole_batch else loss.name
+    raise UserError(
+        f"{who} looks at whole batches{why}, but a {'batch' if each else 'step'} is cut into {parts} parts: use "
+        f"{' and '.join(remedies)}"
+    )
+
+
+def check_weights_on_examples(loss: Loss, data: Data) -> None:
+    if loss.averaged and data.weights is not None:
+        raise UserError(f"{loss.name} averages the members and cannot take weights on examples: leave weights out")
+
+
+def check_gradients(
+    config: Config,
+    net: TreeNet,
+    loss: Loss,
+    data: Data,
+    sample_weights: np.ndarray | None,
+    batch: Batch,
+    outputs: Value,
+) -> None:
+    """Raises if the loss breaks its promises, or if members would stay identical for ever."""
+    iterations = config.optim.iterations
+    last = loss.at(iterations - 1, iterations, net.num_members)  # it may begin by teaching all alike
+    weighted = sample_weights is not None or data.weights is not None
+    gradients = promises.check(last, outputs, batch.targets, net.num_members, weighted)
+    if not all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):
+        return  # the loss tells members apart
+    for a, b in net.identical_members():
+        if sample_weights is not None and not np.array_equal(sample_weights[a], sample_weights[b]):
+            continue
+        if not net.parted_by_dropout(a, b) and not net.parted_by_freezing(a, b):
+            raise _identical_members(net, loss, a, b)
+
+
+def _identical_members(net: TreeNet, loss: Loss, a: int, b: int) -> UserError:
+    remedy = "sampling=bagging, dropout, or loss.name=mcl"
+    if net.init == "same":
+        return UserError(
+            f"init=same with {loss.name} would keep the members identical for ever: every one gets the same gradient "
+            f"from the same weights. Use init=random, {remedy}"
+        )
+    return UserError(
+        f"members {a} and {b} start with the same weights, and {loss.name} would keep them identical for ever: every "
+        f"one gets the same gradient. Does {net.network_name} seed torch itself, load weights or fill in constants? "
+        f"Let it draw its weights, or use {remedy}"
+    )

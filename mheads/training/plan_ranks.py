@@ -1,0 +1,153 @@
+"""Plans a config on ranks before anything is started: which rank holds which stage, and how long a step would take.
+
+One network and the shape of the data are enough: `place("auto", make_job(config), Cluster(4))` is the placement on four
+ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mheads.common.atomic_files import write_atomically
+from mheads.common.errors import UserError
+from mheads.config.schema import Config
+from mheads.data import DATASETS
+from mheads.distributed.placement import Placement, default, explicit
+from mheads.distributed.planning.job import Cluster, Job
+from mheads.distributed.planning.loads import StageLoad, counted_loads, measured_loads
+from mheads.distributed.planning.search import Prediction, auto, predict
+from mheads.networks import INPUT_SHAPES
+from mheads.training.build_from_config import build_loss, count_micro_batches, make_tree
+from mheads.trees.multiply_adds import make_example
+from mheads.trees.treenet import TreeNet
+
+
+@dataclass(frozen=True)
+class ConfigJob(Job):
+    """A step of a config, with one of its networks, whose costs can be measured or counted."""
+
+    config: Config = field(kw_only=True)
+    net: TreeNet = field(kw_only=True)
+
+    @cached_property
+    def example(self) -> Tensor:
+        """An example [1, ...], checked with the network; made only when costs are asked for."""
+        shape = input_shape(self.config)
+        sided = next((m for m in self.net.network().modules() if hasattr(m, "takes")), None)
+        if sided is not None:
+            raise UserError(
+                f"{self.config.model} has a {type(sided).__name__}, which takes a side input: the costs of its stages "
+                "are not known without the data; give placement=default, or a rank for each stage"
+            )
+        return make_example(self.net, shape)
+
+    def measure_loads(self) -> dict[str, StageLoad]:
+        """The loads of the stages on this machine."""
+        return measured_loads(self, self.net, self.example)
+
+    def count_loads(self, flops: float) -> dict[str, StageLoad]:
+        """The loads of the stages at `flops` operations per second and core."""
+        return counted_loads(self, self.net, self.example, flops)
+
+
+def make_job(config: Config) -> ConfigJob:
+    """The step of a config; one network is drawn, and no stage is built."""
+    net = make_tree(config, only=())
+    tree = net.tree
+    loss = build_loss(config)
+    rows = config.optim.batch_size * config.optim.accumulate
+    parts = min(count_micro_batches(config, net, loss) * config.optim.accumulate, rows)
+    share = min(1.0, (loss.winners or tree.num_members) / tree.num_members)
+    in_order = bool(net.batch_statistics_layers())
+    return ConfigJob(tree, rows, parts, loss.separable, share, in_order, config=config, net=net)
+
+
+def place(
+    how: str | Mapping[str, int], job: ConfigJob, cluster: Cluster, loads: Mapping[str, StageLoad] | None = None
+) -> Placement:
+    """The placement that a config names: default, auto (by these loads, or measured ones), or a rank for each stage."""
+    if how == "default":
+        return default(job.tree, cluster.ranks, job.divisible)
+    if isinstance(how, Mapping):
+        return explicit(job.tree, how, cluster.ranks, job.divisible)
+    if how != "auto":
+        raise UserError(f"the placement is default or auto, not {how!r}")
+    return auto(job, cluster, job.measure_loads() if loads is None else loads)
+
+
+def input_shape(config: Config) -> tuple[int, ...]:
+    """The shape of an example, as its dataset or else its network is known to have it."""
+    entry = DATASETS.get(config.data.name)
+    shape = None if entry is None else entry.example_shape(**config.data.model_dump())
+    if shape is None:
+        shape = INPUT_SHAPES.get(config.model)
+    if shape is None:
+        known = [name for name, other in DATASETS.items() if isinstance(other.shape, tuple)]
+        raise UserError(
+            f"the shape of an example of {config.data.name!r} is not known: give data.path of an .npz file that "
+            f"exists, or data.name={' or '.join(known)}"
+        )
+    return shape
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A job on a cluster, placed in one or more ways; the first is one rank, for comparison."""
+
+    name: str
+    job: Job
+    cluster: Cluster
+    speed: str
+    ways: dict[str, tuple[Placement, Prediction]]
+
+    def to_json(self) -> dict[str, Any]:
+        job, cluster = self.job, self.cluster
+        return {
+            "recipe": self.name,
+            "members": job.tree.num_members,
+            "batch": job.rows,
+            "micro_batches": job.micro_batches,
+            "ranks": cluster.ranks,
+            "workers": cluster.workers,
+            "bandwidth_bytes_per_second": cluster.bandwidth,
+            "latency_seconds": cluster.latency,
+            "speed": self.speed,
+            "placements": {
+                way: {
+                    "replicas": placement.replicas,
+                    "slots": placement.slots,
+                    "stages": dict(placement.stages),
+                    "images_per_second": job.rows / prediction.step_seconds,
+                    **asdict(prediction),
+                }
+                for way, (placement, prediction) in self.ways.items()
+            },
+        }
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def make_plan(config: Config, cluster: Cluster, flops: float | None, how: str | None, name: str) -> RankPlan:
+    """The plan at `flops` per second and rank (None: measured), placed by `how` (None: the config's way, and auto)."""
+    if flops is not None and not flops > 0:
+        raise UserError(f"--flops is {flops:g}: it must be above 0")
+    job = make_job(config)
+    loads = job.measure_loads() if flops is None else job.count_loads(flops / cluster.workers)
+    by_config = "as given" if isinstance(config.placement, Mapping) else "default"
+    ways = {by_config: config.placement if by_config == "as given" else "default", "auto": "auto"}
+    alone = Cluster(1, cluster.workers)
+    one_rank = place("default", job, alone)
+    predictions = {"one rank": (one_rank, predict(job, alone, loads, one_rank))}
+    for way, value in ways.items() if how is None else [(how, how)]:
+        placement = place(value, job, cluster, loads)
+        predictions[way] = (placement, predict(job, cluster, loads, placement))
+    speed = "measured on this machine" if flops is None else f"{flops / 1e12:g} TFLOP/s per rank"
+    return RankPlan(name, job, cluster, speed, predictions)

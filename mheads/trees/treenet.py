@@ -19,11 +19,13 @@ from mheads.common import fingerprint, nested_values, seeds
 from mheads.common.device import refuse_beyond_memory
 from mheads.common.errors import UserError
 from mheads.common.memory_layout import canonical
-from mheads.common.modules import avoid_overruns, takes_statistics
+from mheads.common.modules import avoid_overruns, is_hooked, takes_statistics
 from mheads.common.nested_values import Value
 from mheads.common.safe_yaml import as_plain
 from mheads.networks.dropout import replace_dropout
-from mheads.trees.checks import hidden_randomness_and_state as probing
+from mheads.trees.checks.compare_with_forward import cannot_follow, compare_with_forward
+from mheads.trees.checks.hidden_randomness_and_state import ONE_LAYER, changes_its_input, check_layers
+from mheads.trees.checks.mixed_examples import check_examples
 from mheads.trees.layer_properties import LayerFacts
 from mheads.trees.splitting.cut_sequential import ChainLayer, Freezable
 from mheads.trees.splitting.cut_traced_graph import GraphChain, chain_of
@@ -206,7 +208,7 @@ class TreeNet(nn.Module):
             before = _versions(taken)
             given[node.name] = self.stage(node.name)(taken, side)
             if _versions(taken) != before:
-                raise probing.changes_its_input(f"{node.layers[0]!r} (or one after it)", self.network_name)
+                raise changes_its_input(f"layer {node.layers[0]!r} (or one after it) of {self.network_name}")
         return nested_values.map_leaves(lambda *parts: torch.stack(parts), *(given[n.name] for n in self.tree.leaves))
 
     def member(self, m: int) -> nn.Module:
@@ -457,21 +459,37 @@ class TreeNet(nn.Module):
         Returns its output, so that the caller can look at the shape.
         """
         if self._facts.hooked:
-            raise probing.hooks_on_the_network(self.network_name)
-        member, splits = self._one(), self._splits
+            raise UserError(
+                f"{self.network_name} has hooks on the network itself, which a tree would never call, since it runs "
+                f"the layers inside; put them on a layer, {ONE_LAYER}"
+            )
+        member, splits, known = self._one(), self._splits, self._is_built_in()
         layers = [(layer.name, self.chain.stage([layer.name], member)) for layer in self.layers]
         with self._why_children():
-            output = probing.check_layers(self.network_name, layers, x, side, splits)
+            output = check_layers(self.network_name, layers, x, side, splits, known)
         if not self._facts.sequential and not side:
             self._compare(x)
-        probing.check_places(self.network_name, self.chain, member, x, side, splits)
+        if not known and not side:
+            with self._why_children():
+                check_examples(self.network_name, self.chain, member, x, splits)
         return output
+
+    def _is_built_in(self) -> bool:
+        """Whether the network is a built-in one as it was built: tests hold that its layers mix and keep nothing."""
+        ours = self.network_path in networks.NETWORKS and networks.is_ours(self.network_path, self.network_args)
+        modules = [m for stage in self.stages.values() for m in stage.modules()]
+        return ours and not any(
+            is_hooked(m) or not type(m).__module__.startswith(("torch.nn.", "mheads.")) for m in modules
+        )
 
     def _compare_once(self, x: Value) -> None:
         """Compares the layers with the network's own forward on the first batch that allows it, in a loop of one's own.
 
         Not inside transforms, where gradients cannot be compared, nor on one example where statistics need two.
         """
+        if self._is_built_in():
+            self._unsure = False
+            return
         alone = nested_values.num_rows(x) < 2 and any(self._facts.statistics.values())
         transformed = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
         if alone or transformed or torch.is_inference_mode_enabled() or self._factory.is_lost:
@@ -483,7 +501,7 @@ class TreeNet(nn.Module):
         network = replace_dropout(self.network())
         device = next(network.parameters()).device
         x = nested_values.map_leaves(lambda t: t.to(device), x)
-        probing.compare_with_forward(self.network_name, network, self.chain, x, self._splits)
+        compare_with_forward(self.network_name, network, self.chain, x, self._splits)
         self._unsure = False
 
     @property
@@ -510,7 +528,7 @@ class TreeNet(nn.Module):
             yield
         except UserError as error:
             if self.chain.why is not None:
-                error.hint = f"only its children are layers, since {probing.cannot_follow(self.chain.why)}"
+                error.hint = f"only its children are layers, since {cannot_follow(self.chain.why)}"
             raise
 
     def _drawn_stage(self, node: Node) -> nn.Module:

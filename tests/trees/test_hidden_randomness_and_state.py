@@ -12,7 +12,9 @@ from torch import nn
 from mheads import TreeNet, UserError, fit
 from mheads.common import nested_values
 from mheads.common.memory_layout import canonical
+from mheads.networks import INPUT_SHAPES, NETWORKS
 from mheads.networks.dropout import Dropout
+from mheads.trees.splitting.find_cuts import find_cuts
 
 
 class Plain(nn.Module):
@@ -626,3 +628,39 @@ def test_batches_of_one_are_refused_where_statistics_would_be_of_one_value():
     with pytest.raises(UserError, match=r"layer '2' of .*of one example it has no statistics: use a larger batch"):
         trained(flat, 1)
     assert trained(flat, 2) >= 0 and trained(images, 1) >= 0
+
+
+SMALL = {"resnet18": (3, 64, 64), "nin_ilsvrc": (3, 127, 127), "mlp": (5,)}  # shapes that cost less
+ARGS = {"mlp": {"features": 5, "dropout": 0.5}, "vit": {"dropout": 0.1}, "text": {"dropout": 0.1}}
+
+
+def examples_for(name):
+    shape = SMALL.get(name) or INPUT_SHAPES[name]
+    return torch.randint(50, (2, *shape)) if name == "text" else torch.randn(2, *shape)
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS.keys() - {"fast_rcnn"}))  # regions know which rows belong together
+def test_built_in_networks_pass_the_checks_that_their_start_skips(name):
+    factory = NETWORKS[name]
+    net = TreeNet(lambda: factory(**ARGS.get(name, {})), members=1)  # nobody knows the name of a lambda's network
+    assert not net._is_built_in()
+    net.probe(examples_for(name))
+
+
+@pytest.mark.parametrize(("name", "args"), [("resnet20", {}), ("vit", {"depth": 1, "width": 6}), ("text", {})])
+def test_every_cut_of_a_built_in_network_gives_what_its_forward_gives(name, args):
+    def factory():
+        return NETWORKS[name](**args)
+
+    tree = 1
+    for cut in reversed(find_cuts(factory, INPUT_SHAPES[name]).cuts):
+        tree = {cut.name: [tree, 1]}
+    assert TreeNet(factory, tree=tree).probe(examples_for(name)).shape[0] == 2
+
+
+def test_a_built_in_network_that_was_changed_is_checked_like_any_other():
+    net = TreeNet(NETWORKS["digits"], members=2)
+    assert net._is_built_in()
+    net.stages["0"].relu1 = Alternates()
+    with pytest.raises(UserError, match="another batch runs in between"):
+        net.probe(torch.randn(2, 1, 8, 8))

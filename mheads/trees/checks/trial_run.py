@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -13,6 +13,7 @@ from mheads.common.nested_values import Value
 from mheads.networks.dropout import keyed_masks
 
 Side = dict[str, Value] | None
+Layers = Sequence[tuple[str, nn.Module]]  # stages of one layer each, by name
 
 
 def masks(x: Value) -> AbstractContextManager[None]:
@@ -30,8 +31,10 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Inside, the global generators are seeded anew and put back afterwards, and one thread computes: enough for a
-    few rows, and several processes that start at once do not wait for each other's threads."""
+    """Inside, the global generators are seeded anew and put back afterwards, and one thread computes.
+
+    That is enough for a few rows, and processes that start at once do not wait for each other's threads.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -57,16 +60,15 @@ def as_it_was(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def shaken(module: nn.Module, seed: int = 0) -> Iterator[None]:
-    """Inside, the module has other weights, none of them zero, and other running statistics."""
+def shake(module: nn.Module, seed: int = 0) -> Iterator[None]:
+    """Inside, the module has other weights, none of them zero, and other running statistics: zeros hide its doings."""
     generator = torch.Generator().manual_seed(seed)
-    weights: list[Tensor] = [p for p in module.parameters() if p.is_floating_point()]
-    before = [p.detach().clone() for p in weights]
+    before = [(p, p.data) for p in module.parameters() if p.is_floating_point()]
     with as_it_was(module):
         try:
-            for p in weights:  # by amounts that keep the outputs of the layers at their size
+            for p, data in before:  # by amounts that keep the outputs of the layers at their size
                 inputs = p.numel() // max(1, len(p)) if p.dim() > 1 else 1
-                p.add_(noise(p, generator), alpha=0.5 / max(1, inputs) ** 0.5)
+                p.data = torch.add(data, noise(p, generator), alpha=0.5 / max(1, inputs) ** 0.5)
             for m in module.modules():
                 if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None:
                     assert m.running_var is not None
@@ -74,14 +76,36 @@ def shaken(module: nn.Module, seed: int = 0) -> Iterator[None]:
                     m.running_var *= 0.5 + noise(m.running_var, generator).abs()
             yield
         finally:
-            for p, was in zip(weights, before, strict=True):
-                p.copy_(was)
+            for p, data in before:
+                p.data = data
 
 
 def noise(t: Tensor, generator: torch.Generator) -> Tensor:
     """Normal numbers in the shape of t; they repeat after a while, which is enough here and costs less."""
     drawn = torch.randn(min(t.numel(), 65537), generator=generator, dtype=t.dtype)
     return drawn.repeat(-(-t.numel() // max(1, len(drawn))))[: t.numel()].view(t.shape).to(t.device)
+
+
+def is_rowwise(t: Tensor, rows: int) -> bool:
+    """Whether the first dimension of a tensor is as long as the batch."""
+    return t.dim() > 0 and len(t) == rows
+
+
+def replace_others(x: Value, row: int) -> Value:
+    """The batch with other examples in all rows but this one; whole numbers stay among those that occur."""
+    rows = nested_values.num_rows(x)
+
+    def replace(t: Tensor) -> Tensor:
+        if not is_rowwise(t, rows):
+            return t
+        if t.is_floating_point():
+            others = t + (1 + t.abs().max()) * noise(t, torch.Generator().manual_seed(0))
+        else:
+            others = t[row].flip(tuple(range(t.dim() - 1))).repeat(rows, *[1] * (t.dim() - 1))
+        others[row] = t[row]
+        return others
+
+    return nested_values.map_leaves(replace, x)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

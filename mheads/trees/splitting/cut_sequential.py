@@ -7,8 +7,9 @@ Children that are called in a row are the layers as they are. Any other network 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, Self
 
 from torch import fx, nn
@@ -94,6 +95,12 @@ class SequentialChain:
         stage = SequentialStage(OrderedDict((name, replace_dropout(found[name])) for name in layers))
         stage.holds_fixed = any(map(has_fixed_statistics, stage.modules()))
         return stage
+
+
+def cut_names(names: list[str], splits: Collection[str]) -> list[list[str]]:
+    """The names of layers, cut after each split."""
+    stops = [i + 1 for i, name in enumerate(names[:-1]) if name in splits]
+    return [names[start:stop] for start, stop in pairwise([0, *stops, len(names)])]
 
 
 def is_sequential(network: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.networks.dropout import replace_dropout
-from mheads.trees.checks.hidden_randomness_and_state import compare_with_forward
+from mheads.trees.checks.compare_with_forward import compare_with_forward
 from mheads.trees.multiply_adds import make_example, multiply_adds
 from mheads.trees.splitting.cut_sequential import Chain
 from mheads.trees.splitting.cut_traced_graph import GraphChain, finest_chain

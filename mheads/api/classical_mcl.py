@@ -27,7 +27,7 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.common.safe_yaml import sealed, unsealed
 from mheads.common.signals import handling
-from mheads.config import schema as configs
+from mheads.config import schema
 from mheads.config.schema import Config, Sampling
 from mheads.data import Data, read_sample_weights
 from mheads.data.batches import evaluation_batches
@@ -240,11 +240,11 @@ def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
         known, old = list(there["rounds"]), dict(there["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): bring it back, or give another --folder") from error
-    new, default = configs.flatten(config), configs.flatten(Config())
+    new, default = schema.flatten(config), schema.flatten(Config())
     lines = [
         f"  {k}: {old.get(k, default[k])!r} in the folder, {new[k]!r} now"
         for k in new
-        if not configs.same(k, old.get(k, default[k]), new[k]) and _decides(k, config)
+        if not schema.same(k, old.get(k, default[k]), new[k]) and _decides(k, config)
         if k != "init" or not _same_start(folder, config)
     ]
     if lines and not RunFolder(folder / "round0").exists():  # it failed before there was anything to keep
@@ -263,7 +263,7 @@ def _same_start(folder: Path, config: Config) -> bool:
 
 
 def _summary(config: Config, found: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"config": {k: v for k, v in configs.flatten(config).items() if _decides(k, config)}, "rounds": found}
+    return {"config": {k: v for k, v in schema.flatten(config).items() if _decides(k, config)}, "rounds": found}
 
 
 def _write(folder: Path, config: Config, found: list[dict[str, Any]]) -> None:
@@ -272,7 +272,7 @@ def _write(folder: Path, config: Config, found: list[dict[str, Any]]) -> None:
 
 def _decides(key: str, config: Config) -> bool:
     # More iterations would change the weights that later rounds have started from.
-    return key == "optim.iterations" or not configs.is_free(key, config)
+    return key == "optim.iterations" or not schema.is_free(key, config)
 
 
 def _line(entry: dict[str, Any], num_examples: int) -> str:

@@ -19,7 +19,7 @@ import torch
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher, telling
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.catalog import DATASETS

@@ -22,7 +22,7 @@ from mheads.common.atomic_files import check_place, write_atomically
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher, telling
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.data import TARGET_KINDS
 from mheads.data.catalog import DATASETS

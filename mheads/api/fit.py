@@ -24,7 +24,8 @@ from mheads.common.errors import warn as told
 from mheads.common.nested_values import Value
 from mheads.common.progress import Silent, Watcher, watcher
 from mheads.common.safe_yaml import as_plain, short
-from mheads.config import schema as configs
+from mheads.config import read as configs
+from mheads.config import schema
 from mheads.config.options_without_effect import refuse_idle_keys
 from mheads.data import Preprocess
 from mheads.data.batches import Batch
@@ -171,7 +172,7 @@ def fit(
         usable = isinstance(iterations, int | float) and math.isfinite(iterations)  # or refused below
         few = int(iterations) if usable else 1000
         log = {"evaluate_every": max(1, few // 10), "every": max(1, min(50, few // 20)), **(log or {})}
-        config = configs.from_tree(
+        config = configs.validate(
             {
                 "model": net.network_path,
                 "model_args": net.network_args,
@@ -213,7 +214,7 @@ def fit(
             "fit",
         )
         if run is None or not RunFolder(run).exists():  # one that an older version began goes on
-            given_keys = configs.differing(config, configs.Config())
+            given_keys = schema.differing(config, schema.Config())
             refuse_idle_keys(
                 config, [key for key in given_keys if not key.startswith("loss.")]
             )  # of a loss that is made
@@ -287,10 +288,10 @@ def _initialise(
         init = init.net
     if isinstance(init, TreeNet):
         net.copy_weights(init)
-        return f"{configs.GIVEN}{fingerprint.weights(init.state_dict())}"
+        return f"{schema.GIVEN}{fingerprint.weights(init.state_dict())}"
     if isinstance(init, Mapping):
         found = check_state_dict(init, "init")
-        name = f"{configs.GIVEN}{fingerprint.weights(found)}"
+        name = f"{schema.GIVEN}{fingerprint.weights(found)}"
         said = str(load_into(net, found, "init", renamed))
     elif isinstance(init, str | Path) and init not in ("random", "same"):
         name = str(Path(os.path.expanduser(init)).absolute())

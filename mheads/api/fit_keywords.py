@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mheads.common.errors import UserError
-from mheads.config import schema as configs
+from mheads.config import schema
 from mheads.config.unknown_keys import EPOCHS, meaning
 from mheads.runs.folder import without_force
 
@@ -87,7 +87,7 @@ def in_python(message: str) -> str:
 
     def keyword(found: re.Match[str]) -> str:
         section, inner, name = found.groups()
-        if f"{section}.{inner or ''}{name}" not in configs.known_keys():
+        if f"{section}.{inner or ''}{name}" not in schema.known_keys():
             return found[0]
         if name == "name" and (inner or section == "sampling"):
             return "schedule" if inner else section

@@ -20,7 +20,7 @@ from mheads.caffe.member_trees import plan_of
 from mheads.caffe.prototxt import Layer, is_solver, read_net, read_solver
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.losses import LOSSES
 from mheads.problems.metrics import LEAST_K
@@ -43,7 +43,7 @@ class Converted:
 def load(net: Path, solver_file: Path | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """The config that a net is trained by, and notes on it; asks for data where the net's cannot be read."""
     found = convert(net, solver_file, overrides)
-    config = configs.from_tree(found.tree, str(net))
+    config = configs.validate(found.tree, str(net))
     if found.asks is not None:
         raise UserError(found.asks)
     return config, found.notes
@@ -246,7 +246,7 @@ def convert_files(net: Path, more: Sequence[str], output: Path | None) -> str | 
         raise UserError(f"{', '.join(files_of)}: give one solver, and config keys as key=value")
     found = convert(net, files_of[0] if files_of else None, [given for given in more if "=" in given])
     text = to_yaml(found, " and ".join(Path(str(name)).name for name in (net, *files_of)))
-    configs.from_tree(found.tree, str(net))  # refused before anything is written
+    configs.validate(found.tree, str(net))  # refused before anything is written
     if output is None:
         return text
     atomic_files.write_atomically(output, text.encode())

@@ -26,7 +26,7 @@ def classical(
 
     Example: mheads classical digits optim.iterations=100 --rounds 5 --folder runs/classical
     """
-    from mheads.config import schema as configs
+    from mheads.config import read as configs
 
     config = configs.load(recipe, overrides or [])
     from mheads.api.classical_mcl import train_rounds

@@ -18,7 +18,7 @@ def show_config(
 
     Example: mheads config digits loss=mcl > mine.yaml
     """
-    from mheads.config import schema as configs
+    from mheads.config import read as configs
 
     config = configs.load(recipe, overrides or [])
     from mheads.cli.printing.recipes import annotated

@@ -22,7 +22,7 @@ def cuts(
     Example: mheads cuts cifar10_quick --shape 3,32,32
     """
     from mheads.cli.printing.cuts import cuts_table
-    from mheads.config.schema import of_model
+    from mheads.config.read import of_model
     from mheads.training.build_from_config import make_network_factory
     from mheads.trees.splitting.find_cuts import find_cuts
 

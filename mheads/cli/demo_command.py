@@ -47,7 +47,7 @@ def run_demo(folder: Path, console: Console) -> None:
     from mheads.cli.printing.result_tables import comparison_table
     from mheads.common.atomic_files import write_atomically
     from mheads.common.progress import Silent, Terminal
-    from mheads.config import schema as configs
+    from mheads.config import read as configs
     from mheads.data import load
     from mheads.report.figures.figures import ownership_figure, save
     from mheads.report.page.several_runs import page_of_all

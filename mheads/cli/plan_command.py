@@ -30,7 +30,7 @@ def plan(
 
     Example: mheads plan cifar10_quick split=conv2 --ranks 16 --bandwidth 10 --flops 2
     """
-    from mheads.config import schema as configs
+    from mheads.config import read as configs
 
     config = configs.load(recipe, overrides or [])
     from mheads.cli.printing.plan import show

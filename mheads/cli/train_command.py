@@ -51,7 +51,7 @@ def train_recipe(
     solver: Path | None = None,
 ) -> None:
     """Trains in a run folder, by default runs/RECIPE-DIGEST, on one process or on this one of several."""
-    from mheads.config import schema as configs
+    from mheads.config import read as configs
     from mheads.training.join_ranks import join_ranks
 
     given = [override for override in overrides if "=" not in override and configs.is_caffe(override)]
@@ -59,8 +59,15 @@ def train_recipe(
         if solver is not None or len(given) > 1:
             raise UserError(f"{', '.join([*map(str, filter(None, [solver])), *given])}: give one solver")
         solver, overrides = Path(given[0]), [override for override in overrides if override not in given]
-    with join_ranks(errors, configs.timeout(recipe, overrides)) as world:
-        config, notes = _config(recipe, overrides, solver)
+    parsed: tuple[Config, list[str]] | Exception
+    try:
+        parsed = _config(recipe, overrides, solver)
+    except (UserError, OSError) as error:  # raised below, where one rank reports it for all
+        parsed = error
+    with join_ranks(errors, None if isinstance(parsed, Exception) else parsed[0].timeout) as world:
+        if isinstance(parsed, Exception):
+            raise parsed
+        config, notes = parsed
         # After the config, whose mistakes are told at once: torch takes a second.
         from mheads.cli.printing.result_tables import result_table
         from mheads.common.progress import Silent, Terminal
@@ -83,7 +90,7 @@ def train_recipe(
 
 def _config(recipe: str, overrides: Sequence[str], solver: Path | None) -> tuple[Config, list[str]]:
     """The config of a recipe or of a Caffe net, and notes on it."""
-    from mheads.config import schema as configs
+    from mheads.config import read as configs
 
     if configs.is_caffe(recipe):
         from mheads.caffe.convert import load

@@ -20,7 +20,7 @@ def tree(
 
     Example: mheads tree cifar10_quick split=conv2 --ranks 4
     """
-    from mheads.config import schema as configs
+    from mheads.config import read as configs
 
     config = configs.load(recipe, overrides or [])
     from mheads.cli.printing.tree import draw

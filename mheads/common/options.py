@@ -9,8 +9,10 @@ are its options, keys of the section that names it:
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
@@ -26,6 +28,19 @@ class Section(BaseModel):
 
 
 S = TypeVar("S", bound=Section)
+
+
+def absolute_path(path: Path) -> Path:
+    """The path without `~`, which no shell expands in `data.path=~/x`, and without `..`, unless that would lead
+    elsewhere, as after a link. A run folder then means the same from any current folder."""
+    path = Path(os.path.expanduser(path)).absolute()
+    if str(path).encode("utf-8", "replace") != os.fsencode(path):
+        raise ValueError("its name is not UTF-8, and no config can hold it; rename the folder")
+    shorter = os.path.normpath(path)
+    return Path(shorter) if os.path.realpath(shorter) == os.path.realpath(path) else path
+
+
+Location = Annotated[Path, AfterValidator(absolute_path)]
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:

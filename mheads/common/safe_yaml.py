@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Hashable
+import re
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -69,17 +70,34 @@ class _Refused(yaml.YAMLError):
     """Valid YAML that is still refused."""
 
 
+def _read_int(text: str) -> int:
+    return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+
+def _read_float(text: str) -> float:
+    return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+# What text without quotes is, by the rules of YAML 1.2 (core schema): `yes`, `1:30` and 2026-01-01 are text.
+_FORMS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "null": (r"null|Null|NULL|~|", lambda text: None),
+    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: text.lower() == "true"),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", _read_int),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        _read_float,
+    ),
+}
+
+
 class _Loader(yaml.SafeLoader):
     """YAML's safe loader without dates, sets and the like, which would not read back as they were written."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012, its parent's name
-        first: [(tag, form) for tag, form in resolvers if tag != f"{_TAG}timestamp"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers = {}  # noqa: RUF012, its parent's name
     yaml_constructors = {  # noqa: RUF012
         tag: make
         for tag, make in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "int", "float", "str", "seq", "map")
+        if tag is None or tag.removeprefix(_TAG) in ("str", "seq", "map")
     }
 
     def __init__(self, text: str) -> None:
@@ -112,25 +130,37 @@ class _Loader(yaml.SafeLoader):
             if key.tag == f"{_TAG}int":
                 key.tag = f"{_TAG}str"  # the roots of a forest are called 0, 1, ...
             if key.tag != f"{_TAG}str":
-                said = short(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
-                raise _Refused(f"keys are text, not {said}: put it in quotes{key.start_mark}")
+                found = short(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                raise _Refused(f"keys are text, not {found}: put it in quotes{key.start_mark}")
             if key.value in seen:
                 raise _Refused(f"the key {short(key.value)} is there twice{key.start_mark}")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
-    def _number(self, node: yaml.ScalarNode) -> Any:
-        if len(node.value) > MAX_DIGITS:
-            raise _Refused(f"{short(node.value)} is a number of more than {MAX_DIGITS} digits")
-        kind = node.tag.removeprefix(_TAG)
-        try:
-            return getattr(self, f"construct_yaml_{kind}")(node)
-        except (ValueError, IndexError) as error:
-            raise _Refused(f"{short(node.value)} is not a number ({kind})") from error
+    def construct_plain(self, node: yaml.ScalarNode) -> Any:
+        """The value of a text that is null, a truth value or a number."""
+        text, kind = self.construct_scalar(node), node.tag.removeprefix(_TAG)
+        if len(text) > MAX_DIGITS:
+            raise _Refused(f"{short(text)} is a number of more than {MAX_DIGITS} digits")
+        if not re.fullmatch(_FORMS[kind][0], text):
+            raise _Refused(f"{short(text)} is not a number ({kind})")  # in spite of its tag
+        return _FORMS[kind][1](text)
 
 
-for _kind in ("int", "float"):
-    _Loader.add_constructor(f"{_TAG}{_kind}", _Loader._number)
+class _Dumper(yaml.SafeDumper):
+    """YAML's safe dumper, which puts into quotes what either version of YAML would not read as text."""
+
+
+for _kind, (_form, _) in _FORMS.items():
+    _Loader.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"({_form})$"), None)
+    _Loader.add_constructor(f"{_TAG}{_kind}", _Loader.construct_plain)
+    _Dumper.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"({_form})$"), None)
+_Loader.add_implicit_resolver(f"{_TAG}merge", re.compile("<<$"), ["<"])
+
+
+def to_yaml(value: Any) -> str:
+    """The YAML text of a value, in the order of its keys; `from_yaml` is the inverse."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def _count(node: yaml.Node, sizes: dict[int, int | None]) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from mheads.common.errors import UserError
 from mheads.common.options import Factories, options_by_key
-from mheads.config.schema import Config, flatten, keys_of
+from mheads.config.read import keys_of
+from mheads.config.schema import Config, flatten
 from mheads.data.catalog import DATASETS
 from mheads.data.resampling import FACTORIES as SAMPLINGS
 from mheads.losses import LOSSES

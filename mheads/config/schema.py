@@ -1,37 +1,25 @@
-"""The experiment file: typed, validated, one message per mistake.
-
-config = load("cifar10_quick", ["loss.name=mcl", "loss.k=1"])
-"""
+"""The keys of an experiment: each with its type, default, limits and description. `read.py` reads them from YAML."""
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from mheads import networks
-from mheads.common import atomic_files, safe_yaml
+from mheads.common import safe_yaml
 from mheads.common.errors import UserError
 from mheads.common.options import (
     Factories,
-    S,
+    Location,
     Section,
+    absolute_path,
     chosen_options,
     named_section,
     one_of,
@@ -39,7 +27,6 @@ from mheads.common.options import (
     options_by_key,
     section_of,
 )
-from mheads.config.unknown_keys import meaning
 from mheads.data import resampling
 from mheads.data.resampling import SAMPLINGS
 from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss
@@ -69,9 +56,9 @@ else:
 
 
 def _no_truth_value(value: Any) -> Any:
-    """Refuses `split=yes`, which would count as a tree of one member."""
+    """Refuses `split=true`, which would count as a tree of one member."""
     if isinstance(value, bool):
-        raise ValueError("give the name of a layer or a tree such as {conv1: [{conv2: 2}, 2]}, not yes or no")
+        raise ValueError("give the name of a layer or a tree such as {conv1: [{conv2: 2}, 2]}, not true or false")
     return value
 
 
@@ -81,6 +68,15 @@ def _named_stages(value: Any) -> Any:
 
 
 GIVEN = "weights "  # an `init` that begins with this was given to fit as tensors; their digest follows
+
+
+def _absolute_init(init: str) -> str:
+    """Makes the path of a file or run folder absolute; other values of `init` are names."""
+    return init if init in ("random", "same") or init.startswith(GIVEN) else str(absolute_path(Path(init)))
+
+
+def _absolute_proposals(proposals: str) -> str:
+    return str(absolute_path(Path(proposals))) if proposals.endswith((".npz", ".mat")) else proposals
 
 
 def _loss_name(name: str) -> str:
@@ -133,7 +129,7 @@ class RegionOptions(Section):
     """Of images with objects; the defaults are those of the Fast R-CNN release."""
 
     objects: Literal["voc"] | list[str] = option("voc", "their classes, or voc for the twenty of PASCAL VOC")
-    proposals: str = option(
+    proposals: Annotated[str, AfterValidator(_absolute_proposals)] = option(
         "selective_search",
         "where regions come from: selective_search, an .npz or a .mat file; {part} in its name varies",
     )
@@ -152,9 +148,9 @@ class RegionOptions(Section):
 
 class DataOptions(Section):
     name: str = option("digits", "a dataset by name: `mheads data list` shows them")
-    root: Path | None = option(None, "where a fetched set lies, if not in the cache; list: where names begin")
-    path: Path | None = option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
-    test_path: Path | None = option(None, "list, hdf5, lmdb: what is tested on")
+    root: Location | None = option(None, "where a fetched set lies, if not in the cache; list: where names begin")
+    path: Location | None = option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
+    test_path: Location | None = option(None, "list, hdf5, lmdb: what is tested on")
     arrays: tuple[str, str] | None = option(
         None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
     )
@@ -200,7 +196,7 @@ class LogOptions(Section):
 
 
 class TeacherOptions(Section):
-    answers: Literal["array"] | Path | None = option(
+    answers: Literal["array"] | Location | None = option(
         None, "an .npz or .npy file of probabilities [N, C] for the training examples, to be learned beside the labels"
     )
     weight: float = option(0.9, "how much these answers count; the labels count for the rest", gt=0, le=1)
@@ -221,9 +217,11 @@ class Config(Section):
     split: Annotated[str | int | list[Any] | dict[str, Any] | None, BeforeValidator(_no_truth_value)] = option(
         None, "the last shared layer, or a tree such as {conv1: [{conv2: 2}, 2]}; none: independent members"
     )
-    init: str = option("random", "random, same, a file of weights, or the folder of a finished run to start from")
+    init: Annotated[str, AfterValidator(_absolute_init)] = option(
+        "random", "random, same, a file of weights, or the folder of a finished run to start from"
+    )
     init_map: dict[str, str | None] = option(
-        {}, "init: beginnings of the names in the file and what they are here, null to leave out: {backbone: features}"
+        {}, "init: maps name prefixes in the file to prefixes in this network; null skips them: {backbone: features}"
     )
     init_members: list[Annotated[int, Field(ge=0)] | None] | None = option(
         None, "init: the member of that run that each member starts from, null for one that is drawn: [0, 2, null]"
@@ -285,14 +283,14 @@ class Config(Section):
                 raise ValueError(f"{section}.{key} is for {section}.name={owner}, but it is {chosen.name}")
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return safe_yaml.to_yaml(self.model_dump(mode="json"))
 
-    def digest(self) -> str:
-        """A short name for everything that decides the result.
+    def digest(self, form: Callable[[Any], Any] = lambda value: value) -> str:
+        """A short name for everything that decides the result, from the values of keys in a certain form.
 
         Keys at their defaults do not count, so that a key added in a later version changes no name.
         """
-        given, default = flatten(self), flatten(Config())
+        given, default = {key: form(value) for key, value in flatten(self).items()}, flatten(Config())
         counts = [k for k in given if k == "optim.iterations" or not is_free(k, self)]
         decisive = {k: given[k] for k in counts if given[k] != default[k]}
         text = json.dumps(decisive, sort_keys=True)
@@ -313,15 +311,9 @@ def differing(one: Config, other: Config) -> list[str]:
 
 
 PATHS = (
-    "init",
-    "sampling.generalist",
-    "sampling.path",
-    "teacher.answers",
-    "data.root",
-    "data.path",
-    "data.test_path",
-    "data.regions.proposals",
-)
+    "init", "sampling.generalist", "sampling.path", "teacher.answers",
+    "data.root", "data.path", "data.test_path", "data.regions.proposals",
+)  # fmt: skip
 
 
 def same(key: str, one: Any, other: Any) -> bool:
@@ -353,243 +345,3 @@ SECTIONS = ("sampling", "loss", "teacher", "data", "data.regions", "engine", "op
 @cache
 def known_keys() -> list[str]:
     return list(flatten(Config()))
-
-
-def recipes() -> list[str]:
-    folder = resources.files("mheads.config.recipes")
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-
-
-def timeout(recipe: str, overrides: Sequence[str] = ()) -> float | None:
-    """How long ranks wait for each other, asked before they have agreed on the recipe; None if it cannot be read."""
-    try:
-        return load(recipe, overrides).timeout
-    except (UserError, OSError):  # reported later, by one rank for all
-        return None
-
-
-def summary(recipe: str) -> str:
-    """What a recipe's first line says about it."""
-    return _recipe_text(recipe).partition("\n")[0].removeprefix("# ")
-
-
-def _recipe_text(recipe: str) -> str:
-    return (resources.files("mheads.config.recipes") / f"{recipe}.yaml").read_text()
-
-
-def is_caffe(name: str) -> bool:
-    """Whether a file is called as Caffe's specifications are."""
-    return name.lower().endswith((".prototxt", ".pbtxt", ".prototxt.txt"))
-
-
-def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
-    """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
-    if recipe in recipes():
-        text = _recipe_text(recipe)
-    elif is_caffe(recipe):
-        raise UserError(
-            f"{recipe} is a Caffe specification: mheads train takes it as it is, and mheads convert makes a recipe of "
-            "it for the other commands"
-        )
-    elif _is_file(recipe):
-        return read(Path(recipe), overrides)
-    else:
-        near = difflib.get_close_matches(recipe, recipes(), 1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(
-            f"there is no recipe and no file {safe_yaml.short(recipe)}{hint}: "
-            f"give one of {', '.join(recipes())}, or the path of a YAML file"
-        )
-    return _parse(text, recipe, overrides)
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # too long, say
-        return False
-
-
-def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in a file."""
-    try:
-        text = atomic_files.read_text(path, most=safe_yaml.MAX_TEXT + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), [f"it cannot be read as a YAML file: {error}"]) from error
-    return _parse(text, str(path), overrides)
-
-
-def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
-    try:
-        tree = safe_yaml.from_yaml(text) or {}
-    except ValueError as error:
-        raise ConfigError(source, [str(error)]) from error
-    if not isinstance(tree, dict):
-        raise ConfigError(source, [f"it must hold a mapping of config keys, not {safe_yaml.short(tree)}"])
-    data = tree.get("data")
-    for text_of in overrides:
-        override(tree, text_of)
-    _forget_scale(tree, data, overrides)
-    return _absolute(validate(tree, source))
-
-
-def from_tree(tree: dict[str, Any], source: str) -> Config:
-    """The config of keys that something else has put together."""
-    return _absolute(validate(tree, source))
-
-
-def _forget_scale(tree: dict[str, Any], before: Any, overrides: Sequence[str]) -> None:
-    """Drops a recipe's scale, which is meant for its own data, if the dataset is another one and no scale is given."""
-    now = tree.get("data")
-    given = any(override.startswith(("data.scale=", "data=")) for override in overrides)
-    if isinstance(before, dict) and isinstance(now, dict) and now.get("name") != before.get("name") and not given:
-        now.pop("scale", None)
-
-
-def of_model(model: str, model_args: Sequence[str]) -> Config:
-    """A config that says no more than its network; the arguments of the factory are given as key=value."""
-    tree: dict[str, Any] = {"model": model}
-    for argument in model_args:
-        override(tree, f"model_args.{argument}")
-    return validate(tree, "the arguments")
-
-
-def _absolute(config: Config) -> Config:
-    """The config with absolute paths, so that a run folder means the same from any current folder."""
-    data = _absolute_in(config.data, ("root", "path", "test_path"))
-    if data.regions.proposals.endswith((".npz", ".mat")):
-        proposals = str(_plain(Path(data.regions.proposals)))
-        data = data.model_copy(update={"regions": data.regions.model_copy(update={"proposals": proposals})})
-    sampling = _absolute_in(config.sampling, ("generalist", "path"))
-    teacher = _absolute_in(config.teacher, ("answers",))
-    in_memory = config.init in ("random", "same") or config.init.startswith(GIVEN)
-    init = config.init if in_memory else str(_plain(Path(config.init)))
-    paths = {"data.root": data.root, "data.path": data.path, "data.test_path": data.test_path, "init": init}
-    paths |= {f"sampling.{key}": getattr(sampling, key) for key in ("generalist", "path")}
-    paths["teacher.answers"] = teacher.answers
-    for key, path in paths.items():
-        if path is not None and str(path).encode("utf-8", "replace") != os.fsencode(path):
-            raise UserError(f"{key} = {path}: its name is not UTF-8, and no config can hold it; rename the folder")
-    return config.model_copy(update={"data": data, "sampling": sampling, "teacher": teacher, "init": init})
-
-
-def _absolute_in(section: S, keys: Sequence[str]) -> S:
-    found = {key: _plain(path) for key in keys if isinstance(path := getattr(section, key), Path)}
-    return section.model_copy(update=found)
-
-
-def _plain(path: Path) -> Path:
-    """An absolute path without `~`, which no shell expands in `data.path=~/x`, and without `..`, unless that would lead
-    elsewhere, as after a link."""
-    path = Path(os.path.expanduser(path)).absolute()
-    shorter = os.path.normpath(path)
-    return Path(shorter) if os.path.realpath(shorter) == os.path.realpath(path) else path
-
-
-def override(tree: dict[str, Any], given: str) -> None:
-    """Changes the key that `key=value` names."""
-    key, equals, text = given.partition("=")
-    if not equals or not key:
-        raise UserError(f"{safe_yaml.short(given)} is not key=value, for example loss.k=2")
-    try:
-        value = safe_yaml.from_yaml(text)
-    except ValueError as error:
-        raise UserError(f"the value of {safe_yaml.short(given)}: {error}") from error
-    if isinstance(value, str) and not text.lstrip().startswith(("'", '"')):
-        value = _number(value)
-    *sections, last = key.split(".")
-    for section in sections:
-        child = tree.get(section)
-        if isinstance(child, str):
-            child = named_section(child)  # `loss: mcl` in the file, `loss.k=2` on the command line
-        tree[section] = tree = dict(child) if isinstance(child, dict) else {}
-    before = named_section(tree.get(last))
-    if isinstance(value, dict) and isinstance(before, dict) and key in SECTIONS:
-        value = before | value  # keys that are not given stay as they were, unless the section's name changes
-        if before.get("name") != value.get("name"):
-            value = {k: v for k, v in value.items() if k == "name" or k not in before or v is not before[k]}
-    tree[last] = value
-
-
-def keys_of(given: str) -> list[str]:
-    """The keys that `key=value` sets: those in it if it is a section, loss.name for loss=mcl."""
-    key, _, text = given.partition("=")
-    try:
-        return keys_in(key, safe_yaml.from_yaml(text))
-    except ValueError:  # told by whoever loads it
-        return [key]
-
-
-def keys_in(key: str, value: Any) -> list[str]:
-    """The keys that this value of a key sets."""
-    inner = named_section(value) if key in SECTIONS else value
-    if key not in SECTIONS or not isinstance(inner, dict):
-        return [key]
-    return [one for name, part in inner.items() for one in keys_in(f"{key}.{name}", part)]
-
-
-def _number(text: str) -> Any:
-    """The number in a text such as 1e-3, which YAML 1.1 reads as a string; else the text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-class ConfigError(UserError):
-    """The mistakes in a config, whose `source` is a file or what else it was read from."""
-
-    def __init__(self, source: str, problems: list[str]) -> None:
-        super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
-        self.source, self.problems = source, problems
-
-
-def validate(tree: dict[str, Any], source: str = "the config") -> Config:
-    try:
-        return Config.model_validate(_floats(safe_yaml.as_plain(tree)))
-    except ValidationError as error:
-        # Pydantic reports a refused union once per branch: one message lists everything that it would take.
-        messages: dict[str, list[str]] = {}
-        for where, message in map(_explain, error.errors()):
-            messages.setdefault(where, []).append(message)
-        raise ConfigError(
-            source, [f"{where}{', or '.join(dict.fromkeys(texts))}" for where, texts in messages.items()]
-        ) from None
-
-
-def _floats(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _floats(v) for k, v in value.items()}
-    if isinstance(value, str) and value[:1].isdigit():
-        return _number(value) if "e" in value.lower() else value
-    return value
-
-
-def _explain(problem: Any) -> tuple[str, str]:
-    """The place with its value, and what is wrong with it."""
-    where = [str(part) for part in problem["loc"]]
-    known = known_keys()
-    # Pydantic appends the branch of a union that it tried: keep what is a key.
-    while len(where) > 1 and ".".join(where) not in known and problem["type"] != "extra_forbidden":
-        where.pop()
-    key = ".".join(where)
-    if problem["type"] == "extra_forbidden":
-        # The same name elsewhere (`lr`) comes first, then another name for the same thing, then what is spelt alike.
-        by_last = [k for k in known if k.rsplit(".", 1)[-1] == where[-1]]
-        if not by_last and (meant := meaning(where[-1])):
-            return f"unknown key {key!r}", f"; here it is {meant}"
-        sections = sorted({k.rsplit(".", 1)[0] for k in known if "." in k})
-        beside = [k for k in known if k.startswith(f"{'.'.join(where[:-1])}.")] if len(where) > 1 else []
-        near = difflib.get_close_matches(key, beside or [*known, *sections], 1, 0.8 if beside else 0.4)
-        best = by_last or near
-        return (
-            f"unknown key {key!r}",
-            f"; did you mean {' or '.join(map(repr, best))}?" if best else f"; there are {', '.join(beside or known)}",
-        )
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] in ("model_type", "model_attributes_type"):
-        inside = [k for k in known if k.startswith(f"{key}.")]
-        message = f"it is a section with keys of its own: {', '.join(inside)}"
-    if not key:
-        return "", message
-    return f"{key} = {safe_yaml.short(problem['input'])}: ", f"{message[0].lower()}{message[1:]}"

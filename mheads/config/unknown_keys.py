@@ -1,123 +1,79 @@
 """Names that other libraries use, and what they are called here."""
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
 from mheads.optim.optimizers import OPTIMIZERS
 from mheads.optim.schedules import SCHEDULES
 
 EPOCHS = "optim.iterations, where iterations = epochs x examples / optim.batch_size"
-OPTIMIZER = f"optim.name: {', '.join(OPTIMIZERS)}"
-RATES = f"optim.schedule.name: {', '.join(SCHEDULES)}"
-BY_HAND = "log.evaluate_every, to see how training goes: nothing else stops it, but Ctrl-C saves"
 
-MEANINGS = {
-    "epochs": EPOCHS,
-    "epoch": EPOCHS,
-    "num_epochs": EPOCHS,
-    "max_epochs": EPOCHS,
-    "n_epochs": EPOCHS,
-    "steps": "optim.iterations",
-    "max_steps": "optim.iterations",
-    "num_steps": "optim.iterations",
-    "max_iter": "optim.iterations",
-    "iters": "optim.iterations",
-    "num_iterations": "optim.iterations",
-    "optimizer": OPTIMIZER,
-    "optimiser": OPTIMIZER,
-    "solver": OPTIMIZER,
-    "clip_gradients": "optim.clip",
-    "iter_size": "optim.accumulate",
-    "learning_rate": "optim.lr",
-    "base_lr": "optim.lr",
-    "rate": "optim.lr",
-    "lr_schedule": RATES,
-    "lr_scheduler": RATES,
-    "scheduler": RATES,
-    "lr_policy": RATES,
-    "stepsize": "optim.schedule.every",
-    "step_size": "optim.schedule.every",
-    "milestones": "optim.schedule.at",
-    "warmup_steps": "optim.schedule.warmup",
-    "wd": "optim.weight_decay",
-    "decay": "optim.weight_decay",
-    "l2": "optim.weight_decay",
-    "batch": "optim.batch_size",
-    "bs": "optim.batch_size",
-    "batchsize": "optim.batch_size",
-    "gradient_accumulation": "optim.accumulate",
-    "accumulate_grad_batches": "optim.accumulate",
-    "num_members": "members",
-    "ensemble_size": "members",
-    "num_models": "members",
-    "n_estimators": "members",
-    "num_heads": "members",
-    "heads": "members",
-    "tree": "split",
-    "branch": "split",
-    "network": "model",
-    "net": "model",
-    "arch": "model",
-    "architecture": "model",
-    "backbone": "model",
-    "dataset": "data.name (and data.path for files of your own)",
-    "data_dir": "data.path",
-    "folder": "data.path, or the option --folder for the run folder",
-    "val": "data.validation",
-    "flip": "data.mirror",
-    "hflip": "data.mirror",
-    "normalise": "data.normalize",
-    "threads": "engine.workers",
-    "num_threads": "engine.workers",
-    "num_workers": "engine.workers",
-    "bagging": "sampling.name=bagging",
-    "criterion": "loss.name",
-    "objective": "loss.name",
-    "sample_weight": "sampling=file, with sampling.path: how much each member learns from each example",
-    "class_weight": "sampling=file, with sampling.path: how much each member learns from each example",
-    "n_jobs": "engine.workers",
-    "gradient_clip_val": "optim.clip",
-    "max_grad_norm": "optim.clip",
-    "clipnorm": "optim.clip",
-    "learning_rate_init": "optim.lr",
-    "eta": "optim.lr",
-    "alpha": "optim.weight_decay",
-    "betas": "optim.momentum and optim.momentum2, of optim.name=adam",
-    "eps": "optim.delta, of optim.name=adam",
-    "warmup_epochs": "optim.schedule.warmup, in iterations",
-    "validation_split": "data.validation, a number of examples",
-    "validation_fraction": "data.validation, a number of examples",
-    "val_split": "data.validation, a number of examples",
-    "preprocess": "data.normalize and data.scale",
-    "preprocessing": "data.normalize and data.scale",
-    "augment": "data.pad and data.mirror",
-    "transform": "data.pad and data.mirror",
-    "bootstrap": "sampling.name=bagging",
-    "early_stopping": BY_HAND,
-    "patience": BY_HAND,
-    "callbacks": BY_HAND,
-    "metrics": "log.evaluate_every: all that the problem has is measured",
-    "transforms": "data.pad and data.mirror",
-    "shuffle": "seed: examples are always drawn anew for each batch, by it",
-    "accelerator": "device",
-    "output_dir": "the option --folder",
-    "label_smoothing": "loss.of={name: cross_entropy, smoothing: 0.1}",
-    "task": "data.problem",
-    "random_state": "seed",
-    "random_seed": "seed",
-    "gpu": "device=cuda",
-    "cuda": "device=cuda",
-    "dropout": "model_args, if the network's factory has such an argument: dropout is a layer of the network",
-    "classes": "model_args.classes",
-    "num_classes": "model_args.classes",
-    "run": "the option --folder",
-    "out": "the option --folder",
-    "output": "the option --folder",
-    "log_every": "log.every",
-    "save_every": "log.checkpoint_every",
-    "eval_every": "log.evaluate_every",
-    "pretrained": "init, the folder of a run to start from",
-    "checkpoint": "init, the folder of a run to start from",
+OTHER_NAMES = {
+    EPOCHS: "epochs epoch num_epochs max_epochs n_epochs",
+    "optim.iterations": "steps max_steps num_steps max_iter iters num_iterations",
+    f"optim.name: {', '.join(OPTIMIZERS)}": "optimizer optimiser solver",
+    "optim.clip": "clip_gradients gradient_clip_val max_grad_norm clipnorm",
+    "optim.accumulate": "iter_size gradient_accumulation accumulate_grad_batches",
+    "optim.lr": "learning_rate base_lr rate learning_rate_init eta",
+    f"optim.schedule.name: {', '.join(SCHEDULES)}": "lr_schedule lr_scheduler scheduler lr_policy",
+    "optim.schedule.every": "stepsize step_size",
+    "optim.schedule.at": "milestones",
+    "optim.schedule.warmup": "warmup_steps",
+    "optim.weight_decay": "wd decay l2 alpha",
+    "optim.batch_size": "batch bs batchsize",
+    "members": "num_members ensemble_size num_models n_estimators num_heads heads",
+    "split": "tree branch",
+    "model": "network net arch architecture backbone",
+    "data.name (and data.path for files of your own)": "dataset",
+    "data.path": "data_dir",
+    "data.path, or the option --folder for the run folder": "folder",
+    "data.validation": "val",
+    "data.mirror": "flip hflip",
+    "data.normalize": "normalise",
+    "engine.workers": "threads num_threads num_workers n_jobs",
+    "sampling.name=bagging": "bagging bootstrap",
+    "loss.name": "criterion objective",
+    "sampling=file, with sampling.path: how much each member learns from each example": "sample_weight class_weight",
+    "optim.momentum and optim.momentum2, of optim.name=adam": "betas",
+    "optim.delta, of optim.name=adam": "eps",
+    "optim.schedule.warmup, in iterations": "warmup_epochs",
+    "data.validation, a number of examples": "validation_split validation_fraction val_split",
+    "data.normalize and data.scale": "preprocess preprocessing",
+    "data.pad and data.mirror": "augment transform transforms",
+    "log.evaluate_every, to see how training goes: nothing else stops it, but Ctrl-C saves": "early_stopping patience "
+    "callbacks",
+    "log.evaluate_every: all that the problem has is measured": "metrics",
+    "seed: examples are always drawn anew for each batch, by it": "shuffle",
+    "device": "accelerator",
+    "the option --folder": "output_dir run out output",
+    "loss.of={name: cross_entropy, smoothing: 0.1}": "label_smoothing",
+    "data.problem": "task",
+    "seed": "random_state random_seed",
+    "device=cuda": "gpu cuda",
+    "model_args, if the network's factory has such an argument: dropout is a layer of the network": "dropout",
+    "model_args.classes": "classes num_classes",
+    "log.every": "log_every",
+    "log.checkpoint_every": "save_every",
+    "log.evaluate_every": "eval_every",
+    "init, the folder of a run to start from": "pretrained checkpoint",
 }
+MEANINGS = {name: meaning for meaning, names in OTHER_NAMES.items() for name in names.split()}
 
 
 def meaning(name: str) -> str | None:
     """What a key of another library is called here; None if it is not known."""
     return MEANINGS.get(name.lower().replace("-", "_"))
+
+
+def suggest(where: Sequence[str], known: Sequence[str]) -> str:
+    """What is meant by an unknown key: one of that name in another section, of that meaning, or spelt alike."""
+    section, last = ".".join(where[:-1]), where[-1]
+    best = [key for key in known if key.rpartition(".")[2] == last]
+    if not best and (meant := meaning(last)):
+        return f"here it is {meant}"
+    beside = [key for key in known if key.startswith(f"{section}.")] if section else []
+    sections = sorted({key.rpartition(".")[0] for key in known if "." in key})
+    best = best or difflib.get_close_matches(".".join(where), beside or [*known, *sections], 1, 0.8 if beside else 0.4)
+    return f"did you mean {' or '.join(map(repr, best))}?" if best else f"there are {', '.join(beside or known)}"

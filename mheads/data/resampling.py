@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ from pydantic import Field
 
 from mheads.common import seeds
 from mheads.common.errors import UserError
-from mheads.common.options import options_of
+from mheads.common.options import Location, options_of
 from mheads.data.sample_weights import check_sample_weights
 
 
@@ -70,10 +69,10 @@ Groups = Annotated[
     Field(description="the classes of each member, or random for an even split by the seed"),
 ]
 Generalist = Annotated[
-    Path | None, Field(description="the folder of a finished run; classes that it confuses go together")
+    Location | None, Field(description="the folder of a finished run; classes that it confuses go together")
 ]
 WeightsFile = Annotated[
-    Path | None, Field(description="an .npz or .npy file of sample weights [M, N] on the training examples")
+    Location | None, Field(description="an .npz or .npy file of sample weights [M, N] on the training examples")
 ]
 
 

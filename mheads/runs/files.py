@@ -22,8 +22,9 @@ from torch import Tensor
 from mheads.common import atomic_files, packed_arrays, schemas
 from mheads.common.errors import DamageError, UserError
 from mheads.common.safe_yaml import from_json
-from mheads.config import schema as configs
-from mheads.config.schema import Config, ConfigError
+from mheads.config import read as configs
+from mheads.config.read import ConfigError
+from mheads.config.schema import Config
 from mheads.problems import Problem
 from mheads.runs.checkpoint import to_bytes
 from mheads.runs.data_facts import DataFacts

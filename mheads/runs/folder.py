@@ -20,7 +20,7 @@ from torch import Tensor
 from mheads.common import atomic_files
 from mheads.common import fingerprint as identity
 from mheads.common.errors import DamageError, UserError
-from mheads.config import schema as configs
+from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.runs.checkpoint import TENSORS, Checkpoint, Checkpoints, refuse_misfits
 from mheads.runs.data_facts import DataFacts
@@ -171,7 +171,7 @@ class RunFolder(RunFiles):
 
     def _refuse_differences(self, config: Config, data: DataFacts, what: dict[str, Any]) -> None:
         before, there = self.read_config(), self.read_identity()
-        old, new = configs.flatten(before), configs.flatten(config)
+        old, new = schema.flatten(before), schema.flatten(config)
         # What a path leads to is known by its digest: it may lie elsewhere now.
         alike = ["init"] * (what["start"] is not None and there.get("start") == what["start"])
         if what["sampling"] and identity.same_sampling(there, what):
@@ -180,8 +180,8 @@ class RunFolder(RunFiles):
             alike += ["model", "model_args"]  # the identity below tells them apart
         lines = [
             _difference(k, old[k], new[k])
-            for k in configs.differing(before, config)
-            if not configs.is_free(k, config) and k not in alike
+            for k in schema.differing(before, config)
+            if not schema.is_free(k, config) and k not in alike
         ]
         if lines:
             shown = "\n".join(f"  {line}" for line in lines)

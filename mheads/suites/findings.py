@@ -9,7 +9,8 @@ import statistics
 from typing import Any, NamedTuple
 
 from mheads import problems
-from mheads.config import schema as configs
+from mheads.config import read as configs
+from mheads.config import schema
 from mheads.problems.metric_text import label, number
 from mheads.suites.suite import MEMBER, read_figure
 
@@ -126,8 +127,8 @@ def _differences(document: dict[str, Any]) -> list[str]:
 
 def _decides(key: str) -> bool:
     """Whether another value of this key makes another run, and not the same one elsewhere."""
-    elsewhere = key.startswith("data.") and key in configs.PATHS
-    return key == "optim.iterations" or not (elsewhere or configs.is_free(key, configs.Config()))
+    elsewhere = key.startswith("data.") and key in schema.PATHS
+    return key == "optim.iterations" or not (elsewhere or schema.is_free(key, schema.Config()))
 
 
 # Which way is better.

@@ -14,7 +14,8 @@ from typing import Any
 from mheads.api.classical_mcl import is_stable, read_rounds
 from mheads.common import atomic_files
 from mheads.common.errors import DamageError, UserError
-from mheads.config import schema as configs
+from mheads.config import read as configs
+from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.optim.schedules import part_of
 from mheads.runs.checkpoint import Checkpoints
@@ -114,7 +115,7 @@ class Job:
             if key in DONORS:  # reading weights takes time
                 key = difference(before, self.config, self._same_donors(folder))
             if key is not None:
-                there, here = (configs.flatten(c)[key] for c in (before, self.config))
+                there, here = (schema.flatten(c)[key] for c in (before, self.config))
                 raise UserError(
                     f"{self.path} is in the way: a run of another config, {key}: {there!r} there, {here!r} here; "
                     "give another --folder, or move that one"
@@ -140,7 +141,7 @@ class Job:
         found = folder.read_identity()
         began = dict(zip(DONORS, ([found.get("start")], list((found.get("sampling") or {}).values())), strict=True))
         models = {os.path.realpath(need.path): need.folder.model for need in self.needs}
-        given = configs.flatten(self.config)
+        given = schema.flatten(self.config)
         return [
             key
             for key, digests in began.items()
@@ -161,9 +162,9 @@ def difference(there: Config, here: Config, alike: Sequence[str] = ()) -> str | 
 
     # How long a run is may change when it is resumed, but not here: a table compares runs of equal length.
     def decides(key: str) -> bool:
-        return key not in alike and (key == "optim.iterations" or not configs.is_free(key, here))
+        return key not in alike and (key == "optim.iterations" or not schema.is_free(key, here))
 
-    return next(filter(decides, configs.differing(there, here)), None)
+    return next(filter(decides, schema.differing(there, here)), None)
 
 
 def _text(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mheads.common.errors import UserError
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.suites.jobs import Options, Planner, difference
 from mheads.suites.suite import SUITES, read, read_figure

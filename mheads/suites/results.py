@@ -31,7 +31,7 @@ from mheads.api.evaluate import evaluate_run
 from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
-from mheads.config import schema as configs
+from mheads.config import schema
 from mheads.runs.folder import RunFolder
 from mheads.suites.jobs import Job, Options, Planner, public
 from mheads.suites.suite import SUITES, Relation, Suite, Table, Term, check_shown, read_figure
@@ -154,7 +154,7 @@ def digest(job: Job) -> str:
             return {key: unplaced(part) for key, part in value.items()}
         return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
-    own = configs.validate(unplaced(job.config.model_dump(mode="json"))).digest()
+    own = job.config.digest(unplaced)
     further = [f"rounds {job.rounds}"] * (job.rounds is not None) + [digest(need) for need in job.needs]
     return hashlib.sha256(" ".join([own, *further]).encode()).hexdigest()[:8] if further else own
 
@@ -353,8 +353,8 @@ def _merge_others(document: Document, elsewhere: list[Any], table: Table, planne
 
 def _placed(job: Job) -> bool:
     """Whether files of this machine decide the results, of which a digest knows no more than the name."""
-    given, needs = configs.flatten(job.config), {os.path.realpath(need.path) for need in job.needs}
-    places = [given[key] or "" for key in configs.PATHS if key != "data.root"]  # what is fetched is checked
+    given, needs = schema.flatten(job.config), {os.path.realpath(need.path) for need in job.needs}
+    places = [given[key] or "" for key in schema.PATHS if key != "data.root"]  # what is fetched is checked
     return any(os.path.isabs(place) and os.path.realpath(place) not in needs for place in places)
 
 

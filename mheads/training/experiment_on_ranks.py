@@ -7,7 +7,7 @@ from typing import Any
 
 from mheads.common.device import resolve
 from mheads.common.errors import UserError
-from mheads.config import schema as configs
+from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.data.batches import Batches
 from mheads.distributed.placement import Placement
@@ -75,7 +75,7 @@ class WrittenExperiment(Experiment):
 
 def build_experiment_on_rank(config: Config, world: World) -> Experiment:
     """The experiment on this rank. Raises, on all ranks, if they differ in recipe, code or data."""
-    shared = {k: v for k, v in configs.flatten(config).items() if _must_agree(k)}
+    shared = {k: v for k, v in schema.flatten(config).items() if _must_agree(k)}
     shared["teacher.answers"] = "none" if config.teacher.answers is None else "given"
     world.compare("recipe", world.facts() | shared)
     world.watch.timeout = config.timeout

@@ -14,7 +14,7 @@ from mheads import load
 from mheads.api import classical_mcl, evaluate
 from mheads.cli.printing.rounds import rounds_table
 from mheads.common.progress import Silent
-from mheads.config import schema
+from mheads.config import read as configs
 
 TINY = [
     "digits", "model=user_networks:with_dropout", "members=3", "split=conv", "data.limit=150", "optim.batch_size=32",
@@ -84,7 +84,7 @@ def test_the_first_round_trains_on_clusters_of_the_inputs(rounds):
 
 
 def test_rounds_start_from_the_weights_of_the_one_before_in_another_order(rounds):
-    configs = [schema.read(rounds[0] / f"round{n}/config.yaml") for n in range(3)]
+    configs = [configs.read(rounds[0] / f"round{n}/config.yaml") for n in range(3)]
     assert [c.init for c in configs] == ["random", *(str(rounds[0] / f"round{n}") for n in range(2))]
     assert len({c.seed for c in configs}) == 3
     assert [c.sampling.name for c in configs] == ["file"] * 3
@@ -144,7 +144,7 @@ def test_more_rounds_go_on_and_fewer_change_nothing(tmp_path, rounds, mheads):
 
 def test_rounds_end_when_few_examples_change(tmp_path, rounds):
     changed = figures(rounds[0])[0]["changed"]
-    found = schema.load(TINY[0], TINY[1:])
+    found = configs.load(TINY[0], TINY[1:])
     summary = classical_mcl.train_rounds(found, tmp_path / "rounds", lambda label: Silent(), 3, (changed + 1) / 150)
     assert len(summary["rounds"]) == 1
     assert classical_mcl.is_stable({"changed": 0, "examples": [150]}, 0)
@@ -202,7 +202,7 @@ def test_looking_at_rounds_removes_nothing(tmp_path, mheads):
     command = ["classical", *TINY, "--rounds", "1", "--folder", tmp_path / "rounds"]
     done = mheads(*command, "optim.lr=1e9", "seed=1")
     assert done.code == 2
-    assert classical_mcl.read_rounds(tmp_path / "rounds", schema.load(TINY[0], TINY[1:])) == []
+    assert classical_mcl.read_rounds(tmp_path / "rounds", configs.load(TINY[0], TINY[1:])) == []
     assert (tmp_path / "rounds/round0.npz").is_file()
 
 

@@ -16,7 +16,7 @@ from mheads import losses
 from mheads.api import fit
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.data.batches import BatchStream, Reader
 from mheads.data.detection.regions import RegionSampling, label_regions
 from mheads.problems import boxes as box

@@ -15,7 +15,7 @@ from torch import nn
 import mheads
 from mheads import UserError, data
 from mheads.api import fit_keywords
-from mheads.config import schema
+from mheads.config import read as configs
 
 X, Y = load_digits(return_X_y=True)
 X = X.reshape(-1, 1, 8, 8).astype(np.float32) / 16
@@ -179,7 +179,7 @@ def test_keywords_of_other_libraries_are_answered_with_ours():
         assert not set(aliases.split()) & set(ours)  # no keyword of fit is refused
     for word in ("sample_weight", "n_jobs", "early_stopping", "preprocess", "val", "gradient_clip_val"):
         with pytest.raises(UserError, match=f"unknown key '{word}'; here it is "):
-            schema.load("digits", [f"{word}=1"])
+            configs.load("digits", [f"{word}=1"])
 
 
 def test_paths_from_home_are_found_there(tmp_path, monkeypatch):

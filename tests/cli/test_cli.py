@@ -16,7 +16,7 @@ from PIL import Image
 
 import mheads as package
 from mheads.config import options_without_effect, schema
-from mheads.config.schema import load, recipes
+from mheads.config.read import load, recipes
 from mheads.data.resampling import SAMPLINGS
 from mheads.optim.optim_section import OptimOptions
 from mheads.optim.optimizers import OPTIMIZERS

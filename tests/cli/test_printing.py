@@ -12,7 +12,7 @@ from mheads.cli.printing.rank_text import names, numbers, ranks_of
 from mheads.cli.printing.result_tables import comparison_table, result_table
 from mheads.cli.printing.tree import draw
 from mheads.common.console import Console
-from mheads.config.schema import load
+from mheads.config.read import load
 from mheads.data.catalog import DATASETS
 from mheads.distributed.placement import Placement
 from mheads.distributed.planning.job import Cluster

@@ -14,7 +14,7 @@ from mheads.caffe import prototxt
 from mheads.caffe import weights as blobs
 from mheads.common import atomic_files, packed_arrays
 from mheads.common.errors import SpecialFileError, UserError
-from mheads.config import schema
+from mheads.config import read as configs
 from mheads.data import sample_weights
 from mheads.data.detection import proposals
 from mheads.data.readers import image_list, npz, unlabelled
@@ -149,7 +149,7 @@ def test_arrays_read_as_numpy_reads_them(tmp_path):
         ("w.caffemodel", blobs.read),
         ("w.caffemodel.h5", blobs.read),
         ("net.prototxt", prototxt.read_net),
-        ("config.yaml", schema.read),
+        ("config.yaml", configs.read),
         ("results.json", results.load),
     ],
 )

@@ -11,7 +11,7 @@ from helpers.mutated_prototxts import mutated
 
 from mheads.common import safe_yaml
 from mheads.common.errors import UserError
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.data import DATASETS
 from mheads.training.experiment import build_experiment
@@ -73,7 +73,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ('a: "\\ud800"', "no text can have"),
         ('a: "\\0"', "no text can have"),
         ("a: {[1]: 2}", "keys are text"),
-        ("a: {yes: 2}", "keys are text, not 'yes': put it in quotes"),
+        ("a: {true: 2}", "keys are text, not 'true': put it in quotes"),
         ("a: 1\nb: 2\na: 3", "the key 'a' is there twice"),
         ("#" * 2_000_000, "2,000,000 characters"),
     ],
@@ -85,9 +85,23 @@ def test_yaml_beyond_its_limits_is_refused_with_the_reason(text, part):
 
 
 def test_ordinary_yaml_reads_as_it_always_did():
-    text = "a: &x [1, 2.5, .inf, yes, ~, 'x y', 1e-3]\nb: *x\n<<: {c: 1, b: 0}\nd: {e: {f: []}}\n"
+    text = "a: &x [1, 2.5, -.inf, true, ~, 'x y', 1.0e-3, 0x1F]\nb: *x\n<<: {c: 1, b: 0}\nd: {e: {f: []}}\n"
     assert safe_yaml.from_yaml(text) == yaml.safe_load(text)
-    assert safe_yaml.from_yaml("day: 2020-01-01\n0: 1") == {"day": "2020-01-01", "0": 1}
+
+
+def test_text_without_quotes_is_what_yaml_1_2_says():
+    text = "a: [1e-3, -2E5, .5, 017, 0o17, +3, yes, no, off, 1:30, 1_000, 2020-01-01, .nan, NULL]\n0: 1"
+    found = safe_yaml.from_yaml(text)
+    assert [*found["a"][:-2], found["0"]] == [
+        0.001, -2e5, 0.5, 17, 15, 3, "yes", "no", "off", "1:30", "1_000", "2020-01-01", 1,
+    ]  # fmt: skip
+    assert found["a"][-2] != found["a"][-2] and found["a"][-1] is None
+
+
+def test_what_is_written_reads_back_in_either_version_of_yaml():
+    values = ["1e-3", "yes", "017", "0o17", "1:30", "2020-01-01", "~", "", ".5e3", 1e-5, 1e300, 10**20, True, None, "x"]
+    text = safe_yaml.to_yaml({"values": values})
+    assert safe_yaml.from_yaml(text) == yaml.safe_load(text) == {"values": values}
 
 
 def test_a_key_that_is_given_twice_is_not_silently_the_last(tmp_path):

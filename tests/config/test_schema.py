@@ -5,8 +5,8 @@ import yaml
 
 from mheads.cli.printing.recipes import annotated
 from mheads.common.errors import UserError
-from mheads.config import schema as configs
-from mheads.config import unknown_keys
+from mheads.config import aliases, schema, unknown_keys
+from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.optim.schedules import ScheduleOptions
 
@@ -43,14 +43,14 @@ def test_the_resolved_config_reads_back_as_itself(tmp_path):
     assert configs.read(tmp_path / "config.yaml") == config
 
 
-@pytest.mark.parametrize("key", configs.PATHS)
+@pytest.mark.parametrize("key", schema.PATHS)
 def test_a_path_may_begin_with_the_home_folder(key, tmp_path, monkeypatch):
     """A shell does not expand `init=~/x`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     needs = {"sampling.path": ["sampling.name=file"], "sampling.generalist": ["sampling.name=clustered"]}.get(key, [])
     file = "x.npz"  # which data.regions.proposals may be, too
-    assert str(configs.flatten(configs.load("digits", [*needs, f"{key}=~/{file}"]))[key]) == str(tmp_path / file)
-    unknown = configs.flatten(configs.load("digits", [*needs, f"{key}=~nobody-of-this-name/{file}"]))[key]
+    assert str(schema.flatten(configs.load("digits", [*needs, f"{key}=~/{file}"]))[key]) == str(tmp_path / file)
+    unknown = schema.flatten(configs.load("digits", [*needs, f"{key}=~nobody-of-this-name/{file}"]))[key]
     assert str(unknown).endswith(f"/~nobody-of-this-name/{file}")
 
 
@@ -67,10 +67,10 @@ def test_the_loss_of_a_folder_that_exists_is_read_as_it_was_written(name, tmp_pa
     """These keys are in every folder, whatever its loss, and decide its name and whether it may be resumed."""
     written = {"name": name, "args": {}, "k": 2, "ce_weight": 0.5, "stable": False, "scale_rate": True}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"loss": written}))
-    found = configs.flatten(configs.read(tmp_path / "config.yaml"))
+    found = schema.flatten(configs.read(tmp_path / "config.yaml"))
     assert {key: found[f"loss.{key}"] for key in written} == written
     defaults = {"args": {}, "k": 1, "ce_weight": 0.0, "stable": True, "scale_rate": True}
-    found = configs.flatten(configs.load("digits", [f"loss={name}"]))
+    found = schema.flatten(configs.load("digits", [f"loss={name}"]))
     assert {key: found[f"loss.{key}"] for key in defaults} == defaults
 
 
@@ -117,7 +117,7 @@ def test_a_config_with_descriptions_reads_back_as_itself(name):
         ("loss=mcll", ["'mcll'", "mcl", "package.module:factory"]),
         ("engine.workers=two", ["engine.workers = 'two'", "'auto'", "integer"]),
         ("optim=3", ["optim = 3", "optim.lr"]),
-        ("split=yes", ["split = True", "layer"]),
+        ("split=true", ["split = True", "layer"]),
         ("data.mirror=7", ["data.mirror = 7", "boolean"]),
         ("loss.k", ["'loss.k'", "key=value"]),
         ("loss.k=[", ["'loss.k=['", "YAML"]),
@@ -166,9 +166,9 @@ def test_an_unknown_recipe_names_the_nearest():
 
 
 def test_every_hint_by_meaning_names_what_there_is():
-    names = {part for key in configs.known_keys() for part in (key, key.split(".")[0])}
+    names = {part for key in schema.known_keys() for part in (key, key.split(".")[0])}
     for name, meant in unknown_keys.MEANINGS.items():
-        assert not any(key.rsplit(".", 1)[-1] == name for key in configs.known_keys()), f"{name} is a key"
+        assert not any(key.rsplit(".", 1)[-1] == name for key in schema.known_keys()), f"{name} is a key"
         first = re.match(r"[a-z_.]+", meant)[0]
         assert first in names or meant.startswith(("the option --folder", "model_args."))
 
@@ -183,3 +183,23 @@ def test_an_override_of_a_section_changes_only_what_it_names():
 
 def test_of_a_key_given_twice_the_last_counts():
     assert configs.load("digits", ["optim.lr=0.1", "optim.lr=0.2"]).optim.lr == 0.2
+
+
+def test_another_name_of_a_key_is_accepted_wherever_a_config_is_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(aliases.ALIASES, "optim.learning_speed", "optim.lr")
+    monkeypatch.setitem(aliases.ALIASES, "journal", "log")
+    expected = configs.load("digits", ["optim.lr=0.5", "log.every=7"])
+    for overrides in (
+        ["optim.learning_speed=0.5", "journal.every=7"],
+        ["optim={learning_speed: 0.5}", "journal={every: 7}"],
+    ):
+        assert configs.load("digits", overrides) == expected
+        assert [key for given in overrides for key in configs.keys_of(given)] == ["optim.lr", "log.every"]
+    (tmp_path / "mine.yaml").write_text("optim: {learning_speed: 0.5}\njournal: {every: 7}\n")
+    config = configs.load(str(tmp_path / "mine.yaml"))
+    assert (config.optim.lr, config.log.every) == (0.5, 7)
+    assert "learning_speed" not in config.to_yaml()  # written under the name of the schema
+    assert configs.load(str(tmp_path / "mine.yaml"), ["optim.lr=0.25"]).optim.lr == 0.25
+    (tmp_path / "mine.yaml").write_text("optim: {learning_speed: 0.5, lr: 0.1}\n")
+    with pytest.raises(UserError, match=r"mine.yaml: optim.lr is there under two names"):
+        configs.load(str(tmp_path / "mine.yaml"))

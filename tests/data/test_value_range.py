@@ -6,7 +6,7 @@ import torch
 
 from mheads import data
 from mheads.common.errors import UserError
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.data import ValueRange
 from mheads.data.value_range import measure_range
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mheads import TreeNet, UserError
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.distributed.placement import Placement, default, explicit, meshes
 from mheads.distributed.planning.job import Cluster, Job
 from mheads.distributed.planning.loads import StageLoad, counted_loads, measured_loads

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from helpers.commands import ranks
 
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.distributed.planning.job import Cluster
 from mheads.distributed.planning.search import exchanged, traffic
 from mheads.distributed.planning.simulation import Simulation

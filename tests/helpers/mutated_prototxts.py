@@ -7,11 +7,12 @@ from typing import Any
 
 import yaml
 
-from mheads.config import schema as configs
+from mheads.config import read as configs
+from mheads.config import schema
 from mheads.config.schema import Config
 
 DEEP = 3000
-KEYS = configs.known_keys()
+KEYS = schema.known_keys()
 ODD = [
     "0", "-1", "1", "2", "0.5", "1e-320", "1e308", "1e400", "-1e400", ".inf", "-.inf", ".nan", "0x10", "0o17", "1_000",
     "1:30", "9" * 25, "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000, "0." + "1" * 5000, "1e" + "9" * 400, "2147483648",
@@ -68,7 +69,7 @@ def mutated(number: int) -> str:
 @cache
 def _recipe(name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """All keys with their values, and as YAML those that the recipe sets."""
-    usual, keys = configs.flatten(Config()), configs.flatten(configs.load(name))
+    usual, keys = schema.flatten(Config()), schema.flatten(configs.load(name))
     own = {key: value for key, value in keys.items() if value != usual[key]}
     return keys, {k: yaml.safe_dump({"x": v}, default_flow_style=True, width=1e9)[4:-2] for k, v in own.items()}
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from mheads import TreeNet, UserError, losses
 from mheads.common.options import options_by_key, options_of
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.losses import assign
 from mheads.training.build_from_config import build_loss
 

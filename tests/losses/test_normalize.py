@@ -7,7 +7,7 @@ from helpers.one_step import engine_gradients
 from torch import nn
 
 from mheads import TreeNet, UserError, fit, losses
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.training.build_from_config import count_micro_batches

@@ -16,7 +16,7 @@ import mheads as package
 from mheads import TreeNet, UserError, fit, losses, with_scores
 from mheads import networks as models
 from mheads.common.progress import Silent
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.problems import Classification, MultiLabel, Regression, Segmentation, SoftLabels
 from mheads.report.page import evidence
 from mheads.runs.folder import RunFolder

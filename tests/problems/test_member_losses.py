@@ -9,7 +9,7 @@ from torch import nn
 
 import mheads
 from mheads import UserError, losses
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.losses import MEMBER_LOSSES, base_loss
 from mheads.problems import Classification, Regression
 from mheads.training.build_from_config import build_loss

@@ -10,7 +10,7 @@ import yaml
 from matplotlib.image import imread
 
 import mheads
-from mheads.config import schema as configs
+from mheads.config import schema
 from mheads.networks import NETWORKS
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_every_network_by_name_is_listed_with_its_arguments_and_defaults():
 def test_every_key_of_a_config_is_listed_with_its_default():
     page = (ROOT / "docs/configuration.md").read_text()
     listed = dict(re.findall(r"^\| `([\w.]+)` \| [^|]+ \| `([^|]*)` \|", page, re.MULTILINE))
-    defaults = configs.flatten(configs.Config())
+    defaults = schema.flatten(schema.Config())
     assert set(listed) == set(defaults)
     for key, said in listed.items():
         default = float(said) if isinstance(defaults[key], float) else yaml.safe_load(said)  # YAML has no 1e-08

@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
 from mheads.common.progress import Silent
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.problems import metrics
 from mheads.report import plot
 from mheads.report.figures import charts

@@ -20,7 +20,7 @@ from mheads.cli import demo_command as demo
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Terminal
 from mheads.common.table import Cell, Table
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.problems import Classification
 from mheads.problems.metrics import compute
 from mheads.report.page import curves, describe, evidence, one_run, report, several_runs, svg

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 import mheads as package
 from mheads.common.progress import Silent
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.data.readers.digits_images import read_digits
 from mheads.networks import INPUT_SHAPES, NETWORKS
 from mheads.report.figures.saliency_maps import saliency_figure, scaled

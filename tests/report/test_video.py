@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from mheads.common.progress import Silent
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.report.figures import video
 from mheads.report.figures.video import BAR, ownership_frames, shares_of
 from mheads.report.video import class_pictures, plain_colours

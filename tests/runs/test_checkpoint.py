@@ -11,7 +11,7 @@ import torch
 
 from mheads.common import atomic_files
 from mheads.common.errors import DamageError, UserError
-from mheads.config import schema
+from mheads.config import read as configs
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import DataFacts, RunFolder
 from mheads.runs.manifest import Manifest
@@ -259,7 +259,7 @@ def test_nothing_is_written_where_something_is_or_through_a_link(tmp_path):
 
 @pytest.fixture(scope="module")
 def built():
-    return build_experiment(schema.load("digits", ["data.limit=30", "members=2", "optim.iterations=10"]))
+    return build_experiment(configs.load("digits", ["data.limit=30", "members=2", "optim.iterations=10"]))
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_facts_of_the_data_come_back(begun, built):
 
 def test_a_process_killed_before_any_write_leaves_the_old_file_or_the_new_one(begun, built, monkeypatch):
     """The config of more iterations is written in two steps, the manifest and the file; either may be the last."""
-    new = schema.load("digits", ["data.limit=30", "members=2", "optim.iterations=20"])
+    new = configs.load("digits", ["data.limit=30", "members=2", "optim.iterations=20"])
     write, left = atomic_files.write_atomically, 0
 
     def killed(path, content):

@@ -21,7 +21,7 @@ import mheads as package
 from mheads.common import fingerprint
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
-from mheads.config import schema
+from mheads.config import read as configs
 from mheads.networks import NETWORKS
 from mheads.runs.folder import RunFolder
 from mheads.runs.manifest import Manifest
@@ -111,7 +111,7 @@ def test_a_strangers_run_folder_runs_nothing(mheads, plain, tmp_path, monkeypatc
             package.load(run)
     else:
         package.load(run)
-    build_net(schema.load("digits", [*SMALL, f"init={run}"]))
+    build_net(configs.load("digits", [*SMALL, f"init={run}"]))
     assert not (tmp_path / "ran").exists()
 
 
@@ -159,7 +159,7 @@ def test_a_built_in_network_from_python_needs_no_trust_and_goes_on(kind, tmp_pat
 
 
 def test_arguments_of_a_network_that_came_from_a_config_are_kept(tmp_path):
-    net = build_net(schema.load("digits", ["model_args.classes=12", "members=2"]))
+    net = build_net(configs.load("digits", ["model_args.classes=12", "members=2"]))
     x, y = np.zeros((20, 1, 8, 8), np.float32), np.arange(20) % 12
     package.fit(net, train=(x, y), test=(x, y), iterations=1, batch_size=10, run=tmp_path / "run", show=False)
     assert package.load(tmp_path / "run").predict(x).shape == (2, 20, 12)
@@ -184,7 +184,7 @@ def test_each_bit_that_flips_in_a_file_is_noticed_or_harmless(copied, state, mon
     if state == "unfinished":
         unfinish(copied)
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
-    built = build_experiment(schema.load("digits", TINY))
+    built = build_experiment(configs.load("digits", TINY))
     paths = listed(copied)
     before = {path: path.read_bytes() for path in paths}
     start = {name: tensor.clone() for name, tensor in built.net.state_dict().items()}
@@ -461,13 +461,13 @@ def test_members_trained_apart_are_not_grafted_onto_one_trunk(mheads, plain, tmp
 def test_a_tree_that_splits_earlier_takes_every_layer_from_where_its_members_had_it(mheads, tmp_path):
     shared = tmp_path / "shared"
     assert mheads("train", "digits", *SMALL, "split={conv2: [{ip1: 2}, 1]}", "--run", shared).code == 0
-    net = build_net(schema.load("digits", [*SMALL, "split=conv1", f"init={shared}"]))
+    net = build_net(configs.load("digits", [*SMALL, "split=conv1", f"init={shared}"]))
     donor = package.load(shared).net
     for m in range(3):
         mine, theirs = net.member(m).state_dict(), donor.member(m).state_dict()
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     with pytest.raises(UserError, match="members 0, 1, 2 share ip1 here"):
-        build_net(schema.load("digits", [*SMALL, "split=ip1", f"init={shared}"]))
+        build_net(configs.load("digits", [*SMALL, "split=ip1", f"init={shared}"]))
     copy = package.TreeNet(package.networks.digits, members=3, split="ip1")
     with pytest.raises(UserError, match="share ip1 here"):
         copy.copy_weights(donor)

@@ -19,7 +19,7 @@ from mheads.cli.printing.result_tables import comparison_table, result_table
 from mheads.common import schemas
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
-from mheads.config import schema
+from mheads.config import read as configs
 from mheads.problems import PROBLEMS
 from mheads.problems.metrics import Result
 from mheads.report.page.one_run import page_of
@@ -46,7 +46,7 @@ class Listening(Silent):
 def trained(tmp_path_factory):
     """A run of two members, finished, and the contents of its files."""
     run = tmp_path_factory.mktemp("forged") / "run"
-    train_config(schema.load("digits", TRAINED), RunFolder(run), Listening())
+    train_config(configs.load("digits", TRAINED), RunFolder(run), Listening())
     return run, {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
@@ -237,7 +237,7 @@ def test_what_is_wrong_is_said_with_file_and_key_and_training_again_mends_it(tra
     assert f"{run}/{words}" in str(refused.value)
     assert "the command that trained the run, given again, makes it anew" in str(refused.value)
     watch = Listening()
-    train_config(schema.load("digits", TRAINED), RunFolder(run), watch)
+    train_config(configs.load("digits", TRAINED), RunFolder(run), watch)
     assert any(str(run / words.split()[0]) in line and "anew" in line for line in watch.said)
     for name in ("model.safetensors", "identity.json", "data.safetensors"):
         assert (run / name).read_bytes() == contents[run / name]
@@ -252,7 +252,7 @@ def test_a_checkpoint_that_does_not_fit_is_left_out_and_the_one_before_gone_on_f
         file, done = forge(run, number)
         unfinish(run)
         watch = Listening()
-        found = train_config(schema.load("digits", TRAINED), RunFolder(run), watch)
+        found = train_config(configs.load("digits", TRAINED), RunFolder(run), watch)
         assert found["iterations"] == 4
         if any("is damaged" in line for line in watch.said):
             assert (run / "model.safetensors").read_bytes() == contents[run / "model.safetensors"], (file, done)

@@ -10,7 +10,7 @@ import mheads as package
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
-from mheads.config import schema
+from mheads.config import read as configs
 from mheads.runs.folder import RunFolder
 from mheads.training.loop import train_config
 
@@ -35,7 +35,7 @@ class At(Silent):
 
 
 def train(run, watch=None, *more):
-    return train_config(schema.load("digits", [*TRAINED, *more]), RunFolder(run), watch or At())
+    return train_config(configs.load("digits", [*TRAINED, *more]), RunFolder(run), watch or At())
 
 
 @pytest.fixture(scope="module")

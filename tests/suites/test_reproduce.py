@@ -20,7 +20,7 @@ from mheads.api.evaluate import evaluate_run
 from mheads.common.errors import UserError
 from mheads.common.number_words import duration
 from mheads.common.progress import Silent
-from mheads.config.schema import load
+from mheads.config.read import load
 from mheads.networks.digits import digits
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder

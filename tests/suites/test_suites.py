@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mheads.common.errors import UserError
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.optim.schedules import Schedule
 from mheads.suites import findings
 from mheads.suites.jobs import Options, Planner, difference, public, scaling

@@ -22,6 +22,7 @@ from mheads.common import atomic_files
 from mheads.common.console import Console
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
+from mheads.config import read as configs
 from mheads.config import schema
 from mheads.runs import checkpoint
 from mheads.runs.folder import RunFolder
@@ -307,7 +308,7 @@ def test_a_loss_that_is_not_finite_names_iteration_and_members_and_keeps_the_goo
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
-    built = build_experiment(schema.load("digits", ["data.limit=150", "members=3", "optim.iterations=4"]))
+    built = build_experiment(configs.load("digits", ["data.limit=150", "members=3", "optim.iterations=4"]))
     from mheads.optim.stage_updates import Optimizer
 
     update = Optimizer.update
@@ -394,7 +395,7 @@ def test_the_loss_starts_without_the_momentum_of_pretraining(tmp_path, mheads, o
         tensors = load_file(tmp_path / f"run/checkpoints/step-{step:08d}/tensors.safetensors")
         return {name.removeprefix("model/"): tensor for name, tensor in tensors.items() if name.startswith("model/")}
 
-    built = build_experiment(schema.load("digits", args))
+    built = build_experiment(configs.load("digits", args))
     net, stream = built.net, built.stream()
     net.load_state_dict(model_at(4))
     batch = stream.read(4)

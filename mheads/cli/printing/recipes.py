@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import CLOSE, terminal_table
-from mheads.config import schema as configs
+from mheads.config import read as configs
 from mheads.config.schema import Config
 
 COMMENTS_AT = 40  # where comments begin, unless a value is longer

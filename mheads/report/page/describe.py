@@ -9,7 +9,8 @@ from typing import Any
 
 from mheads.common.errors import UserError
 from mheads.common.number_words import count, duration
-from mheads.config import schema as configs
+from mheads.config import read as configs
+from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.data.catalog import DATASETS
 from mheads.losses import LOSSES
@@ -92,8 +93,8 @@ def command(config: Config) -> str:
     best: list[str] | None = None
     for recipe in configs.recipes():
         try:
-            keys = configs.differing(configs.load(recipe), config)
-            values = configs.flatten(config)
+            keys = schema.differing(configs.load(recipe), config)
+            values = schema.flatten(config)
             words = [recipe, *(f"{key}={short(values[key])}" for key in keys)]
             if (best is None or len(words) < len(best)) and configs.load(words[0], words[1:]) == config:
                 best = words

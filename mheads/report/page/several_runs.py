@@ -8,7 +8,7 @@ from typing import Any
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.common.table import Cell, Table
-from mheads.config import schema as configs
+from mheads.config import schema
 from mheads.problems.baselines import top
 from mheads.problems.metric_text import label
 from mheads.report.page import curves, describe
@@ -165,7 +165,7 @@ def _number(value: Any, form: str) -> Cell:
 
 
 def _settings(records: Sequence[Record]) -> Part:
-    flat = [configs.flatten(record.config) for record in records]
+    flat = [schema.flatten(record.config) for record in records]
     keys = [key for key in flat[0] if any(other[key] != flat[0][key] for other in flat)]
     if not keys:
         return Missing("Nothing: all have the same settings.")

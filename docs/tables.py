@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mheads.common.atomic_files import write_atomically
 from mheads.common.errors import UserError
-from mheads.config import schema
+from mheads.config import read as configs
 from mheads.report.figures.charts import answers_figure
 from mheads.report.figures.figures import Figure, save
 from mheads.suites import findings, results, suite
@@ -105,7 +105,7 @@ TABLES = [
 def document(name: str, options: Options) -> dict[str, Any]:
     """The results of a suite; without runs where there are none yet."""
     path = ROOT / "results" / results.file_name(name, options)
-    table = suite.read(name).on(RECIPE, schema.load(RECIPE))
+    table = suite.read(name).on(RECIPE, configs.load(RECIPE))
     rows = [{"name": row, "run": row, "paper": table.paper.get(row, {})} for row in table.names]
     return results.load(path) if path.is_file() else {"rows": rows, "runs": {}}
 

@@ -16,13 +16,13 @@ from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
 from mheads.data.augmentation import crop_and_mirror, places
 from mheads.data.readers.image_files import pixels_of
-from mheads.data.splits import TargetRows
+from mheads.data.splits import SplitDefaults, TargetRows
 from mheads.data.targets import WAYS, as_float32
 from mheads.data.value_range import ValueRange, measure_range
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
-class ArraySplit:
+class ArraySplit(SplitDefaults):
     """Examples in one array, images [N, H, W, C], vectors [N, F] or tokens [N, T]; targets, and side inputs by name.
 
     `pad` and `mirror` say how images are augmented when they are read with seeds: zeros around the raw image,
@@ -40,16 +40,12 @@ class ArraySplit:
         *space, channels = self.examples.shape[1:]
         return (channels, *space)
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         """Raw examples [b, ...]: uint8 NHWC, float NCHW (a view of NHWC memory), vectors [b, F], or tokens [b, T]."""
         return augment(self.examples[rows], seeds, pad=self.pad, mirror=self.mirror)
 
     def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        side = {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
-        return TargetRows(torch.from_numpy(self.targets[rows]), side)
+        return TargetRows(torch.from_numpy(self.targets[rows]), read_side(self.side, rows))
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return augmentation_places(seeds, pad=self.pad, mirror=self.mirror)
@@ -65,9 +61,6 @@ class ArraySplit:
     def without_augmentation(self) -> Self:
         return replace(self, pad=0, mirror=False)
 
-    def whole(self) -> Self:
-        return self
-
     def survey(self, where: str) -> ValueRange:
         return measure_range(self.examples, where)
 
@@ -80,7 +73,7 @@ class ArraySplit:
 
 
 @dataclass(frozen=True, eq=False)
-class Unlabelled:
+class Unlabelled(SplitDefaults):
     """Raw examples without targets, as `Split.read` gives them: what a run predicts."""
 
     raw: torch.Tensor
@@ -94,19 +87,15 @@ class Unlabelled:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.raw.shape[1:])
 
-    def __len__(self) -> int:
-        return len(self.raw)
-
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         return self.raw[rows]
 
     def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        return TargetRows(
-            torch.zeros(len(rows)), {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
-        )
+        return TargetRows(torch.zeros(len(rows)), read_side(self.side, rows))
 
-    def places(self, seeds: np.ndarray) -> None:
-        return None
+
+def read_side(side: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array[rows]) for name, array in side.items()}
 
 
 def augment(batch: np.ndarray, seeds: np.ndarray | None, *, pad: int, mirror: bool) -> torch.Tensor:

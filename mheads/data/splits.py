@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -76,101 +77,45 @@ class Source(Split, Protocol):
         """How many zeros stand around the whole image when it is cropped."""
 
     def survey(self, where: str) -> ValueRange:
-        """Kind and range of the examples; refuses NaN and infinity."""
+        """Kind and range of the examples; raises a UserError for NaN and infinity."""
 
     def checksum(self) -> bytes:
         """A digest of labels and contents."""
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
-class RowSubset:
-    """Some rows of a split, in this order, without copying them."""
+class SplitDefaults:
+    """What most splits answer: one row of targets per example, no side inputs, no crop, pixels of eight bits."""
 
-    source: Source
-    rows: np.ndarray
-    targets: np.ndarray = field(init=False)
+    if TYPE_CHECKING:
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", self.source.targets[self.rows])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
+        @property
+        def targets(self) -> np.ndarray: ...
 
     @property
     def margin(self) -> int:
-        return self.source.margin
+        return 0
 
     def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
-        return self.source.read(self.rows[rows], seeds)
+        return len(self.targets)
 
     def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        return self.source.read_targets(self.rows[rows], seeds)
+        return TargetRows(torch.from_numpy(self.targets[rows]))
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        return self.source.places(seeds)
+        return None
 
-    def part(self, rows: slice) -> Self:
-        return replace(self, rows=self.rows[rows])
-
-    def without_augmentation(self) -> Self:
-        return replace(self, source=self.source.without_augmentation())
-
-    def whole(self) -> Self:
-        return replace(self, source=self.source.whole())
+    def whole(self) -> Any:
+        return self
 
     def survey(self, where: str) -> ValueRange:
-        return self.source.survey(where)
-
-    def checksum(self) -> bytes:
-        return hashlib.sha256(self.source.checksum() + self.rows.astype(np.int64).tobytes()).digest()
+        return ValueRange("uint8", 0, 255)
 
 
-@dataclass(frozen=True, eq=False)
-class SelfTargetSplit:
-    """Examples whose targets are they themselves, as the network takes them: numbers [N, D]."""
+@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
+class WrappedSplit:
+    """Answers as the source does; subclasses change the rows or the targets."""
 
-    source: Split
-    preprocess: Preprocess
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
-
-    @property
-    def targets(self) -> np.ndarray:
-        """Zeros of the right shape that take no memory; `read_targets` reads the real ones."""
-        nothing = np.zeros(1, np.float32)
-        return np.lib.stride_tricks.as_strided(nothing, (len(self), math.prod(self.shape)), (0, 0))
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
-        return self.source.read(rows, seeds)
-
-    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        raw: Value = self.source.read(rows, seeds)
-        places = None if seeds is None else self.source.places(seeds)
-        seen = self.preprocess(raw if places is None else (raw, places), torch.float32)
-        return replace(self.source.read_targets(rows, seeds), targets=seen.flatten(1).contiguous())
-
-    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        return self.source.places(seeds)
-
-    def without_augmentation(self) -> Self:
-        return replace(self, source=self.source.without_augmentation())  # type: ignore[attr-defined]  # it is a source
-
-
-@dataclass(frozen=True, eq=False)
-class TaughtSplit:
-    """Examples with what a teacher answers, probabilities [N, C]: their targets are pairs of label and answer."""
-
-    source: Split
-    answers: np.ndarray
+    source: Source
 
     @property
     def targets(self) -> np.ndarray:
@@ -187,14 +132,79 @@ class TaughtSplit:
         return self.source.read(rows, seeds)
 
     def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        found = self.source.read_targets(rows, seeds)
-        return replace(found, targets=(found.targets, torch.from_numpy(self.answers[rows])))
+        return self.source.read_targets(rows, seeds)
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return self.source.places(seeds)
 
     def without_augmentation(self) -> Self:
-        return replace(self, source=self.source.without_augmentation())  # type: ignore[attr-defined]  # it is a source
+        return replace(self, source=self.source.without_augmentation())
+
+
+@dataclass(frozen=True, eq=False)
+class RowSubset(WrappedSplit):
+    """Some rows of a split, in this order, without copying them."""
+
+    rows: np.ndarray
+
+    @cached_property
+    def targets(self) -> np.ndarray:
+        targets: np.ndarray = self.source.targets[self.rows]
+        return targets
+
+    @property
+    def margin(self) -> int:
+        return self.source.margin
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
+        return self.source.read(self.rows[rows], seeds)
+
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        return super().read_targets(self.rows[rows], seeds)
+
+    def part(self, rows: slice) -> Self:
+        return replace(self, rows=self.rows[rows])
+
+    def whole(self) -> Self:
+        return replace(self, source=self.source.whole())
+
+    def survey(self, where: str) -> ValueRange:
+        return self.source.survey(where)
+
+    def checksum(self) -> bytes:
+        return hashlib.sha256(self.source.checksum() + self.rows.astype(np.int64).tobytes()).digest()
+
+
+@dataclass(frozen=True, eq=False)
+class SelfTargetSplit(WrappedSplit):
+    """Examples whose targets are they themselves, as the network takes them: numbers [N, D]."""
+
+    preprocess: Preprocess
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Zeros of the right shape that take no memory; `read_targets` reads the real ones."""
+        return np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (len(self), math.prod(self.shape)), (0, 0))
+
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        raw: Value = self.read(rows, seeds)
+        places = None if seeds is None else self.places(seeds)
+        inputs = self.preprocess(raw if places is None else (raw, places), torch.float32)
+        return replace(super().read_targets(rows, seeds), targets=inputs.flatten(1).contiguous())
+
+
+@dataclass(frozen=True, eq=False)
+class TaughtSplit(WrappedSplit):
+    """Examples with what a teacher answers, probabilities [N, C]: their targets are pairs of label and answer."""
+
+    answers: np.ndarray
+
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        labels = super().read_targets(rows, seeds)
+        return replace(labels, targets=(labels.targets, torch.from_numpy(self.answers[rows])))
 
 
 @dataclass(frozen=True)
@@ -222,5 +232,5 @@ class Data:
 
     def with_examples_as_targets(self) -> Data:
         """The same examples, to be learned themselves, whatever targets they have."""
-        train, test = (SelfTargetSplit(split, self.preprocess) for split in (self.train, self.test))
+        train, test = (SelfTargetSplit(split, self.preprocess) for split in (self.train, self.test))  # type: ignore[arg-type]
         return replace(self, train=train, test=test, problem=Regression(math.prod(train.shape)))

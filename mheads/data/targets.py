@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mheads.problems.member_losses import IGNORED
 
 ROUNDED = 1e-3  # of their standard deviation is the most that numbers to be learned are rounded by
 MOST_CLASSES = 1_000_000  # by number: more are numbers of something else, and their names alone would fill the memory
+S = TypeVar("S", bound=Any)
 Splits = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 Classes = tuple[str, ...] | None
@@ -41,6 +42,19 @@ def pose_targets(splits: Splits, classes: Sequence[str] | None, problem: str = "
     known, solved = TARGET_KINDS[name](found, names)
     empty = next(iter(known.values()), np.empty(0, np.int64))[:0]
     return {key: replace(split, targets=known.get(key, empty)) for key, split in splits.items()}, solved
+
+
+def pose_numbers(train: S, test: S, problem: str, where: str) -> tuple[S, S, Problem]:
+    """Splits and problem of examples with a number each: classes up to the largest in training, or what `problem` says.
+
+    `where` names the test split in messages.
+    """
+    if problem not in ("auto", "classification"):
+        splits, solved = pose_targets({"train": train, "test": test}, None, problem)
+        return splits["train"], splits["test"], solved
+    known = Classification(class_numbers(int(train.targets.max())))
+    known.check_targets(test.targets, where)
+    return train, test, known
 
 
 def warn_of_flags(targets: np.ndarray, problem: Problem) -> None:

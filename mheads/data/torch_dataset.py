@@ -16,14 +16,23 @@ from PIL import Image
 
 from mheads.common import seeds as keyed
 from mheads.common.errors import UserError
-from mheads.data.arrays import as_examples, as_side, as_targets, augment, augmentation_places, digest_side, is_token
+from mheads.data.arrays import (
+    as_examples,
+    as_side,
+    as_targets,
+    augment,
+    augmentation_places,
+    digest_side,
+    is_token,
+    read_side,
+)
 from mheads.data.readers.image_files import UNREADABLE, pixels_of
-from mheads.data.splits import RowSubset, TargetRows
+from mheads.data.splits import RowSubset, SplitDefaults, TargetRows
 from mheads.data.value_range import ValueRange, measure_rows
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
-class DatasetSplit:
+class DatasetSplit(SplitDefaults):
     """Rows of a dataset, each made when it is read; `pad` and `mirror` as in `ArraySplit`.
 
     What the dataset draws from the generators of torch, numpy and random while it makes an item follows from the
@@ -43,9 +52,6 @@ class DatasetSplit:
     augment: bool = True
     side: dict[str, np.ndarray] = field(default_factory=dict)  # kept: they are small beside the examples
 
-    def __len__(self) -> int:
-        return len(self.targets)
-
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         seeds = seeds if self.augment else None
         keys = [keyed.derive("row", int(row)) for row in rows] if seeds is None else [int(seed) for seed in seeds]
@@ -58,8 +64,7 @@ class DatasetSplit:
         return augment(_stacked(items), seeds, pad=self.pad, mirror=self.mirror)
 
     def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        side = {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
-        return TargetRows(torch.from_numpy(self.targets[rows]), side)
+        return TargetRows(torch.from_numpy(self.targets[rows]), read_side(self.side, rows))
 
     def places(self, seeds: np.ndarray) -> torch.Tensor | None:
         return augmentation_places(seeds, pad=self.pad, mirror=self.mirror) if self.augment else None
@@ -73,9 +78,6 @@ class DatasetSplit:
 
     def without_augmentation(self) -> Self:
         return replace(self, augment=False)
-
-    def whole(self) -> Self:
-        return self
 
     def survey(self, where: str) -> ValueRange:
         return measure_rows(self.lows, self.highs, where)

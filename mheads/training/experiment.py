@@ -159,4 +159,5 @@ def _add_teacher(config: Config, data: Data, answers: Any) -> tuple[Data, dict[s
         raise UserError("teacher.answers = array is for fit, which is given one: give teacher.answers=FILE")
     answers = datasets.check_answers(answers, data, where)
     digest = fingerprint.weights({"": torch.from_numpy(answers)})
-    return replace(data, train=TaughtSplit(data.train, answers)), {f"the answers of {where}": digest}
+    taught = TaughtSplit(data.train, answers)  # type: ignore[arg-type]  # it is a source
+    return replace(data, train=taught), {f"the answers of {where}": digest}

@@ -19,7 +19,7 @@ from mheads.common.errors import DamageError, UserError, named, warn
 from mheads.data.detection.voc import Scene
 from mheads.data.file_digests import ProgressLine, digest_files
 from mheads.data.readers.cache import cache_dir, recover, scratch, storing
-from mheads.data.readers.image_folder import cores
+from mheads.data.readers.image_crops import cores
 
 SEARCH = "selective_search"
 DIGEST = hashlib.sha256().digest_size  # of the bytes before, at the end of a file that is kept

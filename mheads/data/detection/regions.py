@@ -17,10 +17,9 @@ from mheads.data.augmentation import uniforms
 from mheads.data.detection import proposals
 from mheads.data.detection.voc import CLASSES, Complaints, Scene, find_devkit, read_list, read_scenes
 from mheads.data.file_digests import digest_files
+from mheads.data.readers.image_crops import cores, run_in_threads
 from mheads.data.readers.image_files import UNREADABLE, eight_bits, open_image
-from mheads.data.readers.image_folder import cores, run_in_threads
-from mheads.data.splits import TargetRows
-from mheads.data.value_range import ValueRange
+from mheads.data.splits import SplitDefaults, TargetRows
 from mheads.problems import Detection, Problem
 from mheads.problems import boxes as box
 from mheads.problems.detection import BACKGROUND
@@ -50,7 +49,7 @@ class RegionSampling:
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
-class RegionSplit:
+class RegionSplit(SplitDefaults):
     """Images with regions. In training, some regions of each, drawn by the seed, which also mirrors half of them; else
     all that are proposed. `numbers` are those of the images among all that the problem knows."""
 
@@ -62,7 +61,6 @@ class RegionSplit:
     deviations: np.ndarray
     mirror: bool = False
     training: bool = True
-    margin = 0
 
     def __len__(self) -> int:
         return len(self.scenes)
@@ -133,9 +131,6 @@ class RegionSplit:
         regions = boxes * drawing.scale(scene.truth.width, scene.truth.height)
         return regions.astype(np.float32), classes, deltas.astype(np.float32), boxes.astype(np.float32)
 
-    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        return None
-
     def part(self, rows: slice) -> Self:
         return replace(self, scenes=self.scenes[rows], proposed=self.proposed[rows], numbers=self.numbers[rows])
 
@@ -148,9 +143,6 @@ class RegionSplit:
 
     def whole(self) -> Any:
         return Squares(self)  # to be read, and no more
-
-    def survey(self, where: str) -> ValueRange:
-        return ValueRange("uint8", 0, 255)
 
     def checksum(self) -> bytes:
         """A digest of images, objects and proposals."""

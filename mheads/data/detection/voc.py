@@ -19,8 +19,8 @@ from mheads.common.atomic_files import open_file, read_text
 from mheads.common.errors import UserError, warn
 from mheads.data.file_digests import ProgressLine
 from mheads.data.readers.cache import cache_dir, store
+from mheads.data.readers.image_crops import run_in_threads
 from mheads.data.readers.image_files import SUFFIXES, UNREADABLE, eight_bits, open_image
-from mheads.data.readers.image_folder import run_in_threads
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import Truth
 

@@ -27,7 +27,7 @@ class UnreadableError(UserError):
 
 def eight_bits(image: Image.Image, grey: bool) -> Image.Image:
     """The image in L or RGB; 16-bit levels are scaled to 0..255, not clipped at 255."""
-    _refuse_ranges(image)
+    _check_range(image)
     if image.mode == "I" or image.mode.startswith("I;"):
         levels = np.asarray(image).astype(np.int64)
         if levels.min() < 0 or levels.max() > 65535:
@@ -36,8 +36,8 @@ def eight_bits(image: Image.Image, grey: bool) -> Image.Image:
     return image.convert("L" if grey else "RGB")
 
 
-def _refuse_ranges(image: Image.Image) -> None:
-    """Refuses pixels whose levels nobody knows the range of."""
+def _check_range(image: Image.Image) -> None:
+    """Raises a ValueError for pixels whose levels have no known range."""
     # Some versions of Pillow give PNGs of 16 bits as integers of 32.
     if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", None)):
         kind = "floats" if image.mode == "F" else "integers of 32 bits"
@@ -51,11 +51,11 @@ def open_image(path: Path) -> Iterator[Image.Image]:
         yield image
 
 
-def refuse_torn(path: Path) -> None:
-    """Refuses a file that is no image, or ends too early. Those that end as they should are not decoded for it."""
+def check_whole(path: Path) -> None:
+    """Raises an error if a file is no image, or ends too early; one that ends as it should is not decoded for it."""
     try:
         with open_image(path) as image:
-            _refuse_ranges(image)
+            _check_range(image)
             if (end := ENDS.get(image.format or "")) is not None:
                 with path.open("rb") as file:
                     file.seek(max(0, path.stat().st_size - TAIL))

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from mheads.common import atomic_files, packed_arrays, seeds
+from mheads.common import atomic_files, packed_arrays
 from mheads.common.errors import UserError
 from mheads.data.arrays import ArraySplit
 from mheads.data.python_data import read_arrays
+from mheads.data.readers.image_crops import choose_crop, shuffle_examples
 from mheads.data.readers.image_folder import FolderSplit
-from mheads.data.targets import class_numbers, pose_targets
-from mheads.problems import Classification, Problem
+from mheads.data.targets import pose_numbers
+from mheads.problems import Problem
 
 EXAMPLES, TARGETS = ("data", "x", "images"), ("label", "labels", "y", "target")
 
@@ -39,30 +41,16 @@ def read_list(
 
     Numbers may be something else to learn than classes, if `problem` says so.
     """
-    crop = resize if crop is None else crop
-    if not 1 <= crop <= resize:
-        raise UserError(f"data.crop is {crop} but images are resized to data.resize={resize}; give 1 to {resize}")
-    _need(path, test_path, need_test)
-    train = _images(path, root, resize, crop, mirror, grey)
-    test = train.part(slice(0)) if test_path is None else _images(test_path, root, resize, crop, False, grey)
+    check_test_path(path, test_path, need_test, "a list")
+    images = partial(_list_images, root=root, resize=resize, crop=choose_crop(resize, crop), grey=grey)
+    train = images(path, mirror=mirror)
+    test = train.part(slice(0)) if test_path is None else images(test_path)
     return pose_numbers(train, test, problem, str(test_path))
 
 
-S = TypeVar("S")
-
-
-def pose_numbers(train: S, test: S, problem: str, where: str) -> tuple[S, S, Problem]:
-    """The splits and the problem of examples that have a number each: classes up to the largest, or as it is said."""
-    targets: Any = (train.targets, test.targets)  # type: ignore[attr-defined]
-    if problem not in ("auto", "classification"):
-        splits, solved = pose_targets({"train": train, "test": test}, None, problem)
-        return splits["train"], splits["test"], solved
-    known = Classification(class_numbers(int(targets[0].max())))
-    known.check_targets(targets[1], where)
-    return train, test, known
-
-
-def _images(path: Path, root: Path | None, resize: int, crop: int, mirror: bool, grey: bool) -> FolderSplit:
+def _list_images(
+    path: Path, root: Path | None, resize: int, crop: int, grey: bool, mirror: bool = False
+) -> FolderSplit:
     names, labels = [], []
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
@@ -74,10 +62,8 @@ def _images(path: Path, root: Path | None, resize: int, crop: int, mirror: bool,
         labels.append(int(label))
     if not names:
         raise UserError(f"{path} lists no image: write a name and a class number on each line")
-    # Always the same mixed order, as for folders: lists are often sorted by class.
-    mixed = seeds.numpy_generator("list", "order").permutation(len(names))
-    files, targets = np.array(names, dtype=object)[mixed], np.array(labels, np.int64)[mixed]
-    return FolderSplit(path.parent if root is None else root, files, targets, resize, crop, mirror, grey)
+    files, targets = shuffle_examples("list", names, labels)
+    return FolderSplit(path.parent if root is None else root, files, targets, resize, crop, grey, mirror=mirror)
 
 
 def read_hdf5(
@@ -91,7 +77,7 @@ def read_hdf5(
 
     `arrays` are the names of the examples and the targets there, by default `data` and `label` or the like.
     """
-    _need(path, test_path, need_test)
+    check_test_path(path, test_path, need_test, "a list")
     train = _arrays(path, arrays, problem)
     test = (train[0][:0], train[1][:0]) if test_path is None else _arrays(test_path, arrays, problem)
     return read_arrays(train, test, str(path), None, problem)
@@ -101,8 +87,8 @@ def hdf5_shape(path: Path | None, arrays: Sequence[str] | None = None) -> tuple[
     """The shape of an example, from the head of the first file; None without a file."""
     if path is None or not path.is_file():
         return None
-    with _opened(_hdf5_files(path)[0]) as file:
-        shape = _named(file, _names(arrays)[0], path).shape[1:]
+    with _open_hdf5(_hdf5_files(path)[0]) as file:
+        shape = _find_array(file, _names(arrays)[0], path).shape[1:]
     return (1, *shape) if len(shape) == 2 else tuple(shape)
 
 
@@ -115,7 +101,7 @@ def _arrays(path: Path, arrays: Sequence[str] | None, problem: str) -> tuple[np.
     examples, targets = [], []
     names = _names(arrays)
     for name in _hdf5_files(path):
-        with _opened(name) as file:
+        with _open_hdf5(name) as file:
             examples.append(_array(file, names[0], name))
             own = arrays is not None and arrays[0] == arrays[1] and problem == "auto"  # no targets but the examples
             targets.append(np.zeros(len(examples[-1])) if own else _array(file, names[1], name))
@@ -142,7 +128,7 @@ def _hdf5_files(path: Path) -> list[Path]:
     return [name if name.is_file() else path.parent / name for name in names]
 
 
-def _opened(path: Path) -> Any:
+def _open_hdf5(path: Path) -> Any:
     try:
         import h5py
     except ImportError as error:
@@ -154,19 +140,19 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path} cannot be read as an HDF5 file ({error})") from error
 
 
-def _named(file: Any, names: Sequence[str], where: Path) -> Any:
-    found = next((file[name] for name in names if name in file), None)
-    if found is None or not getattr(found, "shape", ()):
+def _find_array(file: Any, names: Sequence[str], where: Path) -> Any:
+    array = next((file[name] for name in names if name in file), None)
+    if array is None or not getattr(array, "shape", ()):
         raise UserError(
             f"{where} has no array {' or '.join(names)}; it has {', '.join(file) or 'none'}: data.arrays names them"
         )
-    return found
+    return array
 
 
 def _array(file: Any, names: Sequence[str], where: Path) -> np.ndarray:
-    found = _named(file, names, where)
-    packed_arrays.refuse_too_large(found.size * found.dtype.itemsize, where)
-    return np.asarray(found)
+    array = _find_array(file, names, where)
+    packed_arrays.refuse_too_large(array.size * array.dtype.itemsize, where)
+    return np.asarray(array)
 
 
 def _lines(path: Path) -> list[str]:
@@ -176,6 +162,6 @@ def _lines(path: Path) -> list[str]:
         raise UserError(f"{path} cannot be read as a list of files: {error}") from error
 
 
-def _need(path: Path, test_path: Path | None, need_test: bool) -> None:
+def check_test_path(path: Path, test_path: Path | None, need_test: bool, kind: str) -> None:
     if need_test and test_path is None:
-        raise UserError(f"{path} is to train on: give data.test_path, a list to test on, or data.validation=n")
+        raise UserError(f"{path} is to train on: give data.test_path, {kind} to test on, or data.validation=n")

@@ -14,6 +14,7 @@ from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.data.preprocessing import fit_preprocess
 from mheads.data.splits import Data, RowSubset, Source, Split
+from mheads.data.targets import warn_of_flags
 from mheads.data.value_range import ValueRange
 from mheads.problems import Problem
 
@@ -23,6 +24,7 @@ def assemble(
     train: Source,
     test: Source,
     problem: Problem,
+    asked: str = "auto",
     *,
     normalize: str = "none",
     validation: int = 0,
@@ -34,44 +36,23 @@ def assemble(
     hold_out: int | None = None,
     weights: Any = None,
 ) -> Data:
-    """Data from its two splits.
+    """Data from its two splits, and the problem that their targets pose; `asked` is what the user says that it is.
 
     `auto` is the scale that uint8 gets by default; `statistics` caps the number of examples that the mean is measured
     on; with the seed `hold_out` the test split is a tenth of the training examples, in proportion to the classes.
     """
-    if not len(train):
-        raise UserError(f"{name}: there are no training examples")
-    seen = train.survey(f"{name}: train examples")
-    tested = test.survey(f"{name}: test examples") if len(test) else seen
-    if seen.kind == "tokens" == tested.kind:
-        seen = replace(seen, high=max(seen.high, tested.high))  # which the network must know as well
-    elif seen.kind != tested.kind and ("tokens" in (seen.kind, tested.kind) or not validation):
-        raise UserError(f"{name}: training examples are {seen} but test examples {tested}; give both in the same way")
-    elif not validation:
-        seen.check(tested, f"{name}: test examples")
-    # Before any are held out: the numbers in messages are those that the data have.
-    problem.check_targets(train.targets, f"{name}: train")
-    if len(test) and not validation:
-        problem.check_targets(test.targets, f"{name}: test")
-    importance = None if weights is None else _checked(weights, len(train), name)
-    count, held_out = len(train), None
-    rows = np.arange(count)
-    out: np.ndarray | None = None
+    count = len(train)
+    seen = check_examples(train, test, problem, name, validation)
+    importance = None if weights is None else check_weights(weights, count, name)
+    rows, out, held_out = np.arange(count), None, None
     if hold_out is not None:
-        if count == 1:
-            raise UserError(f"{name}: {count} example is too few to hold some out; give a test set")
         out = draw_stratified(_groups(train, problem), max(1, count // 10), hold_out)
         rows = np.setdiff1d(rows, out)
         train, test = RowSubset(train, rows), RowSubset(train, out)
         how = "stratified" if len(problem.groups) > 1 else "at random"
         held_out = f"{len(out)} of {count} examples, {how}, seed {hold_out}"
     if validation:
-        if not 0 < validation < count:
-            raise UserError(
-                f"{name}: data.validation is {validation}; it must leave some of the {count} training"
-                f" examples, so give 0 to {count - 1}"
-            )
-        _refuse_sorted(_groups(train, problem), validation, name)
+        check_validation(_groups(train, problem), validation, name)
         rows, out = np.split(rows, [count - validation])
         train, test = train.part(slice(count - validation)), train.part(slice(count - validation, None))
         held_out = f"{validation} of {count} examples, the last"
@@ -81,37 +62,49 @@ def assemble(
         rows, out = rows[:limit], None if out is None else out[:limit]
         train, test = train.part(slice(limit)), test.part(slice(limit))
     test = test.without_augmentation()
+    side = check_same_shapes(train, test, name)
+    if importance is not None:
+        importance = _scale_weights(importance[rows], name)
+    factor = check_scaling(train, seen, normalize, scale, channels, auto, name)
+    preprocess = replace(fit_preprocess(train, normalize, factor, statistics), bgr=channels == "bgr")
+    fingerprint = _fingerprint(train, test, importance)
+    data = Data(name, train, test, problem, preprocess, fingerprint, seen, importance, held_out, out, rows, count, side)
+    if asked == "auto":
+        warn_of_flags(train.targets, problem)
+    return data.with_examples_as_targets() if asked == "examples" else data
+
+
+def check_examples(train: Source, test: Source, problem: Problem, name: str, validation: int) -> ValueRange:
+    """The range of the examples. Checked before any are held out, so that messages number them as the user does."""
+    if not len(train):
+        raise UserError(f"{name}: there are no training examples")
+    seen = train.survey(f"{name}: train examples")
+    tested = test.survey(f"{name}: test examples") if len(test) else seen
+    if seen.kind == "tokens" == tested.kind:
+        seen = replace(seen, high=max(seen.high, tested.high))  # the network must know those of the test set as well
+    elif seen.kind != tested.kind and ("tokens" in (seen.kind, tested.kind) or not validation):
+        raise UserError(f"{name}: training examples are {seen} but test examples {tested}; give both in the same way")
+    elif not validation:
+        seen.check(tested, f"{name}: test examples")
+    problem.check_targets(train.targets, f"{name}: train")
+    if len(test) and not validation:
+        problem.check_targets(test.targets, f"{name}: test")
+    return seen
+
+
+def check_same_shapes(train: Source, test: Source, name: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the side inputs, which both splits must have, as they must have the same shape of examples."""
     if len(test) and test.shape != train.shape:
         raise UserError(
             f"{name}: training examples have shape {train.shape} but test examples {test.shape};"
             " make them the same size"
         )
-    side, *others = [side_shapes(split) for split in (train, test) if len(split)]
-    if any(other != side for other in others):
-        given, lacking = (", ".join(f"{key} {list(shape)}" for key, shape in sorted(each.items())) or "none"
-                          for each in (side, *others))  # fmt: skip
-        raise UserError(f"{name}: the side inputs of training are {given}, of the test set {lacking}; give all to both")
-    if importance is not None:
-        importance = importance[rows]
-        if not importance.any():
-            raise UserError(f"{name}: all weights of the training examples are 0; give some a weight above 0")
-        importance = (importance / importance.mean()).astype(np.float32)
-    if seen.kind == "tokens" and (normalize != "none" or scale != "auto"):
-        raise UserError(
-            f"{name}: data.normalize={normalize} and data.scale={scale} are for numbers, but the examples are {seen}, "
-            "which go to the network as they are; give data.normalize=none and data.scale=auto"
-        )
-    factor = _scale(scale, seen, auto, name)
-    preprocess = fit_preprocess(train, normalize, factor, statistics)
-    if channels == "bgr":
-        if len(train.shape) != 3 or train.shape[0] != 3:
-            raise UserError(
-                f"{name}: data.channels is bgr, but examples have the shape {train.shape}: it is for images of three "
-                "channels; leave it out"
-            )
-        preprocess = replace(preprocess, bgr=True)
-    fingerprint = _fingerprint(train, test, importance)
-    return Data(name, train, test, problem, preprocess, fingerprint, seen, importance, held_out, out, rows, count, side)
+    shapes = [side_shapes(split) for split in (train, test) if len(split)]
+    if shapes[0] != shapes[-1]:
+        ours, theirs = (", ".join(f"{key} {list(shape)}" for key, shape in sorted(side.items())) or "none"
+                        for side in shapes)  # fmt: skip
+        raise UserError(f"{name}: the side inputs of training are {ours}, of the test set {theirs}; give all to both")
+    return shapes[0]
 
 
 def side_shapes(split: Split) -> dict[str, tuple[int, ...]]:
@@ -123,6 +116,29 @@ def side_shapes(split: Split) -> dict[str, tuple[int, ...]]:
     }
 
 
+def check_scaling(
+    train: Source, seen: ValueRange, normalize: str, scale: float | str, channels: str, auto: float, name: str
+) -> float:
+    """The number that raw values are multiplied by, if what is asked for fits the examples."""
+    if seen.kind == "tokens" and (normalize != "none" or scale != "auto"):
+        raise UserError(
+            f"{name}: data.normalize={normalize} and data.scale={scale} are for numbers, but the examples are {seen}, "
+            "which go to the network as they are; give data.normalize=none and data.scale=auto"
+        )
+    if channels == "bgr" and (len(train.shape) != 3 or train.shape[0] != 3):
+        raise UserError(
+            f"{name}: data.channels is bgr, but examples have the shape {train.shape}: it is for images of three "
+            "channels; leave it out"
+        )
+    if scale == "auto":
+        return auto if seen.kind == "uint8" else 1.0
+    if isinstance(scale, str) or not scale > 0:
+        raise UserError(
+            f"{name}: data.scale is {scale}; raw values are multiplied by it, so give auto or a number above 0"
+        )
+    return float(scale)
+
+
 def _groups(split: Split, problem: Problem) -> np.ndarray:
     return problem.group(torch.as_tensor(split.targets)).numpy()
 
@@ -132,6 +148,8 @@ def draw_stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
 
     A class of a single example keeps it for training; if there are only such classes, nothing can be held out.
     """
+    if len(labels) == 1:
+        raise UserError("1 example is too few to hold some out; give a test set")
     classes, sizes = np.unique(labels, return_counts=True)
     shares = count * sizes / len(labels)
     taken = np.minimum(np.floor(shares).astype(int), sizes - 1)
@@ -149,8 +167,13 @@ def draw_stratified(labels: np.ndarray, count: int, seed: int) -> np.ndarray:
     return np.sort(np.concatenate(chosen))
 
 
-def _refuse_sorted(labels: np.ndarray, validation: int, name: str) -> None:
-    """Refuses to hold out the last examples of a set that is sorted by class: they are not a sample of it."""
+def check_validation(labels: np.ndarray, validation: int, name: str) -> None:
+    """Some examples must be left, and the last of a set that is sorted by class are no sample of it."""
+    if not 0 < validation < len(labels):
+        raise UserError(
+            f"{name}: data.validation is {validation}; it must leave some of the {len(labels)} training"
+            f" examples, so give 0 to {len(labels) - 1}"
+        )
     last = set(labels[len(labels) - validation :].tolist())
     lacking = sorted(set(labels.tolist()) - last)
     mixed = 1 - np.sum((np.unique(labels, return_counts=True)[1] / len(labels)) ** 2)  # share of changes in any order
@@ -162,27 +185,27 @@ def _refuse_sorted(labels: np.ndarray, validation: int, name: str) -> None:
         )
 
 
-def _scale(scale: float | str, seen: ValueRange, auto: float, name: str) -> float:
-    if scale == "auto":
-        return auto if seen.kind == "uint8" else 1.0
-    if isinstance(scale, str) or not scale > 0:
-        raise UserError(
-            f"{name}: data.scale is {scale}; raw values are multiplied by it, so give auto or a number above 0"
-        )
-    return float(scale)
-
-
-def _checked(weights: Any, count: int, name: str) -> np.ndarray:
+def check_weights(weights: Any, count: int, name: str) -> np.ndarray:
     try:
-        found = np.asarray(weights, np.float64)
+        checked = np.asarray(weights, np.float64)
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}: weights are not numbers ({error}); give one for each training example") from error
-    if found.shape != (count,):
-        raise UserError(f"{name}: weights of shape {list(found.shape)} for {count} training examples; give one to each")
-    bad = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if checked.shape != (count,):
+        raise UserError(
+            f"{name}: weights of shape {list(checked.shape)} for {count} training examples; give one to each"
+        )
+    bad = np.flatnonzero(~(np.isfinite(checked) & (checked >= 0)))
     if len(bad):
-        raise UserError(f"{name}: weight {bad[0]} is {found[bad[0]]}; give finite numbers, 0 or more")
-    return found
+        raise UserError(f"{name}: weight {bad[0]} is {checked[bad[0]]}; give finite numbers, 0 or more")
+    return checked
+
+
+def _scale_weights(weights: np.ndarray, name: str) -> np.ndarray:
+    """Weights of mean 1."""
+    if not weights.any():
+        raise UserError(f"{name}: all weights of the training examples are 0; give some a weight above 0")
+    scaled: np.ndarray = (weights / weights.mean()).astype(np.float32)
+    return scaled
 
 
 def _fingerprint(train: Source, test: Source, weights: np.ndarray | None) -> str:

@@ -25,7 +25,6 @@ from mheads.data.readers.image_folder import STATISTICS, folder_image, folder_sh
 from mheads.data.readers.image_list import hdf5_shape, read_hdf5, read_list
 from mheads.data.readers.npz import npz_shape, read_npz
 from mheads.data.splits import Data, Source
-from mheads.data.targets import warn_of_flags
 from mheads.problems import Problem
 
 
@@ -179,103 +178,65 @@ def load(
     regions: dict[str, Any] | None = None,
     only: str | None = None,
 ) -> Data:
-    """A dataset by name, ready to train on.
+    """A dataset by name, ready to train on. The keywords are those of `data.` in a config.
 
-    root: where cifar10 and cifar100 are, instead of the cache. path: the user's folder or npz file.
+    root: where cifar10 and cifar100 are, instead of the cache. path: the user's folder or file.
     validation: hold out the last n training examples as the test split, and leave the real test set alone.
-    normalize: none, mean_image (of every pixel) or mean_std (of every channel), measured on all training
-    examples that are left; for folders on up to 2,000 evenly spaced ones, mean_image on their centre squares
-    of `resize` pixels and mean_std on their centre crops.
-    scale: multiplies the raw values first; auto brings uint8 pixels to 0..1 and leaves floats alone. channels: rgb or
-    bgr, the order that the network sees. pad, mirror:
-    random crops of the zero-padded image and random mirrors, in training. resize, crop, grey: for folders, the
-    shorter side, the square cut out of it, and whether images are read in one channel.
-    limit: keep only the first n training and the first n test examples, for quick trials. arrays: the names of examples
-    and targets in HDF5 files. problem: what the targets of an npz file are, where they alone do not decide; examples:
-    that is what is learned, of any dataset. regions: for voc, the options of `data.regions`. only: test, where
-    nothing is to be learned, for voc.
+    normalize: none, mean_image (of every pixel) or mean_std (of every channel), measured on the training examples.
+    scale: multiplies the raw values first; auto brings uint8 pixels to 0..1 and leaves floats alone.
+    channels: rgb or bgr, the order that the network sees. pad, mirror: random crops of the zero-padded image and
+    random mirrors, in training. resize, crop, grey: for images in files, the shorter side, the square cut out of it,
+    and whether they are read in one channel. limit: keep only the first n training and the first n test examples.
+    arrays: the names of examples and targets in HDF5 files. problem: what the targets are, where they alone do not
+    decide; examples: the examples themselves are learned. regions: the options of voc. only: test, where nothing is
+    to be learned.
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
-    entry = DATASETS[name]
+    entry, posed_as = DATASETS[name], "auto" if problem == "examples" else problem
+    paths = {"root": root, "path": path, "test_path": test_path}
     keys = {
-        "root": None if root is None else Path(root).expanduser(),
-        "path": None if path is None else Path(path).expanduser(),
-        "test_path": None if test_path is None else Path(test_path).expanduser(),
-        "pad": pad,
-        "mirror": mirror,
-        "resize": resize,
-        "crop": crop,
-        "grey": grey,
-        "channels": channels,
-        "arrays": arrays,
-        "problem": "auto" if problem == "examples" else problem,
-        "regions": regions,
-        "only": only,
-        "limit": None if validation else limit,  # what is not used need not be looked at
+        **{key: None if place is None else Path(place).expanduser() for key, place in paths.items()},
+        **{"pad": pad, "mirror": mirror, "resize": resize, "crop": crop, "grey": grey, "channels": channels},
+        **{"arrays": arrays, "problem": posed_as, "regions": regions, "only": only},
+        "limit": None if validation else limit,  # examples that are not used need not be read
     }
-    _refuse_useless(entry, keys)
+    check_keys(entry, keys)
     train, test, solved = _call(entry.read, {**keys, "need_test": validation == 0})
     if not entry.takes("mirror"):
         train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
-    data = assemble(
-        name,
-        train,
-        test,
-        solved,
-        normalize=normalize,
-        validation=validation,
-        scale=scale,
-        channels=channels,
-        auto=entry.scale,
-        limit=limit,
-        statistics=entry.statistics,
-    )
-    if problem == "auto":
-        warn_of_flags(data.train.targets, solved)
-    return data.with_examples_as_targets() if problem == "examples" else data
+    options = {"normalize": normalize, "validation": validation, "scale": scale, "channels": channels, "limit": limit}
+    return assemble(name, train, test, solved, problem, auto=entry.scale, statistics=entry.statistics, **options)
+
+
+# Keys that are an error for datasets whose reader does not take them, unless they have this value; and why.
+UNUSED = {
+    "path": (None, "is not read from a path"),
+    "test_path": (None, "takes none"),
+    "root": (None, "has none"),
+    "crop": (None, "keeps its size (data.pad makes random crops)"),
+    "arrays": (None, "is not read from HDF5 files"),
+    "problem": ("auto", "says itself what is learned"),
+    "grey": (False, "is not read from image folders"),
+}
+
+
+def check_keys(entry: Dataset, keys: dict[str, Any]) -> None:
+    """Raises an error for keys that mean nothing to this dataset, instead of ignoring them."""
+    if entry.needs_path and keys["path"] is None:
+        raise UserError(f"dataset {entry.name!r} reads your own files; say where they are with data.path")
+    for key, (unset, reason) in UNUSED.items():
+        if keys[key] != unset and not entry.takes(key):
+            others = " or ".join(other.name for other in DATASETS.values() if other.takes(key))
+            raise UserError(
+                f"data.{key} is {keys[key]}, but {entry.name!r} {reason}; leave it out, or use {others}", key=f"data.{key}"
+            )
+    if keys["pad"] and entry.takes("mirror") and not entry.takes("pad"):
+        how = "crops at random by data.resize and data.crop; use these" if entry.takes("crop") else "shows whole images"
+        raise UserError(f"data.pad is {keys['pad']}, but {entry.name} {how}")
 
 
 def _call(function: Callable[..., Any], keys: dict[str, Any]) -> Any:
     """Calls a function with those of the keys that are its arguments."""
     arguments = inspect.signature(function).parameters
     return function(**{key: value for key, value in keys.items() if key in arguments})
-
-
-def _refuse_useless(entry: Dataset, keys: dict[str, Any]) -> None:
-    """Refuses keys that mean nothing to this dataset, instead of ignoring them."""
-    name = entry.name
-
-    def those(key: str) -> list[str]:
-        return [other.name for other in DATASETS.values() if other.takes(key)]
-
-    if entry.takes("path") and keys["path"] is None:
-        raise UserError(f"dataset {name!r} reads your own files; say where they are with data.path")
-    if not entry.takes("path") and keys["path"] is not None:
-        raise UserError(
-            f"data.path is {keys['path']}, but {name!r} is not read from a path; leave it out, or use "
-            f"{' or '.join(those('path'))}"
-        )
-    if not entry.takes("test_path") and keys["test_path"] is not None:
-        raise UserError(
-            f"data.test_path is {keys['test_path']}, but {name!r} takes none; leave it out, or use "
-            f"{' or '.join(those('test_path'))}"
-        )
-    if not entry.takes("root") and keys["root"] is not None:
-        raise UserError(f"root is {keys['root']}, but {name!r} has none; it is for {', '.join(those('root'))}")
-    if entry.takes("mirror") and not entry.takes("pad") and keys["pad"]:
-        how = "crops at random by data.resize and data.crop; use these" if entry.takes("crop") else "shows whole images"
-        raise UserError(f"data.pad is {keys['pad']}, but {name} {how}")
-    if not entry.takes("crop") and keys["crop"] is not None:
-        raise UserError(f"data.crop is {keys['crop']}, but {name!r} keeps its size; use data.pad for random crops")
-    if not entry.takes("arrays") and keys["arrays"] is not None:
-        raise UserError(
-            f"data.arrays names arrays in HDF5 files, but {name!r} has none; use {' or '.join(those('arrays'))}"
-        )
-    if not entry.takes("problem") and keys["problem"] != "auto":
-        raise UserError(
-            f"data.problem is {keys['problem']}, but {name!r} says itself what is learned; leave it out, or use "
-            f"{' or '.join(those('problem'))}"
-        )
-    if not entry.takes("grey") and keys["grey"]:
-        raise UserError(f"data.grey is for image folders, but {name!r} is not one; leave it out")

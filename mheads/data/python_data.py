@@ -25,7 +25,7 @@ from mheads.common.errors import UserError
 from mheads.data.arrays import ArraySplit, as_side, as_split, with_augmentation
 from mheads.data.assembly import assemble
 from mheads.data.splits import Data
-from mheads.data.targets import pose_targets, warn_of_flags
+from mheads.data.targets import pose_targets
 from mheads.data.torch_dataset import (
     DatasetSplit,
     Item,
@@ -70,11 +70,12 @@ def from_arrays(
     if test is not None:
         given["test"] = as_source(test, f"{name}: test")
     sources, solved = pose_targets(given, classes, "auto" if problem == "examples" else problem)
-    data = assemble(
+    return assemble(
         name,
         with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
         sources.get("test", sources["train"].part(slice(0))),
         solved,
+        problem,
         normalize=normalize,
         validation=validation,
         scale=scale,
@@ -82,9 +83,6 @@ def from_arrays(
         hold_out=hold_out if test is None and not validation else None,
         weights=weights,
     )
-    if problem == "auto":
-        warn_of_flags(data.train.targets, solved)
-    return data.with_examples_as_targets() if problem == "examples" else data
 
 
 def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:

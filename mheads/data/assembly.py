@@ -101,9 +101,11 @@ def check_same_shapes(train: Source, test: Source, name: str) -> dict[str, tuple
         )
     shapes = [side_shapes(split) for split in (train, test) if len(split)]
     if shapes[0] != shapes[-1]:
-        ours, theirs = (", ".join(f"{key} {list(shape)}" for key, shape in sorted(side.items())) or "none"
-                        for side in shapes)  # fmt: skip
-        raise UserError(f"{name}: the side inputs of training are {ours}, of the test set {theirs}; give all to both")
+        texts = [", ".join(f"{key} {list(shape)}" for key, shape in sorted(side.items())) for side in shapes]
+        raise UserError(
+            f"{name}: the side inputs of training are {texts[0] or 'none'}, of the test set {texts[1] or 'none'}; "
+            "give all to both"
+        )
     return shapes[0]
 
 

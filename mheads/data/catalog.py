@@ -193,20 +193,28 @@ def load(
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
-    entry, posed_as = DATASETS[name], "auto" if problem == "examples" else problem
-    paths = {"root": root, "path": path, "test_path": test_path}
+    entry, paths = DATASETS[name], {"root": root, "path": path, "test_path": test_path}
     keys = {
         **{key: None if place is None else Path(place).expanduser() for key, place in paths.items()},
-        **{"pad": pad, "mirror": mirror, "resize": resize, "crop": crop, "grey": grey, "channels": channels},
-        **{"arrays": arrays, "problem": posed_as, "regions": regions, "only": only},
+        "pad": pad,
+        "mirror": mirror,
+        "resize": resize,
+        "crop": crop,
+        "grey": grey,
+        "channels": channels,
+        "arrays": arrays,
+        "problem": "auto" if problem == "examples" else problem,
+        "regions": regions,
+        "only": only,
         "limit": None if validation else limit,  # examples that are not used need not be read
     }
     check_keys(entry, keys)
     train, test, solved = _call(entry.read, {**keys, "need_test": validation == 0})
     if not entry.takes("mirror"):
         train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
-    options = {"normalize": normalize, "validation": validation, "scale": scale, "channels": channels, "limit": limit}
-    return assemble(name, train, test, solved, problem, auto=entry.scale, statistics=entry.statistics, **options)
+    options: dict[str, Any] = {"normalize": normalize, "validation": validation, "scale": scale, "channels": channels}
+    options |= {"limit": limit, "auto": entry.scale, "statistics": entry.statistics}
+    return assemble(name, train, test, solved, problem, **options)
 
 
 # Keys that are an error for datasets whose reader does not take them, unless they have this value; and why.
@@ -229,7 +237,8 @@ def check_keys(entry: Dataset, keys: dict[str, Any]) -> None:
         if keys[key] != unset and not entry.takes(key):
             others = " or ".join(other.name for other in DATASETS.values() if other.takes(key))
             raise UserError(
-                f"data.{key} is {keys[key]}, but {entry.name!r} {reason}; leave it out, or use {others}", key=f"data.{key}"
+                f"data.{key} is {keys[key]}, but {entry.name!r} {reason}; leave it out, or use {others}",
+                key=f"data.{key}",
             )
     if keys["pad"] and entry.takes("mirror") and not entry.takes("pad"):
         how = "crops at random by data.resize and data.crop; use these" if entry.takes("crop") else "shows whole images"

@@ -100,7 +100,7 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
         ("folder", {}, "data.path"),
         ("npz", {}, "data.path"),
         ("digits", {"path": "x"}, "leave it out"),
-        ("digits", {"root": "x"}, "cifar10, cifar100"),
+        ("digits", {"root": "x"}, "cifar10 or cifar100"),
         ("digits", {"crop": 4}, "data.pad"),
         ("npz", {"path": "x.npz", "grey": True}, "image folders"),
         ("folder", {"path": "x", "pad": 2}, "data.resize and data.crop"),

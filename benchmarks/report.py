@@ -40,8 +40,8 @@ def run_suites(
             results[suite] = run(suite, advance, rounds)
         console.print(table(results[suite]))
     if figure_file is not None:
-        from mheads.report.figures.communication import communication_figure
-        from mheads.report.figures.figures import save
+        from benchmarks.communication_figure import communication_figure
+        from mheads.report.figures.figure import save
 
         save(communication_figure(by_network(results["comm"])), figure_file)
     if json_file is not None:

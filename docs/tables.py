@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 from mheads.common.atomic_files import write_atomically
 from mheads.common.errors import UserError
 from mheads.config import read as configs
-from mheads.report.figures.charts import answers_figure
-from mheads.report.figures.figures import Figure, save
+from mheads.report.charts.outcomes import chart_answers
+from mheads.report.figures import Figure, draw
+from mheads.report.figures.figure import save
 from mheads.suites import findings, results, suite
 from mheads.suites.jobs import Options
 
@@ -173,7 +174,8 @@ def answers() -> Figure:
                 points[each] = mean, oracle
     found = document("standard", WHOLE)
     beside = findings.trials(found, "one_network", "top_m")
-    return answers_figure(points, baseline=beside and (f"top-{found['members']} of one network", beside.mean))
+    level = beside and (f"top-{found['members']} of one network", beside.mean)
+    return draw([chart_answers(points, level=level)])
 
 
 def main() -> None:

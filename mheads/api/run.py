@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from mheads.problems import Problem, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
+from mheads.runs.record import Record
 from mheads.training.build_from_config import make_engine
 from mheads.trees.treenet import TreeNet
 
@@ -163,17 +163,22 @@ class Run:
         export(self, Path(path), what, examples)
         return Path(path)
 
+    def plot(self, name: str) -> Figure:
+        """Draws a figure that `mheads plot` knows by this name."""
+        from mheads.report.plot import draw_figure
+        from mheads.report.shown_run import ShownRun
+
+        title, folder = self.folder.name, RunFolder(self.folder)
+        record = Record(title, folder, self.config, self.data, self.history, self.summary, finished=True)
+        return draw_figure(name, [ShownRun(record)])
+
     def plot_ownership(self) -> Figure:
         """Draws who owns which class of the test set."""
-        from mheads.report.figures.figures import ownership_figure
-
-        return ownership_figure(np.asarray(self.result.ownership), self.data.problem.groups)
+        return self.plot("ownership")
 
     def plot_history(self) -> Figure:
         """Draws the losses of training and the accuracies of the evaluations."""
-        from mheads.report.figures.figures import history_figure
-
-        return history_figure(*self.history, self.data.problem.measure)
+        return self.plot("history")
 
 
 def open_run(

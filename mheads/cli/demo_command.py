@@ -46,11 +46,14 @@ def run_demo(folder: Path, console: Console) -> None:
 
     from mheads.cli.printing.result_tables import comparison_table
     from mheads.common.atomic_files import write_atomically
-    from mheads.common.progress import Silent, Terminal
+    from mheads.common.progress import Terminal
     from mheads.config import read as configs
     from mheads.data import load
-    from mheads.report.figures.figures import ownership_figure, save
-    from mheads.report.page.several_runs import page_of_all
+    from mheads.report.charts.outcomes import map_ownership
+    from mheads.report.figures import draw
+    from mheads.report.figures.figure import save
+    from mheads.report.page.several_runs import make_comparison
+    from mheads.report.shown_run import ShownRun
     from mheads.runs.folder import RunFolder
     from mheads.runs.record import Record
     from mheads.training.loop import train_config
@@ -67,9 +70,10 @@ def run_demo(folder: Path, console: Console) -> None:
     console.print(comparison_table(results))
     owners = {title: np.asarray(result["ownership"]) for title, result in results.items() if len(result["members"]) > 1}
     picture = folder / "ownership.png"
-    save(ownership_figure(owners, load("digits").problem.groups), picture)
+    save(draw(map_ownership(owners, load("digits").problem.groups)), picture)
     console.print(ABOUT)
     page = folder / "report.html"
-    write_atomically(page, page_of_all(records, Silent(), title="Four ways to use four networks", about=ABOUT).html())
+    runs = [ShownRun(record) for record in records]
+    write_atomically(page, make_comparison(runs, "Four ways to use four networks", ABOUT).html())
     console.print(f"Who owns which digit: {picture}", soft_wrap=True)
     console.print(f"All of it, to open in a browser: {page}", soft_wrap=True)

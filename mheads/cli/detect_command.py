@@ -118,16 +118,15 @@ def show(
     from mheads.cli.printing.detector_tables import object_table
     from mheads.common.atomic_files import check_output
     from mheads.common.progress import Terminal
-    from mheads.report.detections import find_objects
-    from mheads.report.figures.detections import detections_figure
-    from mheads.report.figures.figures import save
-    from mheads.report.plot import SUFFIXES
+    from mheads.report.figures.figure import SUFFIXES, save
+    from mheads.report.figures.object_boxes import draw_objects
+    from mheads.report.find_objects import find_objects
 
     target = output or image.with_name(f"{image.stem}-objects.png")
     check_output(target, SUFFIXES)
     pixels, found = find_objects(
         run, image, Terminal(console), proposals=proposals, least=least, boxes=boxes, trust=trust
     )
-    save(detections_figure(pixels, found), target)
+    save(draw_objects(pixels, found), target)
     console.print(object_table(found, least))
     console.print(f"{target}")

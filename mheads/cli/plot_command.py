@@ -11,10 +11,8 @@ from mheads.cli.shared import Trust, console
 
 
 def plot(
-    what: Annotated[
-        str, typer.Argument(help="ownership, history, wins, k, splits, answers, disagreement or reliability.")
-    ],
-    runs: Annotated[list[Path], typer.Argument(help="Run folders; history and wins take one.")],
+    name: Annotated[str | None, typer.Argument(help="The figure; without it, all figures are listed.")] = None,
+    runs: Annotated[list[Path] | None, typer.Argument(help="Run folders; some figures take one.")] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The .png, .svg or .pdf; by default in the folder of the first run."),
@@ -26,6 +24,11 @@ def plot(
     Example: mheads plot ownership runs/mcl_k1 runs/mcl_k2 -o owners.png
     """
     from mheads.common.progress import Terminal
+    from mheads.report.plot import FIGURES
     from mheads.report.plot import plot as draw
 
-    console.print(str(draw(what, runs, output, Terminal(console), trust)), markup=False, soft_wrap=True)
+    if name is None:
+        for known, figure in FIGURES.items():
+            console.print(f"{known:12}  {figure.help}", markup=False, soft_wrap=True)
+    else:
+        console.print(str(draw(name, runs or [], output, Terminal(console), trust)), markup=False, soft_wrap=True)

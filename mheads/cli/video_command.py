@@ -26,6 +26,6 @@ def video(
     Example: mheads video runs/mcl -o mcl.gif
     """
     from mheads.common.progress import Terminal
-    from mheads.report.video import video as make
+    from mheads.report.ownership_video import make_video
 
-    console.print(str(make(run, output, pictures, seconds, Terminal(console))), markup=False, soft_wrap=True)
+    console.print(str(make_video(run, output, pictures, seconds, Terminal(console))), markup=False, soft_wrap=True)

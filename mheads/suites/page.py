@@ -10,9 +10,10 @@ from mheads.common.atomic_files import check_output, write_atomically
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.problems.metric_text import label, number
-from mheads.report.page.html import Section
+from mheads.report.page.html import Headline, PageSection
 from mheads.report.page.report import SUFFIXES
-from mheads.report.page.several_runs import Fact, best_of, page_of_all
+from mheads.report.page.several_runs import find_best, make_comparison
+from mheads.report.shown_run import ShownRun
 from mheads.runs.record import Record
 from mheads.suites import findings, results, tables
 from mheads.suites.jobs import FOLDER, Options, Planner
@@ -38,9 +39,8 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
     if not records:
         again = results.command(name, options, [options.seed])
         raise UserError(f"{folder} holds no run of {suite.name} on {options.short}: train them, {again}")
-    page = page_of_all(
-        list(records.values()),
-        watch,
+    page = make_comparison(
+        [ShownRun(record, watch) for record in records.values()],
         title=tables.title(document),
         about=suite.about,
         further=_beside(document),
@@ -51,7 +51,7 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
     return output
 
 
-def _best(document: results.Document) -> list[Fact]:
+def _best(document: results.Document) -> Headline:
     """The rows with the best means over their trials: all that have them."""
     found, percent = [], findings.in_percent(document)
     for metric in ("ensemble_mean", "oracle"):
@@ -59,16 +59,16 @@ def _best(document: results.Document) -> list[Fact]:
         means = {row: trials.mean for row, trials in rows.items() if trials is not None}
         if means:
             higher = findings.higher_is_better(document, metric)
-            value, who = best_of(means, higher, partial(number, metric=metric, percent=percent))
+            value, who = find_best(means, higher, partial(number, metric=metric, percent=percent))
             value = findings.ours(document, who[0], metric) if len(who) == 1 else value
             found.append((f"Best {label(metric)}", value, "%" if percent else "", ", ".join(who)))
     return found
 
 
-def _beside(document: results.Document) -> list[Section]:
+def _beside(document: results.Document) -> list[PageSection]:
     """The table beside the paper's, and what it claims."""
     table, claims = tables.suite_table(document), tables.claims_table(document)
-    found = [Section("table", "The table" if table.note else "Beside the paper", [table])]
+    found = [PageSection("table", "The table" if table.note else "Beside the paper", [table])]
     if claims is not None:
-        found.append(Section("claims", "What holds", [replace(claims, note=f"{claims.note} {TEST}".strip())]))
+        found.append(PageSection("claims", "What holds", [replace(claims, note=f"{claims.note} {TEST}".strip())]))
     return found

@@ -21,7 +21,8 @@ from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.config.schema import Config
 from mheads.problems.metric_text import label
-from mheads.report.figures.figures import save, suite_figure
+from mheads.report.figures.figure import save
+from mheads.report.figures.suite_rows import draw_suite
 from mheads.suites import findings, markdown, results, tables, timing
 from mheads.suites.jobs import FOLDER, Job, Options, Planner, in_order
 from mheads.suites.progress_line import Overview
@@ -261,7 +262,7 @@ def _figure(document: dict[str, Any]) -> Any:
             mean, std = (ours.mean, ours.std) if ours else (None, None)
             points.append((mean, std, paper.get("mean"), paper.get("std")))
         panels[label(metric)] = points
-    return suite_figure(rows, panels, tables.title(document))
+    return draw_suite(rows, panels, tables.title(document))
 
 
 def _warn(console: Console, message: str) -> None:

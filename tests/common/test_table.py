@@ -7,7 +7,7 @@ from rich.console import Console
 
 from mheads.common.table import Cell, Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
-from mheads.report.page.html import Page, Section
+from mheads.report.page.html import Page, PageSection
 from mheads.suites.markdown import table_lines
 
 TABLE = Table(
@@ -47,7 +47,7 @@ def test_markdown_has_whole_heads_all_columns_and_cells_that_end_no_row():
 
 
 def test_a_page_escapes_texts_and_sorts_and_aligns_by_value():
-    page = Page("pets", "", [], [Section("pets", "Pets", [TABLE])]).html()
+    page = Page("pets", "", [], [PageSection("pets", "Pets", [TABLE])]).html()
     cells = re.findall(r"<t[dh] ?([^>]*)>(.*?)</t[dh]>", page, re.DOTALL)
     assert ('class="number" data-value="4.5"', "<strong>4.50</strong>") in cells
     assert ('class="right"', "today") in cells

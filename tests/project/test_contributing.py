@@ -124,14 +124,24 @@ def turns(stride: Annotated[int, Field(ge=1, description="so many examples in a 
 
     return draw
 '''
-FIGURE = """
-from matplotlib.figure import Figure
+FIGURE = '''
+from mheads.report.charts.chart import Line, LineChart
 
 
-def sizes(records, watch, trust):
-    figure = Figure()
-    figure.subplots().bar(range(len(records)), [record.config.members for record in records])
-    return figure
+def sizes(runs):
+    """How many members runs have."""
+    members = [run.record.config.members for run in runs]
+    return [LineChart("Sizes", [Line("members", range(len(runs)), members)], "run", "members")]
+'''
+PANEL = """
+from mheads.common.errors import UserError
+from mheads.report.sizes import sizes
+
+
+def members(run):
+    if run.record.config.members == 1:
+        raise UserError("One member has no size to compare")
+    return sizes([run])
 """
 COMMAND = '''
 from pathlib import Path
@@ -219,7 +229,14 @@ def copy(tmp_path_factory):
             '"turns": SamplingEntry(turns)',
             '    "array": SamplingEntry(array),\n',
         ),
-        ("report/figures/sizes.py", FIGURE, "report/plot.py", '"sizes": sizes', '    "wins": wins,\n'),
+        ("report/sizes.py", FIGURE, "report/plot.py", '"sizes": FigureEntry(sizes)', '    "k": FigureEntry(k),\n'),
+        (
+            "report/page/members.py",
+            PANEL,
+            "report/page/one_run.py",
+            '"members": Panel("cost", members)',
+            '    "cost": Panel("cost", show_cost),\n',
+        ),
         ("cli/size_command.py", COMMAND, "cli/main.py", '"size": size', '        "tree": tree,\n'),
     ):
         (package / file).write_text(code)
@@ -371,7 +388,8 @@ def test_one_of_each_is_an_entry_and_every_command_takes_a_run_of_it(command, co
         code, out, err = command(*args)
         assert code == 0, (args, out, err)
     page = (run / "report.html").read_text()
-    assert all(word in page for word in ("absolute", "signs", "saw", "turns", "bounded"))
+    assert all(word in page for word in ("absolute", "signs", "saw", "turns", "bounded", "<h3>Sizes</h3>"))
+    assert "sizes         How many members runs have" in command("plot")[1]
     for args in (
         ["plot", "reliability", run],
         ["saliency", run],

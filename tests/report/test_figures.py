@@ -12,9 +12,13 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from mheads.common.errors import UserError
-from mheads.report.figures import figures
-from mheads.report.figures.figures import history_figure, ownership_figure, save, suite_figure
-from mheads.report.figures.overlaps import Hidden, equal, hidden
+from mheads.report.charts.chart import Line, LineChart
+from mheads.report.charts.outcomes import map_ownership
+from mheads.report.charts.over_training import chart_losses, chart_measures
+from mheads.report.charts.overlaps import Hidden, hidden_parts, name_equal_lines
+from mheads.report.figures import draw, figure
+from mheads.report.figures.figure import save
+from mheads.report.figures.suite_rows import draw_suite
 from mheads.report.page import svg
 
 DIGITS = [str(digit) for digit in range(10)]
@@ -22,6 +26,14 @@ DIGITS = [str(digit) for digit in range(10)]
 
 def counts(members: int, classes: int) -> np.ndarray:
     return np.random.default_rng(0).integers(1, 100, size=(members, classes))
+
+
+def ownership_figure(ownership, classes):
+    return draw(map_ownership(ownership if isinstance(ownership, dict) else {"": ownership}, classes))
+
+
+def history_figure(steps, evaluations, measure="accuracy, %"):
+    return draw([*([chart_losses(steps)] if steps else []), chart_measures(evaluations, measure)])
 
 
 def panels(figure):
@@ -64,11 +76,11 @@ def test_names_are_drawn_as_they_are(tmp_path):
 
 
 def test_letters_that_a_font_lacks_are_taken_from_others_that_are_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "further_fonts", lambda: ["DejaVu Serif"])
-    figure = ownership_figure(counts(2, 2), ["cat", "dog"])
+    monkeypatch.setattr(figure, "further_fonts", lambda: ["DejaVu Serif"])
+    drawn = ownership_figure(counts(2, 2), ["cat", "dog"])
     for _ in range(2):
-        save(figure, tmp_path / "a.png")
-        assert panels(figure)[0].get_xticklabels()[0].get_fontfamily() == ["sans-serif", "DejaVu Serif"]
+        save(drawn, tmp_path / "a.png")
+        assert panels(drawn)[0].get_xticklabels()[0].get_fontfamily() == ["sans-serif", "DejaVu Serif"]
 
 
 def test_several_ensembles_stand_side_by_side_with_one_colour_bar():
@@ -185,8 +197,8 @@ def test_a_failed_save_keeps_the_old_file(tmp_path):
 def test_pyplot_is_never_loaded():
     code = (
         "import sys, numpy, mheads.api.fit; assert 'matplotlib' not in sys.modules;"
-        "import mheads.report.figures.figures as f;"
-        "f.ownership_figure(numpy.ones((2, 2)), ['cat', 'dog']); assert 'matplotlib.pyplot' not in sys.modules"
+        "from mheads.report.charts.outcomes import map_ownership; from mheads.report.figures import draw;"
+        "draw(map_ownership({'': numpy.ones((2, 2))}, ['cat', 'dog'])); assert 'matplotlib.pyplot' not in sys.modules"
     )
     done = Running("--version", before=partial(exec, code, {})).finish()
     assert done.code == 0, done.err
@@ -199,10 +211,10 @@ def test_a_suite_has_panels_and_rows_for_what_is_known():
         "Ensemble-Scored": [nothing, nothing, nothing],
         "Ensemble-Mean": [nothing, nothing, theirs],
     }
-    shown = suite_figure(["one", "two", "three"], panels, "a suite").axes
+    shown = draw_suite(["one", "two", "three"], panels, "a suite").axes
     assert [panel.get_xlabel() for panel in shown] == ["Oracle", "Ensemble-Mean"]
     assert [text.get_text() for text in shown[0].get_yticklabels()] == ["one", "three"]
-    assert len(suite_figure(["one"], {"Oracle": [nothing]}, "not run yet").axes) == 1
+    assert len(draw_suite(["one"], {"Oracle": [nothing]}, "not run yet").axes) == 1
 
 
 # Losses, and lines that lie on each other.
@@ -262,7 +274,7 @@ def test_lines_that_lie_on_each_other_are_all_seen():
 def test_hidden_lines_take_turns():
     x = [1, 2, 3, 4]
     lines = [(x, [5, 5, 5, 1]), (x, [5, 5, 5, 9]), (x, [0, 5, 5, None]), (x[1:], [5, 5, 9])]
-    found = {(part.line, part.turn, part.turns, tuple(part.x)): part for part in hidden(lines, 10)}
+    found = {(part.line, part.turn, part.turns, tuple(part.x)): part for part in hidden_parts(lines, 10)}
     assert list(found) == [
         (0, 0, 2, (1, 2)),
         (0, 0, 4, (2, 3)), (1, 1, 4, (2, 3)), (2, 2, 4, (2, 3)),
@@ -272,26 +284,30 @@ def test_hidden_lines_take_turns():
     (length, gap), *_ = [part.dashes[1] for key, part in found.items() if key[2] == 4]
     starts = [-part.dashes[0] % (length + gap) for key, part in found.items() if key[2] == 4]
     assert starts == [0, length, 2 * length] and gap == 3 * length
-    assert hidden([([1], [5.0]), ([1], [5.0]), ([1], [6.0])], 10) == [Hidden(0, 0, 2, [1], [5.0])]
-    assert hidden([(x, [5.0] * 4)] * 13, 10) == []
+    assert hidden_parts([([1], [5.0]), ([1], [5.0]), ([1], [6.0])], 10) == [Hidden(0, 0, 2, [1], [5.0])]
+    assert hidden_parts([(x, [5.0] * 4)] * 13, 10) == []
 
 
 def test_lines_that_are_equal_from_end_to_end_are_named():
     x = [1, 2, 3]
     lines = [(x, [1, 2, 3]), (x, [1, 2, 3.001]), (x, [1.0, 2.0, 3.0]), (x, [None] * 3), (x, [None] * 3)]
-    assert equal(["a", "b", "c", "d", "e"], lines) == "a = c"
+    assert name_equal_lines(["a", "b", "c", "d", "e"], lines) == "a = c"
+
+
+def draw_lines(*lines):
+    return str(svg.draw_chart(LineChart("", lines, "x", "y")))
 
 
 def test_the_lines_of_a_page_are_all_seen_too():
-    lines = [svg.Line("mean", [1, 2, 3], [7, 8, 9], "ink"), svg.Line("Oracle", [1, 2, 3], [9, 8, 9], "ink dashed")]
-    assert ' again"' not in str(svg.line_chart([lines[0], svg.Line("Oracle", [1, 2, 3], [9, 8, 8])], "x", "y"))
-    lines.append(svg.Line("<member>", [2, 3], [8, 9], "s1"))
-    drawn = str(svg.line_chart(lines, "x", "y"))
+    lines = [Line("mean", [1, 2, 3], [7, 8, 9], "ink"), Line("Oracle", [1, 2, 3], [9, 8, 9], "ink", "dashed")]
+    assert ' again"' not in draw_lines(lines[0], Line("Oracle", [1, 2, 3], [9, 8, 8]))
+    lines.append(Line("<member>", [2, 3], [8, 9], 1))
+    drawn = draw_lines(*lines)
     (one, two) = re.findall(r'<g class="line ([^"]*) again"><title>(.*?)</title><path style="(.*?)" d="M(.*?)"', drawn)
     assert (one[:2], two[:2]) == (("ink", "mean"), ("ink dashed", "Oracle"))
     assert one[2] == "stroke-dasharray: 8.0 16.0; stroke-dashoffset: 24.0" and two[2].endswith("offset: 16.0")
     assert one[3] == two[3]
-    dots = [svg.Line(name, [1], [5.0], style) for name, style in (("a", "s0"), ("b", "s1"), ("c", "s2"))]
-    drawn = str(svg.line_chart(dots, "x", "y"))
+    dots = [Line(name, [1], [5.0], i) for i, name in enumerate("abc")]
+    drawn = draw_lines(*dots)
     widths = re.findall(r'again"><title>.</title><path class="dot" style="stroke-width: (.*?)"', drawn)
     assert widths == ["5.3", "2.7"]  # two thirds and a third of the dot on top

@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +19,13 @@ from matplotlib.image import imread
 from mheads.common.progress import Silent
 from mheads.config import read as configs
 from mheads.problems import metrics
-from mheads.report import plot
-from mheads.report.figures import charts
-from mheads.report.figures.detections import detections_figure
-from mheads.report.figures.figures import save
+from mheads.report.charts import outcomes
+from mheads.report.charts.over_training import chart_wins
+from mheads.report.figures import draw
+from mheads.report.figures.figure import save
+from mheads.report.figures.object_boxes import draw_objects
+from mheads.report.plot import FIGURES, draw_figure
+from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
 from mheads.runs.record import Record, read_all
 from mheads.training.loop import train_config
@@ -63,6 +68,16 @@ def test_every_plot_is_drawn_at_a_size_that_can_be_read(mheads, runs, tmp_path, 
     picture = imread(file)
     assert picture.shape[1] >= 600
     assert np.ptp(picture[..., :3]) > 0.5
+
+
+def test_the_figures_are_listed_by_the_command_and_in_the_docs(mheads):
+    done = mheads("plot")
+    assert done.code == 0 and [line.split()[0] for line in done.out.splitlines()] == list(FIGURES)
+    page = (Path(__file__).parents[2] / "docs/runs.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \| (.*) \|$", page.partition("| NAME |")[2].partition("\n\n")[0], re.MULTILINE) == [
+        (name, figure.help) for name, figure in FIGURES.items()
+    ]
+    assert "give the run folders that wins shows" in mheads("plot", "wins").err
 
 
 def test_without_a_file_the_picture_is_in_the_folder_of_the_first_run(mheads, runs):
@@ -146,8 +161,8 @@ def test_titles_tell_runs_apart(runs, tmp_path):
 
 def test_wins_are_those_of_the_log(runs):
     steps = Record.read(runs["mcl_k1"]).log.steps
-    assert {line.get_marker() for line in charts.wins_figure(steps[:1]).axes[0].lines} == {"o"}  # one point is seen
-    (panel,) = charts.wins_figure(steps).axes
+    assert {line.get_marker() for line in draw([chart_wins(steps[:1])]).axes[0].lines} == {"o"}  # one point is seen
+    (panel,) = draw([chart_wins(steps)]).axes
     assert [line.get_label() for line in panel.lines] == [f"member {m}" for m in range(4)]
     for m, line in enumerate(panel.lines):
         np.testing.assert_allclose(line.get_ydata(), [100 * step["wins"][m] for step in steps])
@@ -156,16 +171,16 @@ def test_wins_are_those_of_the_log(runs):
 
 def test_a_run_may_be_called_whatever_a_folder_can(tmp_path):
     bins = {"$\\frac{$ \udc80": {"confidence": [50.0], "accuracy": [40.0], "examples": [3]}}
-    save(charts.reliability_figure(bins), tmp_path / "a.png")
+    save(draw([outcomes.chart_reliability(bins)]), tmp_path / "a.png")
     found = {"mean": [("$\\frac{$", 0.5, np.array([1, 1, 6, 6])), (90 * "a", 0.4, np.array([0, 0, 5, 5]))]}
-    save(detections_figure(np.zeros((8, 9, 3), np.uint8), found), tmp_path / "b.png")
+    save(draw_objects(np.zeros((8, 9, 3), np.uint8), found), tmp_path / "b.png")
     assert imread(tmp_path / "a.png").std() > 0.05 < imread(tmp_path / "b.png").std()
 
 
 def test_names_of_objects_stay_in_the_image(tmp_path):
     boxes = [np.array(box) for box in ([0, 0, 20, 20], [280, 100, 319, 150], [200, 3, 310, 90])]
     found = [("tvmonitor", 1.0, box) for box in boxes]
-    figure = detections_figure(np.zeros((200, 320, 3), np.uint8), dict.fromkeys("abc", found))
+    figure = draw_objects(np.zeros((200, 320, 3), np.uint8), dict.fromkeys("abc", found))
     save(figure, tmp_path / "a.png")
     panel = figure.axes[0]
     inside = panel.get_window_extent().padded(2)
@@ -179,13 +194,13 @@ def test_trials_are_drawn_as_mean_and_deviation():
     def result(value):
         return {"members": [value], "single": value, "ensemble_mean": value + 1, "oracle": value + 2, "parameters": 5}
 
-    panel = charts.choices_figure({2: [result(10.0), result(20.0)], 1: [result(30.0)]}).axes[0]
+    panel = draw([outcomes.chart_k({2: [result(10.0), result(20.0)], 1: [result(30.0)]})]).axes[0]
     oracle = next(c for c in panel.containers if c.get_label() == "Oracle")
     assert list(oracle[0].get_ydata()) == [32, 17]
     heights = [float(np.ptp(segment[:, 1])) for segment in oracle[2][0].get_segments()]
     assert heights == pytest.approx([0, 2 * np.std([10, 20], ddof=1)])
-    members = [list(line.get_ydata()) for line in panel.lines if line.get_color() == "0.6"]
-    assert members == [[30.0], [10.0, 20.0]]
+    (members,) = [line for line in panel.lines if line.get_label() == "members"]
+    assert members.get_xydata().tolist() == [[1, 30], [2, 10], [2, 20]]
 
 
 def test_an_oracle_that_is_no_better_than_the_mean_is_seen_beside_it():
@@ -195,8 +210,8 @@ def test_an_oracle_that_is_no_better_than_the_mean_is_seen_beside_it():
         return {"members": [value] * 2, "single": value, "ensemble_mean": value, "oracle": value, "parameters": 5}
 
     for panel in (
-        charts.choices_figure({1: [result(30.0)], 2: [result(20.0)]}).axes[0],
-        charts.splits_figure({"none": [result(30.0)], "single": [result(20.0)]}).axes[0],
+        draw([outcomes.chart_k({1: [result(30.0)], 2: [result(20.0)]})]).axes[0],
+        draw([outcomes.chart_splits({"none": [result(30.0)], "single": [result(20.0)]})]).axes[0],
     ):
         (again,) = (found for found in panel.collections if isinstance(found, LineCollection))
         first, second = (line for line in panel.lines if line.get_linestyle() != "None")
@@ -207,7 +222,7 @@ def test_an_oracle_that_is_no_better_than_the_mean_is_seen_beside_it():
 
 def test_names_of_answers_are_apart_and_inside_the_figure():
     places = np.random.default_rng(0).normal(80, 0.4, (12, 2))
-    drawn = charts.answers_figure({f"a longer name {i}": tuple(place) for i, place in enumerate(places)})
+    drawn = draw([outcomes.chart_answers({f"a longer name {i}": tuple(place) for i, place in enumerate(places)})])
     panel = drawn.axes[0]
     texts = [text for text in panel.texts if text.get_text()]
     assert [text.get_text() for text in texts] == [f"a longer name {i}" for i in range(12)]
@@ -225,7 +240,8 @@ def test_names_of_answers_are_apart_and_inside_the_figure():
     ],
 )
 def test_the_axis_of_answers_says_what_runs_answer_with(scored, axis, named):
-    figure = charts.answers_figure({"a": (80.0, 90.0), "b": (81.0, 91.0), "c": (80.0, 90.0)}, scored=scored)
+    runs = {"a": (80.0, 90.0), "b": (81.0, 91.0), "c": (80.0, 90.0)}
+    figure = draw([outcomes.chart_answers(runs, scored=scored)])
     (panel,) = figure.axes
     assert panel.get_xlabel() == axis
     markers = ["s" if name in scored else "o" for name in "abc"]
@@ -240,7 +256,7 @@ def test_the_axis_of_answers_says_what_runs_answer_with(scored, axis, named):
 def test_a_run_with_scores_is_drawn_by_them(runs):
     plain, scored = (Record.read(runs[name]) for name in ("mcl_k1", "tree"))
     scored = dataclasses.replace(scored, result=scored.result | {"ensemble_scored": 12.5})
-    (panel,) = plot.answers([plain, scored]).axes
+    (panel,) = draw_figure("answers", [ShownRun(plain), ShownRun(scored)]).axes
     assert [line.get_xdata()[0] for line in panel.lines[:2]] == [plain.result["ensemble_mean"], 12.5]
     assert [line.get_marker() for line in panel.lines[:2]] == [
         "o",
@@ -278,10 +294,10 @@ def test_figures_of_an_oracle_show_the_guesses_of_one_network(runs):
     alone, several = Record.read(runs["independent"]), Record.read(runs["mcl_k1"])
     members = several.config.members
     level = alone.result["top_k"]["single"][members - 1]
-    for figure in (plot.answers([alone, several]), plot.choices([alone, several])):
+    for figure in (draw_figure(name, [ShownRun(alone), ShownRun(several)]) for name in ("answers", "k")):
         (panel,) = figure.axes
         (line,) = [line for line in panel.lines if line.get_linestyle() == ":"]
         assert list(line.get_ydata()) == [level, level]
         assert line.get_label() == f"top-{members} of one network (the mean member of {alone.title})"
-    (panel,) = plot.answers([several]).axes
+    (panel,) = draw_figure("answers", [ShownRun(several)]).axes
     assert not [line for line in panel.lines if line.get_linestyle() == ":"]  # MCL's members are not one network

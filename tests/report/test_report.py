@@ -23,9 +23,16 @@ from mheads.common.table import Cell, Table
 from mheads.config import read as configs
 from mheads.problems import Classification
 from mheads.problems.metrics import compute
-from mheads.report.page import curves, describe, evidence, one_run, report, several_runs, svg
+from mheads.report import evidence, shown_run
+from mheads.report.charts.chart import Line, LineChart
+from mheads.report.charts.outcomes import chart_reliability, map_ownership_over_time
+from mheads.report.charts.over_training import chart_losses
+from mheads.report.page import describe, report, several_runs, svg
 from mheads.report.page import html as page
-from mheads.report.page.one_run import page_of
+from mheads.report.page.one_run import make_page, show_saliency
+from mheads.report.page.run_results import tabulate_result
+from mheads.report.page.tree_svg import StageBox, draw_tree, name_members
+from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
 from mheads.runs.record import Record
@@ -119,29 +126,29 @@ def test_a_page_has_every_section_and_asks_nobody_for_anything(mheads, runs):
 
 def test_the_numbers_are_those_of_the_result(runs):
     record = Record.read(runs["mcl_k1"])
-    made = report._page([record], Silent(), trust=False)
+    made = report.make_any_page([record], Silent(), trust=False)
     beside = record.result["top_k"]["ensemble_mean"][record.config.members - 1]
     shown = [record.result["ensemble_mean"], record.result["oracle"], beside, record.result["single"]]
     assert [entry[1] for entry in made.headline] == [f"{value:.2f}" for value in shown]
     sections = {section.name: section for section in made.sections}
-    learned, owned = (part.grids[0] for part in sections["ownership"].parts)
+    learned, owned = (part.maps[0] for part in sections["ownership"].parts)
     counts = np.asarray(record.result["ownership"])
-    np.testing.assert_array_equal(owned.cells[-1], np.round(100 * counts / counts.sum(0)))
-    assert owned.labels == ["iteration 3", "iteration 6"]
-    assert learned.labels == [f"iteration {i}" for i in (2, 3, 5, 6)]
+    np.testing.assert_array_equal(page.cells(owned)[-1], np.round(100 * counts / counts.sum(0)))
+    assert owned.moments == ["iteration 3", "iteration 6"]
+    assert learned.moments == [f"iteration {i}" for i in (2, 3, 5, 6)]
     steps = record.assignments()["steps"]
     totals = steps[0].sum(0)
     there = totals > 0
-    np.testing.assert_array_equal(learned.cells[0][:, there], np.round(100 * steps[0][:, there] / totals[there]))
-    differ = sections["agreement"].parts[0].grids[0]
-    assert differ.cells[0, 1, 2] == round(record.result["disagreement_pairs"][1][2])
-    assert differ.cells[0, 1, 1] == page.NOTHING
-    assert base64.b64decode(owned.data["cells"]) == owned.cells.tobytes()
+    np.testing.assert_array_equal(page.cells(learned)[0][:, there], np.round(100 * steps[0][:, there] / totals[there]))
+    differ = sections["agreement"].parts[0].maps[0]
+    assert page.cells(differ)[0, 1, 2] == round(record.result["disagreement_pairs"][1][2])
+    assert page.cells(differ)[0, 1, 1] == page.NOTHING
+    assert base64.b64decode(page.encode_cells(owned)["cells"]) == page.cells(owned).tobytes()
 
 
 def test_confusion_and_hardest_examples_follow_from_the_outputs(runs):
     record = Record.read(runs["tree"])
-    found = evidence.examine(record, evidence.network(record, Silent(), False), Silent())
+    found = ShownRun(record).evidence
     outputs, labels = evaluate.outputs_of(runs["tree"])
     p = outputs.double().softmax(-1)
     p = torch.cat([p.mean(0)[None], p])
@@ -163,28 +170,29 @@ def test_confusion_and_hardest_examples_follow_from_the_outputs(runs):
 
 def test_soft_labels_are_shown_by_their_most_probable_class(runs):
     record = Record.read(runs["soft"])
-    parts = {section.name: section.parts for section in page_of(record, Silent()).sections}
+    parts = {section.name: section.parts for section in make_page(ShownRun(record)).sections}
     assert list(parts) == SECTIONS
     assert not [part for part in parts.values() if part[0].kind == "missing"]
-    np.testing.assert_allclose(parts["agreement"][1].grids[0].cells.sum(2), 100, atol=2)  # of each true class
-    assert len(parts["ownership"][0].grids[0].pictures) == 4
+    np.testing.assert_allclose(
+        page.cells(parts["agreement"][1].maps[0]).astype(int).sum(2), 100, atol=2
+    )  # of each true class
+    assert len(parts["ownership"][0].maps[0].pictures) == 4
 
 
-def test_one_network_is_not_called_an_ensemble():
-    bins = {name: {"confidence": [50.0], "accuracy": [40.0], "examples": [3]} for name in ("members", "Ensemble-Mean")}
-    assert [name for _, name in curves.reliability(bins, 1).legend] == ["as accurate as confident", "network"]
-    assert [name for _, name in curves.reliability(bins, 2).legend[1:]] == ["members", "Ensemble-Mean"]
+def test_one_network_is_not_called_an_ensemble(runs):
+    for name, lines in (("single", ["the network"]), ("tree", ["members", "Ensemble-Mean"])):
+        legend = chart_reliability(ShownRun(Record.read(runs[name])).reliability).legend
+        assert [line.name for line in legend] == ["as accurate as confident", *lines]
 
 
 def test_the_energy_of_the_owners_maps_is_measured_on_the_page(runs):
     record = Record.read(runs["tree"])
-    net = evidence.network(record, Silent(), False)
-    found = evidence.looked_at(record, net, evidence.examine(record, net, Silent()), Silent())
+    (found,) = show_saliency(ShownRun(record))
     assert re.search(r"^Owner \d+\.\d\d times the energy of the others, on [\d,]+ images\.$", found.note)
     ((_, source, text),) = found.pictures
     assert source.startswith("data:image/png;base64,")
     assert "6 images" in text
-    assert f'<p class="wide dim">{found.note}</p>' in page_of(record, Silent()).html()
+    assert f'<p class="wide dim">{found.note}</p>' in make_page(ShownRun(record)).html()
 
 
 def test_names_from_data_are_shown_and_not_run(mheads, runs):
@@ -316,7 +324,7 @@ def test_the_confusions_of_the_mean_are_those_of_the_mean_that_was_trained(tmp_p
     config = configs.load("digits", [*QUICK, "loss=score_averaged", "data.limit=400", "optim.iterations=30"])
     train_config(config, folder, Silent())
     record = Record.read(folder.path)
-    found = evidence.examine(record, evidence.network(record, Silent(), False), Silent()).confusion[0]
+    found = ShownRun(record).evidence.confusion[0]
     assert 100 * np.trace(found) / found.sum() == pytest.approx(record.result["ensemble_mean"])
     outputs, labels = evaluate.outputs_of(folder.path)
     assert record.result["ensemble_mean"] != pytest.approx(compute(outputs, labels).ensemble_mean)
@@ -397,13 +405,13 @@ class Warned(Silent):
 
 
 def test_a_watched_page_follows_until_the_run_is_finished(runs, tmp_path, monkeypatch):
-    build, watch = evidence.build_net_of_run, Warned()
+    build, watch = shown_run.build_net_of_run, Warned()
 
     def warning(folder, config, warn, trust):
         warn("other code")
         return build(folder, config, warn, trust=trust)
 
-    monkeypatch.setattr(evidence, "build_net_of_run", warning)
+    monkeypatch.setattr(shown_run, "build_net_of_run", warning)
     folder, file = tmp_path / "run", tmp_path / "page.html"
     shutil.copytree(runs["mcl_k1"], folder)
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -462,14 +470,16 @@ def test_ctrl_c_leaves_a_page_that_no_longer_loads_itself(runs, tmp_path):
 def test_a_long_history_of_many_classes_stays_small():
     counts = np.random.default_rng(0).integers(0, 5, size=(256, 50, 1000))
     names = [f"class {c}" for c in range(1000)]
-    grid = page.ownership_grid("owned", "", np.arange(256), counts, names)
-    assert grid.cells.shape[1:] == (50, page.MOST_CLASSES)
-    assert grid.cells.size <= page.MOST_CELLS
-    assert (grid.labels[0], grid.labels[-1]) == ("iteration 0", "iteration 255")
+    grid = page.thin_out(map_ownership_over_time("owned", "", np.arange(256), counts, names))
+    assert grid.percents.shape[1:] == (50, page.MOST_COLUMNS)
+    assert grid.percents.size <= page.MOST_CELLS
+    assert (grid.moments[0], grid.moments[-1]) == ("iteration 0", "iteration 255")
 
 
 def test_lines_have_gaps_where_there_is_no_number():
-    drawn = str(svg.line_chart([svg.Line("<a>", [0, 1, 2, 3, 4], [1.0, 2.0, None, float("nan"), 3.0])], "x", "y"))
+    drawn = str(
+        svg.draw_chart(LineChart("", [Line("<a>", [0, 1, 2, 3, 4], [1.0, 2.0, None, float("nan"), 3.0])], "x", "y"))
+    )
     assert drawn.count("<path") == 2 and drawn.count('class="dot"') == 1
     assert "<title>&lt;a&gt;</title>" in drawn and "nan" not in drawn
     assert svg._ticks(0, 100) == [0, 20, 40, 60, 80, 100]
@@ -477,11 +487,11 @@ def test_lines_have_gaps_where_there_is_no_number():
 
 
 def test_many_leaves_that_are_alike_are_drawn_once():
-    stages = {"trunk": svg.Stage("trunk", ("conv",), tuple(range(40)), tuple(f"b/{m}" for m in range(40)), 5)}
-    stages |= {f"b/{m}": svg.Stage(f"b/{m}", ("fc",), (m,), (), 7) for m in range(40)}
-    drawn = str(svg.tree(stages, ["trunk"], "3"))
+    stages = {"trunk": StageBox("trunk", ("conv",), tuple(range(40)), tuple(f"b/{m}" for m in range(40)), 5)}
+    stages |= {f"b/{m}": StageBox(f"b/{m}", ("fc",), (m,), (), 7) for m in range(40)}
+    drawn = str(draw_tree(stages, ["trunk"], "3"))
     assert drawn.count("<rect") == 3 and "members 0 to 39" in drawn
-    assert [svg._members(m) for m in ((3,), (1, 2), (0, 2))] == ["member 3", "members 1 to 2", "members 0, 2"]
+    assert [name_members(m) for m in ((3,), (1, 2), (0, 2))] == ["member 3", "members 1 to 2", "members 0, 2"]
 
 
 # In a browser.
@@ -574,7 +584,7 @@ def _rows_are_sorted(browser, file):
 
 def _the_page_follows(browser, run):
     """A page of a run that goes on loads itself again, and stays where the reader was."""
-    made = dataclasses.replace(report._page([Record.read(run)], Silent(), False, look=False), refresh=2)
+    made = dataclasses.replace(report.make_any_page([Record.read(run)], Silent(), False, look=False), refresh=2)
     file = run / "live.html"
     file.write_text(made.html())
     browser.open(file)
@@ -625,7 +635,7 @@ def test_the_hardest_examples_are_the_ensembles_and_not_those_of_most_members():
     sure, said = torch.cat([p.mean(0)[None], p]).max(-1)
     of_truth = p.mean(0)[range(len(labels)), labels]
     table = SimpleNamespace(shape=(4,))
-    found = evidence._hardest(
+    found = evidence.choose_hardest(
         table, ["a", "b", "c"], ["Ensemble-Mean"], said.numpy(), sure.numpy(), labels, of_truth.numpy()
     )
     assert [example.number for example in found] == [1, 3, 4, 0, 2]
@@ -649,11 +659,11 @@ def test_all_runs_that_are_equal_as_shown_are_the_best():
         recorded("two", {"ensemble_mean": 98.0, "oracle": 99.5}),
         recorded("three", {"ensemble_mean": 99.169, "oracle": 99.4}),
     ]
-    assert several_runs._headline(runs) == [
+    assert several_runs.headline(runs) == [
         ("Best Ensemble-Mean", "99.17", "%", "one, three"),
         ("Best Oracle", "99.50", "%", "two"),
     ]
-    assert several_runs.best_of({"a": 0.5, "b": 0.25, "c": 0.2501}, False, "{:.2f}".format) == ("0.25", ["b", "c"])
+    assert several_runs.find_best({"a": 0.5, "b": 0.25, "c": 0.2501}, False, "{:.2f}".format) == ("0.25", ["b", "c"])
 
 
 def test_all_rows_of_a_suite_that_are_equal_as_shown_are_the_best():
@@ -669,18 +679,23 @@ def test_all_rows_of_a_suite_that_are_equal_as_shown_are_the_best():
     ]
 
 
+def compared(records):
+    (chart,) = several_runs.show_one_answer([ShownRun(record) for record in records])
+    return chart
+
+
 def test_runs_with_scores_are_compared_by_what_they_answer_with_and_say_so():
     mean = recorded("plain", {"ensemble_mean": 90.0, "oracle": 95.0}, {"ensemble_mean": 91.0, "oracle": 96.0})
     results = [{"ensemble_mean": 10.0 + i, "ensemble_scored": 92.0 + i, "oracle": 97.0} for i in (0, 1)]
     scored = recorded("scored", *results)
-    assert several_runs._headline([mean, scored])[0] == ("Best one answer", "93.00", "%", "scored (Ensemble-Scored)")
-    chart = curves.one_answer([mean, scored])
-    assert (chart.title, [name for _, name in chart.legend]) == (
+    assert several_runs.headline([mean, scored])[0] == ("Best one answer", "93.00", "%", "scored (Ensemble-Scored)")
+    chart = compared([mean, scored])
+    assert (chart.title, [line.name for line in chart.legend]) == (
         "One answer", ["plain, Ensemble-Mean", "scored, Ensemble-Scored"],
     )  # fmt: skip
-    assert "plain, Ensemble-Mean: from 90 to 91; scored, Ensemble-Scored: from 92 to 93" in str(chart.svg)
-    chart = curves.one_answer([mean, mean])
-    assert (chart.title, [name for _, name in chart.legend]) == ("Ensemble-Mean", ["plain", "plain"])
+    assert "plain, Ensemble-Mean: from 90 to 91; scored, Ensemble-Scored: from 92 to 93" in str(svg.draw_chart(chart))
+    chart = compared([mean, mean])
+    assert (chart.title, [line.name for line in chart.legend]) == ("Ensemble-Mean", ["plain", "plain"])
 
 
 def test_the_loss_that_is_trained_is_drawn_beside_the_members_own():
@@ -688,14 +703,17 @@ def test_the_loss_that_is_trained_is_drawn_beside_the_members_own():
         {"iteration": i, "loss": loss, "member_losses": [own, own + 1]}
         for i, loss, own in ((1, 0.7, 6.0), (2, 0.1, 16.0), (3, 0.01, 9.0))
     ]
-    chart = curves.losses(Log(steps, []))
-    assert [name for _, name in chart.legend] == ["member 0", "member 1", "trained loss"]
-    assert ("ink", "trained loss") in chart.legend
-    assert "trained loss: from 0.7 to 0.01" in str(chart.svg) and "may rise meanwhile" in chart.note
+    chart = chart_losses(steps)
+    assert [line.name for line in chart.legend] == ["member 0", "member 1", "trained loss"]
+    assert chart.legend[-1].colour == "ink"
+    assert "trained loss: from 0.7 to 0.01" in str(svg.draw_chart(chart)) and "may rise meanwhile" in chart.note
     # By the logarithm, a third of the way from 0.01 to 10 is 0.1.
-    assert [text for text in re.findall(r'class="end">([^<]*)<', str(chart.svg)) if "." in text] == ["0.01", "0.1"]
+    assert [text for text in re.findall(r'class="end">([^<]*)<', str(svg.draw_chart(chart))) if "." in text] == [
+        "0.01",
+        "0.1",
+    ]
     old = [{key: value for key, value in step.items() if key != "loss"} for step in steps]
-    assert [name for _, name in curves.losses(Log(old, [])).legend] == ["member 0", "member 1"]
+    assert [line.name for line in chart_losses(old).legend] == ["member 0", "member 1"]
 
 
 def test_a_run_that_is_not_finished_is_not_set_beside_the_paper():
@@ -704,5 +722,5 @@ def test_a_run_that_is_not_finished_is_not_set_beside_the_paper():
     for finished, head in ((True, ["measure", "here", "paper", "difference"]), (False, ["measure", "here"])):
         record = dataclasses.replace(recorded("run", result), config=config, finished=finished)
         record.data.problem = SimpleNamespace(name="classification", rows=lambda result: [("Oracle", "80.00 %")])
-        (table,) = one_run._results(record, paper_figures)
+        table = tabulate_result(record, paper_figures)
         assert table.head == head

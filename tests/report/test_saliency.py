@@ -20,7 +20,7 @@ from mheads.common.progress import Silent
 from mheads.config import read as configs
 from mheads.data.readers.digits_images import read_digits
 from mheads.networks import INPUT_SHAPES, NETWORKS
-from mheads.report.figures.saliency_maps import saliency_figure, scaled
+from mheads.report.figures.saliency_maps import saliency_figure, scale_maps
 from mheads.report.saliency import Energy, Saliency, choose, explain, guided_backprop
 from mheads.runs.folder import RunFolder
 from mheads.training.loop import train_config
@@ -323,7 +323,7 @@ def test_a_row_is_drawn_on_one_scale_and_its_owner_marked(explained):
             assert panel.get_xlabel() == f"{100 * explained.probabilities[k, i]:.0f} %" + (", owner" if owns else "")
             assert panel.spines["top"].get_visible() == owns
     assert "Grey is zero" in figure.get_supxlabel()
-    assert np.all(scaled(np.zeros((2, 4, 4, 1))) == 0.5)
+    assert np.all(scale_maps(np.zeros((2, 4, 4, 1))) == 0.5)
 
 
 def test_of_many_members_those_that_own_are_shown():

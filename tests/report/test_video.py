@@ -9,9 +9,10 @@ from PIL import Image
 
 from mheads.common.progress import Silent
 from mheads.config import read as configs
-from mheads.report.figures import video
-from mheads.report.figures.video import BAR, ownership_frames, shares_of
-from mheads.report.video import class_pictures, plain_colours
+from mheads.report.charts.outcomes import share_out
+from mheads.report.class_pictures import picture_classes, plain_colours
+from mheads.report.figures import video_frames as video
+from mheads.report.figures.video_frames import BAR, ownership_frames
 from mheads.runs.folder import RunFolder
 from mheads.training.loop import train_config
 
@@ -45,7 +46,7 @@ def cells(frame, members, classes):
 
 def test_a_picture_is_as_bright_as_the_member_owns_the_class():
     first, between, last = ownership_frames(np.array([10, 20]), COUNTS, WHITE, CLASSES, 3)
-    shares = shares_of(COUNTS)
+    shares = share_out(COUNTS, lasting=True)
     for frame, share in ((first, shares[0]), (between, shares.mean(0)), (last, shares[1])):
         assert frame.shape[0] % 2 == frame.shape[1] % 2 == 0  # as video players want
         bright = video.DARKEST + (1 - video.DARKEST) * share
@@ -54,7 +55,7 @@ def test_a_picture_is_as_bright_as_the_member_owns_the_class():
 
 
 def test_a_class_that_did_not_occur_keeps_its_owner():
-    assert shares_of(COUNTS)[:, :, 2].tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert share_out(COUNTS, lasting=True)[:, :, 2].tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 def test_of_very_many_classes_the_contested_ones_are_shown():
@@ -90,7 +91,7 @@ def test_an_mp4_plays_and_shows_the_frames(mheads, run, tmp_path):
 
     record = Record.read(run)
     found = record.assignments()
-    pictures = class_pictures(record, "typical", Silent())
+    pictures = picture_classes(record, "typical")
     made = list(ownership_frames(found["moments"], found["steps"], pictures, record.data.problem.groups, 50))
     assert len(made) == 50
     decoded = np.frombuffer(player.stdout, np.uint8).reshape(50, *made[0].shape)
@@ -120,8 +121,8 @@ def test_pictures_are_examples_of_their_class_or_their_mean(run):
     from mheads.runs.record import Record
 
     record, data = Record.read(run), load("digits")
-    means = class_pictures(record, "mean", Silent())
-    typical = class_pictures(record, "typical", Silent())
+    means = picture_classes(record, "mean")
+    typical = picture_classes(record, "typical")
     examples = data.train.read(np.arange(200), None).numpy()
     for label in range(10):
         own = examples[data.train.targets[:200] == label].astype(float)

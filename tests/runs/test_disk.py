@@ -23,7 +23,7 @@ from mheads.data import file_digests
 from mheads.data.detection import proposals
 from mheads.data.detection.voc import Scene
 from mheads.data.readers import cache as caches
-from mheads.report.figures.video import write_video
+from mheads.report.figures.video_frames import write_video
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 COMMANDS = {

@@ -22,7 +22,8 @@ from mheads.common.progress import Silent
 from mheads.config import read as configs
 from mheads.problems import PROBLEMS
 from mheads.problems.metrics import Result
-from mheads.report.page.one_run import page_of
+from mheads.report.page.one_run import make_page
+from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
 from mheads.runs.manifest import Manifest
 from mheads.runs.record import Record
@@ -82,7 +83,7 @@ def show(run, watch):
 
 
 def draw(run, watch):
-    page_of(Record.read(run, lenient=True), watch, look=False).html()
+    make_page(ShownRun(Record.read(run, lenient=True), watch, look=False)).html()
 
 
 @pytest.mark.parametrize("part", range(5))

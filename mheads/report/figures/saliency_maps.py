@@ -7,11 +7,13 @@ from textwrap import wrap
 
 import numpy as np
 
-from mheads.report.figures.figures import DPI, PALETTE, Figure, shorten, written
+from mheads.report.charts.chart import printable, shorten
+from mheads.report.figures.figure import PALETTE, Figure
 
 CELL = 0.86  # inches
 LARGEST = 99.5  # percentile of a row's gradients that is shown as black or white: single pixels would dim all others
 MARK = PALETTE[5]
+CAPTION = f"Grey is zero, full contrast the {LARGEST:g}th percentile of all gradients in the row."
 SHORT = 12  # letters of a name below an image
 
 
@@ -39,21 +41,20 @@ def saliency_figure(
     lines = max(title.count("\n") for title in columns) + 1
     width = CELL * 1.06 * (num + 1) + 0.1
     note = wrap(f"{CAPTION} {caption}", int(19 * width))  # as many letters of this size stand side by side
-    size = (width, height * rows + 0.2 * lines + 0.17 * len(note) + 0.1)
-    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    figure = Figure(width, height * rows + 0.2 * lines + 0.17 * len(note) + 0.1)
     figure.get_layout_engine().set(w_pad=0.015, h_pad=0.015, wspace=0, hspace=0)  # type: ignore[union-attr,call-arg]
     panels = figure.subplots(rows, num + 1, squeeze=False)
     for panel in panels.flat:
         panel.set(xticks=[], yticks=[])
         panel.spines[:].set_visible(False)
     for title, panel in zip(("image", *columns), panels[0], strict=True):
-        panel.set_title(written(title), fontsize=8, pad=3, parse_math=False)
+        panel.set_title(printable(title), fontsize=8, pad=3, parse_math=False)
     for i in range(rows):
-        panels[i, 0].imshow(_shown(images[i]), cmap="gray", vmin=0, vmax=1, aspect=aspect)
+        panels[i, 0].imshow(_without_channel(images[i]), cmap="gray", vmin=0, vmax=1, aspect=aspect)
         panels[i, 0].set_xlabel(shorten(classes[i], SHORT), fontsize=8, labelpad=2, parse_math=False)
-        for k, shown in enumerate(scaled(maps[:, i])):
+        for k, brightness in enumerate(scale_maps(maps[:, i])):
             panel, owns = panels[i, k + 1], k == owners[i]
-            panel.imshow(_shown(shown), cmap="gray", vmin=0, vmax=1, aspect=aspect)
+            panel.imshow(_without_channel(brightness), cmap="gray", vmin=0, vmax=1, aspect=aspect)
             label = f"{100 * probabilities[k, i]:.0f} %" + (", owner" if owns else "")
             panel.set_xlabel(label, fontsize=8, labelpad=2, fontweight="bold" if owns else "normal")
             if owns:
@@ -62,14 +63,11 @@ def saliency_figure(
     return figure
 
 
-CAPTION = f"Grey is zero, full contrast the {LARGEST:g}th percentile of all gradients in the row."
-
-
-def scaled(maps: np.ndarray) -> np.ndarray:
+def scale_maps(maps: np.ndarray) -> np.ndarray:
     """The maps of a row as brightness: zero at 0.5, black and white at the same gradient in all of them."""
     largest = np.percentile(np.abs(maps), LARGEST) or np.abs(maps).max() or 1.0
     return np.clip(0.5 + 0.5 * maps / largest, 0, 1)
 
 
-def _shown(picture: np.ndarray) -> np.ndarray:
+def _without_channel(picture: np.ndarray) -> np.ndarray:
     return picture[..., 0] if picture.shape[-1] == 1 else picture

@@ -26,22 +26,19 @@ def sentence(record: Record) -> str:
         who = f"One network, {config.model}"
     else:
         number = NUMBERS[config.members] if config.members < len(NUMBERS) else f"{config.members:,}"
-        who = f"{number} {config.model} networks {_shared(config)}"
+        who = f"{number} {config.model} networks {describe_sharing(config)}"
     alone = config.members == 1 and config.loss.name == "independent"
-    return f"{who}, trained on {record.data.name}{'' if alone else f' {loss_words(config)}'}."
+    return f"{who}, trained on {record.data.name}{'' if alone else f' {describe_loss(config)}'}."
 
 
-def _shared(config: Config) -> str:
-    if config.split is None or isinstance(config.split, int):
+def describe_sharing(config: Config) -> str:
+    if isinstance(config.split, int | None):
         return "with nothing in common"
-    return (
-        f"that share their layers up to {config.split}"
-        if isinstance(config.split, str)
-        else "in a tree of shared layers"
-    )
+    named = isinstance(config.split, str)
+    return f"that share their layers up to {config.split}" if named else "in a tree of shared layers"
 
 
-def loss_words(config: Config) -> str:
+def describe_loss(config: Config) -> str:
     loss = config.loss
     if loss.name == "independent":
         return "each by itself"
@@ -56,8 +53,8 @@ def loss_text(config: Config) -> str:
     """The loss, its options, and what its module says of it."""
     loss = config.loss
     options = ", ".join(f"{key}={short(value)}" for key, value in loss.options.items())
-    said = (sys.modules[LOSSES[loss.name].__module__].__doc__ or "").split("\n")[0] if loss.name in LOSSES else ""
-    return f"{loss.name}{f' ({options})' if options else ''}{f'. {said}' if said else ''}"
+    about = (sys.modules[LOSSES[loss.name].__module__].__doc__ or "").split("\n")[0] if loss.name in LOSSES else ""
+    return f"{loss.name}{f' ({options})' if options else ''}{f'. {about}' if about else ''}"
 
 
 def facts(record: Record) -> list[tuple[str, str]]:
@@ -67,7 +64,8 @@ def facts(record: Record) -> list[tuple[str, str]]:
     schedule = " ".join([optim.schedule.name, *(f"{k}={short(v)}" for k, v in optim.schedule.options.items())])
     classes = getattr(data.problem, "classes", ())
     of_classes = f" of {count(len(classes), 'class', 'es')}" if classes else ""
-    found = [
+    placement = [("Placement", short(config.placement))] if config.placement != "default" else []
+    return [
         ("Network", config.model + (f" {short(config.model_args)}" if config.model_args else "")),
         ("Members", f"{config.members}" + ("" if config.split is None else f", split {short(config.split)}")),
         ("Loss", loss_text(config)),
@@ -80,10 +78,8 @@ def facts(record: Record) -> list[tuple[str, str]]:
             + f"; {optim.name}, learning rate {optim.lr:g} ({schedule}), weight decay {optim.weight_decay:g}",
         ),
         ("Seed", str(config.seed)),
+        *placement,
     ]
-    if config.placement != "default":
-        found.append(("Placement", short(config.placement)))
-    return found
 
 
 def command(config: Config) -> str:
@@ -112,6 +108,12 @@ def state(record: Record) -> str:
     """How far an unfinished run is; nothing for one that is finished."""
     total = record.config.pretrain + record.config.optim.iterations
     return "" if record.finished else f"Not finished: iteration {record.iteration:,} of {total:,}"
+
+
+def versions(record: Record) -> str:
+    """The versions that a finished run was trained with."""
+    known = (record.result or {}).get("versions") or {}
+    return ", ".join(f"{name} {version}" for name, version in known.items())
 
 
 def seconds(value: float) -> str:

@@ -13,12 +13,15 @@ from mheads.common.atomic_files import check_output, check_place, write_atomical
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Watcher
 from mheads.report.page.html import Page
-from mheads.report.page.one_run import PaperFigures, page_of
-from mheads.report.page.several_runs import page_of_all
+from mheads.report.page.one_run import make_page
+from mheads.report.page.several_runs import make_comparison
+from mheads.report.shown_run import PaperFigures, ShownRun
 from mheads.runs.folder import RunFolder
 from mheads.runs.record import Record, read_all
 
-REFRESH = 5  # seconds after which an open page of a run that goes on is loaded again
+SUFFIXES = (".html", ".htm")
+WATCHED = ("metrics.jsonl", "assignments.npz", "result.json", "config.yaml")
+REFRESH = 5  # seconds after which an open page of a run that still trains is loaded again
 POLL = 1.0  # seconds between two looks at its folder, at least
 PAUSE = 5  # times as long as a page took: the network of a large run is built for each, beside its training
 
@@ -30,8 +33,8 @@ def report(
     if output is not None:
         check_output(output, SUFFIXES)
     records = read_all(paths, lenient=True)
-    output = check_place(output or _usual(paths))
-    write_atomically(output, _page(records, watch, trust, paper=paper).html())
+    output = check_place(output or _default_file(paths))
+    write_atomically(output, make_any_page(records, watch, trust, paper=paper).html())
     return output
 
 
@@ -43,13 +46,13 @@ def follow(
     wait: Callable[[float], None] = time.sleep,
     paper: PaperFigures | None = None,
 ) -> Path:
-    """Writes the page anew whenever the runs go on, until all are finished or Ctrl-C; an open page follows.
+    """Writes the page again when a run has written something, until all are finished or Ctrl-C; an open page follows.
 
     Runs that have not begun are waited for.
     """
     if output is not None:
         check_output(output, SUFFIXES)
-    file, page, before = output or _usual(paths), None, None
+    file, page, before = output or _default_file(paths), None, None
     try:
         _await(paths, watch, wait)
         while True:
@@ -60,8 +63,8 @@ def follow(
                     return report(paths, file, watch, trust, paper)
                 if page is None:
                     watch.say(f"{file} follows the run until it is finished; Ctrl-C ends this")
-                with warnings.catch_warnings(action="ignore"):  # what is wrong with a run is told once
-                    page, before = _page(records, Silent() if page else watch, trust, look=False), now
+                with warnings.catch_warnings(action="ignore"):  # what is wrong with a run is reported once
+                    page, before = make_any_page(records, Silent() if page else watch, trust, look=False), now
                 write_atomically(file, dataclasses.replace(page, refresh=REFRESH).html())
             wait(max(POLL, PAUSE * (time.monotonic() - begun)))
     except (KeyboardInterrupt, UserError) as end:
@@ -74,33 +77,31 @@ def follow(
 
 def _await(paths: Sequence[Path], watch: Watcher, wait: Callable[[float], None]) -> None:
     """Waits until all runs have begun."""
-    told = False
+    reported = False
     while absent := [path for path in paths if not RunFolder(path).exists()]:
         for path in absent:
             RunFolder(path).refuse_other_content()  # in which no run can begin
-        if not told:
+        if not reported:
             watch.say(f"waiting for {absent[0]} to begin; Ctrl-C ends this")
-            told = True
+            reported = True
         wait(POLL)
 
 
-WATCHED = ("metrics.jsonl", "assignments.npz", "result.json", "config.yaml")
-SUFFIXES = (".html", ".htm")
-
-
-def _page(
+def make_any_page(
     records: Sequence[Record], watch: Watcher, trust: bool, look: bool = True, paper: PaperFigures | None = None
 ) -> Page:
-    return page_of(records[0], watch, trust, look, paper) if len(records) == 1 else page_of_all(records, watch, look)
+    """The page of one run, or the comparison of several."""
+    runs = [ShownRun(record, watch, trust, look, paper) for record in records]
+    return make_page(runs[0]) if len(runs) == 1 else make_comparison(runs)
 
 
-def _usual(paths: Sequence[Path]) -> Path:
+def _default_file(paths: Sequence[Path]) -> Path:
     return (paths[0] if len(paths) == 1 else paths[0].parent) / "report.html"
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
     try:
-        found = os.stat(file)
+        state = os.stat(file)
     except FileNotFoundError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return state.st_mtime_ns, state.st_size

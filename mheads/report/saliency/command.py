@@ -9,8 +9,7 @@ from pathlib import Path
 from mheads.api import fit
 from mheads.common.atomic_files import check_output
 from mheads.common.progress import Watcher, telling
-from mheads.report.figures import figures
-from mheads.report.plot import SUFFIXES
+from mheads.report.figures.figure import SUFFIXES, save
 from mheads.report.saliency.members import SAMPLE, Energy, explain, explain_files
 
 
@@ -28,30 +27,36 @@ def saliency(
     resize: bool = False,
     trust: bool = False,
 ) -> Path:
-    """Writes the figure, by default saliency.png in the run folder, and says what the owners' energy is."""
+    """Writes the figure, by default saliency.png in the run folder, and reports the owners' energy."""
     if output is not None:
         check_output(output, SUFFIXES)
     run = fit.load(path, trust=trust, warn=watch.warn)
     other = None if beside is None else fit.load(beside, trust=trust, warn=watch.warn)
     with telling(watch):
         if images:
-            found = explain_files(run, images, layer, other, resize)
+            saliency_maps = explain_files(run, images, layer, other, resize)
         else:
-            found = explain(run, None, count, by, layer, other, sample, watch)
+            saliency_maps = explain(run, None, count, by, layer, other, sample, watch)
     output = output or path / "saliency.png"
-    figures.save(found.figure(), output)
-    if not found.guided:
+    save(saliency_maps.figure(), output)
+    if not saliency_maps.guided:
         where = f"no ReLU comes before {layer}" if layer else "there is a network without ReLU"
         watch.say(f"{where}: its maps are plain gradients")
-    if found.energy is not None:
-        count = found.energy.examples
-        watch.say(said(found.energy, "the image shown" if count == 1 else f"the {count} images shown"))
-    if found.sample is not None:
-        watch.say(said(found.sample, f"{found.sample.examples:,} examples that training evaluated on"))
+    if saliency_maps.energy is not None:
+        count = saliency_maps.energy.examples
+        watch.say(
+            describe_energy(saliency_maps.energy, "the image shown" if count == 1 else f"the {count} images shown")
+        )
+    if saliency_maps.sample is not None:
+        watch.say(
+            describe_energy(
+                saliency_maps.sample, f"{saliency_maps.sample.examples:,} examples that training evaluated on"
+            )
+        )
     return output
 
 
-def said(energy: Energy, where: str) -> str:
+def describe_energy(energy: Energy, where: str) -> str:
     """The energy in a sentence."""
     if math.isfinite(energy.ratio):
         return f"owner {energy.ratio:.2f} times the energy of the others, on {where}"

@@ -27,7 +27,8 @@ from mheads.data.splits import Split
 from mheads.engine.measure import all_answers, in_eval_mode
 from mheads.problems import is_single_label
 from mheads.problems.metrics import owner_of
-from mheads.report.figures.figures import Figure, shorten
+from mheads.report.charts.chart import shorten
+from mheads.report.figures import Figure
 from mheads.report.figures.saliency_maps import SHORT, saliency_figure
 from mheads.report.saliency.guided import backprop, find_layer
 from mheads.runs.folder import RunFolder

@@ -1,6 +1,6 @@
 """Where lines of a chart lie on each other, so that the last one drawn would hide the others.
 
-There the hidden ones are drawn once more, in wide dashes that take turns: all are seen, also two of one colour.
+There the hidden ones are drawn once more, in wide dashes that take turns, so that all are seen, also two of one colour.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 Points = tuple[Sequence[float], Sequence[float | None]]  # x and y of a line
+Piece = tuple[int, float, float]  # of a line between two places: its number, and its height at both
 CLOSE = 0.004  # of the height of a chart, about the width of a line
 MOST_LINES = 12  # with more, dashes everywhere would hide what they show
 DASH = 8.0  # how long, in points or pixels
@@ -36,42 +37,39 @@ class Hidden(NamedTuple):
         return 1 - (self.turn + 1) / self.turns
 
 
-def hidden(lines: Sequence[Points], height: float) -> list[Hidden]:
+def hidden_parts(lines: Sequence[Points], height: float) -> list[Hidden]:
     """What is hidden of lines that are drawn in this order, in a chart whose y axis is so high."""
     if len(lines) > MOST_LINES:
         return []
-    places: dict[tuple[float, float], list[tuple[int, float, float]]] = defaultdict(list)
+    places: dict[tuple[float, float], list[Piece]] = defaultdict(list)
     for i, (x, y) in enumerate(lines):
         for (x0, y0), (x1, y1) in _pieces(x, y):
             places[x0, x1].append((i, y0, y1))
     parts: list[Hidden] = []
     growing: dict[tuple[tuple[int, ...], int], Hidden] = {}
     for x0, x1 in sorted(places):
-        for together in _together(places[x0, x1], CLOSE * height):
-            who = tuple(i for i, _, _ in together)
-            for turn, (i, y0, y1) in enumerate(together[:-1]):
-                before = growing.get((who, i))
-                if before is None or before.x[-1] != x0:
-                    before = growing[who, i] = Hidden(i, turn, len(who), [x0], [y0])
-                    parts.append(before)
+        for group in _overlapping(places[x0, x1], CLOSE * height):
+            members = tuple(i for i, _, _ in group)
+            for turn, (i, y0, y1) in enumerate(group[:-1]):
+                part = growing.get((members, i))
+                if part is None or part.x[-1] != x0:
+                    part = growing[members, i] = Hidden(i, turn, len(members), [x0], [y0])
+                    parts.append(part)
                 if x1 > x0:
-                    before.x.append(x1)
-                    before.y.append(y1)
+                    part.x.append(x1)
+                    part.y.append(y1)
     return parts
 
 
-def equal(names: Sequence[str], lines: Sequence[Points]) -> str:
+def name_equal_lines(names: Sequence[str], lines: Sequence[Points]) -> str:
     """Which lines have the same points from end to end, in words; empty if none do."""
-    found: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    equal: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, (x, y) in zip(names, lines, strict=True):
-        found[tuple(_pieces(x, y))].append(name)
-    return "; ".join(" = ".join(who) for points, who in found.items() if points and len(who) > 1)
+        equal[tuple(_pieces(x, y))].append(name)
+    return "; ".join(" = ".join(group) for points, group in equal.items() if points and len(group) > 1)
 
 
-Point = tuple[float, float]
-
-
-def _pieces(x: Sequence[float], y: Sequence[float | None]) -> Iterator[tuple[Point, Point]]:
+def _pieces(x: Sequence[float], y: Sequence[float | None]) -> Iterator[tuple[tuple[float, float], tuple[float, float]]]:
     """From each point to the next; a point with none beside it goes to itself."""
     points = [(a, b) if b is not None and math.isfinite(b) else None for a, b in zip(x, y, strict=True)]
     for i, point in enumerate(points):
@@ -82,14 +80,14 @@ def _pieces(x: Sequence[float], y: Sequence[float | None]) -> Iterator[tuple[Poi
             yield point, point
 
 
-def _together(pieces: list[tuple[int, float, float]], close: float) -> list[list[tuple[int, float, float]]]:
-    """Those of several lines, between the same two places, that cannot be told apart."""
-    found: list[list[tuple[int, float, float]]] = []
+def _overlapping(pieces: list[Piece], close: float) -> list[list[Piece]]:
+    """Groups of pieces between the same two places that cannot be told apart."""
+    groups: list[list[Piece]] = []
     for piece in pieces:
-        for group in found:
+        for group in groups:
             if abs(group[0][1] - piece[1]) <= close and abs(group[0][2] - piece[2]) <= close:
                 group.append(piece)
                 break
         else:
-            found.append([piece])
-    return [group for group in found if len(group) > 1]
+            groups.append([piece])
+    return [group for group in groups if len(group) > 1]

@@ -7,25 +7,26 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.patheffects import withStroke
 
-from mheads.report.figures.figures import DPI, PALETTE, Figure, shorten
+from mheads.report.charts.chart import shorten
+from mheads.report.figures.figure import PALETTE, Figure
 
-Found = Sequence[tuple[str, float, np.ndarray]]  # class, score and box
+Objects = Sequence[tuple[str, float, np.ndarray]]  # class, score and box (left, top, right, bottom) of each
 
 
-def detections_figure(image: np.ndarray, found: Mapping[str, Found]) -> Figure:
-    """The image once for each who looked, with what was found: boxes (left, top, right, bottom), classes and scores."""
+def draw_objects(image: np.ndarray, objects: Mapping[str, Objects]) -> Figure:
+    """The image once for each member, or whoever else looked at it, with the objects that they found."""
     height, width = image.shape[:2]
-    columns = min(len(found), 3 if width >= height else 4)
-    rows = -(-len(found) // columns)
+    columns = min(len(objects), 3 if width >= height else 4)
+    rows = -(-len(objects) // columns)
     side = 10 / columns
     tall = min(side * height / width, 20 / rows)  # a long image is drawn small, not on metres of paper
-    figure = Figure(figsize=(10, rows * (tall + 0.3)), dpi=DPI, layout="constrained")
+    figure = Figure(10, rows * (tall + 0.3))
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    names = sorted({name for one in found.values() for name, _, _ in one})
+    names = sorted({name for boxes in objects.values() for name, _, _ in boxes})
     colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(names)}
     for panel in panels:
         panel.set_axis_off()
-    for panel, (who, boxes) in zip(panels, found.items(), strict=False):
+    for panel, (who, boxes) in zip(panels, objects.items(), strict=False):
         panel.imshow(image)
         panel.set_title(f"{who}: {len(boxes)} object{'' if len(boxes) == 1 else 's'}", fontsize=9, loc="left")
         for name, score, (left, top, right, bottom) in boxes:

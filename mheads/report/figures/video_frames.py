@@ -16,7 +16,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from mheads.common.atomic_files import check_output, replacing
 from mheads.common.errors import UserError
-from mheads.report.figures.figures import shorten
+from mheads.report.charts.chart import shorten
+from mheads.report.charts.outcomes import share_out
 
 RATE = 25  # frames per second
 END = 1500  # milliseconds that a GIF shows its last frame before it begins anew
@@ -35,7 +36,7 @@ def ownership_frames(
     moments: iterations [T]; counts: assignment [T, M, C] at each; pictures: uint8 [C, H, W, 3] of the classes.
     Each doubling of the iterations takes as long, since most changes hands early; between moments shares are blended.
     """
-    shares = shares_of(counts)
+    shares = np.nan_to_num(share_out(counts, lasting=True))
     shares = shares / max(shares.max(), 1e-12)  # with k members for each example none has more than a k-th
     if shares.shape[2] > MOST_CLASSES:
         moved = np.sort(np.argsort(-np.ptp(shares, axis=0).max(0), kind="stable")[:MOST_CLASSES])
@@ -52,16 +53,6 @@ def ownership_frames(
         yield _frame(canvas, tiles, share, cell, round(iteration), played)
 
 
-def shares_of(counts: np.ndarray) -> np.ndarray:
-    """Counts [T, M, C] to each member's part of each class; where a class has none, what it was before."""
-    totals = counts.sum(1, keepdims=True)
-    shares = counts / np.where(totals > 0, totals, 1)
-    for t in range(1, len(shares)):
-        absent = totals[t, 0] == 0
-        shares[t][:, absent] = shares[t - 1][:, absent]
-    return shares
-
-
 def write_video(path: Path, frames: Iterator[np.ndarray], count: int, advance: Callable[[int], None]) -> None:
     """Writes frames to an .mp4 or a .gif; an older file there stays whole until it is done."""
     with replacing(path) as hidden:
@@ -72,7 +63,7 @@ def write_video(path: Path, frames: Iterator[np.ndarray], count: int, advance: C
 
 
 def check_file(path: Path) -> None:
-    """Refuses a kind of file that cannot be written, before any work is done."""
+    """Raises for a kind of file that cannot be written, before any work is done."""
     check_output(path, (".mp4", ".gif"))
     if path.suffix.lower() == ".mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
         raise UserError(
@@ -86,21 +77,33 @@ def _mp4(path: Path, frames: Iterator[np.ndarray], advance: Callable[[int], None
     first = next(frames)
     size = f"{first.shape[1]}x{first.shape[0]}"
     # H.264 in yuv420p with its index first: what browsers and phones play.
-    taken = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(RATE), "-i", "-"]
-    made = ["-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", "23", "-movflags", "+faststart", "-f", "mp4", str(path)]
-    command = [get_ffmpeg_exe(), "-y", "-loglevel", "error", *taken, *made]
-    with tempfile.TemporaryFile() as said:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said) as ffmpeg:
+    raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(RATE), "-i", "-"]
+    encoding = [
+        "-c:v",
+        "libx264",
+        "-pix_fmt",
+        "yuv420p",
+        "-crf",
+        "23",
+        "-movflags",
+        "+faststart",
+        "-f",
+        "mp4",
+        str(path),
+    ]
+    command = [get_ffmpeg_exe(), "-y", "-loglevel", "error", *raw, *encoding]
+    with tempfile.TemporaryFile() as messages:
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=messages, stderr=messages) as ffmpeg:
             assert ffmpeg.stdin is not None
             try:
                 for frame in itertools.chain([first], frames):
                     ffmpeg.stdin.write(frame.tobytes())
                     advance(1)
             except BrokenPipeError:
-                pass  # it says why below
+                pass  # its messages are raised below
         if ffmpeg.returncode:
-            said.seek(0)
-            raise OSError(errno.EIO, f"ffmpeg ended with {said.read().decode(errors='replace').strip()!r}")
+            messages.seek(0)
+            raise OSError(errno.EIO, f"ffmpeg ended with {messages.read().decode(errors='replace').strip()!r}")
 
 
 def _gif(path: Path, frames: Iterator[np.ndarray], count: int, advance: Callable[[int], None]) -> None:
@@ -110,10 +113,10 @@ def _gif(path: Path, frames: Iterator[np.ndarray], count: int, advance: Callable
             if left % 2 == 0:  # half the rate, for GIFs are large; the last is shown
                 yield Image.fromarray(frame).quantize(128, dither=Image.Dither.NONE)
 
-    found = pages()
-    first = next(found)
+    rest = pages()
+    first = next(rest)
     each = [2000 // RATE] * (-(-count // 2) - 1)
-    first.save(path, format="GIF", save_all=True, append_images=found, duration=[*each, END], loop=0)
+    first.save(path, format="GIF", save_all=True, append_images=rest, duration=[*each, END], loop=0)
 
 
 def _tile(picture: np.ndarray, cell: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from mheads.report.figures.figures import DPI, Figure
+from mheads.report.figures.figure import Figure
 
 
 def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Figure:
@@ -18,7 +18,7 @@ def communication_figure(networks: Mapping[str, Mapping[str, Mapping[str, Any]]]
     `exposed_fraction_median` and the quartiles). Above: the time of the bytes alone, while ranks may compute, and
     the line closest to it. Below: by how much they make the step longer.
     """
-    figure = Figure(figsize=(4.6 * len(networks), 6.4), dpi=DPI, layout="constrained")
+    figure = Figure(4.6 * len(networks), 6.4)
     panels = figure.subplots(2, len(networks), squeeze=False, sharex="col")
     for column, (title, layers) in zip(panels.T, networks.items(), strict=True):
         above, below = column

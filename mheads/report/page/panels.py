@@ -1,0 +1,73 @@
+"""A panel of a page is an entry: the section that it stands in, and the function that describes it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from mheads.common.errors import UserError
+from mheads.report.page.html import Missing, PageSection, Part
+
+Shown = TypeVar("Shown")  # a ShownRun, or several
+
+
+class Panel(NamedTuple, Generic[Shown]):
+    """`describe` gives the parts of a panel, none if there is nothing to show. If it raises a UserError, the page shows
+    the reason, after `otherwise`."""
+
+    section: str
+    describe: Callable[[Shown], Sequence[Part]]
+    when: Callable[[Shown], bool] = lambda shown: True  # whether the page has this panel
+    otherwise: str = ""
+
+
+# The sections of all pages in their order, with their titles and leads. A section without panels is left out.
+SECTIONS = {
+    "runs": ("The runs", "A click on the head of a column sorts by it."),
+    "settings": ("What is different", ""),
+    "run": ("What was run", ""),
+    "results": ("Results", ""),
+    "curves": ("Over training", ""),
+    "ownership": (
+        "Who owns which {groups}",
+        "A member owns an example if its loss on it is the lowest. Each cell is the member's share of a class, in "
+        "percent; a column adds up to 100.",
+    ),
+    "wins": (
+        "Who wins",
+        "Under Multiple Choice Learning an example is won by the members that learn from it; in other ensembles all "
+        "do.",
+    ),
+    "agreement": ("Where answers differ", ""),
+    "reliability": ("How far to trust it", ""),
+    "hardest": (
+        "The hardest examples",
+        "Those that the ensemble gets wrong, the lowest probability of the true class first, and then those that only "
+        "some members do; with everybody's answer and confidence.",
+    ),
+    "saliency": (
+        "What members look at",
+        "What in an image raises the score of its class, for each member; grey is nothing, and all maps of an image "
+        "have one scale. Under Multiple Choice Learning the owner of an image responds more than the others.",
+    ),
+    "cost": ("What it cost", ""),
+    "repeat": ("How to repeat it", ""),
+}
+
+
+def make_sections(panels: Mapping[str, Panel[Shown]], shown: Shown, groups: Sequence[str]) -> list[PageSection]:
+    """The sections that these panels fill; `groups` are the classes that members own, or only one of all examples."""
+    parts: dict[str, list[Part]] = defaultdict(list)
+    for panel in panels.values():
+        try:
+            parts[panel.section] += panel.describe(shown) if panel.when(shown) else []
+        except UserError as error:
+            reason = Missing(f"{panel.otherwise}{error}.")
+            parts[panel.section] += [reason] if reason not in parts[panel.section][-1:] else []
+    titles = {"groups": "class" if len(groups) > 1 else "examples"}
+    return [
+        PageSection(name, title.format_map(titles), parts[name], lead)
+        for name, (title, lead) in SECTIONS.items()
+        if parts[name]
+    ]

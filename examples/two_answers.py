@@ -30,7 +30,7 @@ def train(members: int, iterations: int, seed: int) -> mheads.Run:
     net = mheads.TreeNet(network, members=members, seed=seed)
     return mheads.fit(
         net,
-        mheads.losses.mcl(k=1, of="mse"),
+        mheads.losses.mcl(k=1, base_loss="mse"),
         train=examples(2000, seed=1),
         test=examples(500, seed=2),
         iterations=iterations,

@@ -183,7 +183,7 @@ def fit(
                 "sampling": "array" if given is not None else sampling,
                 "loss": {
                     **({"name": loss.name, **loss.options} if known else own),
-                    "of": base_loss.named(loss.member_loss),
+                    "base_loss": base_loss.name_base_loss(loss.base_loss_function),
                     "scale_rate": scale_rate,
                 },
                 "teacher": taught | {"answers": "array"} if taught else {},

@@ -132,7 +132,7 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]
     plain = objective.is_plain(terms, len(shapes[0]))
     whole = objective.needs_whole_batch(terms)
     function = f"mheads.caffe.objective:{'of_batch' if whole else 'of_example'}"
-    of = {} if plain else {"of": {"name": function, **own}}
+    base_loss = {} if plain else {"base_loss": {"name": function, **own}}
     if whole:
         parts = tree.setdefault("engine", {}).get("micro_batches", "auto")
         if parts not in ("auto", 1):
@@ -143,12 +143,12 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]
         tree["engine"]["micro_batches"] = 1
     said = tree.get("loss", {})
     if "name" in said:
-        _mix_losses(said, plan, of, notes)
+        _mix_losses(said, plan, base_loss, notes)
         return
     if plan.combine == "probabilities":
         tree["loss"] = {"name": "prob_averaged", "stable": False, "scale_rate": False}
     elif plan.combine == "mean" and not whole:
-        tree["loss"] = {"name": "score_averaged", "scale_rate": False, **of}
+        tree["loss"] = {"name": "score_averaged", "scale_rate": False, **base_loss}
     elif plan.combine is not None:
         count = plan.members
         coefficients = [1 / count] * count if plan.combine == "mean" else list(plan.combine)
@@ -157,7 +157,7 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]
     elif whole:
         tree["loss"] = {"name": "mheads.caffe.objective:whole", "args": own}
     else:
-        tree["loss"] = {"name": "independent", **of}
+        tree["loss"] = {"name": "independent", **base_loss}
     tree["loss"] |= said
 
 
@@ -174,13 +174,15 @@ def _note_accuracies(tree: dict[str, Any], plan: Plan, classes: dict[str, int], 
             )
 
 
-def _mix_losses(said: dict[str, Any], plan: Plan, of: dict[str, Any], notes: list[str]) -> None:
+def _mix_losses(said: dict[str, Any], plan: Plan, base_loss: dict[str, Any], notes: list[str]) -> None:
     """Makes a loss that the user names one over the net's own, if it takes one for each example."""
-    if not of or "of" in said or plan.combine == "probabilities":  # the cross-entropy is all that there is
+    if (
+        not base_loss or "base_loss" in said or plan.combine == "probabilities"
+    ):  # the cross-entropy is all that there is
         return
     name = str(said["name"])
-    if name in LOSSES and LOSSES[name]().takes_of:
-        said |= of
+    if name in LOSSES and LOSSES[name]().takes_base_loss:
+        said |= base_loss
         return
     own = ", ".join(f"{term.step.layer.name} of line {term.step.layer.line}" for term in plan.terms)
     notes.append(f"loss.name={name} says itself what an example costs: the net's losses ({own}) are left out")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-ALIASES: dict[str, str] = {}  # from another name of a key, dotted, to its name in the schema, in the same section
+# From another name of a key, dotted, to its name in the schema, in the same section.
+ALIASES: dict[str, str] = {"loss.of": "loss.base_loss"}
 
 
 def rename_key(key: str) -> str:

@@ -29,7 +29,7 @@ from mheads.common.options import (
 )
 from mheads.data import resampling
 from mheads.data.resampling import SAMPLINGS
-from mheads.losses import LOSSES, MEMBER_LOSSES, base_loss
+from mheads.losses import BASE_LOSSES, LOSSES, base_loss
 from mheads.optim.optim_section import OptimOptions
 
 
@@ -85,9 +85,9 @@ def _loss_name(name: str) -> str:
     return name
 
 
-def _member_loss(given: Any) -> Any:
+def _base_loss(given: Any) -> Any:
     try:
-        return base_loss.checked(given)
+        return base_loss.check_base_loss(given)
     except UserError as error:
         raise ValueError(str(error)) from None
 
@@ -99,9 +99,9 @@ class LossSection(Section):
         "independent", f"{', '.join(LOSSES)}, or package.module:factory of your own"
     )
     args: dict[str, Any] = option({}, "arguments of the factory of your own loss")
-    of: Annotated[str | dict[str, Any] | None, AfterValidator(_member_loss)] = option(
+    base_loss: Annotated[str | dict[str, Any] | None, AfterValidator(_base_loss)] = option(
         None,
-        f"the loss of one member on one example: {', '.join(MEMBER_LOSSES)}, or package.module:function of your own, "
+        f"the loss of one member on one example: {', '.join(BASE_LOSSES)}, or package.module:function of your own, "
         "with its options {name: smooth_l1, beta: 0.5}; none: that of the problem",
     )
     scale_rate: bool = option(True, "averaged losses with sgd: multiply the rate by the number of members")
@@ -292,9 +292,12 @@ class Config(Section):
         """
         given, default = {key: form(value) for key, value in flatten(self).items()}, flatten(Config())
         counts = [k for k in given if k == "optim.iterations" or not is_free(k, self)]
-        decisive = {k: given[k] for k in counts if given[k] != default[k]}
+        decisive = {FIRST_NAMES.get(k, k): given[k] for k in counts if given[k] != default[k]}
         text = json.dumps(decisive, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+FIRST_NAMES = {"loss.base_loss": "loss.of"}  # of keys in digests, which name folders: these keep their names
 
 
 def is_free(key: str, config: Config) -> bool:

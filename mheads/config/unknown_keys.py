@@ -48,7 +48,7 @@ OTHER_NAMES = {
     "seed: examples are always drawn anew for each batch, by it": "shuffle",
     "device": "accelerator",
     "the option --folder": "output_dir run out output",
-    "loss.of={name: cross_entropy, smoothing: 0.1}": "label_smoothing",
+    "loss.base_loss={name: cross_entropy, smoothing: 0.1}": "label_smoothing",
     "data.problem": "task",
     "seed": "random_state random_seed",
     "device=cuda": "gpu cuda",

@@ -5,8 +5,8 @@
     value.total, value.assignment, value.losses
 
 A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it;
-what of its arguments a config may give, `options.py` says. `MEMBER_LOSSES` has the losses of one member on one example
-by name, `of="mae"`.
+what of its arguments a config may give, `options.py` says. `BASE_LOSSES` has the losses of one member on one example by
+name, `base_loss="mae"`.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from mheads.losses.mcl import assign
 from mheads.losses.mcl import mcl as mcl
 from mheads.losses.relaxed import relaxed as relaxed
 from mheads.losses.scored import scored as scored
-from mheads.problems import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
+from mheads.problems import BASE_LOSSES, BaseLoss, cross_entropies, squared_errors
 
 LOSSES: dict[str, Callable[..., Loss]] = {
     "independent": independent,
@@ -39,10 +39,10 @@ LOSSES: dict[str, Callable[..., Loss]] = {
 
 __all__ = [
     "LOSSES",
-    "MEMBER_LOSSES",
+    "BASE_LOSSES",
     "Loss",
     "LossValue",
-    "MemberLoss",
+    "BaseLoss",
     "assign",
     "cross_entropies",
     "squared_errors",

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.losses.base_loss import Of
+from mheads.losses.base_loss import BaseLossSpec
 from mheads.losses.evolving import Until, check_until
 from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
 from mheads.losses.mcl import mcl
-from mheads.problems import MemberLoss
+from mheads.problems import BaseLoss
 
 
 def annealed(
@@ -27,13 +27,13 @@ def annealed(
     ] = "exponential",
     until: Until = 0.5,
     normalize: Normalize = "batch",
-    of: Of = None,
+    base_loss: BaseLossSpec = None,
 ) -> Loss:
     """Sum over i and m of q_mi w_mi l_mi with q_i the softmin of l_i / T over the members, which has no gradient.
 
-    l is the problem's own loss or `of`, w the sample weights; members whose sample weight is 0 have a q of 0. The
-    temperature T goes from `temperature` to `floor`, where `until` of the iterations are over; from there on the best
-    member alone learns. `normalize` as in `mcl`.
+    l is the problem's own loss or `base_loss`, w the sample weights; members whose sample weight is 0 have a q of 0.
+    The temperature T goes from `temperature` to `floor`, where `until` of the iterations are over; from there on the
+    best member alone learns. `normalize` as in `mcl`.
     """
     if temperature <= 0 or floor <= 0:
         raise UserError(f"temperatures are above 0: loss.temperature is {temperature}, loss.floor {floor}")
@@ -46,7 +46,7 @@ def annealed(
         partial(_annealed, temperature=temperature, normalize=normalize),
         whole_batch=check_normalize(normalize),
         options=options,
-        of=of,
+        base_loss=base_loss,
         schedule=partial(_cooled, options),
         masks=True,
     )
@@ -66,11 +66,11 @@ def _annealed(
     y: Tensor,
     sample_weights: Tensor | None,
     ties: Tensor | None,
-    of: MemberLoss,
+    base_loss: BaseLoss,
     temperature: float,
     normalize: str,
 ) -> LossValue:
-    losses = of(outputs, y)
+    losses = base_loss(outputs, y)
     fixed = losses.detach()
     weights = ones_or(sample_weights, fixed)
     able = fixed.masked_fill(weights == 0, float("inf"))

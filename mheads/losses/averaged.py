@@ -13,16 +13,16 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.losses.base_loss import Of
+from mheads.losses.base_loss import BaseLossSpec
 from mheads.losses.loss import Loss, LossValue
-from mheads.problems import MemberLoss, cross_entropies
+from mheads.problems import BaseLoss, cross_entropies
 
 CAFFE_LOG_THRESHOLD = 1e-20
 
 
-def score_averaged(of: Of = None) -> Loss:
+def score_averaged(base_loss: BaseLossSpec = None) -> Loss:
     """The loss of the mean output; for classes the cross-entropy of its softmax: -log softmax(mean_m outputs_m)_y."""
-    return Loss("score_averaged", _score_averaged, averaged=True, of_scores=True, of=of, masks=True)
+    return Loss("score_averaged", _score_averaged, averaged=True, of_scores=True, base_loss=base_loss, masks=True)
 
 
 def prob_averaged(
@@ -43,11 +43,11 @@ def prob_averaged(
 
 
 def _score_averaged(
-    outputs: Value, y: Tensor, sample_weights: Tensor | None, ties: Tensor | None, of: MemberLoss
+    outputs: Value, y: Tensor, sample_weights: Tensor | None, ties: Tensor | None, base_loss: BaseLoss
 ) -> LossValue:
     _refuse(sample_weights)
     mean = nested_values.map_leaves(lambda t: t.mean(0, keepdim=True), outputs)
-    return _value(of(mean, y).sum(), outputs, y, of)
+    return _value(base_loss(mean, y).sum(), outputs, y, base_loss)
 
 
 def _prob_averaged(
@@ -73,9 +73,9 @@ def _prob_averaged(
     return _value(total, outputs, y, cross_entropies)
 
 
-def _value(total: Tensor, outputs: Value, y: Tensor, of: MemberLoss) -> LossValue:
+def _value(total: Tensor, outputs: Value, y: Tensor, base_loss: BaseLoss) -> LossValue:
     with torch.no_grad():
-        losses = of(outputs, y)
+        losses = base_loss(outputs, y)
     return LossValue(total, torch.ones_like(losses), losses)
 
 

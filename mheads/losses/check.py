@@ -48,7 +48,7 @@ def check(loss: Loss, outputs: Value, targets: Value, members: int, weighted: bo
             "draws random numbers, or keeps something from call to call, which a resumed run would not have. What "
             "changes over training is a function of the iteration: Loss(..., schedule=...)"
         )
-    if not (loss.whole_batch or loss.of_whole_batch):
+    if not (loss.whole_batch or loss.base_loss_of_whole_batch):
         _refuse_mixing(loss, same, targets, ties, parts, found)
     _refuse_broken(loss, same, targets, ties, weighted)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)]
@@ -72,8 +72,8 @@ def _refuse_mixing(
                 sums += 0 if gradient is None else gradient
     for one, other in zip(whole, cut, strict=True):
         if not _close(torch.zeros_like(other) if one is None else one, other):
-            own = loss.takes_of and not masks_rows(loss.member_loss)
-            who = f"the loss of one member, of = {loss.of_name}," if own else f"loss {loss.name!r}"
+            own = loss.takes_base_loss and not masks_rows(loss.base_loss_function)
+            who = f"the loss of one member, base_loss = {loss.base_loss_name}," if own else f"loss {loss.name!r}"
             said = "function.whole_batch = True" if own else "mheads.losses.Loss(name, function, whole_batch=True)"
             raise UserError(
                 f"{who} gives an example another gradient when others in its batch are left out: it looks at the whole "

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from mheads.common import nested_values
 from mheads.common.nested_values import Value
-from mheads.problems import MemberLoss
+from mheads.problems import BaseLoss
 
 
-def taught(of: MemberLoss, weight: float, temperature: float) -> MemberLoss:
+def taught(base_loss: BaseLoss, weight: float, temperature: float) -> BaseLoss:
     """The loss of one member on one example, (1 - weight) l + weight T^2 KL(q || p): see `losses`.
 
-    l is `of`, the loss on the label.
+    l is `base_loss`, the loss on the label.
     """
-    return partial(losses, of=of, weight=weight, temperature=temperature)
+    return partial(losses, base_loss=base_loss, weight=weight, temperature=temperature)
 
 
-def losses(outputs: Value, y: tuple[Value, Tensor], of: MemberLoss, weight: float, temperature: float) -> Tensor:
+def losses(outputs: Value, y: tuple[Value, Tensor], base_loss: BaseLoss, weight: float, temperature: float) -> Tensor:
     """Outputs [M, B, C]; labels, and the teacher's probabilities [B, C] -> [M, B].
 
     q = softmax(log answers / T) and p = softmax(scores / T) are softened by the temperature T, so that small
@@ -32,4 +32,4 @@ def losses(outputs: Value, y: tuple[Value, Tensor], of: MemberLoss, weight: floa
     q = (answers.to(wide).log() / temperature).softmax(-1).to(scores.dtype)
     log_p = (scores / temperature).log_softmax(-1)
     apart = (torch.xlogy(q, q) - q * log_p).sum(-1)
-    return (1 - weight) * of(outputs, labels) + weight * temperature**2 * apart
+    return (1 - weight) * base_loss(outputs, labels) + weight * temperature**2 * apart

@@ -10,22 +10,22 @@ from torch import Tensor
 
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.losses.base_loss import Of
+from mheads.losses.base_loss import BaseLossSpec
 from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
 from mheads.losses.mcl import assign
-from mheads.problems import MemberLoss
+from mheads.problems import BaseLoss
 
 Until = Annotated[
     float, Field(gt=0, le=1, description="the part of the iterations after which each example teaches one member alone")
 ]
 
 
-def evolving(until: Until = 0.5, normalize: Normalize = "batch", of: Of = None) -> Loss:
+def evolving(until: Until = 0.5, normalize: Normalize = "batch", base_loss: BaseLossSpec = None) -> Loss:
     """Sum over i of 1 / k * the sum of w l of the k members with the lowest loss on the example.
 
-    l is the problem's own loss or `of`, w the sample weights. k is M at first, falls by one at equal intervals, and is
-    1 from `until` of the iterations on: k(t) = max(1, M - floor((M - 1) t / (until N))). Where fewer than k members
-    have a sample weight above 0, these learn and k is their number. `normalize` as in `mcl`.
+    l is the problem's own loss or `base_loss`, w the sample weights. k is M at first, falls by one at equal intervals,
+    and is 1 from `until` of the iterations on: k(t) = max(1, M - floor((M - 1) t / (until N))). Where fewer than k
+    members have a sample weight above 0, these learn and k is their number. `normalize` as in `mcl`.
     """
     check_until(until)
     return Loss(
@@ -33,7 +33,7 @@ def evolving(until: Until = 0.5, normalize: Normalize = "batch", of: Of = None) 
         partial(_evolving, k=None, normalize=normalize),
         whole_batch=check_normalize(normalize),
         options={"until": until, "normalize": normalize},
-        of=of,
+        base_loss=base_loss,
         schedule=partial(_fallen, until, normalize),
         masks=True,
     )
@@ -55,11 +55,11 @@ def _evolving(
     y: Tensor,
     sample_weights: Tensor | None,
     ties: Tensor | None,
-    of: MemberLoss,
+    base_loss: BaseLoss,
     k: int | None,
     normalize: str,
 ) -> LossValue:
-    losses = of(outputs, y)
+    losses = base_loss(outputs, y)
     fixed = losses.detach()
     best = assign(fixed, k or len(fixed), sample_weights, ties)
     assignment = best / best.sum(0).clamp_min(1) * ones_or(sample_weights, fixed)

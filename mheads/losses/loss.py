@@ -16,8 +16,8 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.safe_yaml import short
-from mheads.losses.base_loss import Of, masks_rows, member_loss, named
-from mheads.problems import MemberLoss, Problem, cross_entropies
+from mheads.losses.base_loss import BaseLossSpec, make_base_loss, masks_rows, name_base_loss
+from mheads.problems import BaseLoss, Problem, cross_entropies
 from mheads.trees import member_scores
 
 
@@ -58,9 +58,9 @@ class Loss:
     and are zeros; a loss that does not say so sees them all. `options`: the options that it was made with. `schedule`:
     for a loss that changes over training, its form at an iteration, given (iteration, iterations, members); see `at`.
 
-    `of`, for functions that take such an argument, is the loss of one member on one example, outputs and targets to
-    [M, B], as `of.py` says; that of the problem where none is given, which looks at the answer alone where a network
-    gives more; cross-entropy without a problem.
+    `base_loss`, for functions that take such an argument, is the loss of one member on one example, outputs and targets
+    to [M, B], as `base_loss.py` describes; that of the problem where none is given, which looks at the answer alone
+    where a network gives more; cross-entropy without a problem.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Loss:
     averaged: bool = False
     of_scores: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-    of: Of = None
+    base_loss: BaseLossSpec = None
     check_members: Callable[[int], None] | None = None
     schedule: Callable[[int, int, int], Loss] | None = None
     whole_batch: bool = False
@@ -84,14 +84,15 @@ class Loss:
                 f"loss.name = {self.name} is about the probabilities of classes alone, and {problem.name} learns more: "
                 "use independent, score_averaged, mcl, relaxed, evolving or annealed"
             )
-        if self.of is None:
-            return replace(self, of=problem.losses)
-        said = named(self.member_loss)
+        if self.base_loss is None:
+            return replace(self, base_loss=problem.losses)
+        said = name_base_loss(self.base_loss_function)
         name = said["name"] if isinstance(said, dict) else said
-        if name is not None and name not in problem.member_losses:
+        if name is not None and name not in problem.base_losses:
             raise UserError(
-                f"loss.of = {name} does not go with {problem.name}: there it is {' or '.join(problem.member_losses)}, "
-                "or a function of your own. Are the targets something else? data.problem says what"
+                f"loss.base_loss = {name} does not go with {problem.name}: there it is "
+                f"{' or '.join(problem.base_losses)}, or a function of your own. Are the targets something else? "
+                "data.problem says what"
             )
         return self
 
@@ -103,32 +104,32 @@ class Loss:
         if iterations < 1:
             raise UserError(f"{self.name} changes over the iterations of training, and these are {iterations}")
         now = self.schedule(iteration, iterations, members)
-        of = self.of if now.of is None else now.of
+        base_loss = self.base_loss if now.base_loss is None else now.base_loss
         kept = {"whole_batch": self.whole_batch, "each_batch": self.each_batch, "masks": self.masks}
-        return replace(now, name=self.name, of=of, **kept)  # type: ignore[arg-type]
+        return replace(now, name=self.name, base_loss=base_loss, **kept)  # type: ignore[arg-type]
 
     @property
-    def member_loss(self) -> MemberLoss | None:
-        """`of`, which is a function since the loss was made."""
-        return self.of  # type: ignore[return-value]
+    def base_loss_function(self) -> BaseLoss | None:
+        """`base_loss`, which is a function since the loss was made."""
+        return self.base_loss  # type: ignore[return-value]
 
     @property
-    def of_name(self) -> str:
-        """`of` as messages call it."""
-        function = self.of.func if isinstance(self.of, partial) else self.of
-        return str(getattr(function, "__name__", short(self.of)))
+    def base_loss_name(self) -> str:
+        """`base_loss` as messages call it."""
+        function = self.base_loss.func if isinstance(self.base_loss, partial) else self.base_loss
+        return str(getattr(function, "__name__", short(self.base_loss)))
 
     @property
-    def of_whole_batch(self) -> bool:
-        """Whether `of` itself, by an attribute `whole_batch`, looks at whole batches."""
-        function = self.of.func if isinstance(self.of, partial) else self.of
+    def base_loss_of_whole_batch(self) -> bool:
+        """Whether `base_loss` itself, by an attribute `whole_batch`, looks at whole batches."""
+        function = self.base_loss.func if isinstance(self.base_loss, partial) else self.base_loss
         return bool(getattr(function, "whole_batch", False))
 
     @property
     def skips_rows(self) -> bool:
         """Whether a member's outputs on examples whose sample weight is 0 need not be computed: neither this loss nor
-        `of`, which says so by an attribute `masks` if it is not ours, looks at them."""
-        return self.masks and masks_rows(self.member_loss)
+        `base_loss`, which says so by an attribute `masks` if it is not ours, looks at them."""
+        return self.masks and masks_rows(self.base_loss_function)
 
     def check(self, members: int, sampling: str) -> None:
         """Refuses a number of members, or a sampling, that it cannot take."""
@@ -141,8 +142,8 @@ class Loss:
             )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of", member_loss(self.of))
-        if self.of_whole_batch:  # what a member wins teaches it about the rest of the batch too
+        object.__setattr__(self, "base_loss", make_base_loss(self.base_loss))
+        if self.base_loss_of_whole_batch:  # what a member wins teaches it about the rest of the batch too
             object.__setattr__(self, "winners", None)
         if inspect.isclass(self.function):
             raise UserError(f"loss {self.name!r} is a class: call it, {self.name}()")
@@ -161,7 +162,7 @@ class Loss:
         self, outputs: Value, y: Value, sample_weights: Tensor | None = None, ties: Tensor | None = None
     ) -> LossValue:
         """The loss of outputs [M, B, C] on labels [B], given sample weights [M, B] and tie-breaking keys [M, B]."""
-        further = {"of": self._of} if self.takes_of else {}
+        further = {"base_loss": self._base_losses} if self.takes_base_loss else {}
         found = self.function(*(outputs, y, sample_weights, ties)[: self._num_arguments], **further)
         shape = nested_values.leaves(outputs)[0].shape[:2]
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in nested_values.leaves(outputs))
@@ -187,20 +188,20 @@ class Loss:
             return 4
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         wanted = [p for p in positional if p.default is p.empty or p.name in ("sample_weights", "ties")]
-        return len([p for p in wanted if p.name != "of"])
+        return len([p for p in wanted if p.name != "base_loss"])
 
-    def _of(self, outputs: Value, y: Value) -> Tensor:
+    def _base_losses(self, outputs: Value, y: Value) -> Tensor:
         """The losses [M, B] of the members by themselves."""
-        if self.of is None:
+        if self.base_loss is None:
             self._refuse_numbers(y)
-        found = (self.member_loss or cross_entropies)(member_scores.answer_of(outputs), y)
+        found = (self.base_loss_function or cross_entropies)(member_scores.answer_of(outputs), y)
         shape = nested_values.leaves(outputs)[0].shape[:2]
         if not isinstance(found, Tensor) or found.shape != shape:
             kind = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
             raise UserError(
-                f"the loss of one member on one example, of = {self.of_name}, gives a value of {kind}; give the "
-                f"losses of all members on all examples, [M, B] (here {list(shape)}: reduction='none', and a mean over "
-                "what belongs to an example?)"
+                f"the loss of one member on one example, base_loss = {self.base_loss_name}, gives a value of {kind}; "
+                f"give the losses of all members on all examples, [M, B] (here {list(shape)}: reduction='none', and a "
+                "mean over what belongs to an example?)"
             )
         return found
 
@@ -211,14 +212,14 @@ class Loss:
         if y.dim() < 2 or (y < 0).any() or ((y.sum(1) - 1).abs() > 0.01).any():
             raise UserError(
                 f"targets are floats {list(y.shape)} that are not probabilities of classes (which add to 1 for each "
-                f"example): say what the loss of one member is, {self.name}(of='mse') for numbers, "
-                f"{self.name}(of='bce') for several labels; classes are integers"
+                f"example): say what the loss of one member is, {self.name}(base_loss='mse') for numbers, "
+                f"{self.name}(base_loss='bce') for several labels; classes are integers"
             )
 
     @cached_property
-    def takes_of(self) -> bool:
+    def takes_base_loss(self) -> bool:
         """Whether the function asks for the loss of one member on one example."""
-        return any(p.name == "of" and p.default is p.empty for p in self._parameters or ())
+        return any(p.name == "base_loss" and p.default is p.empty for p in self._parameters or ())
 
     @cached_property
     def _parameters(self) -> list[inspect.Parameter] | None:

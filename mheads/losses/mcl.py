@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.losses.base_loss import Of
+from mheads.losses.base_loss import BaseLossSpec
 from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
-from mheads.problems import MemberLoss
+from mheads.problems import BaseLoss
 
 K = Annotated[int, Field(ge=1, description="how many members learn from each example")]
 
@@ -26,14 +26,15 @@ def mcl(
         float, Field(ge=0, description="weight of the losses of all members (cross-entropies, for classes) mixed in")
     ] = 0.0,
     normalize: Normalize = "batch",
-    of: Of = None,
+    base_loss: BaseLossSpec = None,
 ) -> Loss:
     """The oracle set-loss: sum over i and m of (a_mi + ce_weight) * w_mi * l_mi.
 
-    l_mi is the problem's own loss, -log p_y(m, i) for classes, or `of`. a_mi is 1 for the k members with the lowest
-    loss on example i and 0 for the others, w the sample weights; there is no division by k, so an example's gradient to
-    a winner is the same for every k. `ce_weight` mixes in the independent loss of all members. With `normalize="wins"`,
-    a_mi is divided by the mean of a_mi w_mi over the batch: each member's loss is the mean over what it won.
+    l_mi is the problem's own loss, -log p_y(m, i) for classes, or `base_loss`. a_mi is 1 for the k members with the
+    lowest loss on example i and 0 for the others, w the sample weights; there is no division by k, so an example's
+    gradient to a winner is the same for every k. `ce_weight` mixes in the independent loss of all members. With
+    `normalize="wins"`, a_mi is divided by the mean of a_mi w_mi over the batch: each member's loss is the mean over
+    what it won.
     """
     if ce_weight < 0:
         raise UserError(f"loss.ce_weight must not be negative: {ce_weight}")
@@ -45,7 +46,7 @@ def mcl(
         winners=None if ce_weight else k,
         whole_batch=check_normalize(normalize),
         options={"k": k, "ce_weight": ce_weight, "normalize": normalize},
-        of=of,
+        base_loss=base_loss,
         check_members=check_k(k),
         masks=True,
     )
@@ -85,12 +86,12 @@ def _mcl(
     y: Tensor,
     sample_weights: Tensor | None,
     ties: Tensor | None,
-    of: MemberLoss,
+    base_loss: BaseLoss,
     k: int,
     ce_weight: float,
     normalize: str = "batch",
 ) -> LossValue:
-    losses = of(outputs, y)
+    losses = base_loss(outputs, y)
     fixed, weights = losses.detach(), ones_or(sample_weights, losses.detach())
     best = assign(fixed, k, sample_weights, ties)
     assignment = (best + ce_weight) * weights

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.losses.base_loss import Of
+from mheads.losses.base_loss import BaseLossSpec
 from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
 from mheads.losses.mcl import assign
-from mheads.problems import MemberLoss
+from mheads.problems import BaseLoss
 
 
 def relaxed(
@@ -21,12 +21,12 @@ def relaxed(
         float, Field(ge=0, le=1, description="the part of each example that the members besides the best one share")
     ] = 0.05,
     normalize: Normalize = "batch",
-    of: Of = None,
+    base_loss: BaseLossSpec = None,
 ) -> Loss:
     """Sum over i of (1 - epsilon) * w l of the best member + epsilon / (M - 1) * the sum of w l of the others.
 
-    l is the problem's own loss or `of`, w the sample weights. Members whose sample weight is 0 count neither among the
-    best nor in M; where only one is left, its weight is 1. `normalize` as in `mcl`.
+    l is the problem's own loss or `base_loss`, w the sample weights. Members whose sample weight is 0 count neither
+    among the best nor in M; where only one is left, its weight is 1. `normalize` as in `mcl`.
     """
     if not 0 <= epsilon <= 1:
         raise UserError(f"loss.epsilon is a part of an example, from 0 to 1, not {epsilon}")
@@ -36,7 +36,7 @@ def relaxed(
         winners=None if epsilon else 1,
         whole_batch=check_normalize(normalize),
         options={"epsilon": epsilon, "normalize": normalize},
-        of=of,
+        base_loss=base_loss,
         masks=True,
     )
 
@@ -46,11 +46,11 @@ def _relaxed(
     y: Tensor,
     sample_weights: Tensor | None,
     ties: Tensor | None,
-    of: MemberLoss,
+    base_loss: BaseLoss,
     epsilon: float,
     normalize: str,
 ) -> LossValue:
-    losses = of(outputs, y)
+    losses = base_loss(outputs, y)
     fixed = losses.detach()
     best, weights = assign(fixed, 1, sample_weights, ties), ones_or(sample_weights, fixed)
     others = (weights > 0).to(fixed.dtype) - best

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.losses.base_loss import Of
+from mheads.losses.base_loss import BaseLossSpec
 from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
 from mheads.losses.mcl import K, assign, check_k
-from mheads.problems import MemberLoss
+from mheads.problems import BaseLoss
 from mheads.trees import member_scores
 
 
@@ -22,13 +22,13 @@ def scored(
     k: K = 1,
     score_weight: Annotated[float, Field(ge=0, description="weight of what the scores learn")] = 1.0,
     normalize: Normalize = "batch",
-    of: Of = None,
+    base_loss: BaseLossSpec = None,
 ) -> Loss:
     """MCL and the cross-entropy of the scores: sum over i and m of w_mi (a_mi l_mi + score_weight bce(s_mi, a_mi)).
 
-    l_mi is the problem's own loss or `of`; a_mi is 1 for the k members with the lowest, w the sample weights. s_mi is
-    the score that the network gives beside its answer (`trees/member_scores.py`), bce(s, a) = -a log sigmoid(s) - (1 -
-    a) log sigmoid(-s). `normalize` as in `mcl`; the scores learn from the whole batch.
+    l_mi is the problem's own loss or `base_loss`; a_mi is 1 for the k members with the lowest, w the sample weights.
+    s_mi is the score that the network gives beside its answer (`trees/member_scores.py`), bce(s, a) = -a log sigmoid(s)
+    - (1 - a) log sigmoid(-s). `normalize` as in `mcl`; the scores learn from the whole batch.
     """
     if score_weight < 0:
         raise UserError(f"loss.score_weight must not be negative: {score_weight}")
@@ -37,7 +37,7 @@ def scored(
         partial(_scored, k=k, score_weight=score_weight, normalize=normalize),
         whole_batch=check_normalize(normalize),
         options={"k": k, "score_weight": score_weight, "normalize": normalize},
-        of=of,
+        base_loss=base_loss,
         check_members=check_k(k),
         masks=True,
     )
@@ -48,7 +48,7 @@ def _scored(
     y: Tensor,
     sample_weights: Tensor | None,
     ties: Tensor | None,
-    of: MemberLoss,
+    base_loss: BaseLoss,
     k: int,
     score_weight: float,
     normalize: str,
@@ -60,7 +60,7 @@ def _scored(
             f"mheads.TreeNet(mheads.with_scores(factory), ...), which adds one to the last layer; "
             f"or {member_scores.OWN}"
         )
-    losses = of(outputs, y)
+    losses = base_loss(outputs, y)
     fixed, weights = losses.detach(), ones_or(sample_weights, losses.detach())
     won = assign(fixed, k, sample_weights, ties)
     learned = F.binary_cross_entropy_with_logits(score, won, reduction="none")

@@ -14,7 +14,7 @@ from mheads.problems.base import Metrics, Problem, Result, widened
 from mheads.problems.classification import PROBABILITIES, Classification, are_probabilities
 from mheads.problems.detection import Detection
 from mheads.problems.kinds import finds_objects, gives_probabilities, is_single_label
-from mheads.problems.member_losses import MEMBER_LOSSES, MemberLoss, cross_entropies, squared_errors
+from mheads.problems.member_losses import BASE_LOSSES, BaseLoss, cross_entropies, squared_errors
 from mheads.problems.multilabel import MultiLabel
 from mheads.problems.regression import Regression
 from mheads.problems.segmentation import Segmentation
@@ -30,12 +30,12 @@ PROBLEMS: dict[str, Any] = {
 }
 
 __all__ = [
-    "MEMBER_LOSSES",
+    "BASE_LOSSES",
     "PROBABILITIES",
     "PROBLEMS",
+    "BaseLoss",
     "Classification",
     "Detection",
-    "MemberLoss",
     "Metrics",
     "MultiLabel",
     "Problem",

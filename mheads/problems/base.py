@@ -47,7 +47,7 @@ class Problem(Protocol):
     answer_kind: ClassVar[str]  # what a member gives, in words: "numbers"
     measure: ClassVar[str]  # what is measured in the headline, with its unit
     result_type: ClassVar[Any]  # a `metrics.PlainResult`
-    member_losses: ClassVar[tuple[str, ...]]  # those in `member_losses.py` that fit, its own first
+    base_losses: ClassVar[tuple[str, ...]]  # those in `member_losses.py` that fit, its own first
 
     @property
     def groups(self) -> tuple[str, ...]:

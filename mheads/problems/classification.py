@@ -35,7 +35,7 @@ class Classification:
     answer_kind: ClassVar[str] = "one class"
     measure: ClassVar[str] = "accuracy, %"
     result_type: ClassVar[Any] = Result
-    member_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    base_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     single_label: ClassVar[bool] = True
     gives_probabilities: ClassVar[bool] = True
     output_form: ClassVar[str] = "logits [B, C]"

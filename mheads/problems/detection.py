@@ -119,7 +119,7 @@ class Detection:
     answer_kind: ClassVar[str] = "boxes"
     measure: ClassVar[str] = "mean average precision, VOC 2007's 11 points, %"
     result_type: ClassVar[Any] = DetectionResult
-    member_losses: ClassVar[tuple[str, ...]] = ("fast_rcnn",)
+    base_losses: ClassVar[tuple[str, ...]] = ("fast_rcnn",)
     finds_objects: ClassVar[bool] = True
     output_form: ClassVar[str] = "logits [B, C]"
     answer_dims: ClassVar[int] = 2

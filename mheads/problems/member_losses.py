@@ -1,8 +1,8 @@
 """The loss of one member on one example, each a function of outputs [M, B, ...] and targets that gives [M, B].
 
-Arguments that are annotated with a `Field` are options that a config may give, `loss.of: {name: smooth_l1, beta: 0.5}`.
-Where a network gives several tensors, the first is the answer, and the only one that is looked at; `gaussian_nll` takes
-two.
+Arguments that are annotated with a `Field` are options that a config may give, `loss.base_loss: {name: smooth_l1, beta:
+0.5}`. Where a network gives several tensors, the first is the answer, and the only one that is looked at;
+`gaussian_nll` takes two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 
-MemberLoss = Callable[..., Tensor]  # of one member on one example: [M, B, ...], targets -> [M, B]
+BaseLoss = Callable[..., Tensor]  # of one member on one example: [M, B, ...], targets -> [M, B]
 IGNORED = -100  # the class of pixels that do not count
 
 
@@ -127,7 +127,7 @@ def _same_shape(name: str, outputs: Value, y: Tensor) -> tuple[Tensor, Tensor]:
     return found, y
 
 
-MEMBER_LOSSES: dict[str, MemberLoss] = {
+BASE_LOSSES: dict[str, BaseLoss] = {
     "cross_entropy": cross_entropies,
     "bce": binary_cross_entropies,
     "mse": squared_errors,

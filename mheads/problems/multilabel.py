@@ -120,7 +120,7 @@ class MultiLabel:
     answer_kind: ClassVar[str] = "several classes"
     measure: ClassVar[str] = "mean average precision, %"
     result_type: ClassVar[Any] = MultiLabelResult
-    member_losses: ClassVar[tuple[str, ...]] = ("bce",)
+    base_losses: ClassVar[tuple[str, ...]] = ("bce",)
     gives_probabilities: ClassVar[bool] = True
     output_form: ClassVar[str] = "logits [B, C]"
     answer_dims: ClassVar[int] = 2

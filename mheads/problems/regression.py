@@ -129,7 +129,7 @@ class Regression:
     answer_kind: ClassVar[str] = "numbers"
     measure: ClassVar[str] = "root mean square error"
     result_type: ClassVar[Any] = RegressionResult
-    member_losses: ClassVar[tuple[str, ...]] = ("mse", "mae", "smooth_l1", "gaussian_nll")
+    base_losses: ClassVar[tuple[str, ...]] = ("mse", "mae", "smooth_l1", "gaussian_nll")
 
     answer_dims: ClassVar[int] = 2
 

@@ -139,7 +139,7 @@ class Segmentation:
     answer_kind: ClassVar[str] = "a class for each pixel"
     measure: ClassVar[str] = "mean IoU, %"
     result_type: ClassVar[Any] = SegmentationResult
-    member_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
+    base_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     output_form: ClassVar[str] = "logits [B, C, H, W]"
     answer_dims: ClassVar[int] = 4
 

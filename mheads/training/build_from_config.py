@@ -139,12 +139,13 @@ def _look_in(place: str | None, name: str) -> None:
 
 def build_loss(config: Config) -> Loss:
     """The loss of a config, if it fits the members and the sampling."""
-    loss, of = _make_loss(config), config.loss.of
-    if of is not None and not loss.takes_of:
+    loss, base_loss = _make_loss(config), config.loss.base_loss
+    if base_loss is not None and not loss.takes_base_loss:
         raise UserError(
-            f"loss.of = {safe_yaml.short(of)}: {loss.name} has a loss of its own for each example; leave loss.of out"
+            f"loss.base_loss = {safe_yaml.short(base_loss)}: {loss.name} has a loss of its own for each "
+            "example; leave loss.base_loss out"
         )
-    loss = loss if of is None else replace(loss, of=of)
+    loss = loss if base_loss is None else replace(loss, base_loss=base_loss)
     loss.check(config.members, config.sampling.name)
     return loss
 
@@ -154,13 +155,13 @@ def adapt_loss(loss: Loss, data: Data, config: Config) -> Loss:
     loss, teacher = loss.on(data.problem), config.teacher
     if teacher.answers is None:
         return loss
-    if not loss.takes_of:
+    if not loss.takes_base_loss:
         raise UserError(
             f"teacher: {loss.name} has a loss of its own for each example, which takes no answers of a teacher; use "
             "independent, score_averaged, mcl, relaxed, evolving, annealed or scored"
         )
-    assert loss.member_loss is not None  # that of the problem, if no other
-    return replace(loss, of=taught(loss.member_loss, teacher.weight, teacher.temperature))
+    assert loss.base_loss_function is not None  # that of the problem, if no other
+    return replace(loss, base_loss=taught(loss.base_loss_function, teacher.weight, teacher.temperature))
 
 
 def _make_loss(config: Config) -> Loss:
@@ -241,7 +242,7 @@ def make_engine_options(
 def count_micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) -> int:
     """How many micro-batches a batch is cut into; a loss of the user's own may need whole batches."""
     asked = config.engine.micro_batches
-    whole = config.loss.whole_batch or (loss is not None and (loss.whole_batch or loss.of_whole_batch))
+    whole = config.loss.whole_batch or (loss is not None and (loss.whole_batch or loss.base_loss_of_whole_batch))
     if asked == "auto" and whole:
         return 1
     return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked

@@ -87,13 +87,13 @@ def check_whole_batches(config: Config, net: TreeNet, loss: Loss) -> None:
     """Raises if the loss of an example depends on others and these would be in another part of the step."""
     each = loss.each_batch or not loss.whole_batch
     parts = count_micro_batches(config, net, loss) * (1 if each else config.optim.accumulate)
-    if not (loss.whole_batch or loss.of_whole_batch) or parts == 1:
+    if not (loss.whole_batch or loss.base_loss_of_whole_batch) or parts == 1:
         return
     why = " (loss.normalize=wins counts over them)" if config.loss.whole_batch else ""
     asked = config.engine.micro_batches
     remedies = [] if asked in ("auto", 1) else [f"engine.micro_batches=1 (it is {asked})"]
     remedies += [] if each else [f"optim.accumulate=1 (it is {config.optim.accumulate})"]
-    who = f"the loss of one member, of = {loss.of_name}," if loss.of_whole_batch else loss.name
+    who = f"base_loss = {loss.base_loss_name}" if loss.base_loss_of_whole_batch else loss.name
     raise UserError(
         f"{who} looks at whole batches{why}, but a {'batch' if each else 'step'} is cut into {parts} parts: use "
         f"{' and '.join(remedies)}"

@@ -58,7 +58,7 @@ class Experiment:
 
     def _loss_identity(self) -> dict[str, Any]:
         loss = self.loss
-        roots = [part for part in (loss.function, loss.of, loss.schedule) if part is not None]
+        roots = [part for part in (loss.function, loss.base_loss, loss.schedule) if part is not None]
         identity: dict[str, Any] = {"name": loss.name, "code": fingerprint.code(*roots)}
         if modules := fingerprint.modules(*roots):
             identity["layers"] = modules
@@ -79,7 +79,7 @@ class Experiment:
         """
         start = self.config.pretrain
         if step < start:
-            return independent(self.loss.of)
+            return independent(self.loss.base_loss)
         return self.loss.at(step - start, self.config.optim.iterations, self.net.num_members)
 
     @property

@@ -60,8 +60,8 @@ def test_the_loss_is_that_of_numpy(seed, members, rows, classes, weight, tempera
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 def test_its_gradient_is_that_of_finite_differences(temperature):
     answers, labels = probabilities((3, 5)).double(), torch.tensor([0, 4, 2])
-    of = partial(losses, y=(labels, answers), of=cross_entropies, weight=0.7, temperature=temperature)
-    assert torch.autograd.gradcheck(of, torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True))
+    base_loss = partial(losses, y=(labels, answers), base_loss=cross_entropies, weight=0.7, temperature=temperature)
+    assert torch.autograd.gradcheck(base_loss, torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True))
 
 
 def test_who_answers_as_the_teacher_has_nothing_left_to_learn_of_it():
@@ -101,7 +101,7 @@ def test_answers_of_0_stay_0_at_any_temperature():
 def test_mcl_gives_an_example_to_the_member_nearest_to_label_and_answer():
     answers = torch.tensor([[0.1, 0.9]])
     scores = torch.tensor([[[3.0, 0.0]], [[0.0, 2.0]]])
-    found = mcl(k=1, of=taught(cross_entropies, 1.0, 1.0))(scores, (torch.tensor([0]), answers))
+    found = mcl(k=1, base_loss=taught(cross_entropies, 1.0, 1.0))(scores, (torch.tensor([0]), answers))
     assert found.assignment[:, 0].tolist() == [0, 1]  # though member 0 has the label
 
 

@@ -247,7 +247,7 @@ class Focal(nn.Module):
         return self.weights[y] * losses * (1 - (-losses).exp()) ** self._gamma
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Loss("focal", m), lambda m: mcl(k=1, of=m)])
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: Loss("focal", m), lambda m: mcl(k=1, base_loss=m)])
 @pytest.mark.parametrize("other", [Focal(3.0), Focal(1.0, torch.arange(10.0))])
 def test_a_run_does_not_go_on_with_another_module_for_a_loss(wrap, other, tmp_path):
     def run(module, iterations):
@@ -270,7 +270,7 @@ def the_mean_itself(outputs, y):
     return losses.mean(1, keepdim=True).expand_as(losses)
 
 
-@pytest.mark.parametrize("loss", [of_the_mean, mcl(k=1, of=the_mean_itself)])
+@pytest.mark.parametrize("loss", [of_the_mean, mcl(k=1, base_loss=the_mean_itself)])
 def test_a_loss_that_looks_at_the_whole_batch_is_refused_until_it_says_so(loss):
     with pytest.raises(UserError, match=r"looks at the whole batch .*whole_batch ?= ?True"):
         mheads.fit(mheads.TreeNet(small, members=2), loss, iterations=2, **DATA)

@@ -222,7 +222,7 @@ def test_a_loss_of_members_is_one_over_the_loss_of_the_net(name, examples, files
         cut = config.model_copy(update={"engine": config.engine.model_copy(update={"micro_batches": 2})})
         with pytest.raises(
             UserError,
-            match=r"of = of_batch, looks at whole batches, .* cut into 2 parts: use engine\.micro_batches=1 \(it is 2\)$",
+            match=r"base_loss = of_batch looks at whole batches, .* cut into 2 parts: use engine\.micro_batches=1 \(it is 2\)$",
         ):
             build_experiment(cut)
     found = experiment.loss(experiment.net(x), y, None, batch.ties)
@@ -250,8 +250,8 @@ def test_what_a_loss_cannot_take_of_the_net_is_said(files):
         "loss.name=confident says itself what an example costs: the net's losses (l1 of line 20, l2 of line 38) are left out"
         in found.notes
     )
-    own = convert("net.prototxt", None, [*keys, "loss=mcl", "loss.of=cross_entropy"])
-    assert own.tree["loss"] == {"name": "mcl", "of": "cross_entropy"} and not own.notes
+    own = convert("net.prototxt", None, [*keys, "loss=mcl", "loss.base_loss=cross_entropy"])
+    assert own.tree["loss"] == {"name": "mcl", "base_loss": "cross_entropy"} and not own.notes
     net = files(nets.toy())
     assert convert(net, None, ["data=digits", "loss.scale_rate=true"]).tree["loss"] == {
         "name": "score_averaged",

@@ -123,8 +123,8 @@ def test_a_schedule_may_say_the_loss_of_one_member():
     x, y = X, X[:, :3] * 2
     ends = {}
     for name, loss in {
-        "scheduled": Loss("mine", losses.mcl(k=1).function, schedule=lambda i, n, m: losses.mcl(k=1, of="mae")),
-        "mae": losses.mcl(k=1, of="mae"),
+        "scheduled": Loss("mine", losses.mcl(k=1).function, schedule=lambda i, n, m: losses.mcl(k=1, base_loss="mae")),
+        "mae": losses.mcl(k=1, base_loss="mae"),
         "mse": losses.mcl(k=1),
     }.items():
         net = TreeNet(linear, members=2)
@@ -144,7 +144,7 @@ def test_without_a_problem_numbers_are_not_taken_for_soft_labels(loss):
     soft = torch.rand(8, 3).softmax(1)
     assert loss(outputs, soft).total.isfinite()
     for y in (torch.randn(8, 3), torch.ones(8, 3), torch.rand(8)):
-        with pytest.raises(UserError, match=r"not probabilities of classes.*of='mse'.*of='bce'"):
+        with pytest.raises(UserError, match=r"not probabilities of classes.*base_loss='mse'.*base_loss='bce'"):
             loss(outputs, y)
 
 

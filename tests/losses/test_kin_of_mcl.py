@@ -107,9 +107,9 @@ def test_weights_of_an_example_add_to_one_whatever_the_losses(
     outputs = torch.randn(members, 8, 2, generator=generator) * scale
     y = torch.zeros(8, 2)
     sample_weights = (torch.rand(members, 8, generator=generator) >= absent).float()
-    loss = losses.annealed(temperature, floor, of="mae", until=until)
-    for rule in (loss, losses.annealed(temperature, floor, "linear", until, of="mae"), losses.evolving(until, of="mae"),
-                 losses.relaxed(0.3, of="mae")):  # fmt: skip
+    loss = losses.annealed(temperature, floor, base_loss="mae", until=until)
+    linear = losses.annealed(temperature, floor, "linear", until, base_loss="mae")
+    for rule in (loss, linear, losses.evolving(until, base_loss="mae"), losses.relaxed(0.3, base_loss="mae")):
         value = rule.at(at, 20, members)(outputs, y, sample_weights)
         assert torch.isfinite(value.assignment).all()
         assert (value.assignment[sample_weights == 0] == 0).all()
@@ -189,7 +189,7 @@ def test_the_engine_teaches_a_tree_of_numbers_what_autograd_does(name, at, bagge
     y = torch.randn(23, 2, generator=generator, dtype=torch.float64)
     ties = torch.rand(3, 23, generator=generator)
     sample_weights = torch.randint(3, (3, 23), generator=generator).double() if bagged else None
-    loss = losses.LOSSES[name](of="mae").at(at, 20, 3)
+    loss = losses.LOSSES[name](base_loss="mae").at(at, 20, 3)
     report, found = engine_gradients(net, loss, Batch(x, y, Preprocess(), sample_weights, ties))
     value = loss(net(x), y, sample_weights, ties)
     assert report.loss == pytest.approx(value.total.item() / 23, rel=1e-12)

@@ -258,7 +258,7 @@ def test_a_run_is_evaluated_without_the_code_of_its_loss(mheads, tmp_path, monke
 def test_a_config_knows_the_options_of_a_loss_by_its_factory(name):
     factory = losses.LOSSES[name]
     known = options_of(factory)
-    assert known.keys() == inspect.signature(factory).parameters.keys() - {"of"}
+    assert known.keys() == inspect.signature(factory).parameters.keys() - {"base_loss"}
     assert factory().options == {key: option.default for key, option in known.items()}
     config = configs.load("digits", [f"loss={name}"])
     assert build_loss(config).options == factory().options == config.loss.options

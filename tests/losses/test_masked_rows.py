@@ -77,14 +77,14 @@ def test_a_loss_of_the_whole_batch_sees_all_of_it():
     assert_equal(net, gradients, dense(net, batch, centred)[1])
 
 
-@pytest.mark.parametrize("of", [cosine, centred])
-def test_a_member_loss_of_ones_own_sees_all_rows_too(of):
+@pytest.mark.parametrize("base_loss", [cosine, centred])
+def test_a_member_loss_of_ones_own_sees_all_rows_too(base_loss):
     net, batch = case()
-    of.whole_batch = of is centred
-    _, gradients = engine_gradients(net, mcl(k=2, of=of), batch, micro_batches=1)
+    base_loss.whole_batch = base_loss is centred
+    _, gradients = engine_gradients(net, mcl(k=2, base_loss=base_loss), batch, micro_batches=1)
 
     def chosen(outputs, y):
-        found = of(outputs, y)
+        found = base_loss(outputs, y)
         order = found.detach().masked_fill(batch.sample_weights == 0, torch.inf).argsort(0).argsort(0)
         return found * (order < 2)
 
@@ -111,12 +111,12 @@ def test_rows_are_left_out_where_the_loss_says_that_it_masks():
     def squares(outputs, y):
         return (outputs - y).square().sum(-1)
 
-    assert rows(mheads.losses.independent(of="mse")) < B
+    assert rows(mheads.losses.independent(base_loss="mse")) < B
     assert rows(Loss("own", squares, masks=True)) < B
     assert rows(Loss("own", squares)) == B
-    assert rows(mheads.losses.independent(of=squares)) == B
+    assert rows(mheads.losses.independent(base_loss=squares)) == B
     squares.masks = True
-    assert rows(mheads.losses.independent(of=squares)) < B
+    assert rows(mheads.losses.independent(base_loss=squares)) < B
 
 
 def with_bagging(loss, **options):
@@ -142,7 +142,9 @@ def test_a_loss_that_promises_to_mask_and_does_not_is_refused_before_training():
     assert np.isfinite(with_bagging(Loss("own", masked, masks=True)).result.oracle)
 
 
-@pytest.mark.parametrize("loss", [Loss("own", cosine), mheads.losses.independent(of=cosine)], ids=["loss", "of"])
+@pytest.mark.parametrize(
+    "loss", [Loss("own", cosine), mheads.losses.independent(base_loss=cosine)], ids=["loss", "base_loss"]
+)
 def test_a_loss_with_a_norm_trains_with_bagging(loss):
     assert np.isfinite(with_bagging(loss).result.oracle)
 
@@ -152,10 +154,10 @@ def test_a_member_loss_of_whole_batches_needs_no_option():
         return (outputs - outputs.mean(1, keepdim=True) - y).square().sum(-1)
 
     with pytest.raises(
-        UserError, match=r"of = .*over_batch.* looks at the whole batch .*: function.whole_batch = True$"
+        UserError, match=r"base_loss = .*over_batch.* looks at the whole batch .*: function.whole_batch = True$"
     ):
-        with_bagging(mcl(k=1, of=over_batch))
+        with_bagging(mcl(k=1, base_loss=over_batch))
     over_batch.whole_batch = True
-    assert np.isfinite(with_bagging(mcl(k=1, of=over_batch)).result.oracle)
+    assert np.isfinite(with_bagging(mcl(k=1, base_loss=over_batch)).result.oracle)
     with pytest.raises(UserError, match=r"over_batch.* cut into 2 parts: use micro_batches=1 \(it is 2\)$"):
-        with_bagging(mcl(k=1, of=over_batch), micro_batches=2)
+        with_bagging(mcl(k=1, base_loss=over_batch), micro_batches=2)

@@ -29,8 +29,8 @@ def test_each_member_has_the_mean_over_its_wins(name, bagged):
         torch.randint(1, 3, (M, B), generator=torch.Generator().manual_seed(1)).double() if bagged else None
     )
     ties = torch.rand(M, B)
-    loss = losses.LOSSES[name](normalize="wins", of="mse").at(19, 20, M)
-    by_batch = losses.LOSSES[name](of="mse").at(19, 20, M)(outputs, y, sample_weights, ties)
+    loss = losses.LOSSES[name](normalize="wins", base_loss="mse").at(19, 20, M)
+    by_batch = losses.LOSSES[name](base_loss="mse").at(19, 20, M)(outputs, y, sample_weights, ties)
     value = loss(outputs, y, sample_weights, ties)
     torch.testing.assert_close(value.assignment, by_batch.assignment)  # who learns what is the same
     a, errors = by_batch.assignment.numpy(), (outputs.numpy() ** 2).mean(-1)
@@ -41,14 +41,15 @@ def test_each_member_has_the_mean_over_its_wins(name, bagged):
 def test_the_mixture_and_the_scores_are_of_the_whole_batch():
     outputs, y = made(2)
     ties = torch.rand(M, B)
-    won, every = losses.mcl(k=1, normalize="wins", of="mse"), losses.independent(of="mse")
-    mixed = losses.mcl(k=1, ce_weight=0.3, normalize="wins", of="mse")
+    won, every = losses.mcl(k=1, normalize="wins", base_loss="mse"), losses.independent(base_loss="mse")
+    mixed = losses.mcl(k=1, ce_weight=0.3, normalize="wins", base_loss="mse")
     expected = won(outputs, y, ties=ties).total + 0.3 * every(outputs, y).total
     assert mixed(outputs, y, ties=ties).total.item() == pytest.approx(expected.item(), rel=1e-12)
     given = {"answer": outputs, "score": torch.randn(M, B, dtype=torch.float64)}
-    scored = losses.scored(normalize="wins", of="mse")(given, y, ties=ties).total
+    scored = losses.scored(normalize="wins", base_loss="mse")(given, y, ties=ties).total
     by_batch = (
-        losses.scored(of="mse")(given, y, ties=ties).total - losses.mcl(k=1, of="mse")(outputs, y, ties=ties).total
+        losses.scored(base_loss="mse")(given, y, ties=ties).total
+        - losses.mcl(k=1, base_loss="mse")(outputs, y, ties=ties).total
     )
     assert scored.item() == pytest.approx((won(outputs, y, ties=ties).total + by_batch).item(), rel=1e-12)
 
@@ -64,11 +65,11 @@ def test_what_all_members_learn_is_weighted_by_the_sample_weights(name, zeros):
     w, s, errors = sample_weights.numpy(), score.numpy(), (outputs.numpy() ** 2).mean(-1)
     won = (np.where(w > 0, errors, np.inf).argmin(0) == np.arange(M)[:, None]) * (w > 0)
     if name == "mcl":
-        value = losses.mcl(k=1, ce_weight=0.3, normalize="wins", of="mse")(outputs, y, sample_weights)
+        value = losses.mcl(k=1, ce_weight=0.3, normalize="wins", base_loss="mse")(outputs, y, sample_weights)
         every = 0.3 * errors
     else:
         given = {"answer": outputs, "score": score}
-        value = losses.scored(k=1, score_weight=0.7, normalize="wins", of="mse")(given, y, sample_weights)
+        value = losses.scored(k=1, score_weight=0.7, normalize="wins", base_loss="mse")(given, y, sample_weights)
         every = 0.7 * (np.logaddexp(0, s) - won * s)  # -a log sigmoid(s) - (1 - a) log sigmoid(-s)
     shares = w * won / (w * won).sum(1, keepdims=True)
     expected = (B * shares * errors + w * every).sum()
@@ -87,7 +88,7 @@ def test_a_member_that_wins_nothing_learns_nothing():
     outputs, y = made(3)
     outputs[0] += 100
     outputs.requires_grad_()
-    value = losses.mcl(k=1, normalize="wins", of="mse")(outputs, y)
+    value = losses.mcl(k=1, normalize="wins", base_loss="mse")(outputs, y)
     (gradient,) = torch.autograd.grad(value.total, outputs)
     assert (gradient[0] == 0).all()
     assert torch.isfinite(gradient).all()
@@ -103,7 +104,7 @@ def test_the_gradient_that_enters_a_trunk_is_scaled_for_each_member(k):
     net = TreeNet(layers, tree={"0": [{"2": 2}, 1]}, seed=3).double()
     x = torch.randn(23, 3, dtype=torch.float64)
     y, ties = torch.randn(23, 2, dtype=torch.float64), torch.rand(3, 23)
-    loss = losses.mcl(k=k, normalize="wins", of="mae")
+    loss = losses.mcl(k=k, normalize="wins", base_loss="mae")
     _, found = engine_gradients(net, loss, Batch(x, y, Preprocess(), None, ties), micro_batches=1)
     value = loss(net(x), y, None, ties)
     stages = [net.stage(stage) for stage in found]
@@ -128,7 +129,7 @@ def test_the_batch_is_not_cut():
 @pytest.mark.parametrize("name", ["mcl", "relaxed", "evolving", "annealed"])
 def test_every_loss_trains_by_wins(name):
     """Also one that changes over training, whose form at an iteration needs the whole batch as much."""
-    loss = losses.LOSSES[name](normalize="wins", of="mse")
+    loss = losses.LOSSES[name](normalize="wins", base_loss="mse")
     assert loss.at(3, 10, 2).whole_batch
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     run = fit(TreeNet(layers, members=2), loss, train=(x, x[:, :2]), batch_size=20, iterations=3, micro_batches=1)

@@ -160,7 +160,9 @@ def test_networks_of_a_users_own_train_with_a_score_by_any_loss(factory, loss):
 def test_a_pair_of_numbers_and_a_score():
     x = NUMBERS[0]
     net = TreeNet(with_scores(lambda: nn.Sequential(nn.Linear(3, 4), Halves())), members=2)
-    run = fit(net, losses.scored(of="gaussian_nll"), train=(x, x[:, :2]), pretrain=2, iterations=3, batch_size=20)
+    run = fit(
+        net, losses.scored(base_loss="gaussian_nll"), train=(x, x[:, :2]), pretrain=2, iterations=3, batch_size=20
+    )
     assert run.result.ensemble_scored < 10
 
 

@@ -43,8 +43,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a schedule forgets that it needs the whole batch",
-                    "of=of, **kept)",
-                    "of=of)",
+                    "base_loss=base_loss, **kept)",
+                    "base_loss=base_loss)",
                 ),
                 Bug(
                     "the sample weights of a plain function is ignored",

@@ -10,7 +10,7 @@ from torch import nn
 import mheads
 from mheads import UserError, losses
 from mheads.config import read as configs
-from mheads.losses import MEMBER_LOSSES, base_loss
+from mheads.losses import BASE_LOSSES, base_loss
 from mheads.problems import Classification, Regression
 from mheads.training.build_from_config import build_loss
 
@@ -56,7 +56,7 @@ CASES = {
 def made(case):
     name, _, option = case.partition(", ")
     key, _, value = option.partition("=")
-    function = base_loss.member_loss({"name": name, key: float(value)} if value else name)
+    function = base_loss.make_base_loss({"name": name, key: float(value)} if value else name)
     outputs, y, expected = CASES[case]
     given = tuple(map(torch.tensor, outputs)) if isinstance(outputs, tuple) else torch.tensor(outputs)
     return function, given, torch.tensor(y), expected
@@ -82,42 +82,45 @@ def test_each_equals_numpy_and_its_gradient_finite_differences(case):
 @pytest.mark.parametrize("case", CASES)
 def test_every_rule_takes_it(case):
     function, outputs, y, expected = made(case)
-    assert losses.independent(of=function)(outputs, y).total.item() == pytest.approx(expected.sum())
-    won = losses.mcl(k=1, of=function)(outputs, y)
+    assert losses.independent(base_loss=function)(outputs, y).total.item() == pytest.approx(expected.sum())
+    won = losses.mcl(k=1, base_loss=function)(outputs, y)
     assert won.total.item() == pytest.approx(expected.min(0).sum())
     np.testing.assert_array_equal(won.assignment.argmax(0).numpy(), expected.argmin(0))
     mean = tuple(t.mean(0, keepdim=True) for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
-    together = losses.score_averaged(of=function)(outputs, y).total
+    together = losses.score_averaged(base_loss=function)(outputs, y).total
     torch.testing.assert_close(together, function(mean if len(mean) > 1 else mean[0], y).sum())
 
 
 def test_it_is_given_by_name_with_options_or_as_a_function():
     outputs, y = torch.tensor(NUMBERS), torch.tensor(WANTED)
-    for given in ("mae", {"name": "mae"}, MEMBER_LOSSES["mae"], "user_networks:distances"):
-        np.testing.assert_allclose(losses.mcl(k=1, of=given)(outputs, y).losses, ERRORS.mean(-1))
-    cubed = losses.mcl(k=1, of={"name": "user_networks:distances", "power": 3})
+    for given in ("mae", {"name": "mae"}, BASE_LOSSES["mae"], "user_networks:distances"):
+        np.testing.assert_allclose(losses.mcl(k=1, base_loss=given)(outputs, y).losses, ERRORS.mean(-1))
+    cubed = losses.mcl(k=1, base_loss={"name": "user_networks:distances", "power": 3})
     np.testing.assert_allclose(cubed(outputs, y).losses, (ERRORS**3).mean(-1))
-    assert base_loss.named(losses.mcl(of={"name": "smooth_l1", "beta": 0.5}).of) == {"name": "smooth_l1", "beta": 0.5}
-    assert base_loss.named(losses.mcl(of="mse").of) == "mse"
-    assert base_loss.named(cubed.of) is None
-    assert base_loss.named(None) is None
+    assert base_loss.name_base_loss(losses.mcl(base_loss={"name": "smooth_l1", "beta": 0.5}).base_loss) == {
+        "name": "smooth_l1",
+        "beta": 0.5,
+    }
+    assert base_loss.name_base_loss(losses.mcl(base_loss="mse").base_loss) == "mse"
+    assert base_loss.name_base_loss(cubed.base_loss) is None
+    assert base_loss.name_base_loss(None) is None
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("mses", "loss.of = 'mses': it is one of cross_entropy, bce, mse, .*package.module:function"),
+        ("mses", "loss.base_loss = 'mses': it is one of cross_entropy, bce, mse, .*package.module:function"),
         ({"name": "smooth_l1", "delta": 1}, "smooth_l1 has no option 'delta'; it has beta"),
         ({"name": "mse", "beta": 1}, "mse has no option 'beta'; it has none"),
         ({"name": "smooth_l1", "beta": 0}, "beta = 0: input should be greater than 0"),
         ({"beta": 1}, "give a name, or a mapping with a name"),
         (nn.MSELoss, "give a name, or a mapping with a name"),
-        ("nowhere:f", "loss.of 'nowhere:f': importing nowhere failed"),
+        ("nowhere:f", "loss.base_loss 'nowhere:f': importing nowhere failed"),
     ],
 )
 def test_what_is_none_is_refused(given, message):
     with pytest.raises(UserError, match=message):
-        losses.mcl(k=1, of=given)
+        losses.mcl(k=1, base_loss=given)
 
 
 @pytest.mark.parametrize("rule", ["mcl", "independent", "score_averaged"])
@@ -129,9 +132,9 @@ def test_a_value_of_another_shape_is_explained(rule):
         lambda outputs, y: 0.0,
     ):
         with pytest.raises(
-            UserError, match=r"of = .* gives a value of .*give the losses .*\[M, B\] \(here \[[13], 5\]"
+            UserError, match=r"base_loss = .* gives a value of .*give the losses .*\[M, B\] \(here \[[13], 5\]"
         ):
-            losses.LOSSES[rule](of=wrong)(outputs, y)
+            losses.LOSSES[rule](base_loss=wrong)(outputs, y)
 
 
 def test_targets_of_another_shape_are_not_spread():
@@ -141,18 +144,18 @@ def test_targets_of_another_shape_are_not_spread():
         with pytest.raises(
             UserError, match=rf"{name} compares outputs with targets of their shape.*\[5, 1\] and \[5\]"
         ):
-            MEMBER_LOSSES[name](outputs, torch.zeros(5))
+            BASE_LOSSES[name](outputs, torch.zeros(5))
     with pytest.raises(UserError, match=r"gaussian_nll: .* shape \[4\] for an example; let it give a pair"):
-        MEMBER_LOSSES["gaussian_nll"](torch.zeros(2, 5, 4), torch.zeros(5, 2))
+        BASE_LOSSES["gaussian_nll"](torch.zeros(2, 5, 4), torch.zeros(5, 2))
 
 
 def test_a_loss_for_other_targets_is_refused():
     with pytest.raises(
-        UserError, match=r"loss.of = mse does not go with classification: there it is cross_entropy, or"
+        UserError, match=r"loss.base_loss = mse does not go with classification: there it is cross_entropy, or"
     ):
-        losses.mcl(of="mse").on(Classification(("a", "b")))
+        losses.mcl(base_loss="mse").on(Classification(("a", "b")))
     with pytest.raises(UserError, match="cross_entropy does not go with regression: there it is mse or mae or"):
-        losses.independent(of={"name": "cross_entropy", "smoothing": 0.1}).on(Regression(2))
+        losses.independent(base_loss={"name": "cross_entropy", "smoothing": 0.1}).on(Regression(2))
 
 
 # In a config, and in what a run is known by.
@@ -161,29 +164,38 @@ def test_a_loss_for_other_targets_is_refused():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["loss.of=mae"], "mae"),
-        (["loss.of={name: smooth_l1, beta: 0.5}"], {"name": "smooth_l1", "beta": 0.5}),
+        (["loss.base_loss=mae"], "mae"),
+        (["loss.base_loss={name: smooth_l1, beta: 0.5}"], {"name": "smooth_l1", "beta": 0.5}),
+        (["loss.base_loss=smooth_l1", "loss.base_loss.beta=0.5"], {"name": "smooth_l1", "beta": 0.5}),
         (["loss.of=smooth_l1", "loss.of.beta=0.5"], {"name": "smooth_l1", "beta": 0.5}),
+        (["loss={name: mcl, of: mae}"], "mae"),
         ([], None),
     ],
 )
 def test_a_config_names_it(overrides, expected):
     config = configs.load("digits", ["loss=mcl", *overrides])
-    assert config.loss.of == expected
-    assert base_loss.named(build_loss(config).of) == expected
+    assert config.loss.base_loss == expected
+    assert base_loss.name_base_loss(build_loss(config).base_loss) == expected
     assert (config.digest() == configs.load("digits", ["loss=mcl"]).digest()) is (expected is None)
+    if expected == "mae":
+        assert config.digest() == "361fccf2"  # folders were named so when the key was loss.of
 
 
 def test_a_config_says_what_is_wrong_with_it():
-    with pytest.raises(UserError, match=r"loss.of = 'mee': it is one of cross_entropy, .*package.module:function"):
-        configs.load("digits", ["loss.of=mee"])
+    with pytest.raises(
+        UserError, match=r"loss.base_loss = 'mee': it is one of cross_entropy, .*package.module:function"
+    ):
+        configs.load("digits", ["loss.base_loss=mee"])
     with pytest.raises(UserError, match=r"beta = -1: input should be greater than 0"):
-        configs.load("digits", ["loss.of={name: smooth_l1, beta: -1}"])
-    assert configs.load("digits", ["loss.of=nowhere:f"]).loss.of == "nowhere:f"  # reading a config runs no code
-    config = configs.load("digits", ["loss=prob_averaged", "loss.of=cross_entropy"])
-    with pytest.raises(UserError, match=r"prob_averaged has a loss of its own for each example; leave loss.of out"):
+        configs.load("digits", ["loss.base_loss={name: smooth_l1, beta: -1}"])
+    unread = configs.load("digits", ["loss.base_loss=nowhere:f"])  # reading a config runs no code
+    assert unread.loss.base_loss == "nowhere:f"
+    config = configs.load("digits", ["loss=prob_averaged", "loss.base_loss=cross_entropy"])
+    with pytest.raises(
+        UserError, match=r"prob_averaged has a loss of its own for each example; leave loss.base_loss out"
+    ):
         build_loss(config)
-    own = configs.load("digits", ["loss=user_networks:squared", "loss.of=cross_entropy"])
+    own = configs.load("digits", ["loss=user_networks:squared", "loss.base_loss=cross_entropy"])
     with pytest.raises(UserError, match="user_networks:squared has a loss of its own"):
         build_loss(own)
 
@@ -191,16 +203,16 @@ def test_a_config_says_what_is_wrong_with_it():
 def test_another_loss_of_an_example_is_another_run(tmp_path):
     x = RNG.normal(size=(30, 2)).astype(np.float32)
 
-    def fit(of, folder="run"):
+    def fit(base_loss, folder="run"):
         net = mheads.TreeNet(partial(linear, 2, 2), members=2)
-        loss = mheads.losses.mcl(k=1, of=of)
+        loss = mheads.losses.mcl(k=1, base_loss=base_loss)
         return mheads.fit(net, loss, train=(x, x[:, ::-1].copy()), iterations=2, run=tmp_path / folder)
 
     run = fit({"name": "smooth_l1", "beta": 0.5})
-    assert run.config.loss.of == {"name": "smooth_l1", "beta": 0.5}
+    assert run.config.loss.base_loss == {"name": "smooth_l1", "beta": 0.5}
     assert fit({"name": "smooth_l1", "beta": 0.5}).result == run.result
     for other in ({"name": "smooth_l1", "beta": 0.25}, "mae", None):
-        with pytest.raises(UserError, match=r"loss\.of"):
+        with pytest.raises(UserError, match=r"loss\.base_loss"):
             fit(other)
     # A function of one's own is known by its code and what it is called with.
     fit({"name": "user_networks:distances", "power": 1.5}, "own")
@@ -213,7 +225,7 @@ def test_label_smoothing_gives_the_other_classes_something():
     sure, smooth = (
         mheads.fit(
             mheads.TreeNet(partial(linear, 3, 3), members=1),
-            mheads.losses.independent(of={"name": "cross_entropy", "smoothing": s}),
+            mheads.losses.independent(base_loss={"name": "cross_entropy", "smoothing": s}),
             train=(x, y), iterations=150, lr=2.0,
         )
         for s in (0.0, 0.3)
@@ -229,7 +241,12 @@ def test_a_network_says_how_sure_it_is_with_gaussian_nll():
     y = 2 * x + np.where(x > 0.5, 0.5, 0.05) * np.random.default_rng(2).normal(size=x.shape)
     net = mheads.TreeNet(mean_and_log_variance, members=2)
     run = mheads.fit(
-        net, mheads.losses.independent(of="gaussian_nll"), train=(x, y), iterations=300, optimizer="adamw", lr=0.02
+        net,
+        mheads.losses.independent(base_loss="gaussian_nll"),
+        train=(x, y),
+        iterations=300,
+        optimizer="adamw",
+        lr=0.02,
     )
     ends = torch.tensor([[0.1], [0.9]])
     assert run.predict(ends).shape == (2, 2, 1)
@@ -239,9 +256,9 @@ def test_a_network_says_how_sure_it_is_with_gaussian_nll():
     assert (deviations[:, 1] > 0.3).all()
     assert (deviations[:, 0] < 0.15).all()
     with pytest.raises(UserError, match=r"let it give as many \(for gaussian_nll a pair of them: x.chunk"):
-        mheads.fit(mheads.TreeNet(partial(linear, 1, 2), members=2), losses.mcl(of="gaussian_nll"), train=(x, y))
+        mheads.fit(mheads.TreeNet(partial(linear, 1, 2), members=2), losses.mcl(base_loss="gaussian_nll"), train=(x, y))
     with pytest.raises(UserError, match="let it give a pair"):
-        mheads.fit(mheads.TreeNet(partial(linear, 1, 1), members=2), losses.mcl(of="gaussian_nll"), train=(x, y))
+        mheads.fit(mheads.TreeNet(partial(linear, 1, 1), members=2), losses.mcl(base_loss="gaussian_nll"), train=(x, y))
 
 
 def linear(inputs, outputs):

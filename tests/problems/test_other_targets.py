@@ -488,7 +488,7 @@ def test_a_run_comes_back_and_is_drawn(name, tmp_path):
         ("multilabel", {"train": (X, LABELS[:, :2])}, "2 classes in train and 4 classes in test"),
         ("multilabel", {"train": (X, LABELS[:, :2]), "test": None}, r"shape \(4,\), but arrays has 2 classes, of"),
         ("segmentation", {"train": (IMAGES, PIXELS[:, 1:, 1:]), "test": None}, r"\(3, 6, 5\), .* of 5 x 4 pixels"),
-        ("multilabel", {"loss": mcl(of="mse")}, r"loss.of = mse does not go with multilabel: there it is bce"),
+        ("multilabel", {"loss": mcl(base_loss="mse")}, r"base_loss = mse does not go with multilabel: there it is bce"),
         ("segmentation", {"loss": "prob_averaged"}, "prob_averaged averages .* are classes of pixels"),
         ("soft_labels", {"loss": "prob_averaged"}, "prob_averaged averages .* are floats"),
     ],
@@ -507,8 +507,8 @@ def test_evaluate_says_what_models_must_give_for_pixels():
 
 
 def test_a_loss_with_options_is_taken_on_soft_labels():
-    run = fit("soft_labels", mcl(k=1, of={"name": "cross_entropy", "smoothing": 0.1}), iterations=3)
-    assert run.config.loss.of == {"name": "cross_entropy", "smoothing": 0.1}
+    run = fit("soft_labels", mcl(k=1, base_loss={"name": "cross_entropy", "smoothing": 0.1}), iterations=3)
+    assert run.config.loss.base_loss == {"name": "cross_entropy", "smoothing": 0.1}
     assert run.config.data.problem == "soft_labels"
     assert isinstance(run.data.problem, Classification)
 

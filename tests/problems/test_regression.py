@@ -70,9 +70,9 @@ def test_a_loss_of_ones_own_on_each_example_is_taken_by_every_rule():
     def absolute(outputs, y):
         return (outputs - y).abs().mean(-1)
 
-    run = fit(mcl(k=1, of=absolute), iterations=20)
+    run = fit(mcl(k=1, base_loss=absolute), iterations=20)
     assert run.history.steps[-1]["iteration"] == 20 and run.result.oracle > 0
-    value = mcl(k=1, of=absolute).on(Regression(2))(torch.ones(2, 4, 2), torch.zeros(4, 2))
+    value = mcl(k=1, base_loss=absolute).on(Regression(2))(torch.ones(2, 4, 2), torch.zeros(4, 2))
     assert value.total.item() == 4.0
     assert torch.equal(squared_errors(torch.full((1, 1, 2), 3.0), torch.zeros(1, 2)), torch.tensor([[9.0]]))
 
@@ -139,10 +139,10 @@ def test_another_loss_of_an_example_is_another_run(tmp_path):
     def cubed(outputs, y):
         return (outputs - y).abs().pow(3).mean(-1)
 
-    fit(mcl(k=1, of=absolute), run=tmp_path / "run", iterations=4)
-    fit(mcl(k=1, of=absolute), run=tmp_path / "run", iterations=6)
+    fit(mcl(k=1, base_loss=absolute), run=tmp_path / "run", iterations=4)
+    fit(mcl(k=1, base_loss=absolute), run=tmp_path / "run", iterations=6)
     with pytest.raises(UserError, match="cubed is used now, and was not"):
-        fit(mcl(k=1, of=cubed), run=tmp_path / "run", iterations=8)
+        fit(mcl(k=1, base_loss=cubed), run=tmp_path / "run", iterations=8)
 
 
 def test_a_network_that_gives_more_than_an_answer_predicts_the_answer():
@@ -167,12 +167,12 @@ def test_a_network_that_gives_more_than_an_answer_predicts_the_answer():
     def second(net):
         return torch.cat([net.member(m)[0].weight[2:].flatten() for m in range(2)])
 
-    for given in (loss, independent(), mcl(k=1), score_averaged(), mcl(k=1, of=loss)):
+    for given in (loss, independent(), mcl(k=1), score_averaged(), mcl(k=1, base_loss=loss)):
         net = mheads.TreeNet(network, members=2)
         drawn = second(net).clone()
         run = mheads.fit(net, given, pretrain=3, **data)
         assert run.summary["iterations"] == 6
-        own = given is loss or given.of is loss
+        own = given is loss or given.base_loss is loss
         assert torch.equal(drawn, second(net)) is not own
     with pytest.raises(UserError, match=r"prob_averaged\(stable=False\) takes scores, not a tuple"):
         prob_averaged(stable=False).on(Classification(("a", "b")))((torch.ones(2, 3, 2),), torch.zeros(3, dtype=int))

@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 from mheads.common.atomic_files import write_atomically
 from mheads.common.errors import UserError
 from mheads.config import read as configs
+from mheads.problems.metric_text import label
 from mheads.report.charts.outcomes import chart_answers
 from mheads.report.figures import Figure, draw
 from mheads.report.figures.figure import save
-from mheads.suites import findings, results, suite
+from mheads.suites import findings, results
+from mheads.suites.expand import expand
 from mheads.suites.jobs import Options
+from mheads.suites.suite import read_suite
 
 ROOT = Path(__file__).parents[1]
 RECIPE = "cifar10_quick"
@@ -106,33 +109,29 @@ TABLES = [
 def document(name: str, options: Options) -> dict[str, Any]:
     """The results of a suite; without runs where there are none yet."""
     path = ROOT / "results" / results.file_name(name, options)
-    table = suite.read(name).on(RECIPE, configs.load(RECIPE))
+    table = expand(read_suite(name), RECIPE, configs.load(RECIPE))
     rows = [{"name": row, "run": row, "paper": table.paper.get(row, {})} for row in table.names]
     return results.load(path) if path.is_file() else {"rows": rows, "runs": {}}
 
 
-def made(table: Table) -> str:
-    """Without columns that no row has a figure for."""
+def make(table: Table) -> str:
+    """The Markdown of a table, without columns that no row has a figure for."""
     runs = {(name, each) for name, row, _ in table.rows for each in names(name, row, table.options)}
     metrics = [
         metric
         for metric in table.metrics
         if any(findings.trials(document(name, table.options), each, metric) for name, each in runs)
     ]
-    lines = [
-        f"| | {' | '.join(findings.label(metric) for metric in metrics)} |",
-        f"| ---{table.column * len(metrics)} |",
-    ]
-    for name, row, label in table.rows:
-        found = document(name, table.options)
-        rows = names(name, row, table.options)
-        values = {each: value(each, row) for each in rows}
-        run = [each for each in rows if findings.num_trials(found, each)]
-        told = "*" in row and any(f"| {label.partition(', ')[0]}, " in line for line in lines)
-        for each in run or (rows[:1] if table.whole and not told else []):
-            cells = " | ".join(cell(found, each, metric, table.options) for metric in metrics)
-            said = label.replace("*", values[each]) if each in run or "*" not in row else label.partition(", ")[0]
-            lines.append(f"| {said} | {cells} |")
+    lines = [f"| | {' | '.join(map(label, metrics))} |", f"| ---{table.column * len(metrics)} |"]
+    for name, row, title in table.rows:
+        kept = document(name, table.options)
+        rows, short = names(name, row, table.options), title.partition(", ")[0]
+        run = [each for each in rows if findings.num_trials(kept, each)]
+        repeated = "*" in row and any(f"| {short}, " in line for line in lines)
+        for each in run or (rows[:1] if table.whole and not repeated else []):
+            cells = " | ".join(cell(kept, each, metric, table.options) for metric in metrics)
+            text = title.replace("*", value(each, row) or "") if each in run or "*" not in row else short
+            lines.append(f"| {text} | {cells} |")
     return "\n".join(lines)
 
 
@@ -143,20 +142,20 @@ def names(name: str, row: str, options: Options) -> list[str]:
 
 def value(name: str, row: str) -> str | None:
     """What a row's star stands for in a name, and None if the name is not of this row."""
-    found = re.fullmatch(re.escape(row).replace(r"\*", r"([\d.]+)"), name)
-    return found and "".join(found.groups())
+    match = re.fullmatch(re.escape(row).replace(r"\*", r"([\d.]+)"), name)
+    return match and "".join(match.groups())
 
 
-def cell(found: dict[str, Any], row: str, metric: str, options: Options) -> str:
+def cell(kept: dict[str, Any], row: str, metric: str, options: Options) -> str:
     """Our figure, and the paper's in brackets, which is of all iterations."""
-    paper = findings.theirs(found, row, metric) if options == WHOLE else ""
-    return findings.ours(found, row, metric) + (f" ({paper})" if paper else "")
+    paper = findings.format_paper(kept, row, metric) if options == WHOLE else ""
+    return findings.format_ours(kept, row, metric) + (f" ({paper})" if paper else "")
 
 
-def filled(page: str, table: Table) -> str:
+def fill(page: str, table: Table) -> str:
     """The page with the table in its place."""
     place = rf"(?<=<!-- {re.escape(table.name)} -->\n\n)\|.*?(?=\n\n)"
-    text, count = re.subn(place, lambda _: made(table), page, flags=re.DOTALL)
+    text, count = re.subn(place, lambda _: make(table), page, flags=re.DOTALL)
     assert count == 1, f"a page has one table after <!-- {table.name} -->"
     return text
 
@@ -167,14 +166,14 @@ def answers() -> Figure:
     for name, row, _ in FULL:
         if row in ("prob_averaged_direct", "one_network"):  # which lie on prob_averaged and single
             continue
-        found = document(name, WHOLE)
-        for each in (entry["name"] for entry in found["rows"] if value(entry["name"], row) is not None):
-            if findings.num_trials(found, each):
-                mean, oracle = (findings.trials(found, each, metric).mean for metric in ("ensemble_mean", "oracle"))
+        kept = document(name, WHOLE)
+        for each in names(name, row, WHOLE):
+            if findings.num_trials(kept, each):
+                mean, oracle = (findings.trials(kept, each, metric).mean for metric in ("ensemble_mean", "oracle"))
                 points[each] = mean, oracle
-    found = document("standard", WHOLE)
-    beside = findings.trials(found, "one_network", "top_m")
-    level = beside and (f"top-{found['members']} of one network", beside.mean)
+    standard = document("standard", WHOLE)
+    best = findings.trials(standard, "one_network", "top_m")
+    level = best and (f"top-{standard['members']} of one network", best.mean)
     return draw([chart_answers(points, level=level)])
 
 
@@ -183,7 +182,7 @@ def main() -> None:
     try:
         pages: dict[Path, str] = {}
         for table in TABLES:
-            pages[table.page] = filled(pages.get(table.page) or table.page.read_text(), table)
+            pages[table.page] = fill(pages.get(table.page) or table.page.read_text(), table)
         picture = answers()
         for page, text in pages.items():
             write_atomically(page, text)

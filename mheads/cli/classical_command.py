@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mheads.cli.shared import FOLDER, Overrides, Recipe, console
+from mheads.cli.shared import FOLDER, Overrides, Quiet, Recipe, console
 
 
 def classical(
@@ -20,7 +20,7 @@ def classical(
     folder: Annotated[
         Path | None, typer.Option(*FOLDER, help="Where the rounds go; by default runs/classical-RECIPE-DIGEST.")
     ] = None,
-    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Classical MCL: k-means on the inputs, then rounds of training on one's own examples and sharing them out anew.
 
@@ -36,5 +36,5 @@ def classical(
     path = folder.expanduser() if folder else Path("runs") / f"classical-{Path(recipe).stem}-{config.digest()}"
     if not path.exists():
         refuse_idle(config, overrides or [])
-    found = train_rounds(config, path, lambda label: RoundTerminal(console, label, bar=not quiet), rounds, tolerance)
-    console.print(rounds_table(found))
+    summary = train_rounds(config, path, lambda label: RoundTerminal(console, label, bar=not quiet), rounds, tolerance)
+    console.print(rounds_table(summary))

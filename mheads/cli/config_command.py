@@ -9,7 +9,7 @@ import typer
 from mheads.cli.shared import Overrides, Recipe, console
 
 
-def show_config(
+def config(
     recipe: Recipe,
     overrides: Overrides = None,
     describe: Annotated[bool, typer.Option(help="Say in a comment what each key means.")] = True,
@@ -20,10 +20,9 @@ def show_config(
     """
     from mheads.config import read as configs
 
-    config = configs.load(recipe, overrides or [])
-    from mheads.cli.printing.recipes import annotated
+    loaded = configs.load(recipe, overrides or [])
+    from mheads.cli.printing.recipes import annotate
     from mheads.config.options_without_effect import refuse_idle
 
-    refuse_idle(config, overrides or [])
-
-    console.print(annotated(config) if describe else config.to_yaml().rstrip(), markup=False, soft_wrap=True)
+    refuse_idle(loaded, overrides or [])
+    console.print(annotate(loaded) if describe else loaded.to_yaml().rstrip(), soft_wrap=True)

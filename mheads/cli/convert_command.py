@@ -28,4 +28,4 @@ def convert(
 
     text = convert_files(net, more or [], output)
     if text is not None:
-        console.print(text.rstrip(), markup=False, highlight=False, soft_wrap=True)
+        console.print(text.rstrip(), soft_wrap=True)

@@ -25,17 +25,16 @@ def get(
 
     with fetching(console, name) as progress:
         path = datasets.get(name, progress=progress, force=force)
-    console.print(f"{name} is in {path}", markup=False, soft_wrap=True)
+    console.print(f"{name} is in {path}", soft_wrap=True)
 
 
 @data.command("list")
 def list_datasets() -> None:
     """List the datasets, and say which are here."""
     from mheads.cli.printing.result_tables import dataset_table
-
-    console.print(dataset_table())
     from mheads.data.catalog import DATASETS
 
-    for name, place in ((entry.name, entry.cached_at) for entry in DATASETS.values() if entry.available):
-        if place is not None:
-            console.print(f"{name} is in {place}", markup=False, soft_wrap=True)  # a path is not broken into lines
+    console.print(dataset_table())
+    for entry in DATASETS.values():
+        if entry.available and entry.cached_at is not None:
+            console.print(f"{entry.name} is in {entry.cached_at}", soft_wrap=True)  # a path is not broken into lines

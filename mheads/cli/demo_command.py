@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mheads.cli.shared import FOLDER, console
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from mheads.common.console import Console
 
 ENSEMBLES = {
     "single model": ["members=1"],

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mheads.cli.shared import console
+from mheads.cli.shared import FOLDER, Overrides, Quiet, Split, Trust, console
 
 detect = typer.Typer(help="Find objects in images: Fast R-CNN on a tree.", no_args_is_help=True)
 
@@ -15,16 +15,11 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders of detectors.")]
 Boxes = Annotated[
     Literal["regressed", "proposals"], typer.Option(help="The boxes that members give, or those that were proposed.")
 ]
-Trust = Annotated[
-    bool, typer.Option("--trust", help="Run the code that a run folder names, if its network is not built in.")
-]
 
 
 @detect.command()
 def train(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, dotted.")
-    ] = None,
+    overrides: Overrides = None,
     recipe: Annotated[str, typer.Option(help="A recipe's name or the path of a YAML file.")] = "fast_rcnn",
     start: Annotated[
         Path | None, typer.Option("--from", help="The run of an ensemble that tells images apart.")
@@ -34,10 +29,8 @@ def train(
         str | None, typer.Option(help="Regions from an .npz or .mat file, {part} in its name, not by selective search.")
     ] = None,
     strict: Annotated[bool, typer.Option(help="Stop at the first thing that is wrong in the annotations.")] = False,
-    folder: Annotated[
-        Path | None, typer.Option("--folder", "-f", help="The run folder; by default runs/RECIPE-DIGEST.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    folder: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
+    quiet: Quiet = False,
 ) -> None:
     """Train a detector from a trained ensemble; the same command again resumes.
 
@@ -46,8 +39,8 @@ def train(
     from mheads.api.detector_config import overrides_from
     from mheads.cli.train_command import train_recipe
 
-    given = [*(["data.regions.strict=true"] if strict else []), *(overrides or [])]
-    train_recipe(recipe, overrides_from(start, voc, proposals, given), folder, quiet=quiet)
+    keys = [*(["data.regions.strict=true"] if strict else []), *(overrides or [])]
+    train_recipe(recipe, overrides_from(start, voc, proposals, keys), folder, quiet=quiet)
 
 
 @detect.command(name="eval")
@@ -60,10 +53,8 @@ def evaluate(
     measure: Annotated[
         Literal["11-point", "all-point"], typer.Option(help="VOC 2007's measure, or that of later years.")
     ] = "11-point",
-    split: Annotated[
-        str | None, typer.Option(help="train, validation or test; by default what training evaluated on.")
-    ] = None,
-    override: Annotated[
+    split: Split = None,
+    overrides: Annotated[
         list[str] | None, typer.Option("--data", metavar="KEY=VALUE", help="Other data: data.path=VOC2012.")
     ] = None,
     trust: Trust = False,
@@ -72,18 +63,23 @@ def evaluate(
 
     Example: mheads detect eval runs/tree-0 runs/tree-1 --against runs/ensemble-0 --against runs/ensemble-1
     """
-    from mheads.cli.printing.detector_tables import WHO, precision_table, verdict
+    from mheads.cli.printing.detector_tables import precision_table, verdict
     from mheads.common.progress import Terminal
-    from mheads.suites.detectors import PREDICTORS, measured, paired_test, paper, paper_row, precisions, same_images
+    from mheads.suites import detectors
 
     watch = Terminal(console)
-    results = measured(runs, watch, override or [], split, trust)
-    columns = [precisions(runs, results, boxes, measure, predictor) for predictor in PREDICTORS]
+    results = detectors.evaluate_detectors(runs, watch, overrides or [], split, trust)
     several = len(results[0]["members"]) > 1
-    shown = {WHO[name]: column for name, column in zip(PREDICTORS, columns, strict=True) if several or name == "single"}
-    row = paper_row(runs, columns[0].classes) if measure == "11-point" and split is None and not override else None
-    beside = paper()[boxes][row] if row is not None else None
-    console.print(precision_table(shown, measure, boxes, beside, row))
+    columns = {
+        title: detectors.precisions(runs, results, boxes, measure, predictor)
+        for predictor, title in detectors.PREDICTORS.items()
+        if several or predictor == "single"
+    }
+    ours = detectors.precisions(runs, results, boxes, measure, "ensemble_mean")
+    paper = None
+    if measure == "11-point" and split is None and not overrides:
+        paper = detectors.paper_figures(runs, ours.classes, boxes)
+    console.print(precision_table(columns, measure, boxes, paper))
     chances = [result["oracle_chance"] for result in results if result.get("oracle_chance") is not None]
     if several and chances:
         mean = sum(chances) / len(chances)
@@ -93,10 +89,10 @@ def evaluate(
             soft_wrap=True,
         )
     if against:
-        others = measured(against, watch, override or [], split, trust)
-        same_images([*runs, *against], [*results, *others])
-        other = precisions(against, others, boxes, measure, "ensemble_mean")
-        console.print(verdict(columns[0], other, paired_test(columns[0], other)))
+        others = detectors.evaluate_detectors(against, watch, overrides or [], split, trust)
+        detectors.check_same_images([*runs, *against], [*results, *others])
+        theirs = detectors.precisions(against, others, boxes, measure, "ensemble_mean")
+        console.print(verdict(ours, theirs, detectors.compare(ours, theirs)))
 
 
 @detect.command()
@@ -124,9 +120,8 @@ def show(
 
     target = output or image.with_name(f"{image.stem}-objects.png")
     check_output(target, SUFFIXES)
-    pixels, found = find_objects(
-        run, image, Terminal(console), proposals=proposals, least=least, boxes=boxes, trust=trust
-    )
-    save(draw_objects(pixels, found), target)
-    console.print(object_table(found, least))
+    watch = Terminal(console)
+    pixels, objects = find_objects(run, image, watch, proposals=proposals, least=least, boxes=boxes, trust=trust)
+    save(draw_objects(pixels, objects), target)
+    console.print(object_table(objects, least))
     console.print(f"{target}")

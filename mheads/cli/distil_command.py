@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mheads.cli.shared import FOLDER, RunPath, Trust, console
+from mheads.cli.shared import FOLDER, Quiet, RunPath, Trust, console
 
 
 def distil(
@@ -17,7 +17,7 @@ def distil(
         typer.Argument(metavar="[KEY=VALUE]...", help="What is other than in the run: model=..., teacher.weight=0.5."),
     ] = None,
     folder: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default RUN-distilled.")] = None,
-    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    quiet: Quiet = False,
     trust: Trust = False,
 ) -> None:
     """One network from many: it learns what the run's ensemble answers to the training examples.

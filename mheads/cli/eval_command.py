@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from mheads.cli.shared import RunPath, Trust, console
+from mheads.cli.shared import RunPath, Split, Trust, console
 
 
-def evaluate(
+def eval(
     run: RunPath,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other data: data.path=other.npz.")
@@ -18,9 +18,7 @@ def evaluate(
     outputs: Annotated[
         Path | None, typer.Option(help="Also save outputs [M, N, C] and labels [N] to this .npz file.")
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="train, validation or test; by default what training evaluated on.")
-    ] = None,
+    split: Split = None,
     trust: Trust = False,
 ) -> None:
     """Compute the metrics of a run anew: on its test set, on another split, on other data.

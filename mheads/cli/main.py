@@ -1,6 +1,6 @@
 """The command line: the commands and their panels in the help, errors and exit codes.
 
-A command is a function in a file of its own, and a line of `COMMANDS`. It parses, builds and calls, and has no logic.
+A command is a function in a file of its own, and a name in `COMMANDS`. It parses, calls and prints, and has no logic.
 It imports torch, and whatever imports torch, inside the function: `mheads --help` waits for none of it.
 """
 
@@ -11,61 +11,20 @@ import io
 import os
 import signal
 import sys
-from typing import Annotated, Any
+from importlib import import_module
+from typing import Annotated
 
 import typer
 
-from mheads.cli.classical_command import classical
-from mheads.cli.config_command import show_config
-from mheads.cli.convert_command import convert
-from mheads.cli.cuts_command import cuts
-from mheads.cli.data_command import data
-from mheads.cli.demo_command import demo
-from mheads.cli.detect_command import detect
-from mheads.cli.distil_command import distil
-from mheads.cli.eval_command import evaluate
-from mheads.cli.export_command import export
-from mheads.cli.plan_command import plan
-from mheads.cli.plot_command import plot
-from mheads.cli.predict_command import predict
-from mheads.cli.recipes_command import recipes
-from mheads.cli.report_command import report
-from mheads.cli.reproduce_command import reproduce
-from mheads.cli.saliency_command import saliency
 from mheads.cli.shared import console, errors
-from mheads.cli.train_command import train
-from mheads.cli.tree_command import tree
-from mheads.cli.video_command import video
 from mheads.common.errors import UserError, of_the_system
 
-# By panel of the help: the name of each command, and its function, or the Typer of a group of commands.
-COMMANDS: dict[str, dict[str, Any]] = {
-    "Start here": {
-        "demo": demo,
-        "recipes": recipes,
-        "data": data,
-    },
-    "Train and look": {
-        "train": train,
-        "convert": convert,
-        "classical": classical,
-        "distil": distil,
-        "config": show_config,
-        "eval": evaluate,
-        "predict": predict,
-        "plot": plot,
-        "video": video,
-        "saliency": saliency,
-        "report": report,
-        "export": export,
-        "reproduce": reproduce,
-        "tree": tree,
-        "cuts": cuts,
-        "detect": detect,
-    },
-    "Measure": {
-        "plan": plan,
-    },
+# By panel of the help: `mheads NAME` is NAME in NAME_command.py, a function or the Typer of a group of commands.
+COMMANDS = {
+    "Start here": "demo recipes data",
+    "Train and look": "train convert classical distil config eval predict plot video saliency report export reproduce "
+    "tree cuts detect",
+    "Measure": "plan",
 }
 
 app = typer.Typer(
@@ -76,8 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for panel, commands in COMMANDS.items():
-    for name, command in commands.items():
+for panel, names in COMMANDS.items():
+    for name in names.split():
+        command = getattr(import_module(f"mheads.cli.{name}_command"), name)
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, rich_help_panel=panel)
         else:
@@ -135,16 +95,16 @@ def main() -> None:
             sys.exit(128 + signal.SIGPIPE)
         raise
     except OSError as error:
-        told = of_the_system(error)
-        if told is error:
+        mistake = of_the_system(error)
+        if mistake is error:
             raise
-        errors.complain(str(told))
+        errors.complain(str(mistake))
         sys.exit(2)
     except BaseException as error:
         code = getattr(error, "exit_code", None)  # of training.loop.Stopped: saved, and stopped by a signal
         if code is None:
             raise
-        errors.print(f"stopped by {error}; saved. The same command goes on from here.")
+        errors.print(f"stopped by {error}; saved. The same command resumes from here.")
         sys.exit(code)
 
 

@@ -38,7 +38,7 @@ def plan(
     from mheads.training.plan_ranks import make_plan
 
     cluster = Cluster(ranks, workers, bandwidth * 1e9, latency / 1e6)
-    made = make_plan(config, cluster, None if flops is None else flops * 1e12, placement, recipe)
-    console.print(show(made))
+    prediction = make_plan(config, cluster, None if flops is None else flops * 1e12, placement, recipe)
+    console.print(show(prediction))
     if json_file is not None:
-        made.write(json_file)
+        prediction.write(json_file)

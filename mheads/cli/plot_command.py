@@ -29,6 +29,6 @@ def plot(
 
     if name is None:
         for known, figure in FIGURES.items():
-            console.print(f"{known:12}  {figure.help}", markup=False, soft_wrap=True)
+            console.print(f"{known:12}  {figure.help}", soft_wrap=True)
     else:
-        console.print(str(draw(name, runs or [], output, Terminal(console), trust)), markup=False, soft_wrap=True)
+        console.print(str(draw(name, runs or [], output, Terminal(console), trust)), soft_wrap=True)

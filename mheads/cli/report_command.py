@@ -36,7 +36,7 @@ def report(
     from mheads.suites.jobs import Options
     from mheads.suites.page import report_suite
     from mheads.suites.paper_rows import paper_figures
-    from mheads.suites.suite import read
+    from mheads.suites.suite import read_suite
 
     if bool(runs) == bool(suite):
         raise UserError("give run folders, or --suite SUITE for the runs of mheads reproduce")
@@ -44,8 +44,8 @@ def report(
     if suite is not None:
         if follow:
             raise UserError("--watch follows runs: give their folders instead of --suite")
-        options = Options(recipe or read(suite).recipe, scale=scale, validation=validation)
-        made = report_suite(suite, options, output, watch, folder)
+        options = Options(recipe or read_suite(suite).recipe, scale=scale, validation=validation)
+        page = report_suite(suite, options, output, watch, folder)
     else:
-        made = (pages.follow if follow else pages.report)(runs or [], output, watch, trust, paper=paper_figures)
-    console.print(str(made), markup=False, soft_wrap=True)
+        page = (pages.follow if follow else pages.report)(runs or [], output, watch, trust, paper=paper_figures)
+    console.print(str(page), soft_wrap=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -43,22 +43,24 @@ def reproduce(
         "results"
     ),
 ) -> None:
-    """Run a table of the paper and set it beside ours; finished runs are reused, and the same command goes on.
+    """Run a table of the paper and set it beside ours; finished runs are reused, and the same command resumes.
 
     Example: mheads reproduce standard --recipe cifar10_quick --trials 3
     """
-    from mheads.suites import reproduce as suites
     from mheads.suites.jobs import Options
+    from mheads.suites.reproduce import Reproduction, SuiteRequest, write_tables
+    from mheads.suites.reproduce import reproduce as run
+    from mheads.suites.suite import SUITES, read_suite
 
     if suite is None:
         if not only_tables:
-            raise UserError(f"give a suite: {', '.join(suites.SUITES)}, or the path of a YAML file")
-        for path in suites.write_tables(output, console):
-            console.print(f"{path} read", markup=False, soft_wrap=True)
+            raise UserError(f"give a suite: {', '.join(SUITES)}, or the path of a YAML file")
+        for path in write_tables(output, console):
+            console.print(f"{path} read", soft_wrap=True)
         return
-    options = Options(recipe or suites.read(suite).recipe, seed, scale, validation, tuple(overrides or ()), test)
-    given: dict[str, Any] = {"trials": trials, "only": only or (), "folder": folder, "output": output}
+    options = Options(recipe or read_suite(suite).recipe, seed, scale, validation, tuple(overrides or ()), test)
+    request = SuiteRequest(suite, options, trials, only or (), folder, output)
     if dry_run:
-        suites.dry_run(suite, options, console, **given)
+        Reproduction(request, console).print_plan()
     else:
-        suites.reproduce(suite, options, console, **given, train=not only_tables)
+        run(request, console, train=not only_tables)

@@ -40,6 +40,6 @@ def saliency(
     from mheads.common.progress import Terminal
     from mheads.report.saliency.command import saliency as show
 
-    given: dict[str, Any] = {"beside": beside, "layer": layer, "count": count, "by": by, "sample": sample}
-    file = show(run, images or [], Terminal(console), output=output, **given, resize=resize, trust=trust)
-    console.print(str(file), markup=False, soft_wrap=True)
+    options: dict[str, Any] = {"beside": beside, "layer": layer, "count": count, "by": by, "sample": sample}
+    file = show(run, images or [], Terminal(console), output=output, **options, resize=resize, trust=trust)
+    console.print(str(file), soft_wrap=True)

@@ -22,3 +22,5 @@ RunPath = Annotated[Path, typer.Argument(help="A run folder.")]
 Trust = Annotated[
     bool, typer.Option("--trust", help="Run the code that the run folder names, if its network is not built in.")
 ]
+Quiet = Annotated[bool, typer.Option(help="No progress bar.")]
+Split = Annotated[str | None, typer.Option(help="train, validation or test; by default what training evaluated on.")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mheads.cli.shared import FOLDER, Overrides, console, errors
+from mheads.cli.shared import FOLDER, Overrides, Quiet, console, errors
 from mheads.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def train(
     ] = None,
     run: Annotated[Path | None, typer.Option(*FOLDER, help="The run folder; by default runs/RECIPE-DIGEST.")] = None,
     force: Annotated[bool, typer.Option(help="Start afresh in a new folder beside the one that exists.")] = False,
-    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train; the same command again resumes, or says that the run is finished.
 
@@ -54,21 +54,21 @@ def train_recipe(
     from mheads.config import read as configs
     from mheads.training.join_ranks import join_ranks
 
-    given = [override for override in overrides if "=" not in override and configs.is_caffe(override)]
-    if given and configs.is_caffe(recipe):
-        if solver is not None or len(given) > 1:
-            raise UserError(f"{', '.join([*map(str, filter(None, [solver])), *given])}: give one solver")
-        solver, overrides = Path(given[0]), [override for override in overrides if override not in given]
+    solvers = [override for override in overrides if "=" not in override and configs.is_caffe(override)]
+    if solvers and configs.is_caffe(recipe):
+        if solver is not None or len(solvers) > 1:
+            raise UserError(f"{', '.join([*map(str, filter(None, [solver])), *solvers])}: give one solver")
+        solver, overrides = Path(solvers[0]), [override for override in overrides if override not in solvers]
     parsed: tuple[Config, list[str]] | Exception
     try:
-        parsed = _config(recipe, overrides, solver)
+        parsed = _load_config(recipe, overrides, solver)
     except (UserError, OSError) as error:  # raised below, where one rank reports it for all
         parsed = error
     with join_ranks(errors, None if isinstance(parsed, Exception) else parsed[0].timeout) as world:
         if isinstance(parsed, Exception):
             raise parsed
         config, notes = parsed
-        # After the config, whose mistakes are told at once: torch takes a second.
+        # After the config, so that its mistakes are reported at once: importing torch takes a second.
         from mheads.cli.printing.result_tables import result_table
         from mheads.common.progress import Silent, Terminal
         from mheads.config.options_without_effect import refuse_idle
@@ -78,7 +78,7 @@ def train_recipe(
         folder = RunFolder(run.expanduser() if run else Path("runs") / f"{Path(recipe).stem}-{config.digest()}")
         if force and folder.path.exists():
             folder = folder.beside()
-        if not folder.exists():  # a run that an older version began with such options goes on
+        if not folder.exists():  # a run that was begun with such options resumes
             refuse_idle(config, overrides)
         watch = Terminal(console, bar=not quiet, folder=True) if world.is_main else Silent()
         for note in notes:
@@ -88,7 +88,7 @@ def train_recipe(
             console.print(result_table(result))
 
 
-def _config(recipe: str, overrides: Sequence[str], solver: Path | None) -> tuple[Config, list[str]]:
+def _load_config(recipe: str, overrides: Sequence[str], solver: Path | None) -> tuple[Config, list[str]]:
     """The config of a recipe or of a Caffe net, and notes on it."""
     from mheads.config import read as configs
 

@@ -28,4 +28,4 @@ def video(
     from mheads.common.progress import Terminal
     from mheads.report.ownership_video import make_video
 
-    console.print(str(make_video(run, output, pictures, seconds, Terminal(console))), markup=False, soft_wrap=True)
+    console.print(str(make_video(run, output, pictures, seconds, Terminal(console))), soft_wrap=True)

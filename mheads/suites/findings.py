@@ -12,8 +12,9 @@ from mheads import problems
 from mheads.config import read as configs
 from mheads.config import schema
 from mheads.problems.metric_text import label, number
-from mheads.suites.suite import MEMBER, read_figure
+from mheads.suites.metric_names import MEMBER, read_figure
 
+Document = dict[str, Any]
 NOT_RUN = "not run"
 # What is better whatever the problem; the others follow it.
 LOWER = (
@@ -37,50 +38,48 @@ class Trials(NamedTuple):
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
 
-def trials(document: dict[str, Any], row: str, metric: str) -> Trials | None:
+def trials(document: Document, row: str, metric: str) -> Trials | None:
     """What the runs of a row give for a metric; None if none of them has it."""
-    found = by_seed(document, row, metric)
-    return Trials(list(found.values())) if found else None
+    values = by_seed(document, row, metric)
+    return Trials(list(values.values())) if values else None
 
 
-def by_seed(document: dict[str, Any], row: str, metric: str) -> dict[int, float]:
+def by_seed(document: Document, row: str, metric: str) -> dict[int, float]:
     """A number for each trial that has one, by the seed that the trial shares with those of other rows."""
     return {seed: v for seed, v in _values(document, row, metric).items() if isinstance(v, int | float)}
 
 
-def members(document: dict[str, Any], row: str) -> list[float] | None:
-    """The members of the first trial, which means would blur: member 0 is another one in each."""
-    return next(iter(_values(document, row, "members").values()), None)
-
-
-def num_trials(document: dict[str, Any], row: str) -> int:
+def num_trials(document: Document, row: str) -> int:
     return len(_runs(document, row))
 
 
-def _entry(document: dict[str, Any], row: str) -> dict[str, Any]:
+def _entry(document: Document, row: str) -> dict[str, Any]:
     return next((entry for entry in document["rows"] if entry["name"] == row), {})
 
 
-def _runs(document: dict[str, Any], row: str) -> list[dict[str, Any]]:
+def _runs(document: Document, row: str) -> list[dict[str, Any]]:
     return sorted(document["runs"].get(_entry(document, row).get("run"), ()), key=lambda run: run["seed"])
 
 
-def _values(document: dict[str, Any], row: str, metric: str) -> dict[int, Any]:
+def _values(document: Document, row: str, metric: str) -> dict[int, Any]:
     source = _entry(document, row).get("metrics", {}).get(metric, metric)
-    found = {run["seed"]: _value(run["result"], source, document.get("members", 0)) for run in _runs(document, row)}
-    return {seed: value for seed, value in found.items() if value is not None}
+    num_members = document.get("members", 0)
+    values = {run["seed"]: _value(run["result"], source, num_members) for run in _runs(document, row)}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def _value(result: dict[str, Any], metric: str, num_members: int) -> Any:
+    values, index = result.get("members", ()), -1
     if metric.startswith("top_m"):  # as many guesses of one answer as the Oracle of the table has
-        known = result.get(metric.replace("top_m", "top_k"), [])
-        return known[num_members - 1] if 1 <= num_members <= len(known) else None
-    if (of_member := MEMBER.match(metric)) is None:
+        values, index = result.get(metric.replace("top_m", "top_k"), ()), num_members - 1
+    elif match := MEMBER.match(metric):
+        index = int(match[1])
+    else:
         return result.get(metric)
-    return dict(enumerate(result.get("members", ()))).get(int(of_member[1]))
+    return values[index] if 0 <= index < len(values) else None
 
 
-def why_missing(document: dict[str, Any], row: str, metric: str) -> str:
+def why_missing(document: Document, row: str, metric: str) -> str:
     """Why a row has no number for a metric."""
     if not _entry(document, row):
         return "is no row here"
@@ -90,39 +89,40 @@ def why_missing(document: dict[str, Any], row: str, metric: str) -> str:
 # The paper's figures.
 
 
-def paper(document: dict[str, Any], row: str, metric: str) -> dict[str, Any] | None:
+def paper(document: Document, row: str, metric: str) -> dict[str, Any] | None:
     """The paper's figure, see `read_figure`; None where these runs cannot be compared with it."""
     return None if _differences(document) else _figure(document, row, metric)
 
 
-def has_paper(document: dict[str, Any], metric: str) -> bool:
+def has_paper(document: Document, metric: str) -> bool:
     return any(paper(document, entry["name"], metric) for entry in document["rows"])
 
 
-def why_no_paper(document: dict[str, Any]) -> str:
+def why_no_paper(document: Document) -> str:
     """Why the paper's figures are not set beside these, in a sentence; empty where they are, or where it has none."""
-    if not any(entry.get("paper") for entry in document["rows"]) or not (found := _differences(document)):
+    differences = _differences(document)
+    if not any(entry.get("paper") for entry in document["rows"]) or not differences:
         return ""
-    return f"The paper's figures are not shown beside these, since its runs are others: here {', '.join(found)}."
+    return f"The paper's figures are not shown beside these, since its runs are others: here {', '.join(differences)}."
 
 
-def _figure(document: dict[str, Any], row: str, metric: str) -> dict[str, Any] | None:
+def _figure(document: Document, row: str, metric: str) -> dict[str, Any] | None:
     figure = _entry(document, row).get("paper", {}).get(metric)
     return None if figure is None else read_figure(metric, figure)
 
 
-def _differences(document: dict[str, Any]) -> list[str]:
+def _differences(document: Document) -> list[str]:
     """What makes these runs other ones than the paper's: a part of the training or of its examples, other settings."""
-    found = []
+    differences = []
     if document["scale"] != 1:
-        found.append(f"training takes {document['scale']:g} of the iterations")
+        differences.append(f"training takes {document['scale']:g} of the iterations")
     if document["validation"]:
-        found.append(f"{document['validation']:,} training examples are held out")
+        differences.append(f"{document['validation']:,} training examples are held out")
         if not document.get("test"):
-            found.append("they are what is measured on")
-    if given := [text for text in document["overrides"] if any(map(_decides, configs.keys_of(text)))]:
-        found.append(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} set")
-    return found
+            differences.append("they are what is measured on")
+    if overrides := [text for text in document["overrides"] if any(map(_decides, configs.keys_of(text)))]:
+        differences.append(f"{', '.join(overrides)} {'is' if len(overrides) == 1 else 'are'} set")
+    return differences
 
 
 def _decides(key: str) -> bool:
@@ -134,7 +134,7 @@ def _decides(key: str) -> bool:
 # Which way is better.
 
 
-def higher_is_better(document: dict[str, Any], metric: str) -> bool:
+def higher_is_better(document: Document, metric: str) -> bool:
     """Whether more of a metric is better; of accuracies and errors, which have the same names, the runs tell."""
     for names, higher in ((LOWER, False), (HIGHER, True)):
         if any(metric == name or metric.startswith(f"{name}_") for name in names):
@@ -142,7 +142,7 @@ def higher_is_better(document: dict[str, Any], metric: str) -> bool:
     return in_percent(document)
 
 
-def in_percent(document: dict[str, Any]) -> bool:
+def in_percent(document: Document) -> bool:
     """Whether what is learned is measured in percent; otherwise in units of the targets, by errors."""
     kinds = {run["result"].get("problem") for runs in document["runs"].values() for run in runs}
     return all(problems.PROBLEMS[kind].unit == "%" for kind in kinds if kind in problems.PROBLEMS)
@@ -151,37 +151,36 @@ def in_percent(document: dict[str, Any]) -> bool:
 # Figures as text.
 
 
-def ours(document: dict[str, Any], row: str, metric: str) -> str:
+def format_ours(document: Document, row: str, metric: str) -> str:
     percent = in_percent(document)
-    if metric == "members":
-        found = members(document, row)
+    if metric == "members":  # of the first trial: means would blur them, since member 0 is another one in each
+        members = next(iter(_values(document, row, "members").values()), None)
         form = ".1f" if percent else ".4g"
-        return NOT_RUN if found is None else " ".join("-" if value is None else f"{value:{form}}" for value in found)
+        return NOT_RUN if members is None else " ".join("-" if v is None else f"{v:{form}}" for v in members)
     values = trials(document, row, metric)
     if values is None:
         return "" if num_trials(document, row) else NOT_RUN
-    text = number(values.mean, metric, percent)
-    if values.std is not None:
-        text += f" ± {number(values.std, metric, percent)}"
+    figure: dict[str, float | None] = {"mean": values.mean, "std": values.std}
     if len(values.values) > 1 and "min" in (_figure(document, row, metric) or {}):
-        lowest, highest = (number(end(values.values), metric, percent) for end in (min, max))
-        text += f" ({lowest} to {highest})"
-    return text
+        figure |= {"min": min(values.values), "max": max(values.values)}
+    return _format(figure, metric, percent)
 
 
-def theirs(document: dict[str, Any], row: str, metric: str) -> str:
-    figure = paper(document, row, metric)
-    if figure is None:
-        return ""
+def format_paper(document: Document, row: str, metric: str) -> str:
+    figure = paper(document, row, metric) or {}
     if "members" in figure:
         return " ".join(f"{value:.1f}" for value in figure["members"])
-    percent = in_percent(document)
-    said = {key: number(value, metric, percent) for key, value in figure.items() if value is not None}
-    text = said["mean"] + (f" ± {said['std']}" if "std" in said else "")
-    return text + (f" ({said['min']} to {said['max']})" if "min" in said else "")
+    return _format(figure, metric, in_percent(document)) if figure else ""
 
 
-def apart(document: dict[str, Any], row: str, metric: str) -> str:
+def _format(figure: dict[str, float | None], metric: str, percent: bool) -> str:
+    """A mean with what else there is: `80.72 ± 0.10 (80.60 to 80.80)`."""
+    texts = {key: number(value, metric, percent) for key, value in figure.items() if value is not None}
+    text = texts["mean"] + (f" ± {texts['std']}" if "std" in texts else "")
+    return text + (f" ({texts['min']} to {texts['max']})" if "min" in texts else "")
+
+
+def format_difference(document: Document, row: str, metric: str) -> str:
     """How far ours is above the paper's."""
     values, figure = trials(document, row, metric), paper(document, row, metric)
     if values is None or figure is None or "mean" not in figure:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mheads.common.number_words import count
 from mheads.common.table import Table
-from mheads.suites.tables import Document, claims_table, suite_table, title
+from mheads.suites.findings import Document
+from mheads.suites.tables import claims_table, suite_table, title
 from mheads.suites.verdicts import TEST
 
 
@@ -17,7 +19,7 @@ def markdown(document: Document, picture: str | None = None) -> str:
     for table in (suite_table(document), claims_table(document)):
         if table is not None:
             lines += [*table_lines(table), ""]
-    lines += [f"    {document['command']}", "", *made_with(document)]
+    lines += [f"    {document['command']}", "", *list_runs(document)]
     if picture:
         lines += ["", f"![{title(document)}]({picture})"]
     return "\n".join(lines) + "\n"
@@ -39,18 +41,17 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def made_with(document: Document) -> list[str]:
+def list_runs(document: Document) -> list[str]:
     """Versions, machines, seeds and time of the runs."""
-    runs = [run for found in document["runs"].values() for run in found]
+    runs = [run for runs in document["runs"].values() for run in runs]
     if not runs:
         return ["Nothing has been run yet."]
     versions = {", ".join(f"{name} {version}" for name, version in run["versions"].items()) for run in runs}
     machines = {run["machine"] for run in runs}
     seeds = sorted({run["seed"] for run in runs})
     hours = sum(run["result"].get("seconds", 0) for run in runs) / 3600
-    several = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
     return [
-        f"{several} with seeds {', '.join(map(str, seeds))}, {hours:.1f} hours of training; "
+        f"{count(len(runs), 'run')} with seeds {', '.join(map(str, seeds))}, {hours:.1f} hours of training; "
         f"{'; '.join(sorted(versions))}; {'; '.join(sorted(machines))}."
     ]
 
@@ -64,5 +65,5 @@ Made by `mheads reproduce` from the JSON files in this folder, which hold every 
 
 
 def readme(documents: dict[Path, Document]) -> str:
-    sections = [markdown(found, path.with_suffix(".png").name) for path, found in documents.items()]
+    sections = [markdown(document, path.with_suffix(".png").name) for path, document in documents.items()]
     return "\n".join([HEAD, *sections])

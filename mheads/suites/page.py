@@ -16,26 +16,28 @@ from mheads.report.page.several_runs import find_best, make_comparison
 from mheads.report.shown_run import ShownRun
 from mheads.runs.record import Record
 from mheads.suites import findings, results, tables
-from mheads.suites.jobs import FOLDER, Options, Planner
-from mheads.suites.suite import read
+from mheads.suites.jobs import Options
+from mheads.suites.planner import FOLDER, Planner
+from mheads.suites.run_entries import add_run
+from mheads.suites.suite import read_suite
 from mheads.suites.verdicts import TEST
 
 
 def report_suite(name: str, options: Options, output: Path | None, watch: Watcher, folder: Path = FOLDER) -> Path:
     """Writes the page of a suite: its table beside the paper's, and the runs of `mheads reproduce` that are there."""
-    suite, planner = read(name), Planner(options, folder)
-    table = planner.table(suite)
+    suite, planner = read_suite(name), Planner(options, folder)
+    table = planner.expand(suite)
     if output is not None:
         check_output(output, SUFFIXES)
-    document = results.make(table, planner, 1)
+    document = results.make_document(table, planner)
     records: dict[Path, Record] = {}
     for row in table.names:
-        for job in sorted(planner.jobs_there(suite, row), key=lambda job: job.seed):
+        for job in sorted(planner.jobs_with_folders(suite, row), key=lambda job: job.seed):
             if job.path not in records and job.folder.exists():
                 title = job.row if job.seed == options.seed else f"{job.row}, seed {job.seed}"
                 records[job.path] = Record.read(job.folder.path, title, lenient=True)
-                if job.finished():
-                    results.add(document, job, planner, suite)
+                if job.is_finished():
+                    add_run(document, job, planner, suite)
     if not records:
         again = results.command(name, options, [options.seed])
         raise UserError(f"{folder} holds no run of {suite.name} on {options.short}: train them, {again}")
@@ -53,22 +55,22 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
 
 def _best(document: results.Document) -> Headline:
     """The rows with the best means over their trials: all that have them."""
-    found, percent = [], findings.in_percent(document)
+    facts, percent = [], findings.in_percent(document)
     for metric in ("ensemble_mean", "oracle"):
         rows = {entry["name"]: findings.trials(document, entry["name"], metric) for entry in document["rows"]}
         means = {row: trials.mean for row, trials in rows.items() if trials is not None}
         if means:
             higher = findings.higher_is_better(document, metric)
             value, who = find_best(means, higher, partial(number, metric=metric, percent=percent))
-            value = findings.ours(document, who[0], metric) if len(who) == 1 else value
-            found.append((f"Best {label(metric)}", value, "%" if percent else "", ", ".join(who)))
-    return found
+            value = findings.format_ours(document, who[0], metric) if len(who) == 1 else value
+            facts.append((f"Best {label(metric)}", value, "%" if percent else "", ", ".join(who)))
+    return facts
 
 
 def _beside(document: results.Document) -> list[PageSection]:
     """The table beside the paper's, and what it claims."""
     table, claims = tables.suite_table(document), tables.claims_table(document)
-    found = [PageSection("table", "The table" if table.note else "Beside the paper", [table])]
+    sections = [PageSection("table", "The table" if table.note else "Beside the paper", [table])]
     if claims is not None:
-        found.append(PageSection("claims", "What holds", [replace(claims, note=f"{claims.note} {TEST}".strip())]))
-    return found
+        sections.append(PageSection("claims", "What holds", [replace(claims, note=f"{claims.note} {TEST}".strip())]))
+    return sections

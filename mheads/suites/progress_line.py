@@ -14,13 +14,13 @@ from rich.table import Column
 from mheads.common.number_words import duration
 from mheads.common.progress import Pace, Silent, step_line
 from mheads.problems.baselines import top
-from mheads.suites.jobs import Job
+from mheads.suites.jobs import SuiteJob
 
 
 class Overview(Silent):
-    """Is told of the progress of each run. Without a terminal it shows one line for each finished run."""
+    """Watches each run. Without a terminal it shows one line for each finished run."""
 
-    def __init__(self, console: Console, label: str, jobs: list[Job]) -> None:
+    def __init__(self, console: Console, label: str, jobs: list[SuiteJob]) -> None:
         self.console = console
         self._label, self._count = label, len(jobs)
         self._left = sum(job.total - job.steps_done() for job in jobs)  # steps of all runs
@@ -37,17 +37,17 @@ class Overview(Silent):
             disable=not console.is_terminal,
         )
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: SuiteJob) -> None:
         self._name = job.name
 
-    def ended(self, job: Job, result: dict[str, Any] | None) -> None:
+    def end(self, job: SuiteJob, result: dict[str, Any] | None) -> None:
         self._done += 1
         if result is not None:
             measures = (("mean member", "single"), ("Ensemble-Mean", "ensemble_mean"), ("Oracle", "oracle"))
             texts = [f"{name} {result[key]:.2f}" for name, key in measures if isinstance(result[key], int | float)]
             members = len(result.get("members", ()))
-            if members > 1 and (beside := top(result, members)) is not None:
-                texts.append(f"top-{members} {beside:.2f}")
+            if members > 1 and (best := top(result, members)) is not None:
+                texts.append(f"top-{members} {best:.2f}")
             self.say("  ".join([f"{self._done}/{self._count}", job.name, *texts, duration(result["seconds"])]))
 
     @contextmanager

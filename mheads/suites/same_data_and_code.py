@@ -7,71 +7,71 @@ from typing import Any
 
 from mheads.common import fingerprint
 from mheads.common.errors import DamageError, UserError
-from mheads.suites.jobs import Job
+from mheads.suites.jobs import SuiteJob
 
-Found = dict[str, Any]  # what identity.json holds
-NOTHING: Found = {"code": {}}
+Identity = dict[str, Any]  # what identity.json holds
+NOTHING: Identity = {"code": {}}
 OTHER = {
     "data": "other data",
     "sampling": "other sample weights or answers of a teacher",
-    "start": "other first weights",
+    "start": "other initial weights",
 }
 
 
-class Alike:
+class SameDataAndCode:
     """What finished runs were trained on and with; configs that say the same must mean the same."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Job, Any]] = {}
+        self._known: dict[str, tuple[SuiteJob, Any]] = {}
 
-    def note(self, job: Job) -> None:
-        """Remembers a finished run, and refuses one that is not like those before."""
+    def note(self, job: SuiteJob) -> None:
+        """Remembers a finished run, after a check."""
         try:
-            found = job.folder.read_identity()
-        except DamageError:  # which is told when it is resumed
+            identity = job.folder.read_identity()
+        except DamageError:  # which is reported when the run is resumed
             return
-        self.check(job, found)
-        for what, key in _named(job).items():
-            self._known.setdefault(key, (job, _part(found, what)))
+        self.check(job, identity)
+        for part, key in _config_names(job).items():
+            self._known.setdefault(key, (job, _select(identity, part)))
 
-    def check(self, job: Job, found: Found) -> None:
-        """Refuses a run that means something else than a finished one by what its config says as well."""
-        for what, key in _named(job).items():
-            now = _part(found, what)
-            other, there = self._known.get(key, (job, now))
-            if lines := _differences(what, there, now):
-                other_one = OTHER.get(what, f"another {what}")
+    def check(self, job: SuiteJob, identity: Identity) -> None:
+        """Raises an error if a run means something else than a finished one by what its config says as well."""
+        for part, key in _config_names(job).items():
+            new = _select(identity, part)
+            other, old = self._known.get(key, (job, new))
+            if lines := _differences(part, old, new):
                 raise UserError(
-                    f"{job.name} has {other_one} than {other.name} had ({lines[0]}), and a table compares like with "
-                    f"like: move {other.path} away, and it is trained anew, or give another --folder and another -o"
+                    f"{job.name} has {OTHER.get(part, f'another {part}')} than {other.name} had ({lines[0]}), and a "
+                    f"table compares like with like: move {other.path} away, and it is trained anew, or give another "
+                    "--folder and another -o"
                 )
 
 
-def _named(job: Job) -> dict[str, str]:
+def _config_names(job: SuiteJob) -> dict[str, str]:
     """How a config names its data, network and loss, and files of sample weights, answers and weights."""
     config = job.config
     data = config.data.model_dump(mode="json")
     teacher = config.teacher.model_dump(mode="json", exclude={"answers"})
-    named: dict[str, Any] = {
+    names: dict[str, Any] = {
         "data": data,
         "network": [config.model, config.model_args, config.loss.name == "scored"],
         "loss": [config.loss.model_dump(mode="json"), config.teacher.answers is not None and teacher],
     }
     if job.rounds is None:  # of several rounds each has files of its own
-        named["sampling"] = [data, config.members, config.sampling.model_dump(mode="json"), str(config.teacher.answers)]
-        named["start"] = config.init
-    return {what: json.dumps([what, names], sort_keys=True) for what, names in named.items()}
+        names["sampling"] = [data, config.members, config.sampling.model_dump(mode="json"), str(config.teacher.answers)]
+        names["start"] = config.init
+    return {part: json.dumps([part, value], sort_keys=True) for part, value in names.items()}
 
 
-def _part(found: Found, what: str) -> Any:
-    """What is found behind a name. The seed of a network, and how long a loss falls, are the config's to say."""
-    if what in ("network", "loss"):
-        return {key: found[what].get(key, {}) for key in ("layers", "code")}
-    return list((found.get(what) or {}).values()) if what == "sampling" else found.get(what)
+def _select(identity: Identity, part: str) -> Any:
+    """What an identity says of a part. The seed of a network, and how long a loss falls, are the config's to say."""
+    if part in ("network", "loss"):
+        return {key: identity[part].get(key, {}) for key in ("layers", "code")}
+    return list((identity.get(part) or {}).values()) if part == "sampling" else identity.get(part)
 
 
-def _differences(what: str, there: Any, now: Any) -> list[str]:
-    if what not in ("network", "loss"):
-        return [] if there == now else [f"checksum {there} there, {now} now"]
-    old, new = ({"network": NOTHING, "loss": NOTHING, what: value} for value in (there, now))
-    return fingerprint.differences(old, new)
+def _differences(part: str, old: Any, new: Any) -> list[str]:
+    if part not in ("network", "loss"):
+        return [] if old == new else [f"checksum {old} there, {new} now"]
+    before, after = ({"network": NOTHING, "loss": NOTHING, part: value} for value in (old, new))
+    return fingerprint.differences(before, after)

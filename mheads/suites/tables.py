@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,9 +11,9 @@ from mheads.common.table import Cell, Head, Table, text_rows
 from mheads.common.terminal_table import CLOSE, terminal_table
 from mheads.problems.metric_text import label
 from mheads.suites import findings
-from mheads.suites.verdicts import how_tested, verdicts
+from mheads.suites.findings import Document
+from mheads.suites.verdicts import describe_test, verdicts
 
-Document = dict[str, Any]
 STYLES = {"holds": "green", "holds so far": "green", "within noise": "yellow", "does not hold": "red", "open": "dim"}
 SHORT = {"difference": "diff.", "trials": "n", "Ensemble-Mean": "Ens.-Mean"}
 
@@ -34,7 +33,11 @@ def title(document: Document) -> str:
 def suite_table(document: Document) -> Table:
     """A row for each row of the suite: our figures, and the paper's where it gives any."""
     columns = _columns(document)
-    texts = {"ours": findings.ours, "paper": findings.theirs, "difference": findings.apart}
+    texts = {
+        "ours": findings.format_ours,
+        "paper": findings.format_paper,
+        "difference": findings.format_difference,
+    }
     rows = []
     for entry in document["rows"]:
         row = entry["name"]
@@ -53,14 +56,12 @@ def suite_table(document: Document) -> Table:
 
 def _columns(document: Document) -> list[tuple[str, str]]:
     """(metric, kind) of each column after the first two; the paper's only where it gives a figure."""
-    found = []
+    columns = []
     for metric in document["metrics"]:
-        found.append((metric, "ours"))
+        columns.append((metric, "ours"))
         if findings.has_paper(document, metric):
-            found.append((metric, "paper"))
-            if metric != "members":
-                found.append((metric, "difference"))
-    return found
+            columns += [(metric, "paper"), *([(metric, "difference")] if metric != "members" else [])]
+    return columns
 
 
 def _head(text: str, right: bool, optional: bool = False) -> Head:
@@ -75,10 +76,10 @@ def claims_table(document: Document) -> Table | None:
         return None
     rows = [[claim.claim, claim.word, claim.figures] for claim in claims]
     caption = "What is claimed, and what our runs say of it"
-    return Table(caption, ["claim", "here", "figures"], text_rows(rows), note=how_tested(claims))
+    return Table(caption, ["claim", "here", "figures"], text_rows(rows), note=describe_test(claims))
 
 
-def shown(document: Document) -> RenderableType:
+def show_document(document: Document) -> RenderableType:
     """The table and the claims, as the terminal shows them."""
     table, claims = suite_table(document), claims_table(document)
     narrow = [[Cell(cell.text.replace(" ± ", " ±")) for cell in row] for row in table.rows]

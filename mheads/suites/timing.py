@@ -9,20 +9,20 @@ from dataclasses import replace
 from mheads.config.schema import Config
 from mheads.engine.interface import Engine
 from mheads.optim.stage_updates import Optimizer
-from mheads.suites.jobs import Job
+from mheads.suites.jobs import SuiteJob
 from mheads.training.experiment import Experiment, build_experiment
 
 STEPS = 3
 FORWARD = 1 / 3  # what an example costs in an evaluation, as a part of a step
 
 
-def seconds(job: Job) -> float:
+def predict_seconds(job: SuiteJob) -> float:
     """What the rest of a run will take: its steps and its evaluations. Writes nothing."""
     config, done = job.config, job.steps_done()
     if job.rounds is not None:  # reading the training set between them takes little
-        one = replace(job, rounds=None, path=job.path / "none")
-        return seconds(one) * (1 - done / job.total) * job.rounds
-    experiment = build_experiment(_startable(config))
+        single = replace(job, rounds=None, path=job.path / "none")
+        return predict_seconds(single) * (1 - done / job.total) * job.rounds
+    experiment = build_experiment(_without_init(config))
     parts = [(config.pretrain - done, 0)] if done < config.pretrain else []  # (steps to go, a step like them)
     parts.append((job.total - max(done, config.pretrain), config.pretrain))
     with closing(experiment.make_engine()) as engine:
@@ -48,7 +48,7 @@ def _step(experiment: Experiment, engine: Engine, first: int) -> float:
     return min(times)
 
 
-def _startable(config: Config) -> Config:
+def _without_init(config: Config) -> Config:
     """The config without the weights that it starts from, which may not be there yet: they take no time."""
     if config.init in ("random", "same"):
         return config

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from mheads.problems.metric_text import label, number
-from mheads.suites.findings import by_seed, higher_is_better, in_percent, why_missing
-from mheads.suites.suite import Term
+from mheads.suites.claims import MetricTerm
+from mheads.suites.findings import Document, by_seed, higher_is_better, in_percent, why_missing
 
-Document = dict[str, Any]
 LEVEL = 0.05
 TEST = (
     f"Claims are tested by a paired t-test over the seeds that their rows share, two-sided at {100 * LEVEL:g} %: the "
@@ -28,7 +27,7 @@ TEST = (
     "of its tolerance. Differences that are the same in every seed have no variance, and a sign test takes its place. "
     "One seed shows where the first figure lies from the second, and proves nothing."
 )
-SAID = {relation: f"{relation} than" for relation in ("better", "worse", "no better", "no worse")}
+TEXTS = {relation: f"{relation} than" for relation in ("better", "worse", "no better", "no worse")}
 MOST_OPEN = 5  # claims that have a line each
 EXACT = ("parameters", "iterations")  # which no seed changes
 DECIMALS = 9  # that margins are rounded to: what is beyond is the arithmetic's, not the runs'
@@ -53,6 +52,10 @@ class _Margins:
     strict: bool = True
     exact: bool = False  # there is no noise in them
 
+    @classmethod
+    def from_values(cls, margins: Any, strict: bool = True, exact: bool = False) -> _Margins:
+        return cls(np.round(np.asarray(margins, float), DECIMALS), strict, exact)
+
     @property
     def agree(self) -> bool:
         means = self.values.mean(1)
@@ -64,8 +67,8 @@ class _Margins:
     def word(self) -> str:
         if self.exact:
             return "holds" if self.agree else "does not hold"
-        found = [self._sign(margin, p) for margin, p in zip(self.values, self.p_values(), strict=True)]
-        return "does not hold" if -1 in found else "within noise" if 0 in found else "holds"
+        signs = [self._sign(margin, p) for margin, p in zip(self.values, self.p_values(), strict=True)]
+        return "does not hold" if -1 in signs else "within noise" if 0 in signs else "holds"
 
     def _sign(self, margin: np.ndarray, p: float) -> int:
         """1 or -1 for a margin that is above or below 0, 0 for one that cannot be told from it."""
@@ -84,19 +87,21 @@ def p_value(margin: np.ndarray) -> float:
 
 
 def verdicts(document: Document) -> list[Verdict]:
-    """What is found of each claim; many that nothing is known of are one."""
-    found = [_verdict(document, claim) for claim in document["claims"]]
-    unknown = [verdict for verdict in found if verdict.agrees is None]
+    """What our runs say of each claim; many claims that nothing is known of are one."""
+    all_verdicts = [
+        (_relation if claim.get("order") is None else _order)(document, claim) for claim in document["claims"]
+    ]
+    unknown = [verdict for verdict in all_verdicts if verdict.agrees is None]
     if len(unknown) <= MOST_OPEN:
-        return found
+        return all_verdicts
     missing = dict.fromkeys(part for verdict in unknown for part in verdict.figures.split(", "))
     together = Verdict(f"{len(unknown)} claims of which nothing is known yet", "open", ", ".join(missing))
-    return [*(verdict for verdict in found if verdict.agrees is not None), together]
+    return [*(verdict for verdict in all_verdicts if verdict.agrees is not None), together]
 
 
-def how_tested(found: Sequence[Verdict]) -> str:
+def describe_test(claims: Sequence[Verdict]) -> str:
     """By what test, of how many seeds, the verdicts of a table are; empty if it has none."""
-    counts = sorted({verdict.num_seeds for verdict in found if verdict.num_seeds})
+    counts = sorted({verdict.num_seeds for verdict in claims if verdict.num_seeds})
     if not counts:
         return ""
     if counts == [1]:
@@ -105,94 +110,96 @@ def how_tested(found: Sequence[Verdict]) -> str:
     return f"By a paired t-test over seeds (n = {several}), two-sided at {100 * LEVEL:g} %."
 
 
-def _verdict(document: Document, claim: dict[str, Any]) -> Verdict:
-    return _relation(document, claim) if claim.get("order") is None else _order(document, claim)
-
-
 def _order(document: Document, claim: dict[str, Any]) -> Verdict:
     """From best to worst; rows that have not been run are left out of it, and named."""
     rows, metric = claim["order"], claim["by"]
     higher = higher_is_better(document, metric)
-    said = claim.get("say") or f"{label(metric)}: {(' > ' if higher else ' < ').join(rows)}"
-    trials = {row: found for row in rows if (found := by_seed(document, row, metric))}
+    text = claim.get("say") or f"{label(metric)}: {(' > ' if higher else ' < ').join(rows)}"
+    trials = {row: by_row for row in rows if (by_row := by_seed(document, row, metric))}
     missing = [f"{row} {why_missing(document, row, metric)}" for row in rows if row not in trials]
-    seeds = _shared(trials)
+    seeds = _common_seeds(trials)
     if len(trials) > 1 and not seeds:
-        return Verdict(said, "open", _apart(trials))
-    values = np.array([[found[seed] for seed in seeds] for found in trials.values()])
-    shown = [number(found.mean(), metric, in_percent(document)) for found in values]
-    figures = ", ".join([*map(" ".join, zip(trials, shown, strict=True)), *missing])
+        return Verdict(text, "open", _no_common_seed(trials))
+    values = np.array([[by_row[seed] for seed in seeds] for by_row in trials.values()])
+    means = [number(row.mean(), metric, in_percent(document)) for row in values]
+    figures = ", ".join([*map(" ".join, zip(trials, means, strict=True)), *missing])
     if len(trials) < 2:
-        return Verdict(said, "open", figures)
-    margins = _Margins(_rounded((-1 if higher else 1) * np.diff(values, axis=0)), exact=metric in EXACT)
-    so_far, tested = " so far" if missing else "", _tested(margins, len(seeds), trials)
-    if len(seeds) == 1 and not margins.exact:
-        signs = [0 if a == b else np.sign(m) for m, (a, b) in zip(margins.values[:, 0], pairwise(shown), strict=True)]
-        ties = " but for ties" if 0 in signs else ""
-        word = "in another order" if -1 in signs else f"in this order{ties}{so_far}"
-        return Verdict(said, f"{word}, one seed", figures + tested, margins.agree, 1)
-    word = margins.word()
-    return Verdict(said, word + so_far * (word == "holds"), figures + tested, margins.agree, len(seeds))
+        return Verdict(text, "open", figures)
+    margins = _Margins.from_values((-1 if higher else 1) * np.diff(values, axis=0), exact=metric in EXACT)
+    signs = [0 if a == b else np.sign(m) for m, (a, b) in zip(margins.values[:, 0], pairwise(means), strict=True)]
+    so_far = " so far" if missing else ""
+    in_order = f"in this order{' but for ties' if 0 in signs else ''}{so_far}"
+    return _judge(text, figures, margins, trials, "in another order" if -1 in signs else in_order, so_far)
 
 
 def _relation(document: Document, claim: dict[str, Any]) -> Verdict:
     relation, within = claim["is"], claim.get("within", 0.25)
-    terms = {side: Term.of(claim[side]) for side in ("left", "right")}
-    said = claim.get("say") or f"{claim['left']} is {SAID.get(relation, relation)} {claim['right']}"
+    terms = {side: MetricTerm.parse(claim[side]) for side in ("left", "right")}
+    text = claim.get("say") or f"{claim['left']} is {TEXTS.get(relation, relation)} {claim['right']}"
     trials = {part: by_seed(document, *part) for term in terms.values() for part in term.parts}
-    if missing := [f"{part[0]} {why_missing(document, *part)}" for part, found in trials.items() if not found]:
-        return Verdict(said, "open", ", ".join(dict.fromkeys(missing)))
-    if not (seeds := _shared(trials)):
-        return Verdict(said, "open", _apart(row for row, _ in trials))
+    if missing := [f"{part[0]} {why_missing(document, *part)}" for part, values in trials.items() if not values]:
+        return Verdict(text, "open", ", ".join(dict.fromkeys(missing)))
+    if not (seeds := _common_seeds(trials)):
+        return Verdict(text, "open", _no_common_seed(row for row, _ in trials))
     left, right = (
         np.array([term.value([trials[part][seed] for part in term.parts]) for seed in seeds]) for term in terms.values()
     )
-    margins = _margins(document, terms, left, right, relation, within)
+    margins = _relation_margins(document, terms, left, right, relation, within)
     percent, metric = in_percent(document), terms["left"].metric
-    shown = [number(left.mean(), metric, percent), number(right.mean(), terms["right"].metric or metric, percent)]
-    sides = zip(terms.items(), shown, strict=True)
-    figures = ", ".join(f"{claim[side]} {text}" for (side, term), text in sides if term.row)
-    tested = _tested(margins, len(seeds), trials)
-    if len(seeds) == 1 and not margins.exact:
-        if relation == "about":
-            word = f"{'within' if margins.agree else 'not within'} {100 * within:g} %"
-        else:
-            word = "equal" if shown[0] == shown[1] else "higher" if left[0] > right[0] else "lower"
-        return Verdict(said, f"{word}, one seed", figures + tested, margins.agree, 1)
-    return Verdict(said, margins.word(), figures + tested, margins.agree, len(seeds))
+    means = [number(left.mean(), metric, percent), number(right.mean(), terms["right"].metric or metric, percent)]
+    sides = zip(terms.items(), means, strict=True)
+    figures = ", ".join(f"{claim[side]} {mean}" for (side, term), mean in sides if term.parts)
+    if relation == "about":
+        direction = f"{'within' if margins.agree else 'not within'} {100 * within:g} %"
+    else:
+        direction = "equal" if means[0] == means[1] else "higher" if left[0] > right[0] else "lower"
+    return _judge(text, figures, margins, trials, direction)
 
 
-def _margins(
-    document: Document, terms: Mapping[str, Term], left: np.ndarray, right: np.ndarray, relation: str, within: float
+def _relation_margins(
+    document: Document,
+    terms: Mapping[str, MetricTerm],
+    left: np.ndarray,
+    right: np.ndarray,
+    relation: str,
+    within: float,
 ) -> _Margins:
     exact = all(metric in EXACT for term in terms.values() for _, metric in term.parts)
     if relation == "about":
         allowed = within * np.abs(right)
-        return _Margins(_rounded([right + allowed - left, left - right + allowed]), strict=False, exact=exact)
+        return _Margins.from_values([right + allowed - left, left - right + allowed], strict=False, exact=exact)
     better = 1 if higher_is_better(document, terms["left"].metric) else -1
     sign = {"above": 1, "below": -1, "better": better, "no worse": better}.get(relation, -better)
-    return _Margins(_rounded([sign * (left - right)]), not relation.startswith("no "), exact)
+    return _Margins.from_values([sign * (left - right)], not relation.startswith("no "), exact)
 
 
-def _rounded(margins: Any) -> np.ndarray:
-    return np.round(np.asarray(margins, float), DECIMALS)
+def _judge(
+    claim: str,
+    figures: str,
+    margins: _Margins,
+    trials: Mapping[Any, Mapping[int, float]],
+    direction: str,
+    so_far: str = "",
+) -> Verdict:
+    """The verdict of a test, or of one seed the direction. How many seeds, and p, follow the figures."""
+    num_seeds = margins.values.shape[1]
+    fewer = any(len(values) > num_seeds for values in trials.values())
+    if margins.exact:
+        details = ""
+    elif num_seeds == 1:
+        details = "; 1 seed in common" if fewer else ""
+    else:
+        p_values = " and ".join("p < 0.001" if p < 0.001 else f"p = {p:.2g}" for p in margins.p_values())
+        details = f"; {num_seeds} seeds{' in common' if fewer else ''}, {p_values}"
+    if num_seeds == 1 and not margins.exact:
+        return Verdict(claim, f"{direction}, one seed", figures + details, margins.agree, 1)
+    word = margins.word()
+    return Verdict(claim, word + so_far * (word == "holds"), figures + details, margins.agree, num_seeds)
 
 
-def _shared(trials: Mapping[Any, Mapping[int, float]]) -> list[int]:
-    """The seeds that all have."""
+def _common_seeds(trials: Mapping[Any, Mapping[int, float]]) -> list[int]:
     return sorted(set.intersection(*map(set, trials.values()))) if trials else []
 
 
-def _apart(rows: Iterable[str]) -> str:
+def _no_common_seed(rows: Iterable[str]) -> str:
     return f"no seed is in all of {' and '.join(dict.fromkeys(rows))}"
-
-
-def _tested(margins: _Margins, num_seeds: int, trials: Mapping[Any, Mapping[int, float]]) -> str:
-    """How many seeds, and what the test gives, after the figures."""
-    if margins.exact:
-        return ""
-    fewer = any(len(found) > num_seeds for found in trials.values())
-    if num_seeds == 1:
-        return "; 1 seed in common" if fewer else ""
-    said = " and ".join("p < 0.001" if p < 0.001 else f"p = {p:.2g}" for p in margins.p_values())
-    return f"; {num_seeds} seeds{' in common' if fewer else ''}, {said}"

@@ -121,7 +121,7 @@ def test_rounds_that_are_killed_at_each_point_in_turn_give_the_same_bits(tmp_pat
         done = process(*command, stop=stop)
         assert done.code == (-signal.SIGKILL if stop[0] == signal.SIGKILL else 143), f"{name}: {done.out}{done.err}"
         if stop[0] == signal.SIGTERM:
-            assert "stopped by SIGTERM; saved. The same command goes on from here." in done.err
+            assert "stopped by SIGTERM; saved. The same command resumes from here." in done.err
     done = mheads(*command)
     assert done.code == 0, done.err
     # The runs are the same but for the folders that their configs name.

@@ -429,19 +429,19 @@ def test_a_test_image_that_cannot_be_read_costs_no_training(scenes, tmp_path, mo
 
 def test_a_paired_test_of_equal_differences_says_nothing():
     from mheads.cli.printing.detector_tables import verdict
-    from mheads.suites.detectors import Precisions, paired_test
+    from mheads.suites.detectors import Precisions, compare
 
     classes = ("a", "b", "c")
-    one, two = (Precisions(n, classes, np.array([[10.0, 20, 30]]) + plus) for n, plus in (("x", 0), ("y", 10)))
-    found = paired_test(one, two)
-    assert found["difference"] == -10 and np.isnan(found["p"])
-    assert "the same in each of the 3 classes: a paired test says nothing of it" in verdict(one, two, found)
-    three = Precisions("z", classes, np.array([[11.0, 23, 32]]))
+    one, two = (Precisions(classes, np.array([[10.0, 20, 30]]) + plus) for plus in (0, 10))
+    test = compare(one, two)
+    assert test.mean == -10 and np.isnan(test.p)
+    assert "the same in each of the 3 classes: a paired test says nothing of it" in verdict(one, two, test)
+    three = Precisions(classes, np.array([[11.0, 23, 32]]))
     differences = np.array([1.0, 3, 2])
     t = differences.mean() / (differences.std(ddof=1) / 3**0.5)
     from scipy.stats import t as student
 
-    assert paired_test(three, one)["p"] == pytest.approx(2 * student.sf(t, 2))
+    assert compare(three, one).p == pytest.approx(2 * student.sf(t, 2))
 
 
 def test_a_suite_trains_detectors_from_runs_of_another_recipe(scenes, tmp_path, monkeypatch):

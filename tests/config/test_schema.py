@@ -3,7 +3,7 @@ import re
 import pytest
 import yaml
 
-from mheads.cli.printing.recipes import annotated
+from mheads.cli.printing.recipes import annotate
 from mheads.common.errors import UserError
 from mheads.config import aliases, schema, unknown_keys
 from mheads.config import read as configs
@@ -78,7 +78,7 @@ def test_the_loss_of_a_folder_that_exists_is_read_as_it_was_written(name, tmp_pa
 def test_a_config_with_descriptions_reads_back_as_itself(name):
     odd = ["split={conv1: [{conv2: 2}, 2]}", "model_args={'a: b': \"two\\nlines # one\", c: [1, {d: null}]}", "seed=3"]
     config = configs.load(name, ["members=4", *odd])
-    text = annotated(config)
+    text = annotate(config)
     assert yaml.safe_load(text) == config.model_dump(mode="json")
     for key in ("the first learning rate", "everything random follows from it", "how many members"):
         assert f"# {key}\n" in f"{text}\n"

@@ -237,7 +237,6 @@ def copy(tmp_path_factory):
             '"members": Panel("cost", members)',
             '    "cost": Panel("cost", show_cost),\n',
         ),
-        ("cli/size_command.py", COMMAND, "cli/main.py", '"size": size', '        "tree": tree,\n'),
     ):
         (package / file).write_text(code)
         module, name = file.removesuffix(".py").replace("/", "."), entry.split('"')[1]
@@ -246,6 +245,8 @@ def copy(tmp_path_factory):
         text = text.replace(last, f"    {entry},\n{last}")
         first = re.search(r"^from mheads", text, re.MULTILINE).start()
         (package / table).write_text(f"{text[:first]}from mheads.{module} import {name}\n{text[first:]}")
+    (package / "cli/size_command.py").write_text(COMMAND)
+    insert(package / "cli/main.py", " size", '"tree cuts detect')
     return root
 
 

@@ -25,10 +25,12 @@ from mheads.networks.digits import digits
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
 from mheads.suites import results as documents
-from mheads.suites.jobs import Options, Planner
+from mheads.suites.jobs import Options
+from mheads.suites.planner import Planner
 from mheads.suites.progress_line import Overview
-from mheads.suites.reproduce import Run
-from mheads.suites.suite import read
+from mheads.suites.reproduce import Reproduction, SuiteRequest
+from mheads.suites.run_entries import digest_job
+from mheads.suites.suite import read_suite
 from mheads.trees.treenet import TreeNet
 
 TINY = ["data.limit=60", "optim.iterations=4", "optim.batch_size=20", "log.every=1"]
@@ -177,11 +179,11 @@ def shown_elsewhere(here, first, second, row, recipes=("digits", "digits")):
     """Whether the run of a row of the first suite, kept as results alone, is shown in the second."""
     for name, rows, recipe in zip(("first", "second"), (first, second), recipes, strict=True):
         (here / f"{name}.yaml").write_text(f"metrics: [oracle]\nrows: {rows}\n")
-        suite, planner = read(f"{name}.yaml"), Planner(Options(recipe))
-        found, table = documents.make(planner.table(suite), planner, 1), planner.table(suite)
+        suite, planner = read_suite(f"{name}.yaml"), Planner(Options(recipe))
+        found, table = documents.make_document(planner.expand(suite), planner), planner.expand(suite)
         if name == "first":
             job = planner.job(suite, row, 0)
-            kept = run_entry(0, documents.digest(job)) | {"command": planner.command(job)}
+            kept = run_entry(0, digest_job(job)) | {"command": planner.command(job)}
             found["runs"][planner.key(suite, job)] = [kept]
             (here / "results").mkdir(exist_ok=True)
             documents.save(found, here / "results/first.json")
@@ -304,20 +306,11 @@ def other_recipe(here, *rows):
 def test_runs_of_another_recipe_stay_apart_from_rows_of_the_same_name(here):
     other_recipe(here, "{name: random_init}", "{name: far, from: 'other.yaml:standard/random_init'}")
     planner = Planner(Options("digits"))
-    suite = read("mine.yaml")
-    found = documents.make(planner.table(suite), planner, 1)
+    suite = read_suite("mine.yaml")
+    found = documents.make_document(planner.expand(suite), planner)
     assert [entry["run"] for entry in found["rows"]] == ["random_init", "other/random_init"]
-    digests = [documents.digest(planner.job(suite, row, 0)) for row in ("random_init", "far")]
+    digests = [digest_job(planner.job(suite, row, 0)) for row in ("random_init", "far")]
     assert len(set(digests)) == 2
-    # As earlier versions wrote it: both under one name, of which the config says whose it is.
-    old = json.loads(json.dumps(found))
-    old["rows"][1]["run"] = "random_init"
-    old["runs"]["random_init"] = [run_entry(0, config) for config in digests]
-    documents.save(old, here / "old.json")
-    documents.merge(found, here / "old.json", planner.table(suite), planner, 1)
-    assert {key: [run["config"] for run in runs] for key, runs in found["runs"].items()} == {
-        "random_init": digests[:1], "other/random_init": digests[1:],
-    }  # fmt: skip
 
 
 def run_entry(seed, config, **result):
@@ -380,27 +373,25 @@ def test_a_claim_of_no_rows_is_refused_or_with_few_members_left_out(mheads, refu
     assert "claim number 1: order = []" in refused("mine.yaml", "--recipe", "digits")
     (here / "mine.yaml").write_text("rows:\n  - {name: a}\nclaims:\n  - {order: ['k<1..M-1>'], by: oracle}\n")
     planner = Planner(Options("digits", overrides=("members=1",)))
-    assert planner.table(read("mine.yaml")).claims == []
-    written(here, claims=[{"order": [], "by": "oracle"}])  # as earlier versions wrote it
-    assert mheads("reproduce", "--tables").code == 0
-    assert "| open |" in (here / "results/plain-digits.md").read_text()
+    assert planner.expand(read_suite("mine.yaml")).claims == []
 
 
 def test_two_processes_on_one_suite_keep_each_others_runs(here):
     one, other = (
-        Run(
-            "mine.yaml", Options("digits"), rich.console.Console(file=io.StringIO()), 1, (), here / "runs", here / "out"
+        Reproduction(
+            SuiteRequest("mine.yaml", Options("digits"), folder=here / "runs", output=here / "out"),
+            rich.console.Console(file=io.StringIO()),
         )
         for _ in range(2)
     )
     for process_of, row in ((one, "plain"), (other, "mcl")):
         job = process_of.planner.job(process_of.suite, row, 0)
-        process_of.document["runs"][row] = [run_entry(0, documents.digest(job))]
+        process_of.document["runs"][row] = [run_entry(0, digest_job(job))]
         process_of.publish(show=False)
     one.publish(show=False)
     assert set(documents.load(here / "out/mine-digits.json")["runs"]) == {"plain", "mcl"}
     saving = threading.Thread(target=other.publish, args=(False,))
-    with documents.locked(here / "out"):
+    with documents.lock(here / "out"):
         saving.start()
         saving.join(0.2)
         assert saving.is_alive()  # it waits
@@ -408,13 +399,13 @@ def test_two_processes_on_one_suite_keep_each_others_runs(here):
 
 
 def test_a_run_that_another_process_finished_meanwhile_has_not_failed(mheads, here, monkeypatch):
-    train = Run._train
+    train = Reproduction._train
 
     def beaten(self, job, watch):
         train(self, job, watch)
         raise UserError(f"another process is training in {job.path}")
 
-    monkeypatch.setattr(Run, "_train", beaten)
+    monkeypatch.setattr(Reproduction, "_train", beaten)
     done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY)
     assert done.code == 0, done.err
     assert len(results(here)["runs"]["plain"]) == 1
@@ -480,7 +471,7 @@ def test_results_of_other_data_or_code_are_not_averaged_with_those_before(mheads
 
 def test_runs_start_from_others_in_folders_of_any_name(here):
     folder = here / "runs #2: {x}"
-    job = Planner(Options("digits", overrides=tuple(TINY)), folder).job(read("mine.yaml"), "mcl", 0)
+    job = Planner(Options("digits", overrides=tuple(TINY)), folder).job(read_suite("mine.yaml"), "mcl", 0)
     assert job.config.init == str(folder / "digits" / "plain-seed0")
 
 
@@ -489,7 +480,7 @@ def test_runs_start_from_others_in_folders_of_any_name(here):
     [
         ("sampling={name: file, path: FILE}", "other sample weights or answers of a teacher"),
         ("teacher.answers=FILE", "other sample weights or answers of a teacher"),
-        ("init=FILE", "other first weights"),
+        ("init=FILE", "other initial weights"),
     ],
 )
 def test_runs_of_a_file_that_changed_are_not_averaged_with_those_before(mheads, here, row, words):
@@ -639,7 +630,7 @@ def test_a_signal_stops_after_the_step_and_the_same_command_goes_on(mheads, here
     at = (signal.SIGTERM, "os.rename", "mcl-seed0/checkpoints")  # of the second run, at its first checkpoint
     done = process(*command[:1], here / "mine.yaml", *command[2:], stop=at)
     assert done.code == 143, done.out + done.err
-    assert "1 of 2 runs done. To go on: mheads reproduce" in done.out
+    assert "1 of 2 runs done. To resume: mheads reproduce" in done.out
     assert "stopped by SIGTERM" in done.err
     assert list(trained_at(here)) == ["plain-seed0"]
     assert 5 <= Checkpoints(here / "runs/digits/mcl-seed0/checkpoints").steps()[0] < 12
@@ -657,7 +648,7 @@ def test_a_signal_before_the_first_step_stops_as_well(here):
     done = process("reproduce", here / "mine.yaml", "--recipe", "digits", *TINY, "-f", here / "runs", "-o",
                    here / "results", stop=(signal.SIGTERM, "os.mkdir", "plain-seed0"))  # fmt: skip
     assert done.code == 143, done.out + done.err
-    assert "0 of 2 runs done. To go on: mheads reproduce" in done.out
+    assert "0 of 2 runs done. To resume: mheads reproduce" in done.out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -671,7 +662,7 @@ def test_a_signal_while_a_run_is_built_is_not_taken_for_a_fault_of_the_network(h
     done = process("reproduce", here / "mine.yaml", "--recipe", "digits", *TINY, "model=stopping:net", "-f",
                    here / "runs", "-o", here / "results", before=partial(os.chdir, here))  # fmt: skip
     assert done.code == 128 + number, done.out + done.err
-    assert "0 of 2 runs done. To go on: mheads reproduce" in done.out and not trained_at(here)
+    assert "0 of 2 runs done. To resume: mheads reproduce" in done.out and not trained_at(here)
 
 
 def test_scaled_runs_have_names_and_results_of_their_own(mheads, here):
@@ -800,7 +791,7 @@ def test_suites_of_the_larger_networks_run(mheads, here, suite, recipe, side, ro
 
 def test_one_line_shows_the_run_its_bar_and_the_time_left_for_all(here):
     planner = Planner(Options("digits", overrides=tuple(TINY)))
-    jobs = [planner.job(read("standard"), row, 0) for row in ("random_init", "bagging")]
+    jobs = [planner.job(read_suite("standard"), row, 0) for row in ("random_init", "bagging")]
     out = io.StringIO()
     console = rich.console.Console(file=out, force_terminal=True, width=140, highlight=False)
     watch = Overview(console, "standard", jobs)
@@ -809,7 +800,7 @@ def test_one_line_shows_the_run_its_bar_and_the_time_left_for_all(here):
         for step in range(1, 5):
             watch.step(step, 1.0, 0.1, 20, [0.5, 0.5])
         watch._bar.refresh()
-    watch.ended(jobs[0], {"single": 80.0, "ensemble_mean": 90.0, "oracle": None, "seconds": 3.0})
+    watch.end(jobs[0], {"single": 80.0, "ensemble_mean": 90.0, "oracle": None, "seconds": 3.0})
     assert "standard 1/2 random_init-seed0" in out.getvalue()
     assert "left for all" in out.getvalue() and "4/4" in out.getvalue()
     assert "1/2  random_init-seed0  mean member 80.00  Ensemble-Mean 90.00  3 s" in out.getvalue()
@@ -822,5 +813,5 @@ def test_durations_are_told_in_two_units():
 
 def test_the_config_of_a_run_can_be_trained_by_its_command(here):
     planner = Planner(Options("digits", scale=0.1, overrides=("data.limit=60",)))
-    job = planner.job(read("mixture"), "mixture_0.5", 2)
+    job = planner.job(read_suite("mixture"), "mixture_0.5", 2)
     assert load("digits", job.overrides) == job.config

@@ -10,11 +10,15 @@ from mheads.common.errors import UserError
 from mheads.config import read as configs
 from mheads.optim.schedules import Schedule
 from mheads.suites import findings
-from mheads.suites.jobs import Options, Planner, difference, public, scaling
+from mheads.suites.claims import Claim
+from mheads.suites.jobs import Options, find_difference
 from mheads.suites.markdown import markdown
-from mheads.suites.placeholders import binary
-from mheads.suites.results import command, evenness, make
-from mheads.suites.suite import SUITES, Claim, known_metrics, read, read_figure
+from mheads.suites.metric_names import metric_names, read_figure
+from mheads.suites.placeholders import binary_tree
+from mheads.suites.planner import Planner, hide_local_paths, scale_training
+from mheads.suites.results import command, make_document
+from mheads.suites.run_entries import evenness
+from mheads.suites.suite import SUITES, read_suite
 from mheads.suites.verdicts import verdicts
 
 PAPER = ("cifar10_quick", "nin_cifar100", "caffenet", "nin_ilsvrc")
@@ -22,7 +26,7 @@ PAPER = ("cifar10_quick", "nin_cifar100", "caffenet", "nin_ilsvrc")
 
 def planned(suite, recipe, *overrides, **options):
     planner = Planner(Options(recipe, overrides=tuple(overrides), **options))
-    return planner, planner.table(read(suite))
+    return planner, planner.expand(read_suite(suite))
 
 
 def rows(suite, recipe, *overrides):
@@ -36,22 +40,22 @@ def rows(suite, recipe, *overrides):
 def test_every_suite_has_runs_for_every_recipe_and_rows_of_one_name_are_one_run(recipe):
     planner, found = Planner(Options(recipe)), {}
     for name in SUITES:
-        suite = read(name)
-        table = planner.table(suite)
+        suite = read_suite(name)
+        table = planner.expand(suite)
         assert set(table.paper) <= set(table.names)  # the paper has no figure for a row that is not there
         for row in table.names:
             job = planner.job(suite, row, 0)
             assert job.path.name == f"{job.row}-seed0"
             same = found.setdefault(job.path, job)
-            assert difference(same.config, job.config) is None
-    assert planner.job(read("standard"), "random_init", 0).config == configs.load(recipe, ["seed=0"])
+            assert find_difference(same.config, job.config) is None
+    assert planner.job(read_suite("standard"), "random_init", 0).config == configs.load(recipe, ["seed=0"])
 
 
 def test_rows_are_the_papers_experiments():
     planner, _ = planned("standard", "cifar10_quick")
 
     def config(suite, row):
-        return planner.job(read(suite), row, 3).config
+        return planner.job(read_suite(suite), row, 3).config
 
     assert config("standard", "bagging") == configs.load("cifar10_quick", ["sampling=bagging", "init=same", "seed=3"])
     assert config("standard", "combined") == configs.load("cifar10_quick", ["sampling=bagging", "seed=3"])
@@ -69,11 +73,11 @@ def test_rows_are_the_papers_experiments():
 
 def test_a_single_network_and_all_members_of_mcl_are_trained_once():
     planner, _ = planned("standard", "cifar10_quick")
-    ensemble = planner.job(read("standard"), "random_init", 0)
-    assert planner.job(read("standard"), "single", 0) == ensemble
-    assert planner.job(read("mcl"), "mcl_k4", 0) == ensemble
-    assert planner.job(read("finetune"), "base", 0) == ensemble
-    assert planner.job(read("finetune"), "finetune_k1", 0).needs == (ensemble,)
+    ensemble = planner.job(read_suite("standard"), "random_init", 0)
+    assert planner.job(read_suite("standard"), "single", 0) == ensemble
+    assert planner.job(read_suite("mcl"), "mcl_k4", 0) == ensemble
+    assert planner.job(read_suite("finetune"), "base", 0) == ensemble
+    assert planner.job(read_suite("finetune"), "finetune_k1", 0).needs == (ensemble,)
 
 
 def test_trees_are_split_wherever_the_network_can_be():
@@ -83,7 +87,7 @@ def test_trees_are_split_wherever_the_network_can_be():
     assert "tree_cccp7" in rows("tree", "nin_ilsvrc") and "tree_cccp8" not in rows("tree", "nin_ilsvrc")
     assert rows("tree", "digits", "members=2") == ["random_init", "tree_conv1", "tree_conv2", "tree_ip1", "single"]
     planner, _ = planned("tree", "nin_ilsvrc")
-    job = planner.job(read("tree"), "tree_binary", 0)
+    job = planner.job(read_suite("tree"), "tree_binary", 0)
     assert job.config.members == 4 and job.config.split == {"conv1": [{"cccp1": 2}, {"cccp1": 2}]}
     assert job.path.parent.name == "nin_ilsvrc_x4"  # five members in the other suites
 
@@ -105,8 +109,8 @@ def test_binary_trees_are_balanced(members, tree):
             return spec
         return sum(map(leaves, spec.values() if isinstance(spec, dict) else spec))
 
-    assert leaves(binary(members, ["a", "b", "c"])) == members
-    assert binary(members, ["a", "b", "c"]) == tree
+    assert leaves(binary_tree(members, ["a", "b", "c"])) == members
+    assert binary_tree(members, ["a", "b", "c"]) == tree
 
 
 def test_k_goes_up_to_the_number_of_members():
@@ -138,14 +142,14 @@ def test_a_row_of_a_layer_that_this_network_lacks_is_told(tmp_path):
     suite = mine(tmp_path, "{name: at_<layer>, each: {layer: splits}, set: [split=<layer>]}")
     claim = Claim(order=["at_conv1", "at_cnov2"], by="oracle")
     planner = Planner(Options("digits"))
-    found = make(planner.table(suite.model_copy(update={"claims": [claim]})), planner, 1)
+    found = make_document(planner.expand(suite.model_copy(update={"claims": [claim]})), planner)
     assert verdicts(found)[0].figures == "at_conv1 not run, at_cnov2 is no row here"
 
 
 def test_every_number_of_a_result_may_be_a_metric():
     kept = json.loads((Path(__file__).parents[2] / "results/residual-cifar10_resnet20-scale0.03125.json").read_text())
     (run,) = kept["runs"]["mcl_k1"]
-    assert {key for key, value in run["result"].items() if not isinstance(value, str)} <= set(known_metrics())
+    assert {key for key, value in run["result"].items() if not isinstance(value, str)} <= set(metric_names())
 
 
 @pytest.mark.parametrize(
@@ -162,13 +166,13 @@ def test_what_rows_say_is_not_overridden_for_all_of_them(suite, given, key):
     planner, table = planned(suite, "digits", given)
     with pytest.raises(UserError) as error:
         for row in table.names:
-            planner.job(read(suite), row, 0)
+            planner.job(read_suite(suite), row, 0)
     assert given in str(error.value) and f"sets {key} itself" in str(error.value)
 
 
 def test_what_no_row_says_is_overridden_for_all():
     planner, table = planned("finetune", "digits", "optim.iterations=7", "loss.ce_weight=0.1", "sampling=bagging")
-    assert {planner.job(read("finetune"), row, 0).config.optim.iterations for row in table.names} == {7}
+    assert {planner.job(read_suite("finetune"), row, 0).config.optim.iterations for row in table.names} == {7}
 
 
 @pytest.mark.parametrize("given", ["data={validation: 300}", "data.validation=300", "seed=3"])
@@ -180,7 +184,7 @@ def test_what_is_in_the_names_of_runs_is_not_overridden(given):
 def test_scaling_shortens_everything_that_is_counted_in_iterations():
     def scaled(recipe, *overrides):
         given = [*overrides, "seed=0"]
-        return configs.load(recipe, given + scaling(configs.load(recipe, given), 0.2))
+        return configs.load(recipe, given + scale_training(configs.load(recipe, given), 0.2))
 
     quick = scaled("cifar10_quick", "pretrain=4000", "optim.schedule.warmup=50")
     assert (quick.optim.iterations, quick.optim.schedule.at) == (1000, [800])
@@ -196,37 +200,40 @@ def test_scaling_shortens_everything_that_is_counted_in_iterations():
         for at in (0, 100, 300, 500):
             rates = [Schedule(o.schedule, 1.0, o.iterations).rate(i) for o, i in ((full, at), (short, at // 5))]
             assert rates[1] == pytest.approx(rates[0])
-    tiny = configs.load("cifar10_quick", scaling(configs.load("cifar10_quick"), 0.0001))
+    tiny = configs.load("cifar10_quick", scale_training(configs.load("cifar10_quick"), 0.0001))
     assert (tiny.optim.iterations, tiny.optim.schedule.at, tiny.log.every) == (1, [1], 1)
 
 
 def test_runs_are_named_after_row_seed_and_length():
     planner, _ = planned("mcl", "cifar10_quick", scale=0.2)
-    job = planner.job(read("mcl"), "mcl_k1", 7)
+    job = planner.job(read_suite("mcl"), "mcl_k1", 7)
     assert str(job.path) == "runs/reproduce/cifar10_quick/mcl_k1-seed7-scale0.2"
     assert planner.command(job) == (
         "mheads train cifar10_quick loss=mcl loss.k=1 seed=7 optim.iterations=1000 'optim.schedule.at=[800]' "
         "-f runs/reproduce/cifar10_quick/mcl_k1-seed7-scale0.2"
     )
     planner, _ = planned("mixture", "cifar10_quick", validation=5000)
-    job = planner.job(read("mixture"), "mixture_0.1", 0)
+    job = planner.job(read_suite("mixture"), "mixture_0.1", 0)
     assert job.config.data.validation == 5000 and job.name == "mixture_0.1-seed0-validation5000"
 
 
 def test_no_path_of_this_machine_is_shown():
-    assert public("data.path=/home/me/pictures") == "data.path=.../pictures"
-    assert public("loss.k=2") == "loss.k=2" and public("mine/digits.yaml") == "mine/digits.yaml"
-    assert public("/home/me/a=b.yaml") == ".../a=b.yaml"
-    assert public("data.path=/home/me=you/it") == "data.path=.../it"
-    assert public("sampling={name: file, path: /home/me/it.npz}") == "sampling={name: file, path: .../it.npz}"
-    assert public("data={'path': '~/my pictures', name: folder}") == "data={'path': '.../my pictures', name: folder}"
-    assert public("split={conv1: [2, 2]}") == "split={conv1: [2, 2]}"
+    assert hide_local_paths("data.path=/home/me/pictures") == "data.path=.../pictures"
+    assert hide_local_paths("loss.k=2") == "loss.k=2" and hide_local_paths("mine/digits.yaml") == "mine/digits.yaml"
+    assert hide_local_paths("/home/me/a=b.yaml") == ".../a=b.yaml"
+    assert hide_local_paths("data.path=/home/me=you/it") == "data.path=.../it"
+    assert hide_local_paths("sampling={name: file, path: /home/me/it.npz}") == "sampling={name: file, path: .../it.npz}"
+    assert (
+        hide_local_paths("data={'path': '~/my pictures', name: folder}")
+        == "data={'path': '.../my pictures', name: folder}"
+    )
+    assert hide_local_paths("split={conv1: [2, 2]}") == "split={conv1: [2, 2]}"
 
 
 @pytest.mark.parametrize("folder", [".", "d", "e", "/", "runs/../runs"])
 def test_commands_name_the_usual_folder_wherever_runs_are(folder, tmp_path):
     planner = Planner(Options("digits"), Path(folder))
-    job = planner.job(read("finetune"), "finetune_k1", 0)
+    job = planner.job(read_suite("finetune"), "finetune_k1", 0)
     assert planner.command(job) == (
         "mheads train digits init=runs/reproduce/digits/random_init-seed0 loss=mcl loss.k=1 optim.accumulate=5 "
         "optim.iterations=3000 seed=0 -f runs/reproduce/digits/finetune_k1-seed0"
@@ -236,7 +243,7 @@ def test_commands_name_the_usual_folder_wherever_runs_are(folder, tmp_path):
 def mine(tmp_path, *rows):
     path = tmp_path / "mine.yaml"
     path.write_text("".join(["rows:\n", *(f"  - {row}\n" for row in rows)]))
-    return read(str(path))
+    return read_suite(str(path))
 
 
 def test_a_row_may_start_from_two_runs(tmp_path):
@@ -272,13 +279,13 @@ def document(values, claims=(), problem="classification", **rows_of):
 
 def test_means_deviations_and_differences():
     found = document({"a": [90.0, 92.0, 94.0], "b": [80.0], "c": []}, a={"paper": {"oracle": [91.5, 0.4]}})
-    assert findings.ours(found, "a", "oracle") == "92.00 ± 2.00"  # n - 1: sqrt((4 + 0 + 4) / 2)
-    assert findings.theirs(found, "a", "oracle") == "91.50 ± 0.40"
-    assert findings.apart(found, "a", "oracle") == "+0.50"
-    assert findings.ours(found, "b", "oracle") == "80.00"
-    assert (findings.theirs(found, "b", "oracle"), findings.apart(found, "b", "oracle")) == ("", "")
-    assert findings.ours(found, "c", "oracle") == "not run"
-    assert findings.ours(found, "b", "train_loss") == ""  # it was run, and has none
+    assert findings.format_ours(found, "a", "oracle") == "92.00 ± 2.00"  # n - 1: sqrt((4 + 0 + 4) / 2)
+    assert findings.format_paper(found, "a", "oracle") == "91.50 ± 0.40"
+    assert findings.format_difference(found, "a", "oracle") == "+0.50"
+    assert findings.format_ours(found, "b", "oracle") == "80.00"
+    assert (findings.format_paper(found, "b", "oracle"), findings.format_difference(found, "b", "oracle")) == ("", "")
+    assert findings.format_ours(found, "c", "oracle") == "not run"
+    assert findings.format_ours(found, "b", "train_loss") == ""  # it was run, and has none
 
 
 def test_errors_are_shown_in_four_digits():
@@ -286,25 +293,25 @@ def test_errors_are_shown_in_four_digits():
     found = document({"a": [0.0083, 0.0042]}, a={"paper": {"oracle": [0.00512, 0.0001]}})
     for run in found["runs"]["a"]:
         run["result"] |= {"problem": "regression", "members": [0.0123456, 2.5], "parameters": 123456}
-    assert findings.ours(found, "a", "oracle") == "0.00625 ± 0.002899"
-    assert findings.theirs(found, "a", "oracle") == "0.00512 ± 0.0001"
-    assert findings.apart(found, "a", "oracle") == "+0.00113"
-    assert findings.ours(found, "a", "members") == "0.01235 2.5"
-    assert findings.ours(found, "a", "parameters").startswith("123456.00")
+    assert findings.format_ours(found, "a", "oracle") == "0.00625 ± 0.002899"
+    assert findings.format_paper(found, "a", "oracle") == "0.00512 ± 0.0001"
+    assert findings.format_difference(found, "a", "oracle") == "+0.00113"
+    assert findings.format_ours(found, "a", "members") == "0.01235 2.5"
+    assert findings.format_ours(found, "a", "parameters").startswith("123456.00")
 
 
 def test_a_range_of_the_paper_stands_beside_ours():
     found = document({"a": [90.0, 94.0]}, a={"paper": {"oracle": {"mean": 93, "min": 88, "max": 95}}})
-    assert findings.ours(found, "a", "oracle") == "92.00 ± 2.83 (90.00 to 94.00)"
-    assert findings.theirs(found, "a", "oracle") == "93.00 (88.00 to 95.00)"
-    assert findings.apart(found, "a", "oracle") == "-1.00"
+    assert findings.format_ours(found, "a", "oracle") == "92.00 ± 2.83 (90.00 to 94.00)"
+    assert findings.format_paper(found, "a", "oracle") == "93.00 (88.00 to 95.00)"
+    assert findings.format_difference(found, "a", "oracle") == "-1.00"
 
 
 def test_a_row_shows_another_metric_of_anothers_run():
     found = document({"a": [90.0]})
     found["rows"].append({"name": "one", "run": "a", "metrics": {"oracle": "single"}})
-    assert findings.ours(found, "one", "oracle") == "9.00"
-    assert findings.ours(found, "one", "members") == "90.0 90.0"
+    assert findings.format_ours(found, "one", "oracle") == "9.00"
+    assert findings.format_ours(found, "one", "members") == "90.0 90.0"
 
 
 @pytest.mark.parametrize(
@@ -416,7 +423,7 @@ def test_one_member_is_a_metric_by_its_number():
     [
         (suite, recipe, figures)
         for suite in SUITES
-        for recipe, figures in read(suite).paper.items()
+        for recipe, figures in read_suite(suite).paper.items()
         if recipe in configs.recipes()
     ],
 )
@@ -498,7 +505,7 @@ def test_a_bad_file_is_told_with_row_and_key(text, parts, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as error:
-        read(str(path))
+        read_suite(str(path))
     assert str(path) in str(error.value)
     assert all(part in str(error.value) for part in parts), str(error.value)
 
@@ -534,9 +541,9 @@ def test_a_bad_file_is_told_with_row_and_key(text, parts, tmp_path):
 def test_a_bad_row_is_told_before_anything_is_run(text, parts, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    planner, suite = Planner(Options("digits")), read(str(path))
+    planner, suite = Planner(Options("digits")), read_suite(str(path))
     with pytest.raises(UserError) as error:
-        for row in planner.table(suite).names:
+        for row in planner.expand(suite).names:
             planner.job(suite, row, 0)
     assert all(part in str(error.value) for part in parts), str(error.value)
 
@@ -546,7 +553,7 @@ def test_the_example_of_residual_networks_is_what_it_says():
     planner, table = planned(str(file), "cifar10_resnet20", scale=0.03125)
     assert table.names == ["independent", "single", "tree_layer2.1", "mcl_k1"]
     for row in table.names:
-        optim = planner.job(read(str(file)), row, 0).config.optim
+        optim = planner.job(read_suite(str(file)), row, 0).config.optim
         assert (optim.iterations, optim.schedule.at) == (2000, [1000, 1500])
 
 

@@ -136,7 +136,7 @@ def written(found):
 
 
 def test_a_page_names_the_test_its_level_and_the_number_of_seeds(monkeypatch):
-    monkeypatch.setattr("mheads.suites.markdown.made_with", lambda found: [])
+    monkeypatch.setattr("mheads.suites.markdown.list_runs", lambda found: [])
     assert "One seed each: where the first figure lies from the second, and no verdict" in written(
         document({"a": [2.0], "b": [1.0]}, claim("better"))
     )
@@ -159,16 +159,16 @@ def test_a_page_names_the_test_its_level_and_the_number_of_seeds(monkeypatch):
     ],
 )
 def test_the_papers_figures_stand_beside_runs_like_the_papers_alone(how, why, monkeypatch):
-    monkeypatch.setattr("mheads.suites.markdown.made_with", lambda found: [])
+    monkeypatch.setattr("mheads.suites.markdown.list_runs", lambda found: [])
     found = document({"a": FAR}, **how)
     text = written(found)
     assert "| row | trials | Oracle |\n" in text and f"since its runs are others: here {why}." in text
-    assert (findings.theirs(found, "a", "oracle"), findings.apart(found, "a", "oracle")) == ("", "")
+    assert (findings.format_paper(found, "a", "oracle"), findings.format_difference(found, "a", "oracle")) == ("", "")
 
 
 @pytest.mark.parametrize("overrides", [[], ["data.path=.../it", "log.every=5", "engine.workers=2"]])
 def test_the_papers_figures_stand_beside_full_runs_wherever_they_are_made(overrides, monkeypatch):
-    monkeypatch.setattr("mheads.suites.markdown.made_with", lambda found: [])
+    monkeypatch.setattr("mheads.suites.markdown.list_runs", lambda found: [])
     text = written(document({"a": FAR}, overrides=overrides))
     assert "| Oracle | paper | difference |\n" in text and "| 90.00 ± 1.00 | +2.03 |" in text
     assert "its runs are others" not in text

@@ -147,7 +147,7 @@ def test_output_that_nobody_reads_stops_training_and_loses_nothing(tmp_path, und
     command = ["train", "digits", *TINY, "--run", run]
     done = process(*command, before=into_a_pipe_that_closes)
     assert done.code == 128 + signal.SIGPIPE
-    assert done.err == "stopped by SIGPIPE; saved. The same command goes on from here.\n"
+    assert done.err == "stopped by SIGPIPE; saved. The same command resumes from here.\n"
     saved = int(steps_of(run)[-1].removeprefix("step-"))
     assert 9 <= saved <= 17  # after an evaluation, of which it could not tell
     assert mheads(*command).code == 0

@@ -30,9 +30,10 @@ def tables(predicted: Predicted, watch: Watcher) -> Iterator[Group]:
 
     if images is not None and count <= FEW:
         for i, image in enumerate(images):
-            one, scores = part(slice(i, i + 1))
-            detail = _text(one, problem, scores).detail
-            yield answers(str(image), one, problem, None, scores) if detail is None else details(str(image), detail(0))
+            answer, scores = part(slice(i, i + 1))
+            detail = _text(answer, problem, scores).detail
+            title = str(image)
+            yield answers(title, answer, problem, None, scores) if detail is None else details(title, detail(0))
         return
     title = str(predicted.asked.file) if images is None else f"{count:,} images"
     names = None if images is None else [str(image) for image in images[:SHOWN]]

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Group
 from rich.text import Text
 
+from mheads.common.table import Head, Table, text_rows
+from mheads.common.terminal_table import CLOSE, terminal_table
 from mheads.trees.splitting.find_cuts import MEMBERS, Cuts
 
+COLUMNS = ("params\nabove", "mult-adds\nabove", "params\nbelow", "mult-adds\nbelow", "value\nthere")
+SHARES = (f"params\nof {MEMBERS}", f"mult-adds\nof {MEMBERS}")
 
-def cuts_table(found: Cuts) -> Group:
+
+def cuts_table(cuts: Cuts) -> Group:
     """A line for each cut: parameters and multiply-adds on either side, and what four members would cost."""
-    title = f"{found.network}: {found.whole.parameters:,} parameters, {_short(found.whole.multiply_adds)} multiply-adds"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("split\nafter", no_wrap=True)
-    for heading in ("params\nabove", "mult-adds\nabove", "params\nbelow", "mult-adds\nbelow", "value\nthere"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("params", "mult-adds"):
-        table.add_column(f"{heading}\nof {MEMBERS}", justify="right", style="cyan", no_wrap=True)
-    for cut in found.cuts:
-        parameters, multiply_adds = cut.share()
-        table.add_row(
+    title = f"{cuts.network}: {cuts.whole.parameters:,} parameters, {_short(cuts.whole.multiply_adds)} multiply-adds"
+    rows = [
+        [
             cut.name,
-            f"{cut.above.parameters:,}",
-            _short(cut.above.multiply_adds),
-            f"{cut.below.parameters:,}",
-            _short(cut.below.multiply_adds),
+            *(text for side in (cut.above, cut.below) for text in (f"{side.parameters:,}", _short(side.multiply_adds))),
             " + ".join("x".join(map(str, shape)) or "1" for shape in cut.crossing),
-            f"{parameters:.2f}",
-            f"{multiply_adds:.2f}",
-        )
+            *(f"{share:.2f}" for share in cut.share()),
+        ]
+        for cut in cuts.cuts
+    ]
+    head = [Head("split\nafter", whole=True), *(Head(text, right=True, whole=True) for text in (*COLUMNS, *SHARES))]
+    parts = [terminal_table(Table(title, head, text_rows(rows)), padding=CLOSE)] if rows else []
     legend = f"of {MEMBERS}: {MEMBERS} members split there, compared with {MEMBERS} networks; mult-adds of a forward"
-    rest: list[RenderableType] = [Text(legend)]
-    if not found.cuts:
-        rest = [Text("it cannot be split anywhere: several values, or weights used again, go past every layer")]
-    if found.why is not None:
-        rest.append(Text(f"only its children are layers, since torch.fx cannot follow its forward: {found.why}"))
-    return Group(Text(title, style="bold"), *([table] if found.cuts else []), *rest)
+    if not rows:
+        legend = "it cannot be split anywhere: several values, or weights used again, go past every layer"
+    lines = [Text(legend)]
+    if cuts.why is not None:
+        lines.append(Text(f"only its children are layers, since torch.fx cannot follow its forward: {cuts.why}"))
+    return Group(Text(title, style="bold"), *parts, *lines)
 
 
 def _short(number: int) -> str:

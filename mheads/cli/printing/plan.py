@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from rich import box
+import rich.table
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from mheads.cli.printing.rank_text import mesh_text, names, ranks_of, seconds
 from mheads.common.number_words import count
+from mheads.common.table import Head, Table, text_rows
+from mheads.common.terminal_table import terminal_table
 from mheads.distributed.placement import Placement
 from mheads.distributed.planning.job import Cluster
 from mheads.distributed.planning.search import Prediction
 from mheads.training.plan_ranks import RankPlan
 from mheads.trees.tree_spec import Tree
+
+FEW = 10  # slots that have a line each, even if several hold the same
+MOST_LINES = 12
 
 
 def show(plan: RankPlan) -> Group:
@@ -31,56 +35,45 @@ def show(plan: RankPlan) -> Group:
     ]
     several = list(plan.ways.items())[1:]
     for i, (way, (placement, prediction)) in enumerate(several):
-        same = [other for other, (found, _) in several[:i] if found == placement]
-        if same:
+        if same := [earlier for earlier, (other, _) in several[:i] if other == placement]:
             parts.append(Text.assemble((way, "bold"), f": the same as {same[0]}"))
         else:
             parts.append(_holdings(way, job.tree, placement, prediction, cluster))
     return Group(*parts)
 
 
-def _figures(plan: RankPlan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("predicted")
-    for way in plan.ways:
-        table.add_column(way, justify="right")
-    found = list(plan.ways.values())
-    first = found[0][1].step_seconds
-    rows = {
-        "step": [seconds(p.step_seconds) for _, p in found],
-        "images/s": [f"{plan.job.rows / p.step_seconds:,.0f}" for _, p in found],
-        "speed-up": [f"{first / p.step_seconds:.2f}" for _, p in found],
-        "idle": [f"{100 * p.idle_share:.1f}%" for _, p in found],
-        "exposed communication": [seconds(p.exposed_seconds) for _, p in found],
-        "floats per step": [f"{p.floats_sent:,}" for _, p in found],
-        "replicas x slots": [f"{m.replicas} x {m.slots}" for m, _ in found],
-    }
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table
+def _figures(plan: RankPlan) -> rich.table.Table:
+    ways = list(plan.ways.values())
+    first = ways[0][1].step_seconds
+    rows = [
+        ["step", *(seconds(p.step_seconds) for _, p in ways)],
+        ["images/s", *(f"{plan.job.rows / p.step_seconds:,.0f}" for _, p in ways)],
+        ["speed-up", *(f"{first / p.step_seconds:.2f}" for _, p in ways)],
+        ["idle", *(f"{100 * p.idle_share:.1f}%" for _, p in ways)],
+        ["exposed communication", *(seconds(p.exposed_seconds) for _, p in ways)],
+        ["floats per step", *(f"{p.floats_sent:,}" for _, p in ways)],
+        ["replicas x slots", *(f"{placement.replicas} x {placement.slots}" for placement, _ in ways)],
+    ]
+    head: list[str | Head] = ["predicted", *(Head(way, right=True) for way in plan.ways)]
+    return terminal_table(Table("The plan", head, text_rows(rows)))
 
 
-def _holdings(way: str, tree: Tree, placement: Placement, prediction: Prediction, cluster: Cluster) -> RenderableType:
+def _holdings(way: str, tree: Tree, placement: Placement, prediction: Prediction, cluster: Cluster) -> Group:
     """Which ranks hold what, and how busy that keeps them; of many slots, those that hold the same share a line."""
     held = [placement.owned(slot) for slot in range(placement.slots)]
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for slot, stages in enumerate(held):
         alike = tuple(tree.nodes[name].layers for name in stages)
-        groups[alike if placement.slots > 10 else slot].append(slot)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("who")
-    table.add_column("holds", overflow="fold")
-    table.add_column("computes", justify="right")
-    table.add_column("idle", justify="right")
-    for slots in list(groups.values())[:12]:
+        groups[alike if placement.slots > FEW else slot].append(slot)
+    rows = []
+    for slots in list(groups.values())[:MOST_LINES]:
         busy = sum(prediction.compute_seconds[slot] for slot in slots) / (len(slots) * cluster.workers)
         holds = names(stage for slot in slots for stage in held[slot])
-        table.add_row(
-            ranks_of(placement, slots),
-            f"{holds}, {len(held[slots[0]])} each" if len(slots) > 1 else holds,
-            seconds(busy),
-            f"{100 * (1 - busy / prediction.step_seconds):.0f}%",
-        )
-    if len(groups) > 12:
-        table.add_row(f"... {sum(map(len, list(groups.values())[12:]))} more", "", "", "")
-    return Group(Text.assemble((way, "bold"), f": {mesh_text(placement, cluster.ranks)}"), table)
+        each = f", {len(held[slots[0]])} each" if len(slots) > 1 else ""
+        idle = f"{100 * (1 - busy / prediction.step_seconds):.0f}%"
+        rows.append([ranks_of(placement, slots), f"{holds}{each}", seconds(busy), idle])
+    if more := list(groups.values())[MOST_LINES:]:
+        rows.append([f"... {sum(map(len, more))} more", "", "", ""])
+    head: list[str | Head] = ["who", "holds", Head("computes", right=True), Head("idle", right=True)]
+    title = Text.assemble((way, "bold"), f": {mesh_text(placement, cluster.ranks)}")
+    return Group(title, terminal_table(Table(way, head, text_rows(rows))))

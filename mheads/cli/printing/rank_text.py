@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from mheads.common.number_words import count
-
-if TYPE_CHECKING:
-    from mheads.distributed.placement import Placement
+from mheads.distributed.placement import Placement
 
 
 def mesh_text(placement: Placement, ranks: int) -> str:
@@ -26,10 +23,10 @@ def ranks_of(placement: Placement, slots: Iterable[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {numbers(ranks)}"
 
 
-def numbers(found: Iterable[int]) -> str:
+def numbers(values: Iterable[int]) -> str:
     """Numbers in short: `0, 2-5`."""
     spans: list[list[int]] = []
-    for number in sorted(set(found)):
+    for number in sorted(set(values)):
         if spans and spans[-1][1] + 1 == number:
             spans[-1][1] = number
         else:

@@ -20,15 +20,15 @@ def recipe_table() -> rich.table.Table:
     """The table of `mheads recipes`: what comes with the package."""
     head = [Head("name", whole=True), Head("what it trains"), Head("data", whole=True)]
     head += [Head(title, right=True, whole=True) for title in ("members", "iterations")]
-    configured = {name: configs.load(name) for name in configs.recipes()}
+    by_name = {name: configs.load(name) for name in configs.recipes()}
     rows = [
         [name, configs.summary(name), config.data.name, f"{config.members}", f"{config.optim.iterations:,}"]
-        for name, config in configured.items()
+        for name, config in by_name.items()
     ]
     return terminal_table(Table("Recipes", head, text_rows(rows)), padding=CLOSE)
 
 
-def annotated(config: Config) -> str:
+def annotate(config: Config) -> str:
     """The config as YAML that reads back as itself, each key with its description."""
     return "\n".join(_lines(config, config.model_dump(mode="json"), ""))
 

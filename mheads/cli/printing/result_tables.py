@@ -8,7 +8,7 @@ import rich.table
 
 from mheads.common.table import Cell, Head, Table, text_rows
 from mheads.common.terminal_table import terminal_facts, terminal_table
-from mheads.data.catalog import DATASETS
+from mheads.data.catalog import DATASETS, Dataset
 from mheads.problems import PROBLEMS
 from mheads.problems.baselines import top
 from mheads.runs.result_rows import result_rows
@@ -29,17 +29,17 @@ def comparison_table(results: dict[str, dict[str, Any]]) -> rich.table.Table:
     scored = any("ensemble_scored" in result for result in results.values())
     answers = ["ensemble_mean", *(["ensemble_scored"] if scored else [])]
     most = max(len(result["members"]) for result in results.values())
-    beside = {name: top(result, most) for name, result in results.items()} if most > 1 else {}
-    fair = [f"top-{most}"] if any(value is not None for value in beside.values()) else []
-    named = ("Ens.-\nMean", "Ens.-\nScored")[: len(answers)]
-    numbers = ("mean\nmember", *named, "Oracle", *fair, "para-\nmeters", "seconds")
+    best = {name: top(result, most) for name, result in results.items()} if most > 1 else {}
+    fair = [f"top-{most}"] if any(value is not None for value in best.values()) else []
+    titles = ("Ens.-\nMean", "Ens.-\nScored")[: len(answers)]
+    numbers = ("mean\nmember", *titles, "Oracle", *fair, "para-\nmeters", "seconds")
     head = [Head(name, right=name in numbers, whole=True) for name in ("", "members", *numbers)]
     rows = [
         [
             Cell(name),
             Cell(" ".join(f"{a:.1f}" for a in result["members"])),
             *(_number(result.get(key), ".2f") for key in ("single", *answers, "oracle")),
-            *(_number(beside[name], ".2f") for _ in fair),
+            *(_number(best[name], ".2f") for _ in fair),
             _number(result["parameters"], ","),
             _number(result["seconds"], ".1f"),
         ]
@@ -54,14 +54,12 @@ def _number(value: float | None, form: str) -> Cell:
 
 def dataset_table() -> rich.table.Table:
     """The table of `mheads data list`."""
-    rows = []
-    for entry in DATASETS.values():
+
+    def place(entry: Dataset) -> str:
         if entry.needs_path:
-            here = "data.path=..."
-        elif entry.available:
-            here = "yes"
-        else:
-            here = f"mheads data get {entry.name}"
-        rows.append([entry.name, entry.description, here])
+            return "data.path=..."
+        return "yes" if entry.available else f"mheads data get {entry.name}"
+
+    rows = [[entry.name, entry.description, place(entry)] for entry in DATASETS.values()]
     head = [Head("name", whole=True), Head("what"), Head("here", whole=True)]
     return terminal_table(Table("Datasets", head, text_rows(rows)), edge=True)

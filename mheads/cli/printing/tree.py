@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as Drawing
 
 from mheads.cli.printing.rank_text import mesh_text, names, numbers, ranks_of
+from mheads.common.number_words import count
+from mheads.common.table import Head, Table, text_rows
+from mheads.common.terminal_table import terminal_table
 from mheads.config.schema import Config
+from mheads.distributed.placement import Placement
+from mheads.distributed.planning.job import Cluster
+from mheads.distributed.planning.search import exchanged, traffic
 from mheads.training.build_from_config import make_tree
+from mheads.training.plan_ranks import ConfigJob, make_job, place
 from mheads.trees.tree_spec import Node, Tree
-
-if TYPE_CHECKING:
-    from mheads.distributed.placement import Placement
-    from mheads.training.plan_ranks import ConfigJob
 
 
 def draw(config: Config, ranks: int | None = None) -> Group:
@@ -26,17 +26,17 @@ def draw(config: Config, ranks: int | None = None) -> Group:
 
     With a number of ranks also who would hold each stage, and what goes from rank to rank.
     """
-    placed = None if ranks is None else _placed(config, ranks)
+    on_ranks = None if ranks is None else _place(config, ranks)
     # No stage is built: one network is enough to know all layers.
-    net = make_tree(config, only=()) if placed is None else placed[0].net
+    net = make_tree(config, only=()) if on_ranks is None else on_ranks[0].net
     sizes, tree = net.layer_sizes(), net.tree
-    members = f"{tree.num_members} member{'s' if tree.num_members != 1 else ''}"
-    drawing = Drawing(Text(f"{config.model}, {members}", style="bold"), guide_style="dim")
+    title = f"{config.model}, {count(tree.num_members, 'member')}"
+    drawing = Drawing(Text(title, style="bold"), guide_style="dim")
 
     def add(node: Node, to: Drawing) -> None:
         label = Text.assemble(
             (node.name, "bold green" if node.children else "bold"),
-            ("" if placed is None else f"  {_rank_text(placed[1], node.name)}", "magenta"),
+            ("" if on_ranks is None else f"  {_rank_text(on_ranks[1], node.name)}", "magenta"),
             f"  {' '.join(node.layers)}  ",
             (f"{sum(sizes[layer] for layer in node.layers):,} parameters", "cyan"),
             (f"  member{'s' if len(node.members) > 1 else ''} {', '.join(map(str, node.members))}", "dim"),
@@ -53,13 +53,10 @@ def draw(config: Config, ranks: int | None = None) -> Group:
         independent = tree.num_members * sum(sizes.values())
         saved = 100 * (1 - total / independent)
         text += f"; independent members would have {independent:,}: sharing saves {saved:.1f}%"
-    return Group(drawing, Text(text), *([] if placed is None else _edges(*placed)))
+    return Group(drawing, Text(text), *([] if on_ranks is None else _edges(*on_ranks)))
 
 
-def _placed(config: Config, ranks: int) -> tuple[ConfigJob, Placement, int]:
-    from mheads.distributed.planning.job import Cluster  # only here: a tree without ranks does not need it
-    from mheads.training.plan_ranks import make_job, place
-
+def _place(config: Config, ranks: int) -> tuple[ConfigJob, Placement, int]:
     job = make_job(config)
     return job, place(config.placement, job, Cluster(ranks)), ranks
 
@@ -70,30 +67,19 @@ def _rank_text(placement: Placement, stage: str) -> str:
 
 def _edges(job: ConfigJob, placement: Placement, ranks: int) -> list[RenderableType]:
     """The mesh, and a line for each output that goes to other ranks; equal lines are joined."""
-    from mheads.distributed.planning.search import exchanged, traffic
-
     loads = job.count_loads(1.0)
     edges = traffic(job, loads, placement)
     texts: list[RenderableType] = [Text(mesh_text(placement, ranks))]
-    if edges:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for title in ("output of", "from slot" if placement.replicas > 1 else "from rank", "to"):
-            table.add_column(title)
-        for title in ("floats per batch", "back"):
-            table.add_column(title, justify="right")
-        for (there, back, _), group in groupby(
-            edges, key=lambda e: (e.forward, e.backward, _is_leaf(job.tree, e.stage))
-        ):
-            alike = list(group)
-            each = " each" if len(alike) > 1 else ""
-            table.add_row(
-                names(dict.fromkeys(e.stage for e in alike)),
-                numbers(e.source for e in alike),
-                numbers(e.target for e in alike),
-                f"{there:,}{each}",
-                f"{back:,}{each}",
-            )
-        texts.append(table)
+    rows = []
+    for (forth, back, _), group in groupby(edges, key=lambda e: (e.forward, e.backward, _is_leaf(job.tree, e.stage))):
+        alike = list(group)
+        each = " each" if len(alike) > 1 else ""
+        slots = [numbers(e.source for e in alike), numbers(e.target for e in alike)]
+        rows.append([names(dict.fromkeys(e.stage for e in alike)), *slots, f"{forth:,}{each}", f"{back:,}{each}"])
+    if rows:
+        head: list[str | Head] = ["output of", "from slot" if placement.replicas > 1 else "from rank", "to"]
+        head += [Head(title, right=True) for title in ("floats per batch", "back")]
+        texts.append(terminal_table(Table("What is sent", head, text_rows(rows))))
     sent = sum(e.forward + e.backward for e in edges), exchanged(loads, placement)
     text = f"{sum(sent):,} floats per step between ranks"
     if placement.replicas > 1:

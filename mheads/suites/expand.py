@@ -1,0 +1,138 @@
+"""A suite for one recipe: placeholders are filled in, rows and claims that the network lacks are left out."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic import ValidationError
+
+from mheads.common import safe_yaml
+from mheads.common.errors import UserError
+from mheads.common.number_words import count
+from mheads.config.schema import Config
+from mheads.suites.claims import Claim
+from mheads.suites.metric_names import check_metric, did_you_mean
+from mheads.suites.placeholders import LACKING, Placeholders
+from mheads.suites.suite import Suite, SuiteError, SuiteRow, explain_value
+
+
+@dataclass(frozen=True)
+class ExpandedSuite:
+    """The rows, claims and figures of the paper of a suite for one recipe."""
+
+    suite: Suite
+    rows: list[SuiteRow]
+    claims: list[Claim]
+    paper: dict[str, dict[str, Any]]
+
+    @cached_property
+    def names(self) -> list[str]:
+        return [row.name for row in self.rows]
+
+    def row(self, name: str) -> SuiteRow:
+        if name not in self.names:
+            hint = did_you_mean(name, self.names)
+            raise UserError(f"{self.suite.name} has no row {name!r}{hint}; it has {', '.join(self.names)}")
+        return self.rows[self.names.index(name)]
+
+
+def expand(suite: Suite, recipe: str, config: Config) -> ExpandedSuite:
+    """A suite for a recipe by its short name, whose config (with the suite's keys) is this."""
+    placeholders = Placeholders(config)
+    rows = list(_fill(suite, suite.rows, placeholders))
+    _check_rows(suite, rows, f"{recipe} with {count(placeholders.members, 'member')}")
+    names = [row.name for row in rows]
+    claims = []
+    for claim in _fill(suite, suite.claims, placeholders):
+        _check_claim(suite, claim, names)
+        if claim.is_about(recipe) and (kept := _without_lacking(suite, claim, names)):
+            claims.append(kept)
+    return ExpandedSuite(suite, rows, claims, suite.paper.get(recipe, {}))
+
+
+def _fill(suite: Suite, parts: list[Any], placeholders: Placeholders) -> Iterator[Any]:
+    """Rows or claims, each as often as `each` says, with placeholders filled in; without those that a network lacks."""
+    for part in parts:
+        try:
+            for chosen in itertools.product(*map(placeholders.values, part.each.values())):
+                fill = placeholders.filler(dict(zip(part.each, map(str, chosen), strict=True)))
+                tree = _map_text(part.model_dump(by_alias=True, exclude={"each"}), fill)
+                if tree.get("order") is not None:
+                    tree["order"] = [name for item in tree["order"] for name in placeholders.names(item)]
+                    if len(tree["order"]) < 2:  # with so few members there is nothing to put in order
+                        continue
+                filled = type(part).model_validate(tree)
+                if LACKING not in str(tree):
+                    yield filled
+        except ValueError as error:
+            place = f"row {part.name!r}" if isinstance(part, SuiteRow) else "a claim"
+            message = str(error)
+            if isinstance(error, ValidationError):
+                message = "; ".join(map(explain_value, error.errors()))
+            raise SuiteError(suite.source, f"{place}: {message}") from error
+
+
+def _map_text(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_map_text(part, change) for part in value]
+    return {key: _map_text(part, change) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def _check_rows(suite: Suite, rows: list[SuiteRow], where: str) -> None:
+    if not rows:
+        raise SuiteError(
+            suite.source,
+            f"no row is left on {where}, since `each` gives no value: give another recipe, or more members",
+        )
+    names = [row.name for row in rows]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise SuiteError(suite.source, f"there are two rows {twice[0]!r}; give each a name of its own")
+    for row in rows:
+        for metric in (*row.metrics, *row.metrics.values()):
+            check_metric(metric, f"{suite.source}: row {row.name!r}: metrics")
+
+
+def _check_claim(suite: Suite, claim: Claim, names: list[str]) -> None:
+    """Raises an error for a claim of a row that no network has, or of a metric that nothing has."""
+    where = f"claim {safe_yaml.short(claim.say)}" if claim.say else "a claim"
+    for key, row, metric in claim.places():
+        if row not in names and not _may_have(suite, row):
+            hint = did_you_mean(row, names)
+            raise SuiteError(
+                suite.source,
+                f"{where}: {key} names {row!r}{hint}, and there is no such row; there are {', '.join(names)}",
+            )
+        check_metric(metric, f"{suite.source}: {where}: {'by' if key == 'order' else key}")
+
+
+def _without_lacking(suite: Suite, claim: Claim, names: list[str]) -> Claim | None:
+    """What a claim says without rows that need more members. Those of other layers stay: they may be misspelt."""
+    lacking = [row for _, row, _ in claim.places() if row not in names and _may_have(suite, row, layers=False)]
+    if claim.order is None:
+        return None if lacking else claim
+    kept = [row for row in claim.order if row not in lacking]
+    return claim.model_copy(update={"order": kept}) if len(kept) > 1 else None
+
+
+def _may_have(suite: Suite, name: str, layers: bool = True) -> bool:
+    """Whether a network with more members, or with `layers` one with other layers, has a row of this name."""
+
+    def pattern(each: list[Any] | str) -> str:
+        if isinstance(each, list):
+            return "|".join(re.escape(str(value)) for value in each)
+        return r"\d+" if ".." in each else ".+" if layers else "(?!)"
+
+    def row_pattern(row: SuiteRow) -> str:
+        parts = re.split(r"<([^<>]+)>", row.name)  # text and placeholders in turn
+        parts[::2] = map(re.escape, parts[::2])
+        parts[1::2] = [f"(?:{pattern(row.each.get(part, '..'))})" for part in parts[1::2]]
+        return "".join(parts)
+
+    return any(re.fullmatch(row_pattern(row), name) for row in suite.rows)

@@ -1,0 +1,87 @@
+"""The metrics that columns and claims of a suite may name, and the paper's figures for them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, get_type_hints
+
+from mheads.common import safe_yaml
+from mheads.common.errors import UserError
+from mheads.problems.base import ANSWERS
+from mheads.problems.detection import DetectionResult
+from mheads.problems.metrics import Result
+from mheads.problems.multilabel import MultiLabelResult
+from mheads.problems.regression import RegressionResult
+from mheads.problems.segmentation import SegmentationResult
+
+RESULTS = (Result, RegressionResult, MultiLabelResult, SegmentationResult, DetectionResult)
+# What `run_entries.measure` adds to the numbers of a result; of `learning` and `top_k` the rest is lists.
+ADDED = (
+    *("members", "top_m", "top_m_single", "train_loss", "member_train_loss", "evenness"),
+    *("iterations", "parameters", "seconds", "peak_memory", "learning_entropy"),
+)
+MEMBER = re.compile(r"^member_(\d+)$")  # the metric of one member by its number
+
+
+@cache
+def metric_names() -> tuple[str, ...]:
+    """Numbers of results of all kinds, those in a group with an underscore (`nll_single`), and what suites add."""
+    names = [*ADDED]
+    for kind in RESULTS:
+        hints = get_type_hints(kind)
+        for field in fields(kind):
+            group = "dict" in str(hints[field.name])
+            if group and field.name not in ("further", "classes", "top_k"):  # whose parts are groups again, or lists
+                names += [f"{field.name}_{part}" for part in ("single", *ANSWERS, "oracle")]
+            elif not group and "list" not in str(hints[field.name]):
+                names.append(field.name)
+    return tuple(dict.fromkeys(names))
+
+
+def did_you_mean(name: str, known: Mapping[str, Any] | tuple[str, ...] | list[str]) -> str:
+    """A hint in brackets if a name is spelt nearly like a known one, else nothing."""
+    near = get_close_matches(name, known, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def check_metric(metric: str, where: str) -> None:
+    known = metric_names()
+    if metric not in known and not MEMBER.match(metric):
+        hint = did_you_mean(metric, known)
+        raise UserError(f"{where} names {metric!r}{hint}, and no result has it; there are {', '.join(known)}")
+
+
+def check_shown(metrics: Mapping[str, str], where: str) -> None:
+    """Raises an error for members in the place of a number, or a number in theirs."""
+    for column, metric in metrics.items():
+        if column != metric and "members" in (column, metric):
+            raise ValueError(f"{where}: {column}: {metric}: members are several numbers, and stand for themselves")
+
+
+def read_figure(metric: str, figure: Any, where: str = "the paper's figure") -> dict[str, Any]:
+    """A figure of the paper as {"mean", "std", "min", "max"}, or {"members": [...]} for one of each member."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+    if metric == "members" and isinstance(figure, list) and all(map(is_number, figure)):
+        return {"members": figure}
+    if is_number(figure):
+        return {"mean": figure}
+    if (
+        isinstance(figure, list)
+        and len(figure) == 2
+        and is_number(figure[0])
+        and (figure[1] is None or is_number(figure[1]))
+    ):
+        return {"mean": figure[0], "std": figure[1]}
+    if isinstance(figure, dict) and figure.keys() == {"mean", "min", "max"} and all(map(is_number, figure.values())):
+        return dict(figure)
+    raise ValueError(
+        f"{where} = {safe_yaml.short(figure)}: give a number, [mean, standard deviation] or {{mean: , min: , max: }}"
+    )

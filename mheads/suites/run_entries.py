@@ -1,0 +1,132 @@
+"""What the document of a suite keeps of a run: figures, digests of what decides them, and how to train it again.
+
+{"seed", "config", "marks", "command", "result", "versions", "machine"}. "config" is a digest of the job, "marks" are
+those of the data and the code that the run was trained with. With "test", runs that were trained without the validation
+examples are measured on the test set; "weights" and "data" are digests of what was measured, and on what.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mheads.api.evaluate import evaluate_run
+from mheads.common import atomic_files
+from mheads.common.errors import UserError
+from mheads.common.progress import Silent
+from mheads.config import schema
+from mheads.runs.folder import RunFolder
+from mheads.suites.jobs import SuiteJob
+from mheads.suites.planner import Planner
+from mheads.suites.suite import Suite
+
+
+def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Suite) -> None:
+    """Adds a finished run, in the place of one with the same seed; one that no row shows is left out."""
+    key = planner.key(suite, job)
+    if key not in {entry["run"] for entry in document["rows"]}:
+        return
+    folder, runs = job.folder, document["runs"].get(key, ())
+    result, config = folder.read_result(), digest_job(job)
+    measured: dict[str, Any] = {}
+    if planner.options.test:
+        measured["weights"] = atomic_files.digest(folder.model)
+        if fingerprint := planner.test_set(job):
+            measured["data"] = fingerprint
+        wanted = measured | {"config": config}
+        if any(wanted == {key: run.get(key) for key in wanted} for run in runs):
+            return  # measuring takes time
+        result = evaluate_run(folder.path, None, Silent(), split="test", trust=True)
+    marks = digest_data_and_code(folder.read_identity())
+    check_same_marks(document, key, job, marks)
+    entry = {
+        "seed": job.seed,
+        "config": config,
+        "marks": marks,
+        **measured,
+        "command": planner.command(job),
+        "result": measure(folder, result, job.config.optim.iterations),
+        "versions": folder.read_result()["versions"],
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",  # as far as it decides bits
+    }
+    others = [run for run in runs if run["seed"] != job.seed]
+    document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
+
+
+def digest_data_and_code(identity: dict[str, Any]) -> dict[str, str]:
+    """Digests of what a config only names: the data, and the code of network and loss."""
+    code = [identity[part].get("code", {}) for part in ("network", "loss")]
+    digest = hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()[:8]
+    return {"data": str(identity["data"]), "code": digest}
+
+
+def check_same_marks(document: dict[str, Any], key: str, job: SuiteJob, marks: dict[str, str]) -> None:
+    """Raises an error if other runs of the row are of other data or code: their mean would be of neither."""
+    for run in document["runs"].get(key, ()):
+        known = run.get("marks", {})  # which runs from before they were kept lack
+        other = [name for name, mark in marks.items() if known.get(name, mark) != mark]
+        if other and run["seed"] != job.seed:
+            difference = {"data": "other data", "code": "other code of its network or loss"}[other[0]]
+            raise UserError(
+                f"{job.name} has {difference} than seed {run['seed']} has in the results, and a mean over both would "
+                "be of neither: move the results away, or give another folder with -o"
+            )
+
+
+def digest_job(job: SuiteJob) -> str:
+    """A name for what decides the results of a run, the same wherever its files lie: its config, of classical MCL how
+    many rounds, and what it starts from."""
+
+    def without_folders(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_folders(part) for key, part in value.items()}
+        return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+
+    own = job.config.digest(without_folders)
+    further = [f"rounds {job.rounds}"] * (job.rounds is not None) + [digest_job(need) for need in job.needs]
+    return hashlib.sha256(" ".join([own, *further]).encode()).hexdigest()[:8] if further else own
+
+
+def has_local_files(job: SuiteJob) -> bool:
+    """Whether files of this machine decide the results, of which a digest knows no more than the name."""
+    values, needs = schema.flatten(job.config), {os.path.realpath(need.path) for need in job.needs}
+    places = [values[key] or "" for key in schema.PATHS if key != "data.root"]  # what is fetched is checked
+    return any(os.path.isabs(place) and os.path.realpath(place) not in needs for place in places)
+
+
+def measure(folder: RunFolder, result: dict[str, Any], iterations: int) -> dict[str, Any]:
+    """What a run gives for a table: the numbers of its result, the training loss, and how evenly members own."""
+    numbers: dict[str, Any] = {}
+    for key, value in result.items():
+        if isinstance(value, dict) and key != "versions":
+            numbers |= {f"{key}_{part}": number for part, number in value.items() if _is_number(number)}
+        elif _is_number(value) or key in ("members", "problem", "split"):
+            numbers[key] = value
+    for who, values in result.get("top_k", {}).items():
+        numbers["top_k" if who == "ensemble_mean" else f"top_k_{who}"] = values
+    steps = folder.read_log().steps
+    late = [line for line in steps if line["iteration"] > result["iterations"] - iterations / 10] or steps[-1:]
+    if late:
+        numbers["train_loss"] = round(sum(line["loss"] for line in late) / len(late), 6)
+        means = [sum(line["member_losses"]) / len(line["member_losses"]) for line in late]
+        numbers["member_train_loss"] = round(sum(means) / len(means), 6)
+    if len(result["members"]) > 1:
+        numbers["evenness"] = round(evenness([sum(row) for row in result["ownership"]]), 6)
+    return numbers
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def evenness(owned: list[float]) -> float:
+    """The entropy of the members' shares of the examples, as a part of what it can be: 1 if all own as many."""
+    shares = [count / sum(owned) for count in owned if count]
+    return -sum(share * math.log(share) for share in shares) / math.log(len(owned)) if len(shares) > 1 else 0.0

@@ -82,7 +82,7 @@ class Reproduction:
         self.suite = read_suite(request.suite)
         self.planner = Planner(options, request.folder)
         self.table = self.planner.expand(self.suite)
-        # A figure of the paper for no row is a mistake, but for rows that an override may have taken out.
+        # A figure of the paper for no row is a mistake, unless an override took the row out.
         for row in (*request.only, *(() if options.overrides else self.table.paper)):
             self.table.row(row)
         self.path = request.output / results.file_name(self.suite.name, options)

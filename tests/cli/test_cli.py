@@ -535,7 +535,7 @@ def test_a_process_that_fails_prints_the_message_alone():
 
 
 def test_the_demo_ends_with_a_table_a_picture_and_a_page(mheads, tmp_path, monkeypatch):
-    from mheads.cli import demo_command as demo
+    from mheads.suites import demo
 
     shorter = {title: [*given, *QUICK, "pretrain=2"] for title, given in demo.ENSEMBLES.items()}
     monkeypatch.setattr(demo, "ENSEMBLES", shorter)

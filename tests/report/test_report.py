@@ -16,7 +16,6 @@ from helpers.chromium import CHROMIUM, Browser
 from rich.console import Console
 
 from mheads.api import evaluate
-from mheads.cli import demo_command as demo
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Terminal
 from mheads.common.table import Cell, Table
@@ -36,6 +35,7 @@ from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
 from mheads.runs.record import Record
+from mheads.suites import demo
 from mheads.suites import page as suite_page
 from mheads.suites.paper_rows import paper_figures
 from mheads.training.loop import train_config
@@ -506,7 +506,7 @@ def demo_page(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         shorter = {t: [*(o for o in given if o[:8] != "pretrain"), *QUIET] for t, given in demo.ENSEMBLES.items()}
         patch.setattr(demo, "ENSEMBLES", shorter)
-        demo.run_demo(folder, Console(file=io.StringIO()))
+        demo.write_demo(folder, demo.train_demo(folder, Console(file=io.StringIO())))
     return folder / "report.html"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
@@ -12,14 +12,9 @@ from typing import Any, get_type_hints
 
 from mheads.common import safe_yaml
 from mheads.common.errors import UserError
+from mheads.problems import PROBLEMS
 from mheads.problems.base import ANSWERS
-from mheads.problems.detection import DetectionResult
-from mheads.problems.metrics import Result
-from mheads.problems.multilabel import MultiLabelResult
-from mheads.problems.regression import RegressionResult
-from mheads.problems.segmentation import SegmentationResult
 
-RESULTS = (Result, RegressionResult, MultiLabelResult, SegmentationResult, DetectionResult)
 # What `run_entries.measure` adds to the numbers of a result; of `learning` and `top_k` the rest is lists.
 ADDED = (
     *("members", "top_m", "top_m_single", "train_loss", "member_train_loss", "evenness"),
@@ -32,7 +27,7 @@ MEMBER = re.compile(r"^member_(\d+)$")  # the metric of one member by its number
 def metric_names() -> tuple[str, ...]:
     """Numbers of results of all kinds, those in a group with an underscore (`nll_single`), and what suites add."""
     names = [*ADDED]
-    for kind in RESULTS:
+    for kind in dict.fromkeys(problem.result_type for problem in PROBLEMS.values()):
         hints = get_type_hints(kind)
         for field in fields(kind):
             group = "dict" in str(hints[field.name])
@@ -43,7 +38,7 @@ def metric_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def did_you_mean(name: str, known: Mapping[str, Any] | tuple[str, ...] | list[str]) -> str:
+def did_you_mean(name: str, known: Sequence[str]) -> str:
     """A hint in brackets if a name is spelt nearly like a known one, else nothing."""
     near = get_close_matches(name, known, 1)
     return f" (did you mean {near[0]}?)" if near else ""

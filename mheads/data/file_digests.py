@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from mheads.data.readers import cache
 
 Entry = list[Any]  # digest, size, mtime, ctime: as JSON has them
 _writing = threading.Lock()
-PATIENCE = 3.0  # seconds before a terminal is told what is going on
 
 
 def digest_files(
@@ -27,13 +25,12 @@ def digest_files(
 ) -> list[str]:
     """SHA-256 of the contents of root/name, for each name; only files that are new or changed are read.
 
-    These are given to `check`, which may refuse them; how many it refuses is told with the first.
+    These are also given to `check`; the first UserError that it raises ends this, with the number of all.
     """
     store = _store(root)
-    known = _remembered(store)
-    shown = ProgressLine(len(names), "reading images for their checksum")
-    found: dict[str, Entry] = {}
-    refused: dict[str, UserError] = {}
+    known = _read_store(store)
+    entries: dict[str, Entry] = {}
+    errors: dict[str, UserError] = {}
 
     def share(first: int) -> None:
         for name in names[first::threads]:  # a task per file would spend as long on handing it over
@@ -41,21 +38,23 @@ def digest_files(
             try:
                 if check is not None and entry != known.get(name):
                     check(root / name)
-                found[name] = entry
+                entries[name] = entry
             except UserError as error:
-                refused[name] = error
-            shown.advance()
+                errors[name] = error
+            advance()
 
     # Reading and hashing release the interpreter. Taking the results raises the first error.
-    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
+    with (
+        show_progress(len(names), "reading files for their checksum") as advance,
+        ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool,
+    ):
         list(pool.map(share, range(threads)))
-    shown.close()
-    if any(known.get(name) != entry for name, entry in found.items()):
-        _remember(store, found)
-    if refused:
-        more = f" ({len(refused)} such files)" if len(refused) > 1 else ""
-        raise UserError(f"{refused[min(refused)]}{more}")
-    return [found[name][0] for name in names]
+    if any(known.get(name) != entry for name, entry in entries.items()):
+        _write_store(store, entries)
+    if errors:
+        more = f" ({len(errors)} such files)" if len(errors) > 1 else ""
+        raise UserError(f"{errors[min(errors)]}{more}")
+    return [entries[name][0] for name in names]
 
 
 def _entry(path: Path, known: Entry | None) -> Entry:
@@ -77,52 +76,34 @@ def _store(root: Path) -> Path | None:
     name = hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
     try:
         return cache.cache_dir() / "contents" / f"{name}.json"
-    except (RuntimeError, UserError):  # no home folder
+    except UserError:  # no home folder
         return None
 
 
-def _remembered(store: Path | None) -> dict[str, Entry]:
-    if store is None:
-        return {}
+def _read_store(store: Path | None) -> dict[str, Entry]:
     try:
+        if store is None:
+            return {}
         cache.recover(store)
-        known = unsealed(store.read_text())
-        known = known.get("files", known)  # which earlier versions did not have, nor a seal
-        return {name: entry for name, entry in known.items() if isinstance(entry, list) and len(entry) == 4}
-    except (OSError, ValueError, AttributeError):
+        return {name: entry for name, entry in unsealed(store.read_text())["files"].items() if len(entry) == 4}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # reading all files again is never wrong
 
 
-def _remember(store: Path | None, found: dict[str, Entry]) -> None:
-    if store is None:
-        return
-    try:
-        with _writing:
-            content = sealed({"files": _remembered(store) | found})  # two splits may share a folder
+def _write_store(store: Path | None, entries: dict[str, Entry]) -> None:
+    with suppress(OSError), _writing:  # without it, only the next start is slower
+        if store is not None:
+            content = sealed({"files": _read_store(store) | entries})  # two splits may share a folder
             cache.store(store, content.encode())
-    except OSError:
-        pass  # only the next start is slower
 
 
-class ProgressLine:
-    """Shows a line on a terminal if something takes long."""
+@contextmanager
+def show_progress(total: int, what: str) -> Iterator[Callable[[], None]]:
+    """A bar on a terminal, which is gone afterwards; the function that it gives advances it by one."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
 
-    def __init__(self, total: int, what: str) -> None:
-        self.total, self.done, self.what = total, 0, what
-        self.next = time.monotonic() + PATIENCE if sys.stderr.isatty() else float("inf")
-        self.began = time.monotonic()
-        self.written = False
-
-    def advance(self) -> None:
-        self.done += 1  # off by a few when threads meet, but it is only shown
-        if time.monotonic() > self.next:
-            self.next = time.monotonic() + 0.5
-            self.written = True
-            left = (time.monotonic() - self.began) * (self.total / self.done - 1)
-            bar = "━" * round(24 * self.done / self.total)
-            line = f"{self.what} {bar:╌<24} {self.done:,} of {self.total:,}, {left / 60:.0f} min left"
-            print(f"\r{line}\033[K", end="", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self.written:
-            print("\r\033[K", end="", file=sys.stderr)
+    console, columns = Console(stderr=True), (*Progress.get_default_columns(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)

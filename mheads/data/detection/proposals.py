@@ -8,16 +8,15 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mheads.common import atomic_files, packed_arrays, seeds
-from mheads.common.errors import DamageError, UserError, named, warn
+from mheads.common.errors import DamageError, UserError, warn
 from mheads.data.detection.voc import Scene
-from mheads.data.file_digests import ProgressLine, digest_files
+from mheads.data.file_digests import digest_files, show_progress
 from mheads.data.readers.cache import cache_dir, recover, scratch, storing
 from mheads.data.readers.image_crops import cores
 
@@ -36,15 +35,13 @@ def propose_regions(
     names: Sequence[str] = (),
 ) -> list[np.ndarray]:
     """Boxes int32 [P, 4] for each scene, at most `most`, the first ones. `names`: of all images of the part."""
-    if source == SEARCH:
-        found = search(scenes, complain)
-    else:
-        found = from_file(Path(source.replace("{part}", part)), scenes, names)
-    return [_clean(boxes, scene, complain)[:most] for boxes, scene in zip(found, scenes, strict=True)]
+    searched = source == SEARCH
+    boxes = search(scenes, complain) if searched else from_file(Path(source.replace("{part}", part)), scenes, names)
+    return [_clean(own, scene, complain)[:most] for own, scene in zip(boxes, scenes, strict=True)]
 
 
 def _clean(boxes: np.ndarray, scene: Scene, complain: Callable[[str], None]) -> np.ndarray:
-    """Inside of the image, each once, in their order."""
+    """The boxes inside of the image, each once, in their order."""
     width, height = scene.truth.width, scene.truth.height
     limits = np.array([width, height] * 2) - 1
     outside = (boxes[:, :2] > limits[:2]).any(1) | (boxes[:, 2:] < 0).any(1)
@@ -66,85 +63,67 @@ def search(scenes: Sequence[Scene], complain: Callable[[str], None]) -> list[np.
     """
     folder = cache_dir() / "proposals" / f"{SEARCH}-{WIDTH}"
     recover(folder)
-    keys = [key[:32] for key in _digests(scenes)]
-    first = {key: i for i, key in reversed(list(enumerate(keys)))}  # copies of an image are searched as one
-    kept: dict[str, np.ndarray] = {}
+    names = [scene.path.name for scene in scenes]
+    keys = [digest[:32] for digest in digest_files(scenes[0].path.parent, names, cores())] if scenes else []
+    boxes: dict[str, np.ndarray] = {}
     damaged = []
-    for key in first:
+    for key in set(keys):
         try:
-            kept[key] = _kept(folder / f"{key}.npy")
+            boxes[key] = _read_boxes(folder / f"{key}.npy")
         except DamageError as error:
             damaged.append(error)
         except ABSENT:
             pass
     if damaged:
         warn(f"{damaged[0]} ({len(damaged):,} such files): searched again and replaced")
-    if len(kept) < len(first):
-        kept |= _search_all(folder, {key: scenes[i] for key, i in first.items() if key not in kept})
-    found = []
+    missing = {key: scene for key, scene in zip(keys, scenes, strict=True) if key not in boxes}  # copies count as one
+    if missing:
+        boxes |= _search_all(folder, missing)
+    ordered = []
     for scene, key in zip(scenes, keys, strict=True):
-        boxes = np.unique(kept[key], axis=0)
-        if not len(boxes):
+        different = np.unique(boxes[key], axis=0)
+        if not len(different):
             complain(f"{scene.path} cannot be searched for regions: OpenCV does not decode it, or it is a line")
-        found.append(boxes[seeds.numpy_generator("proposals", key).permutation(len(boxes))])
-    return found
+        ordered.append(different[seeds.numpy_generator("proposals", key).permutation(len(different))])
+    return ordered
 
 
 def _search_all(folder: Path, missing: dict[str, Scene]) -> dict[str, np.ndarray]:
     """Boxes of images by their keys, which are kept in the folder."""
     opencv()
-    shown = ProgressLine(len(missing), "selective search")
     order = list(missing)
     random.Random(os.getpid()).shuffle(order)  # ranks that begin together share the images among them
 
-    def one(key: str, work: Path) -> np.ndarray:
+    def search_one(key: str) -> np.ndarray:
         target = folder / f"{key}.npy"
         try:
-            boxes = _kept(target)  # another rank may have been faster
+            boxes = _read_boxes(target)  # another rank may have been faster
         except (*ABSENT, DamageError):
             boxes = _search(missing[key])
-            _keep(target, boxes, work)
-        shown.advance()
+            content = io.BytesIO()
+            np.save(content, boxes)
+            (work / target.name).write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
+            (work / target.name).replace(target)  # whoever else writes it writes the same
+        advance()
         return boxes
 
-    try:
-        with storing(folder), scratch(folder) as work, ThreadPoolExecutor(cores(), "search") as pool:
-            folder.mkdir(exist_ok=True)
-            return dict(zip(order, pool.map(partial(one, work=work), order), strict=True))
-    finally:
-        shown.close()
+    with (
+        storing(folder),
+        scratch(folder) as work,
+        show_progress(len(missing), "selective search") as advance,
+        ThreadPoolExecutor(cores(), "search") as pool,
+    ):
+        folder.mkdir(exist_ok=True)
+        return dict(zip(order, pool.map(search_one, order), strict=True))
 
 
-def _keep(target: Path, boxes: np.ndarray, work: Path) -> None:
-    """Writes a file that is whole or absent; whoever else writes it writes the same."""
-    content = io.BytesIO()
-    np.save(content, boxes)
-    made = work / target.name
-    made.write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
-    made.replace(target)
-
-
-def _kept(path: Path) -> np.ndarray:
-    """The boxes [P, 4] in a file of the cache."""
-    try:
-        content = path.read_bytes()
-        whole = hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
-        file = io.BytesIO(content)
-        boxes: np.ndarray = np.load(file, allow_pickle=False)
-        # Earlier versions wrote no checksum.
-        if (whole or not file.read()) and boxes.dtype.kind == "i" and boxes.shape[1:] == (4,):
-            return boxes
-    except ABSENT:
-        raise
-    except Exception as error:  # numpy may raise anything on a damaged header
-        raise DamageError(path, f"is damaged ({named(error)})") from error
-    raise DamageError(path, "is damaged")
-
-
-def _digests(scenes: Sequence[Scene]) -> list[str]:
-    if not scenes:
-        return []
-    return digest_files(scenes[0].path.parent, [scene.path.name for scene in scenes], cores())
+def _read_boxes(path: Path) -> np.ndarray:
+    """The boxes [P, 4] in a file of the cache, which ends with a checksum."""
+    content = path.read_bytes()
+    if hashlib.sha256(content[:-DIGEST]).digest() != content[-DIGEST:]:
+        raise DamageError(path, "is damaged")
+    boxes: np.ndarray = np.load(io.BytesIO(content[:-DIGEST]), allow_pickle=False)
+    return boxes
 
 
 def _search(scene: Scene) -> np.ndarray:
@@ -181,58 +160,53 @@ def opencv() -> Any:
 def from_file(path: Path, scenes: Sequence[Scene], names: Sequence[str] = ()) -> list[np.ndarray]:
     """Those in an .npz file, an array [P, 4] (left, top, right, bottom; from 0) under the name of each image, or in a
     .mat file of the Fast R-CNN release."""
+    if path.suffix not in (".mat", ".npz"):
+        raise UserError(
+            f"data.regions.proposals = {path}: give {SEARCH}, an .npz file with an array of boxes for each image, "
+            "or a .mat file of the Fast R-CNN release; {part} in the name stands for trainval and test"
+        )
     try:
         if path.suffix == ".mat":
-            atomic_files.open_file(path).close()  # SciPy says nothing of a file that is missing
-            found = _release(path, names or [scene.name for scene in scenes])
-        elif path.suffix == ".npz":
-            with packed_arrays.opened(path) as arrays:
-                found = dict(arrays)
+            boxes = _read_release(path, names or [scene.name for scene in scenes])
         else:
-            raise UserError(
-                f"data.regions.proposals = {path}: give {SEARCH}, an .npz file with an array of boxes for each image, "
-                "or a .mat file of the Fast R-CNN release; {part} in the name stands for trainval and test"
-            )
+            with packed_arrays.opened(path) as arrays:
+                boxes = dict(arrays)
     except (OSError, ValueError, NotImplementedError) as error:  # SciPy does not read MATLAB's version 7.3
         raise UserError(f"data.regions.proposals = {path} cannot be read: {error}") from error
-    return [_boxes(found.get(scene.name), path, scene.name) for scene in scenes]
+    # The reader of regions reports images without boxes.
+    return [_check_boxes(boxes.get(scene.name, np.empty((0, 4))), path, scene.name) for scene in scenes]
 
 
-def _boxes(found: np.ndarray | None, path: Path, name: str) -> np.ndarray:
-    if found is None:
-        return np.empty((0, 4))  # the reader of regions says so
-    if found.ndim != 2 or found.shape[1:] != (4,) or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
+def _check_boxes(boxes: np.ndarray, path: Path, name: str) -> np.ndarray:
+    if boxes.ndim != 2 or boxes.shape[1:] != (4,) or boxes.dtype.kind not in "iuf" or not np.isfinite(boxes).all():
         raise UserError(
-            f"{path}: {name} is {found.dtype} {list(found.shape)}; give finite numbers [P, 4] for its boxes"
+            f"{path}: {name} is {boxes.dtype} {list(boxes.shape)}; give finite numbers [P, 4] for its boxes"
         )
-    return found.astype(float)
+    return boxes.astype(float)
 
 
-def _release(path: Path, listed: Sequence[str]) -> dict[str, np.ndarray]:
+def _read_release(path: Path, listed: Sequence[str]) -> dict[str, np.ndarray]:
     """Cells `boxes` of (top, left, bottom, right), counted from 1, and `images`, their names.
 
     Without names they are in the order of the list."""
     from scipy.io import loadmat
 
+    atomic_files.open_file(path).close()  # SciPy says nothing of a file that is missing
     content = loadmat(path)
     if "boxes" not in content:
         raise UserError(f"{path} has no cell array 'boxes'; it has {', '.join(k for k in content if k[0] != '_')}")
-    boxes = content["boxes"].ravel()
+    cells, where, names = content["boxes"].ravel(), "in the list, and it has no 'images'", list(listed)
     if "images" in content:
+        where = "in its 'images'"
         names = ["".join(map(str, np.ravel(cell))) for cell in content["images"].ravel()]
-    else:
-        names = list(listed)
-    if len(names) != len(boxes):
-        named = "in its 'images'" if "images" in content else "in the list, and it has no 'images'"
-        raise UserError(f"{path} has boxes of {len(boxes)} images, and there are {len(names)} {named}")
-    return {name: _from_one(path, name, cell) for name, cell in zip(names, boxes, strict=True)}
-
-
-def _from_one(path: Path, name: str, cell: Any) -> np.ndarray:
-    """(left, top, right, bottom), counted from 0; no boxes are 0 x 0 in MATLAB."""
-    boxes = np.asarray(cell, float)
-    if not boxes.size:
-        return np.empty((0, 4))
-    if boxes.ndim != 2 or boxes.shape[1] < 4:
-        raise UserError(f"{path}: the boxes of {name} are {list(boxes.shape)}; give (top, left, bottom, right) of each")
-    return boxes[:, [1, 0, 3, 2]] - 1
+    if len(names) != len(cells):
+        raise UserError(f"{path} has boxes of {len(cells)} images, and there are {len(names)} {where}")
+    boxes = {}
+    for name, cell in zip(names, cells, strict=True):
+        corners = np.asarray(cell, float)
+        if corners.size and (corners.ndim != 2 or corners.shape[1] < 4):
+            raise UserError(
+                f"{path}: the boxes of {name} are {list(corners.shape)}; give (top, left, bottom, right) of each"
+            )
+        boxes[name] = corners[:, [1, 0, 3, 2]] - 1 if corners.size else np.empty((0, 4))  # MATLAB's empty is 0 x 0
+    return boxes

@@ -75,46 +75,40 @@ class RegionSplit(SplitDefaults):
         counts = [np.bincount(scene.truth.classes, minlength=1) for scene in self.scenes]
         return np.array([count.argmax() for count in counts], np.int64)
 
-    def _mirrored(self, seeds: np.ndarray | None, count: int) -> np.ndarray:
+    def _flips(self, seeds: np.ndarray | None, count: int) -> list[bool]:
+        """Which of the examples are mirrored."""
         if seeds is None or not self.training or not self.mirror:
-            return np.zeros(count, bool)
-        mirrored: np.ndarray = uniforms(np.asarray(seeds), 1)[0] < 0.5
-        return mirrored
+            return [False] * count
+        return list(uniforms(np.asarray(seeds), 1)[0] < 0.5)
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> Any:
         """Pixels uint8 [b, H, W, 3], zeros right of and below the smaller ones, and the sizes [b, 2] of the images."""
-        found: list[Any] = [None] * len(rows)
-        mirrored = self._mirrored(seeds, len(rows))
+        images: list[Any] = [None] * len(rows)
+        flips = self._flips(seeds, len(rows))
 
         def decode(i: int) -> None:
-            pixels = self._pixels(self.scenes[rows[i]])
-            found[i] = pixels[:, ::-1] if mirrored[i] else pixels
+            scene = self.scenes[rows[i]]
+            scale = self.drawing.scale(scene.truth.width, scene.truth.height)
+            width, height = (max(1, round(side * scale)) for side in (scene.truth.width, scene.truth.height))
+            pixels = decode_image(scene.path, (width, height))
+            images[i] = pixels[:, ::-1] if flips[i] else pixels
 
         run_in_threads(decode, len(rows))
-        sizes = np.array([pixels.shape[:2] for pixels in found]).reshape(-1, 2)
+        sizes = np.array([pixels.shape[:2] for pixels in images]).reshape(-1, 2)
         out = np.zeros((len(rows), *sizes.max(0, initial=1), 3), np.uint8)
-        for i, pixels in enumerate(found):
+        for i, pixels in enumerate(images):
             out[i, : pixels.shape[0], : pixels.shape[1]] = pixels
         return torch.from_numpy(out), torch.from_numpy(sizes)
 
-    def _pixels(self, scene: Scene) -> np.ndarray:
-        scale = self.drawing.scale(scene.truth.width, scene.truth.height)
-        size = (max(1, round(side * scale)) for side in (scene.truth.width, scene.truth.height))
-        return decode_image(scene.path, tuple(size))  # type: ignore[arg-type]
-
     def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        mirrored = self._mirrored(seeds, len(rows))
-        parts = [
-            self._regions(int(row), None if seeds is None else int(seeds[i]), bool(mirrored[i]))
-            for i, row in enumerate(rows)
-        ]
-        regions, classes, deltas, boxes = (np.concatenate(part) for part in zip(*parts, strict=True))
+        keys = [0] * len(rows) if seeds is None else [int(seed) for seed in seeds]
+        parts = [self._regions(*each) for each in zip(rows, keys, self._flips(seeds, len(rows)), strict=True)]
+        regions, classes, deltas, boxes = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
         counts = torch.tensor([len(part[1]) for part in parts])
         numbers = torch.from_numpy(self.numbers[rows]).repeat_interleave(counts)
-        targets = (torch.from_numpy(classes), torch.from_numpy(deltas), torch.from_numpy(boxes), numbers)
-        return TargetRows(targets, {"regions": torch.from_numpy(regions)}, counts)
+        return TargetRows((classes, deltas, boxes, numbers), {"regions": regions}, counts)
 
-    def _regions(self, row: int, seed: int | None, mirrored: bool) -> tuple[np.ndarray, ...]:
+    def _regions(self, row: int, seed: int, flip: bool) -> tuple[np.ndarray, ...]:
         """Regions in pixels of the network's input, their classes, box targets, and regions in pixels of the image."""
         scene, drawing = self.scenes[row], self.drawing
         with_truth, proposed = self.training or drawing.with_objects, self.proposed[row]
@@ -122,10 +116,10 @@ class RegionSplit(SplitDefaults):
             proposed = np.array([[0, 0, scene.truth.width - 1, scene.truth.height - 1]], np.int32)
         boxes, classes, deltas = label_regions(scene, proposed, drawing, with_truth)
         if self.training:
-            chosen = _draw(classes, drawing, np.random.default_rng(0 if seed is None else seed))
+            chosen = _draw(classes, drawing, np.random.default_rng(seed))
             boxes, classes, deltas = boxes[chosen], classes[chosen], deltas[chosen]
         classes = np.maximum(classes, 0)  # in evaluation, what is neither an object nor clearly background
-        if mirrored:
+        if flip:
             boxes, deltas = box.mirror(boxes, scene.truth.width), deltas * [-1, 1, 1, 1]
         deltas = np.where(classes[:, None] > 0, (deltas - self.means[classes]) / self.deviations[classes], 0)
         regions = boxes * drawing.scale(scene.truth.width, scene.truth.height)
@@ -148,13 +142,12 @@ class RegionSplit(SplitDefaults):
         """A digest of images, objects and proposals."""
         if not self.scenes:
             return b""
-        found = digest_files(self.scenes[0].path.parent, [scene.path.name for scene in self.scenes], cores())
-        whole = hashlib.sha256(repr(found).encode())
+        contents = digest_files(self.scenes[0].path.parent, [scene.path.name for scene in self.scenes], cores())
+        digest = hashlib.sha256(repr(contents).encode())
         for scene, boxes in zip(self.scenes, self.proposed, strict=True):
-            truth = scene.truth
-            for array in (truth.boxes, truth.classes, truth.difficult, boxes):
-                whole.update(np.ascontiguousarray(array).tobytes())
-        return whole.digest()
+            for array in (scene.truth.boxes, scene.truth.classes, scene.truth.difficult, boxes):
+                digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -204,8 +197,8 @@ def label_regions(
     shared = box.overlaps(boxes, truth.boxes)
     best, most = shared.argmax(1), shared.max(1)
     background = (most >= low) & (most < high)
-    found = most >= drawing.foreground_overlap
-    classes = np.where(found, truth.classes[best], np.where(background, 0, -1))
+    foreground = most >= drawing.foreground_overlap
+    classes = np.where(foreground, truth.classes[best], np.where(background, 0, -1))
     classes[(most > 0) & truth.difficult[best]] = -1
     return boxes, classes, box.encode(boxes, truth.boxes[best])
 
@@ -223,28 +216,28 @@ def _draw(classes: np.ndarray, drawing: RegionSampling, chance: np.random.Genera
 def box_statistics(
     scenes: Sequence[Scene], proposed: Sequence[np.ndarray], drawing: RegionSampling, classes: int, mirror: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation [1 + C, 4] of what turns the regions of a class into its objects, in the training set.
+    """Mean and standard deviation [1 + C, 4] of what turns the regions of a class into its objects, in training.
 
     A class with too few has those of all, and all those that are common.
     """
-    found: list[list[np.ndarray]] = [[] for _ in range(classes + 1)]
-    for scene, given in zip(scenes, proposed, strict=True):
-        _, numbers, deltas = label_regions(scene, given, drawing, with_truth=True)
+    by_class: list[list[np.ndarray]] = [[] for _ in range(classes + 1)]
+    for scene, boxes in zip(scenes, proposed, strict=True):
+        _, numbers, deltas = label_regions(scene, boxes, drawing, with_truth=True)
         for c in np.unique(numbers[numbers > 0]):
             own = deltas[numbers == c]
-            found[c] += [own, own * [-1, 1, 1, 1]] if mirror else [own]
-    every = [one for own in found for one in own]
-    means, deviations = np.zeros((classes + 1, 4)), np.tile(_deviation(every, COMMON), (classes + 1, 1))
-    for c, own in enumerate(found):
+            by_class[c] += [own, own * [-1, 1, 1, 1]] if mirror else [own]
+    overall = _deviation([part for own in by_class for part in own], COMMON)
+    means, deviations = np.zeros((classes + 1, 4)), np.tile(overall, (classes + 1, 1))
+    for c, own in enumerate(by_class):
         if own:
             means[c] = np.concatenate(own).mean(0)
-            deviations[c] = _deviation(own, deviations[c])
+            deviations[c] = _deviation(own, overall)
     return means, deviations
 
 
 def _deviation(parts: list[np.ndarray], otherwise: np.ndarray) -> np.ndarray:
-    found = np.concatenate(parts).std(0) if parts else np.zeros(4)
-    return found if (found > 0.01).all() else otherwise
+    deviation = np.concatenate(parts).std(0) if parts else np.zeros(4)
+    return deviation if (deviation > 0.01).all() else otherwise
 
 
 def read_voc(
@@ -258,10 +251,10 @@ def read_voc(
 ) -> tuple[RegionSplit, RegionSplit, Problem]:
     """Images to learn from and to test on, and the problem; with `only` test, those to test on, twice."""
     options = dict(regions)
-    classes = CLASSES if options.pop("objects") == "voc" else tuple(regions["objects"])
-    complain = Complaints(options.pop("strict"))
+    objects, complain = options.pop("objects"), Complaints(options.pop("strict"))
+    classes = CLASSES if objects == "voc" else tuple(objects)
     drawing = RegionSampling(**{**options, "background_overlap": tuple(options["background_overlap"])})
-    _check(classes, drawing)
+    check_regions(classes, drawing)
     root = find_devkit(path)
     parts: dict[str, tuple[list[Scene], list[np.ndarray]]] = {}
     for part in ("test",) if only == "test" else ("trainval", "test"):
@@ -270,35 +263,35 @@ def read_voc(
             continue
         names = read_list(root, part, complain)
         scenes = read_scenes(root, names[:limit], classes, complain)
-        parts[part] = scenes, proposals.propose_regions(drawing.proposals, scenes, part, drawing.most, complain, names)
-        if (need_test or part != "test") and scenes and not any(map(len, parts[part][1])):
+        boxes = proposals.propose_regions(drawing.proposals, scenes, part, drawing.most, complain, names)
+        parts[part] = scenes, boxes
+        if (need_test or part != "test") and scenes and not any(map(len, boxes)):
             raise UserError(
                 f"data.regions.proposals = {drawing.proposals} has no region of any image of {part}; the first is "
                 f"called {scenes[0].name}: are boxes given under such names?"
             )
     test = parts["test"]
-    train = test if only == "test" else _useful(*parts["trainval"], drawing, complain)
-    for scene, given in zip(*test, strict=True):
-        if not len(given):
+    train = test if only == "test" else _select_useful(*parts["trainval"], drawing, complain)
+    for scene, own in zip(*test, strict=True):
+        if not len(own):
             complain(f"{scene.path} has no proposal: it is tested with the whole image as one")
     complain.show()
     if not train[0]:
         raise UserError(
             f"{root}: no image of trainval has a region to learn from; are its objects those of the classes?"
         )
-    means, deviations = box_statistics(*train, drawing, len(classes), mirror)
-    truths = [scene.truth for scene in (*train[0], *test[0])]
-    problem = Detection(classes, _plain(means), _plain(deviations), truths)
-    count = len(train[0])
+    statistics = box_statistics(*train, drawing, len(classes), mirror)
+    means, deviations = (tuple(tuple(map(float, row)) for row in values) for values in statistics)
+    problem = Detection(classes, means, deviations, [scene.truth for scene in (*train[0], *test[0])])
+    numbers = np.split(np.arange(len(problem.truths)), [len(train[0])])
     splits = [
-        RegionSplit(*part, np.arange(first, first + len(part[0])), drawing, means, deviations, mirror)
-        for part, first in ((train, 0), (test, count))
+        RegionSplit(*part, own, drawing, *statistics, mirror) for part, own in zip((train, test), numbers, strict=True)
     ]
     return splits[0], splits[1].without_augmentation(), problem
 
 
-def _check(classes: Sequence[str], drawing: RegionSampling) -> None:
-    """Refuses options that would teach nothing, or not what they say."""
+def check_regions(classes: Sequence[str], drawing: RegionSampling) -> None:
+    """Raises an error for options that would teach nothing, or not what they say."""
     doubles = [name for i, name in enumerate(classes) if name in classes[:i] or name == BACKGROUND]
     if doubles or not classes:
         what = f"{doubles[0]!r} is there twice or is what regions without an object are" if doubles else "there is none"
@@ -315,25 +308,21 @@ def _check(classes: Sequence[str], drawing: RegionSampling) -> None:
         )
 
 
-def _plain(values: np.ndarray) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(map(float, row)) for row in values)
-
-
-def _useful(
+def _select_useful(
     scenes: list[Scene], proposed: list[np.ndarray], drawing: RegionSampling, complain: Complaints
 ) -> tuple[list[Scene], list[np.ndarray]]:
     """The images that have a region to learn from."""
-    kept = []
-    for i, (scene, given) in enumerate(zip(scenes, proposed, strict=True)):
+    useful = []
+    for i, (scene, boxes) in enumerate(zip(scenes, proposed, strict=True)):
         if not len(scene.truth.boxes):
             complain(f"{scene.path} has no object to learn: left out of training")
-        elif not (label_regions(scene, given, drawing, with_truth=True)[1] >= 0).any():
+        elif not (label_regions(scene, boxes, drawing, with_truth=True)[1] >= 0).any():
             complain(f"{scene.path} has no region to learn from: left out of training")
         else:
-            if not len(given):
+            if not len(boxes):
                 complain(f"{scene.path} has no proposal: it is learned from its objects alone")
-            kept.append(i)
-    return [scenes[i] for i in kept], [proposed[i] for i in kept]
+            useful.append(i)
+    return [scenes[i] for i in useful], [proposed[i] for i in useful]
 
 
 def region_shape(regions: dict[str, Any]) -> tuple[int, ...]:

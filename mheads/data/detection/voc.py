@@ -17,7 +17,7 @@ import numpy as np
 
 from mheads.common.atomic_files import open_file, read_text
 from mheads.common.errors import UserError, warn
-from mheads.data.file_digests import ProgressLine
+from mheads.data.file_digests import show_progress
 from mheads.data.readers.cache import cache_dir, store
 from mheads.data.readers.image_crops import run_in_threads
 from mheads.data.readers.image_files import SUFFIXES, UNREADABLE, eight_bits, open_image
@@ -29,6 +29,7 @@ CLASSES = (
     "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor",
 )  # fmt: skip
 FLAGS = {"0": False, "1": True, "false": False, "true": True, "unspecified": False}  # as tools write them
+UNKNOWN = "is not known (data.regions.objects names them); left out"
 SHOWN = 10  # complaints; of the others only how many there are
 
 
@@ -42,64 +43,62 @@ class Scene:
 
 
 class Complaints:
-    """Takes what is wrong with files: stops at the first if `strict`, else shows some at the end; the rest goes on.
+    """Collects what is wrong with files and warns of it at the end; raises an error at the first if `strict`.
 
-    Objects of unknown classes, of which there may be many, are counted. All is in a file, where some is not shown.
+    Objects of unknown classes, of which there may be many, are counted. A file has all, where some are not shown.
     """
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.unknown: dict[str, list[str]] = {}
 
     def __call__(self, message: str) -> None:
         if self.strict:
             raise UserError(message)
-        self.said.append(message)
+        self.messages.append(message)
 
-    def of_class(self, name: str, where: str) -> None:
+    def add_unknown_class(self, name: str, where: str) -> None:
         if self.strict:
-            raise UserError(f"{where}: the class {name!r} is not known (data.regions.objects names them); left out")
+            raise UserError(f"{where}: the class {name!r} {UNKNOWN}")
         self.unknown.setdefault(name, []).append(where)
 
     def show(self) -> None:
         counted = [
-            f"{where[0]}{f', and {len(where) - 1} more' if len(where) > 1 else ''}: the class {name!r} is not known "
-            "(data.regions.objects names them); left out"
+            f"{where[0]}{f', and {len(where) - 1} more' if len(where) > 1 else ''}: the class {name!r} {UNKNOWN}"
             for name, where in self.unknown.items()
         ]
-        said = [*counted, *self.said]
-        if said:
-            more = len(said) - SHOWN
-            lines = [*said[:SHOWN], *([f"and {more} more{_kept(said)}"] if more > 0 else [])]
+        lines = [*counted, *self.messages]
+        if lines:
+            things = f"{len(lines)} thing{'' if len(lines) == 1 else 's'} in the annotations"
+            more = [f"and {len(lines) - SHOWN} more{_write_lines(lines)}"] if len(lines) > SHOWN else []
             hint = "(data.regions.strict=true stops at the first)"
-            things = f"{len(said)} thing{'' if len(said) == 1 else 's'} in the annotations"
-            warn("\n  ".join([f"{things} {hint}:", *lines]))
-            self.said, self.unknown = [], {}
+            warn("\n  ".join([f"{things} {hint}:", *lines[:SHOWN], *more]))
+        self.messages, self.unknown = [], {}
 
 
-def _kept(lines: Sequence[str]) -> str:
-    """Writes the lines to a file in the cache; where that is, or nothing if there is no place for it."""
+def _write_lines(lines: Sequence[str]) -> str:
+    """Writes the lines to a file in the cache; says where that is, or nothing if there is no place for it."""
     try:
         text = "\n".join(lines) + "\n"
         target = cache_dir() / "annotations" / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.txt"
         store(target, text.encode())
-    except (OSError, RuntimeError, UserError):
+    except (OSError, UserError):
         return ""
     return f": all of them are in {target}"
 
 
 def find_devkit(path: Path) -> Path:
     """The folder with Annotations and JPEGImages: this one, or the only such one inside."""
-    inside = sorted(found.parent for found in path.glob("*/Annotations")) if path.is_dir() else []
     if (path / "Annotations").is_dir():
         return path
+    inside = sorted(folder.parent for folder in path.glob("*/Annotations")) if path.is_dir() else []
     if len(inside) == 1:
         return inside[0]
-    what = f"holds several: {', '.join(found.name for found in inside)}" if inside else "has none"
+    what = f"holds several: {', '.join(folder.name for folder in inside)}" if inside else "has none"
     raise UserError(
-        f"{path}: data.path names a folder with Annotations, JPEGImages and ImageSets/Main, as VOCdevkit/VOC2007 is, "
-        f"and this one {what}"
+        f"{path}: data.path names a folder with Annotations, JPEGImages and ImageSets/Main, as "
+        f"VOCdevkit/VOC2007 is, and this one {what}"
     )
 
 
@@ -122,22 +121,21 @@ def read_scenes(root: Path, names: Sequence[str], classes: Sequence[str], compla
     """These images; those that cannot be used are complained of and left out."""
     paths = [_image(root / "JPEGImages", name) for name in names]
     sizes: list[tuple[int, int] | str] = [""] * len(names)
-    shown = ProgressLine(len(names), "looking at the images")
 
     def look(i: int) -> None:
         path = paths[i]
         sizes[i] = "is missing" if path is None else _size(path)
-        shown.advance()
+        advance()
 
-    run_in_threads(look, len(names))
-    shown.close()
-    found = []
+    with show_progress(len(names), "looking at the images") as advance:
+        run_in_threads(look, len(names))
+    scenes = []
     for name, path, size in zip(names, paths, sizes, strict=True):
         if path is None or isinstance(size, str):
             complain(f"{path or root / 'JPEGImages' / f'{name}.jpg'} {size}: the image is left out")
         elif (truth := _truth(root / "Annotations" / f"{_bare(name)}.xml", size, classes, complain)) is not None:
-            found.append(Scene(_bare(name), path, truth))
-    return found
+            scenes.append(Scene(_bare(name), path, truth))
+    return scenes
 
 
 def _size(path: Path) -> tuple[int, int] | str:
@@ -164,32 +162,49 @@ def _truth(file: Path, size: tuple[int, int], classes: Sequence[str], complain: 
     except (ElementTree.ParseError, ValueError, LookupError) as error:  # the latter two: an encoding it does not know
         complain(f"{file} is not XML that can be read ({error}): the image is left out")
         return None
-    said = tuple((tree.findtext(f"size/{side}") or "").strip() for side in ("width", "height"))
-    if tuple(text.removesuffix(".0") for text in said) not in {(str(width), str(height)), ("0", "0"), ("", "")}:
+    stated = tuple((tree.findtext(f"size/{side}") or "").strip() for side in ("width", "height"))
+    if tuple(text.removesuffix(".0") for text in stated) not in {(str(width), str(height)), ("0", "0"), ("", "")}:
         complain(
-            f"{file} says that the image has {said[0]} x {said[1]} pixels, and it has {width} x {height}: its boxes "
-            "are taken as they stand; were they drawn before the image was turned or scaled?"
+            f"{file} says that the image has {stated[0]} x {stated[1]} pixels, and it has {width} x {height}: its "
+            "boxes are taken as they stand; were they drawn before the image was turned or scaled?"
         )
-    found: list[tuple[np.ndarray, int, bool]] = []
+    objects: list[tuple[np.ndarray, int, bool]] = []
     for number, node in enumerate(tree.findall("object"), 1):
-        if (name := (node.findtext("name") or "").strip()) not in classes:
-            complain.of_class(name, f"{file}, object {number}")
+        where, name = f"{file}, object {number}", (node.findtext("name") or "").strip()
+        if name not in classes:
+            complain.add_unknown_class(name, where)
             continue
         try:
-            one = _object(node, classes, width, height)
+            corners, difficult = _read_object(node, width, height)
         except ValueError as error:
-            complain(f"{file}, object {number}: {error}")
+            complain(f"{where}: {error}; left out")
             continue
-        if one.clipped:
-            complain(f"{file}, object {number}: its box reaches beyond the image of {width} x {height}; cut to it")
-        found.append((one.box, one.class_number, one.difficult))
+        inside = box.clip(corners, width, height)
+        if (inside != corners).any():
+            complain(f"{where}: its box reaches beyond the image of {width} x {height}; cut to it")
+        objects.append((inside, 1 + classes.index(name), difficult))
+    boxes, numbers, flags = zip(*objects, strict=True) if objects else ((), (), ())
     return Truth(
-        np.array([b for b, _, _ in found], float).reshape(-1, 4),
-        np.array([c for _, c, _ in found], np.int64),
-        np.array([d for _, _, d in found], bool),
-        width,
-        height,
+        np.array(boxes, float).reshape(-1, 4), np.array(numbers, np.int64), np.array(flags, bool), width, height
     )
+
+
+def _read_object(node: ElementTree.Element, width: int, height: int) -> tuple[np.ndarray, bool]:
+    """The corners of its box, counted from 0, and whether it is difficult."""
+    corners = np.zeros(4)
+    for i, key in enumerate(("xmin", "ymin", "xmax", "ymax")):
+        text = node.findtext(f"bndbox/{key}")
+        try:
+            corners[i] = float(text or "") - 1  # VOC counts from 1
+        except ValueError:
+            raise ValueError(f"{key} of its box is {text!r}") from None
+    outside = (corners[:2] > [width - 1, height - 1]).any() or (corners[2:] < 0).any()
+    if not np.isfinite(corners).all() or (corners[2:] < corners[:2]).any() or outside:
+        raise ValueError(f"its box {(corners + 1).tolist()} is no part of an image of {width} x {height}")
+    flag = (node.findtext("difficult") or "0").strip().lower() or "0"
+    if flag not in FLAGS:
+        raise ValueError(f"difficult is {flag!r}, neither 0 nor 1")
+    return corners, FLAGS[flag]
 
 
 def _image(folder: Path, name: str) -> Path | None:
@@ -201,31 +216,3 @@ def _image(folder: Path, name: str) -> Path | None:
 def _bare(name: str) -> str:
     """A name without the suffix of an image."""
     return name.rpartition(".")[0] if name.lower().endswith(SUFFIXES) else name
-
-
-@dataclass(frozen=True)
-class _Object:
-    box: np.ndarray
-    class_number: int
-    difficult: bool
-    clipped: bool
-
-
-def _object(node: ElementTree.Element, classes: Sequence[str], width: int, height: int) -> _Object:
-    name = (node.findtext("name") or "").strip()
-    corners = []
-    for key in ("xmin", "ymin", "xmax", "ymax"):
-        text = node.findtext(f"bndbox/{key}")
-        try:
-            corners.append(float(text or "") - 1)  # VOC counts from 1
-        except ValueError:
-            raise ValueError(f"{key} of its box is {text!r}; left out") from None
-    corner = np.array(corners)
-    inside = box.clip(corner, width, height)
-    outside = (corner[:2] > [width - 1, height - 1]).any() or (corner[2:] < 0).any()
-    if not np.isfinite(corner).all() or (corner[2:] < corner[:2]).any() or outside:
-        raise ValueError(f"its box {[x + 1 for x in corners]} is no part of an image of {width} x {height}; left out")
-    flag = (node.findtext("difficult") or "0").strip().lower() or "0"
-    if flag not in FLAGS:
-        raise ValueError(f"difficult is {flag!r}, neither 0 nor 1; left out")
-    return _Object(inside, 1 + classes.index(name), FLAGS[flag], bool((inside != corner).any()))

@@ -48,7 +48,7 @@ def stream(seed: int, n: int, start: int, stop: int) -> tuple[np.ndarray, np.nda
 class Request:
     """What samplings look at: the class of each training example, int [N], among so many.
 
-    `groups`: the classes of each member, where they were found before. `given`: the array of `where`.
+    `groups`: the classes of each member, where another run decided them. `weights`: the array that `where` names.
     """
 
     seed: int
@@ -56,7 +56,7 @@ class Request:
     labels: np.ndarray
     num_classes: int
     groups: Sequence[Sequence[int]] | Literal["random"] | None = None
-    given: Any = None
+    weights: Any = None
     where: str = "sampling"
 
 
@@ -83,12 +83,29 @@ def full() -> Sampling:
 
 def bagging() -> Sampling:
     """From an example as often as it was drawn in N draws with replacement."""
-    return lambda request: _bagging(request.seed, request.members, len(request.labels))
+
+    def draw(request: Request) -> np.ndarray:
+        seed, n = request.seed, len(request.labels)
+        draws = (seeds.numpy_generator(seed, "bagging", m).integers(n, size=n) for m in range(request.members))
+        return np.stack([np.bincount(drawn, minlength=n) for drawn in draws]).astype(np.float32)
+
+    return draw
 
 
 def subset(fraction: Fraction = 0.63) -> Sampling:
     """From a random fraction of the examples, each once."""
-    return lambda request: _subset(request.seed, request.members, len(request.labels), fraction)
+    if not 0 < fraction <= 1:
+        raise UserError(f"sampling fraction is {fraction}; give a part of the training set, above 0 and up to 1")
+
+    def draw(request: Request) -> np.ndarray:
+        n = len(request.labels)
+        count = max(1, round(fraction * n))
+        chosen = np.zeros((request.members, n), np.float32)
+        for m in range(request.members):
+            chosen[m, seeds.numpy_generator(request.seed, "subset", m).permutation(n)[:count]] = n / count
+        return chosen
+
+    return draw
 
 
 def specialists(groups: Groups = "random") -> Sampling:
@@ -104,7 +121,7 @@ def specialists(groups: Groups = "random") -> Sampling:
 
 
 def clustered(generalist: Generalist = None) -> Sampling:
-    """As specialists, with groups that a run has found (`clusters.py`)."""
+    """As specialists, with groups of classes that another run confuses (`clusters.py`)."""
     return specialists()
 
 
@@ -115,13 +132,13 @@ def file(path: WeightsFile = None) -> Sampling:
 
 def array() -> Sampling:
     """By an array of sample weights."""
-    return lambda request: check_sample_weights(request.given, request.members, len(request.labels), request.where)
+    return lambda request: check_sample_weights(request.weights, request.members, len(request.labels), request.where)
 
 
 @dataclass(frozen=True)
 class SamplingEntry:
     """`make` is the factory. `even`: every member learns from examples of all classes. `by_class`: members have classes
-    of their own. `from_run`: these are found by a run before."""
+    of their own. `from_run`: another run decides these."""
 
     make: Callable[..., Sampling]
     even: bool = False
@@ -142,7 +159,7 @@ FACTORIES = {name: entry.make for name, entry in SAMPLINGS.items()}
 
 
 def draw_sample_weights(
-    name: str, *, groups: Any = None, given: Any = None, where: str = "sampling", **more: Any
+    name: str, *, groups: Any = None, weights: Any = None, where: str = "sampling", **more: Any
 ) -> Any:
     """The sample weights [M, N] of a sampling by name, or None for all alike.
 
@@ -154,7 +171,7 @@ def draw_sample_weights(
     if groups is not None and not entry.by_class:
         raise UserError(f"sampling groups are for 'specialists', but sampling is {name!r}; leave the groups out")
     options = {key: more.pop(key) for key in options_of(entry.make) if key in more}
-    return entry.make(**options)(Request(groups=groups, given=given, where=where, **more))
+    return entry.make(**options)(Request(groups=groups, weights=weights, where=where, **more))
 
 
 def multiply_weights(sample_weights: np.ndarray | None, weights: np.ndarray | None, members: int) -> np.ndarray | None:
@@ -170,21 +187,6 @@ def multiply_weights(sample_weights: np.ndarray | None, weights: np.ndarray | No
         )
     normalized: np.ndarray = (both / totals).astype(np.float32)
     return normalized
-
-
-def _bagging(seed: int, members: int, n: int) -> np.ndarray:
-    draws = (seeds.numpy_generator(seed, "bagging", m).integers(n, size=n) for m in range(members))
-    return np.stack([np.bincount(drawn, minlength=n) for drawn in draws]).astype(np.float32)
-
-
-def _subset(seed: int, members: int, n: int, fraction: float) -> np.ndarray:
-    if not 0 < fraction <= 1:
-        raise UserError(f"sampling fraction is {fraction}; give a part of the training set, above 0 and up to 1")
-    count = max(1, round(fraction * n))
-    chosen = np.zeros((members, n), np.float32)
-    for m in range(members):
-        chosen[m, seeds.numpy_generator(seed, "subset", m).permutation(n)[:count]] = n / count
-    return chosen
 
 
 def deal(seed: int, members: int, num_classes: int) -> list[list[int]]:

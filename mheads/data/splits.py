@@ -213,7 +213,7 @@ class Data:
 
     `weights` [N] of mean 1 say how much each training example counts, None meaning all alike; `held_out` says which
     training examples the test split was made of, where it was, and `held_out_rows` their numbers; `rows` are those of
-    the training split, of `given` examples. `side` has the shapes of the side inputs of one example.
+    the training split, of `num_given` examples. `side` has the shapes of the side inputs of one example.
     """
 
     name: str
@@ -227,7 +227,7 @@ class Data:
     held_out: str | None = None
     held_out_rows: np.ndarray | None = None
     rows: np.ndarray | None = None
-    given: int = 0
+    num_given: int = 0
     side: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def with_examples_as_targets(self) -> Data:

@@ -47,7 +47,7 @@ def build_sample_weights(
         array = datasets.read_sample_weights(options["path"])
     elif sampling.name == "array" and array is None:
         raise UserError("sampling = array is for fit, which is given one: give sampling.name=file and sampling.path")
-    array = datasets.select_training_rows(array, data.rows, members, data.given)
+    array = datasets.select_training_rows(array, data.rows, members, data.num_given)
     sample_weights = datasets.draw_sample_weights(
         sampling.name,
         seed=config.seed,
@@ -55,7 +55,7 @@ def build_sample_weights(
         labels=data.problem.group(torch.as_tensor(data.train.targets)).numpy(),
         num_classes=len(classes),
         groups=groups,
-        given=array,
+        weights=array,
         where=where,
         **{key: value for key, value in options.items() if key != "groups"},
     )

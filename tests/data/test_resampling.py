@@ -157,7 +157,7 @@ def test_classes_are_dealt_to_specialists_as_evenly_as_they_go(members, classes,
 def test_sample_weights_of_ones_own_are_scaled_to_mean_one(scale):
     weights = np.random.default_rng(0).random((4, 600)) * (LABELS != 3)
     weights = weights > 0.5 if scale is True else weights * scale
-    got = make("array", given=weights)
+    got = make("array", weights=weights)
     assert got.dtype == np.float32
     weights = weights / weights.max()
     np.testing.assert_allclose(got, weights / weights.mean(axis=1, keepdims=True), rtol=1e-6)
@@ -179,7 +179,7 @@ def test_sample_weights_of_ones_own_are_scaled_to_mean_one(scale):
 )
 def test_sample_weights_that_cannot_be_used_are_refused(change, message):
     with pytest.raises(UserError, match=message):
-        make("file", given=change(np.ones((4, 600))), where="mine.npz")
+        make("file", weights=change(np.ones((4, 600))), where="mine.npz")
 
 
 def test_a_file_of_sample_weights_is_read_from_npz_and_npy(tmp_path):

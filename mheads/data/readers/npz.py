@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,37 +27,46 @@ def read_npz(
     `only` test, examples to learn from that are not there are those to test on.
     """
     needed = NEEDED[2:] if only == "test" else NEEDED if need_test else NEEDED[:2]
+    with open_arrays(path, "save it with numpy.savez, without arrays of objects") as file:
+        missing = [key for key in needed if key not in file]
+        if missing:
+            names = ", ".join(name or "one without a name" for name in file)
+            raise UserError(
+                f"{path} has no array {', '.join(missing)} (it has {names or 'none'});"
+                f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)}), or give"
+                " data.validation=N, which holds out training examples to test on"
+            )
+        arrays = {key: file[key] for key in file if key in (*NEEDED, "classes") or key.startswith("side_")}
+    classes = arrays["classes"].ravel().tolist() if "classes" in arrays else None
+    parts = {
+        part: (arrays[f"x_{part}"], arrays[f"y_{part}"], _side(arrays, part))
+        for part in ("train", "test")
+        if f"x_{part}" in arrays and f"y_{part}" in arrays
+    }
+    if "test" not in parts:
+        x, y, side = parts["train"]
+        parts["test"] = (x[:0], y[:0], {name: array[:0] for name, array in side.items()})
+    return read_arrays(parts.get("train", parts["test"]), parts["test"], str(path), classes, problem)
+
+
+@contextmanager
+def open_arrays(path: Path, hint: str | None = None) -> Iterator[packed_arrays.Arrays]:
+    """The arrays of an .npz or .npy file; what cannot be read is a UserError that ends with the hint."""
     try:
-        with packed_arrays.opened(path) as file:
-            missing = [key for key in needed if key not in file]
-            if missing:
-                named = ", ".join(name or "one without a name" for name in file)
-                raise UserError(
-                    f"{path} has no array {', '.join(missing)} (it has {named or 'none'});"
-                    f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)}), or give"
-                    " data.validation=N, which holds out training examples to test on"
-                )
-            arrays = {key: file[key] for key in file if key in (*NEEDED, "classes") or key.startswith("side_")}
+        with packed_arrays.opened(path) as arrays:
+            yield arrays
     except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist; give data.path the .npz file") from error
+        raise UserError(f"{path} does not exist: there is no file of that name", hint=hint) from error
     except (ValueError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read as an .npz file of plain arrays ({error}); save it with numpy.savez,"
-            " without arrays of objects"
+            f"{path} cannot be read as an {path.suffix or '.npz'} file of plain arrays ({error})", hint=hint
         ) from error
-    names = arrays["classes"].ravel().tolist() if "classes" in arrays else None
-    there = [part for part in ("train", "test") if f"x_{part}" in arrays and f"y_{part}" in arrays]
-    given = {part: (arrays[f"x_{part}"], arrays[f"y_{part}"], _side(arrays, part)) for part in there}
-    if "test" not in given:
-        x, y, side = given["train"]
-        given["test"] = (x[:0], y[:0], {name: array[:0] for name, array in side.items()})
-    return read_arrays(given.get("train", given["test"]), given["test"], str(path), names, problem)
 
 
 def _side(arrays: dict[str, np.ndarray], part: str) -> dict[str, np.ndarray]:
     start, end = "side_", f"_{part}"
-    named = [key for key in arrays if key.startswith(start) and key.endswith(end)]
-    return {key.removeprefix(start).removesuffix(end): arrays[key] for key in named}
+    keys = [key for key in arrays if key.startswith(start) and key.endswith(end)]
+    return {key.removeprefix(start).removesuffix(end): arrays[key] for key in keys}
 
 
 def npz_shape(path: Path | None) -> tuple[int, ...] | None:

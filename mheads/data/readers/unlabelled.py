@@ -9,26 +9,22 @@ from pathlib import Path
 
 import numpy as np
 
-from mheads.common import atomic_files, packed_arrays
+from mheads.common import atomic_files
 from mheads.common.errors import UserError
+from mheads.data.readers.npz import open_arrays
 
 ARRAYS = (".npz", ".csv")
 
 
 def read_array(path: Path, names: Sequence[str]) -> np.ndarray:
     """The first array of these names in a .npz file, or its only one."""
-    try:
-        with packed_arrays.opened(path) as file:
-            name = next((name for name in names if name in file), None)
-            if name is None and len(file) != 1:
-                raise UserError(
-                    f"{path} has the arrays {', '.join(file) or 'none'}; call the one with the examples {names[0]}"
-                )
-            return file[next(iter(file)) if name is None else name]
-    except FileNotFoundError as error:
-        raise UserError(f"there is no file {path}") from error
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path} cannot be read as an .npz file of plain arrays ({error})") from error
+    with open_arrays(path) as file:
+        name = next((name for name in names if name in file), None)
+        if name is None and len(file) != 1:
+            raise UserError(
+                f"{path} has the arrays {', '.join(file) or 'none'}; call the one with the examples {names[0]}"
+            )
+        return file[next(iter(file)) if name is None else name]
 
 
 def read_csv(path: Path) -> np.ndarray:
@@ -37,10 +33,8 @@ def read_csv(path: Path) -> np.ndarray:
         with io.TextIOWrapper(atomic_files.open_file(path), "utf-8-sig", newline="") as file:
             first = file.readline()
             file.seek(0)
-            separator = max(",;\t", key=first.count)
-            lines = [
-                (number, line) for number, line in enumerate(csv.reader(file, delimiter=separator), 1) if any(line)
-            ]
+            rows = csv.reader(file, delimiter=max(",;\t", key=first.count))
+            lines = [(number, line) for number, line in enumerate(rows, 1) if any(line)]
     except FileNotFoundError as error:
         raise UserError(f"there is no file {path}") from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -53,8 +47,8 @@ def read_csv(path: Path) -> np.ndarray:
     for number, line in lines:
         wrong = next((cell for cell in line if not _is_number(cell)), None)
         if wrong is not None or len(line) != width:
-            said = f"{len(line)} values, the first row {width}" if wrong is None else f"{wrong!r}, not a number"
-            raise UserError(f"{path}: line {number} has {said}; give rows of numbers, as many in each")
+            content = f"{len(line)} values, the first row {width}" if wrong is None else f"{wrong!r}, not a number"
+            raise UserError(f"{path}: line {number} has {content}; give rows of numbers, as many in each")
     return np.array([line for _, line in lines], np.float64)
 
 

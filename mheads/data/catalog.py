@@ -20,9 +20,10 @@ from mheads.data.readers.caffe_lmdb import lmdb_shape, read_lmdb
 from mheads.data.readers.cifar import CIFAR10, CIFAR100, find_cifar, load_cifar
 from mheads.data.readers.diabetes import read_diabetes
 from mheads.data.readers.digits_images import LEVELS, read_digits
+from mheads.data.readers.hdf5 import hdf5_shape, read_hdf5
 from mheads.data.readers.image_files import read_sized
 from mheads.data.readers.image_folder import STATISTICS, folder_image, folder_shape, read_folder
-from mheads.data.readers.image_list import hdf5_shape, read_hdf5, read_list
+from mheads.data.readers.image_list import read_list
 from mheads.data.readers.npz import npz_shape, read_npz
 from mheads.data.splits import Data, Source
 from mheads.problems import Problem
@@ -102,10 +103,7 @@ DATASETS = {
             scale=1 / LEVELS,
         ),
         Dataset(
-            "diabetes",
-            "10 numbers of a patient, to predict one; 354 train / 88 test; built in",
-            read_diabetes,
-            (10,),
+            "diabetes", "10 numbers of a patient, to predict one; 354 train / 88 test; built in", read_diabetes, (10,)
         ),
         Dataset(
             "cifar10",
@@ -147,11 +145,7 @@ DATASETS = {
         ),
         Dataset("hdf5", "your HDF5 files, or text files that list some: path and test_path", read_hdf5, hdf5_shape),
         Dataset(
-            "lmdb",
-            "your LMDBs of Caffe's Datum messages: path and test_path",
-            read_lmdb,
-            lmdb_shape,
-            statistics=50_000,
+            "lmdb", "your LMDBs of Caffe's Datum messages: path and test_path", read_lmdb, lmdb_shape, statistics=50_000
         ),
     )
 }

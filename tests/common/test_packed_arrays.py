@@ -17,7 +17,7 @@ from mheads.common.errors import SpecialFileError, UserError
 from mheads.config import read as configs
 from mheads.data import sample_weights
 from mheads.data.detection import proposals
-from mheads.data.readers import image_list, npz, unlabelled
+from mheads.data.readers import hdf5, image_list, npz, unlabelled
 from mheads.suites import results
 from mheads.training.init_weights import read_weights
 
@@ -103,7 +103,7 @@ def test_arrays_in_hdf5_and_in_files_of_torch_count_as_well(tmp_path, monkeypatc
         with h5py.File(tmp_path / name, "w") as file:
             file.create_dataset(place, (10**7, 10**6), "f4", chunks=(1000, 1000), compression="gzip")
     with pytest.raises(UserError, match=r"x\.h5 has .* kB and would become 40 TB"):
-        image_list.read_hdf5(tmp_path / "x.h5", None, need_test=False)
+        hdf5.read_hdf5(tmp_path / "x.h5", None, need_test=False)
     with pytest.raises(UserError, match=r"caffemodel\.h5 has .* kB and would become 40 TB"):
         blobs.read(tmp_path / "w.caffemodel.h5")
     monkeypatch.setattr(packed_arrays, "ENOUGH", 10**5)
@@ -142,7 +142,7 @@ def test_arrays_read_as_numpy_reads_them(tmp_path):
         *((f"{reader}.npz", read) for reader, read in READERS.items()),
         ("rows.csv", unlabelled.read_csv),
         ("list.txt", lambda path: image_list.read_list(path, None, resize=8, **LIST)),
-        ("x.h5", lambda path: image_list.read_hdf5(path, None, need_test=False)),
+        ("x.h5", lambda path: hdf5.read_hdf5(path, None, need_test=False)),
         ("p.mat", lambda path: proposals.from_file(path, [])),
         ("w.pt", read_weights),
         ("w.safetensors", read_weights),

@@ -186,7 +186,9 @@ def _asked(run: Run, files: Sequence[Path], resize: bool) -> list[Asked]:
         if file.suffix.lower() in ARRAYS and not file.is_dir():
             flush()
             raw = as_raw_examples(read_examples(file, run), run.data)
-            asked.append(Asked(file, Unlabelled(raw, read_side_inputs(read_side(file), len(raw), run.data, str(file)))))
+            asked.append(
+                Asked(file, Unlabelled(raw, side=read_side_inputs(read_side(file), len(raw), run.data, str(file))))
+            )
             continue
         found = _images_in(file) if file.is_dir() else [file]
         for image in found:

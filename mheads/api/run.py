@@ -121,7 +121,7 @@ class Run:
     def outputs(self, x: Any, side: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor | None]:
         """Outputs [M, N, C] of raw examples, and weights [M, N] if members have scores."""
         raw = as_raw_examples(x, self.data)
-        examples, net = Unlabelled(raw, read_side_inputs(side, len(raw), self.data)), self._trained()
+        examples, net = Unlabelled(raw, side=read_side_inputs(side, len(raw), self.data)), self._trained()
         with closing(make_engine(self.config, net)) as engine, in_eval_mode([net]):
             return all_answers(engine, examples, self.data.inputs, self.data.problem)[:2]
 

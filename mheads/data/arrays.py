@@ -14,26 +14,44 @@ from PIL import Image
 
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
-from mheads.data.augmentation import crop_and_mirror, places
+from mheads.data.augmentation import augment, draw_places
 from mheads.data.readers.image_files import pixels_of
 from mheads.data.splits import SplitDefaults, TargetRows
 from mheads.data.targets import WAYS, as_float32
 from mheads.data.value_range import ValueRange, measure_range
 
 
-@dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
-class ArraySplit(SplitDefaults):
-    """Examples in one array, images [N, H, W, C], vectors [N, F] or tokens [N, T]; targets, and side inputs by name.
+@dataclass(frozen=True, eq=False, kw_only=True)  # arrays have no truth value to compare by
+class PaddedSplit(SplitDefaults):
+    """Examples with side inputs by name. `pad` and `mirror` say how images are augmented when they are read with seeds:
+    zeros around the raw image, a random crop of the original size, mirrored half of the time."""
 
-    `pad` and `mirror` say how images are augmented when they are read with seeds: zeros around the raw image,
-    a random crop of the original size, mirrored half of the time.
-    """
-
-    examples: np.ndarray
-    targets: np.ndarray
     pad: int = 0
     mirror: bool = False
     side: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        side = {name: torch.from_numpy(array[rows]) for name, array in self.side.items()}
+        return TargetRows(torch.from_numpy(self.targets[rows]), side)
+
+    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
+        free = (2 * self.pad, 2 * self.pad)
+        return torch.from_numpy(draw_places(seeds, free, self.mirror)) if self.pad or self.mirror else None
+
+    @property
+    def margin(self) -> int:
+        return self.pad
+
+    def without_augmentation(self) -> Self:
+        return replace(self, pad=0, mirror=False)
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySplit(PaddedSplit):
+    """Examples in one array, images [N, H, W, C], vectors [N, F] or tokens [N, T], and their targets."""
+
+    examples: np.ndarray
+    targets: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,22 +62,9 @@ class ArraySplit(SplitDefaults):
         """Raw examples [b, ...]: uint8 NHWC, float NCHW (a view of NHWC memory), vectors [b, F], or tokens [b, T]."""
         return augment(self.examples[rows], seeds, pad=self.pad, mirror=self.mirror)
 
-    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        return TargetRows(torch.from_numpy(self.targets[rows]), read_side(self.side, rows))
-
-    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        return augmentation_places(seeds, pad=self.pad, mirror=self.mirror)
-
-    @property
-    def margin(self) -> int:
-        return self.pad
-
     def part(self, rows: slice) -> Self:
         side = {name: array[rows] for name, array in self.side.items()}
         return replace(self, examples=self.examples[rows], targets=self.targets[rows], side=side)
-
-    def without_augmentation(self) -> Self:
-        return replace(self, pad=0, mirror=False)
 
     def survey(self, where: str) -> ValueRange:
         return measure_range(self.examples, where)
@@ -73,15 +78,14 @@ class ArraySplit(SplitDefaults):
 
 
 @dataclass(frozen=True, eq=False)
-class Unlabelled(SplitDefaults):
+class Unlabelled(PaddedSplit):
     """Raw examples without targets, as `Split.read` gives them: what a run predicts."""
 
     raw: torch.Tensor
-    side: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def targets(self) -> np.ndarray:
-        return np.zeros(len(self.raw))
+        return np.zeros(len(self.raw), np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,43 +94,18 @@ class Unlabelled(SplitDefaults):
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         return self.raw[rows]
 
-    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        return TargetRows(torch.zeros(len(rows)), read_side(self.side, rows))
-
-
-def read_side(side: Mapping[str, np.ndarray], rows: np.ndarray) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array[rows]) for name, array in side.items()}
-
-
-def augment(batch: np.ndarray, seeds: np.ndarray | None, *, pad: int, mirror: bool) -> torch.Tensor:
-    """Raw examples as `Split.read` gives them, from vectors [b, F] or images [b, H, W, C], which may be overwritten."""
-    if seeds is not None and (pad or mirror):
-        batch = crop_and_mirror(batch, np.asarray(seeds), pad=pad, mirror=mirror)
-    raw = torch.from_numpy(batch)
-    return raw.permute(0, 3, 1, 2) if raw.ndim == 4 and raw.is_floating_point() else raw
-
-
-def augmentation_places(seeds: np.ndarray, *, pad: int, mirror: bool) -> torch.Tensor | None:
-    """Where `augment` cuts, in the zero-padded image."""
-    if not (pad or mirror):
-        return None
-    return torch.from_numpy(np.stack(places(np.asarray(seeds), pad=pad, mirror=mirror), axis=1))
-
 
 def with_augmentation(split: Any, *, pad: int, mirror: bool, where: str) -> Any:
-    """The split with examples moved and mirrored in training; refuses that for examples that are not images."""
+    """The split with images moved and mirrored in training."""
     if pad < 0:
         raise UserError(f"{where}: data.pad is {pad}; it counts pixels, so give 0 or more")
-    if (pad or mirror) and len(split.shape) != 3:
-        raise UserError(
-            f"{where}: data.pad={pad} and data.mirror={mirror} are for images, but an example is {split.shape[0]}"
-            " numbers or tokens; leave both out"
-        )
-    if (pad or mirror) and split.targets.ndim == 3:
-        raise UserError(
-            f"{where}: data.pad={pad} and data.mirror={mirror} would move the images and not the classes of their "
-            "pixels; leave both out"
-        )
+    reason = ""
+    if len(split.shape) != 3:
+        reason = f"are for images, but an example is {split.shape[0]} numbers or tokens"
+    elif split.targets.ndim == 3:
+        reason = "would move the images and not the classes of their pixels"
+    if (pad or mirror) and reason:
+        raise UserError(f"{where}: data.pad={pad} and data.mirror={mirror} {reason}; leave both out")
     return replace(split, pad=pad, mirror=mirror)
 
 
@@ -149,20 +128,19 @@ def as_side(side: Any, count: int | None, where: str) -> dict[str, np.ndarray]:
         raise UserError(f"{where}: side inputs are a {type(side).__name__}; give a dict of arrays by name")
     if "counts" in side:
         raise UserError(f"{where}: side input 'counts': that name is taken; give it another")
-    found = {}
+    arrays = {}
     for name, values in side.items():
-        array = stack_arrays(values, f"{where}: side input {name!r}")
+        what = f"{where}: side input {name!r}"
+        array = stack_arrays(values, what)
         if array.dtype.kind not in "biuf":
-            raise UserError(f"{where}: side input {name!r} has dtype {array.dtype}; give numbers")
+            raise UserError(f"{what} has dtype {array.dtype}; give numbers")
         if count is not None and array.shape[:1] != (count,):
-            raise UserError(
-                f"{where}: side input {name!r} has shape {list(array.shape)} for {count} examples; give each one row"
-            )
+            raise UserError(f"{what} has shape {list(array.shape)} for {count} examples; give each one row")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise UserError(f"{where}: side input {name!r} holds NaN or infinity; take these rows out")
+            raise UserError(f"{what} holds NaN or infinity; take these rows out")
         dtype = np.dtype(np.float32) if array.dtype.kind == "f" else array.dtype.newbyteorder("=")
-        found[name] = np.ascontiguousarray(array, dtype)
-    return found
+        arrays[name] = np.ascontiguousarray(array, dtype)
+    return arrays
 
 
 def digest_side(digest: Any, side: Mapping[str, np.ndarray]) -> None:
@@ -185,14 +163,13 @@ def as_examples(examples: Any, where: str) -> np.ndarray:
             "give tokens, int64 [N, T]"
         )
     if x.ndim not in (2, 3, 4) or 0 in x.shape[1:]:
+        volumes = (
+            "; volumes go as vectors, x.reshape(len(x), -1), to a network that begins with "
+            f"nn.Unflatten(1, {tuple(x.shape[1:])})"
+        )
         raise UserError(
             f"{where} examples have shape {list(x.shape)}; give images [N, C, H, W] or [N, H, W], vectors [N, F], or "
-            "tokens, int64 [N, T]"
-            + (
-                f"; volumes go as vectors, x.reshape(len(x), -1), to a network that begins with nn.Unflatten(1, "
-                f"{tuple(x.shape[1:])})"
-            )
-            * (x.ndim == 5)
+            f"tokens, int64 [N, T]{volumes if x.ndim == 5 else ''}"
         )
     sides_alike = x.ndim == 4 and (x.shape[1] == x.shape[2] or x.dtype == np.uint8)
     if sides_alike and min(x.shape[1:3]) > 4 and x.shape[3] in (1, 3, 4):
@@ -242,27 +219,25 @@ def stack_arrays(values: Any, what: str) -> np.ndarray:
             f"{what} are of several sizes, or not arrays ({error}); make them all alike, so that they can be stacked"
         ) from error
     if array.dtype == object:
-        if array.size and all(isinstance(value, str) for value in array.flat):
-            return array.astype(str)
-        return _unboxed(array, what)
+        return _read_objects(array, what)
     if not array.dtype.isnative or any(step < 0 for step in array.strides):  # which torch does not take
         array = array.astype(array.dtype.newbyteorder("="), order="C")
     return array
 
 
-def _unboxed(array: np.ndarray, what: str) -> np.ndarray:
-    """The numbers of an array of objects, as tables of mixed columns are read."""
+def _read_objects(array: np.ndarray, what: str) -> np.ndarray:
+    """The names or numbers of an array of objects, as tables of mixed columns are read."""
     if array.ndim == 0:
         raise UserError(f"{what} are {short(array.item())}: give an array, a tensor, or a list of such")
     kinds = {type(value) for value in array.flat}
-    for number, dtype in ((numbers.Integral, np.int64), (numbers.Real, np.float64)):
-        if kinds and all(kind is not bool and issubclass(kind, number) for kind in kinds):
+    for kind, dtype in ((str, str), (numbers.Integral, np.int64), (numbers.Real, np.float64)):
+        if kinds and bool not in kinds and all(issubclass(each, kind) for each in kinds):
             return array.astype(dtype)
-    if any(issubclass(kind, np.ndarray | torch.Tensor | list | tuple) for kind in kinds):
+    if any(issubclass(each, np.ndarray | torch.Tensor | list | tuple) for each in kinds):
         raise UserError(f"{what} are an array of objects; stack equally sized arrays into one with numpy.stack")
     others = ((i, value) for i, value in np.ndenumerate(array) if value is True or not isinstance(value, numbers.Real))
-    place, found = next(others, ((), None))
+    place, value = next(others, ((), None))
     raise UserError(
-        f"{what} are objects, not numbers: at {list(place)} there is {short(found)}; encode names as numbers, one-hot "
+        f"{what} are objects, not numbers: at {list(place)} there is {short(value)}; encode names as numbers, one-hot "
         "for example, and fill what is missing"
     )

@@ -7,6 +7,7 @@ way changes no pixel.
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 
 def uniforms(seeds: np.ndarray, count: int) -> np.ndarray:
@@ -28,12 +29,20 @@ def _mix(bits: np.ndarray) -> np.ndarray:
     return mixed
 
 
+def augment(batch: np.ndarray, seeds: np.ndarray | None, *, pad: int, mirror: bool) -> torch.Tensor:
+    """Raw examples as `Split.read` gives them, from vectors [b, F] or images [b, H, W, C], which may be overwritten."""
+    if seeds is not None and (pad or mirror):
+        batch = crop_and_mirror(batch, np.asarray(seeds), pad=pad, mirror=mirror)
+    raw = torch.from_numpy(batch)
+    return raw.permute(0, 3, 1, 2) if raw.ndim == 4 and raw.is_floating_point() else raw
+
+
 def crop_and_mirror(images: np.ndarray, seeds: np.ndarray, *, pad: int, mirror: bool) -> np.ndarray:
     """Each image moved by up to `pad` pixels, zeros coming in at the edges, and mirrored half of the time.
 
     images: [b, H, W, C] of any dtype, owned by the caller and possibly overwritten; returns the same shape.
     """
-    down, right, flip = places(seeds, pad=pad, mirror=mirror)
+    down, right, flip = draw_places(seeds, (2 * pad, 2 * pad), mirror).T
     if pad:
         images = _shift(images, down, right, pad)
     if mirror:
@@ -42,10 +51,11 @@ def crop_and_mirror(images: np.ndarray, seeds: np.ndarray, *, pad: int, mirror: 
     return images
 
 
-def places(seeds: np.ndarray, *, pad: int, mirror: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How far down and right in the padded image each crop lies, 0 to 2 * pad, and whether it is mirrored."""
-    down, right, flip = uniforms(seeds, 3)
-    return (down * (2 * pad + 1)).astype(int), (right * (2 * pad + 1)).astype(int), (flip < 0.5) & mirror
+def draw_places(seeds: np.ndarray, free: tuple[int, int], mirror: bool) -> np.ndarray:
+    """How far down and right each crop lies, from 0 to `free`, and whether it is mirrored: int64 [b, 3]."""
+    *chances, flip = uniforms(np.asarray(seeds), 3)
+    moved = [(chance * (most + 1)).astype(int) for chance, most in zip(chances, free, strict=True)]
+    return np.stack([*moved, (flip < 0.5) & mirror], axis=1)
 
 
 def _shift(images: np.ndarray, down: np.ndarray, right: np.ndarray, pad: int) -> np.ndarray:

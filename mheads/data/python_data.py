@@ -26,16 +26,7 @@ from mheads.data.arrays import ArraySplit, as_side, as_split, with_augmentation
 from mheads.data.assembly import assemble
 from mheads.data.splits import Data
 from mheads.data.targets import pose_targets
-from mheads.data.torch_dataset import (
-    DatasetSplit,
-    Item,
-    item_of,
-    read_dataset,
-    repeatable,
-    same_names,
-    stack,
-    stack_side,
-)
+from mheads.data.torch_dataset import DatasetSplit, item_of, read_dataset, repeatable, same_names, stack, stack_side
 from mheads.problems import Problem
 
 FORMS = "(examples, labels), (examples, labels, {name: side input}), a list of pairs, a torch Dataset or a DataLoader"
@@ -66,10 +57,10 @@ def from_arrays(
     the sorted names of the training labels, or numbered up to the largest label. `weights` [N] say how much each
     training example counts. The other options are those of `load`.
     """
-    given = {"train": as_source(train, f"{name}: train")}
+    splits = {"train": as_source(train, f"{name}: train")}
     if test is not None:
-        given["test"] = as_source(test, f"{name}: test")
-    sources, solved = pose_targets(given, classes, "auto" if problem == "examples" else problem)
+        splits["test"] = as_source(test, f"{name}: test")
+    sources, solved = pose_targets(splits, classes, "auto" if problem == "examples" else problem)
     return assemble(
         name,
         with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
@@ -85,29 +76,28 @@ def from_arrays(
     )
 
 
-def as_source(given: Any, where: str) -> ArraySplit | DatasetSplit:
-    """A split of what the user gives; labels that are names stay names."""
-    if isinstance(given, DataLoader):
-        return _of_loader(given, where)
-    if isinstance(given, TensorDataset) and len(given.tensors) == 2:
-        return as_split(given.tensors[0], given.tensors[1], where)
-    if isinstance(given, IterableDataset):
-        return _stacked(_items(given, where), where)
-    if isinstance(given, tuple) and len(given) == 2:
-        return as_split(given[0], given[1], where)
-    if isinstance(given, tuple) and len(given) == 3 and isinstance(given[2], Mapping):
-        return as_split(given[0], given[1], where, given[2])
-    if isinstance(given, (list, tuple)):
-        if len(given) == 2 and not any(isinstance(part, tuple) for part in given):
-            return as_split(given[0], given[1], where)  # [examples, labels]
-        return _stacked(_items(given, where), where)
-    if isinstance(given, Dataset) or (hasattr(given, "__getitem__") and hasattr(given, "__len__")):
-        if isinstance(given, (np.ndarray, torch.Tensor, dict, str)):
-            raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
-        return read_dataset(given, where)
-    if isinstance(given, Iterable):
-        return _stacked(_items(given, where), where)
-    raise UserError(f"{where}: not a {type(given).__name__}; give {FORMS}")
+def as_source(examples: Any, where: str) -> ArraySplit | DatasetSplit:
+    """A split of what the user gives for examples; labels that are names stay names."""
+    if isinstance(examples, DataLoader):
+        return _read_loader(examples, where)
+    if isinstance(examples, TensorDataset) and len(examples.tensors) == 2:
+        return as_split(examples.tensors[0], examples.tensors[1], where)
+    if isinstance(examples, (list, tuple)):
+        if len(examples) == 2 and (
+            isinstance(examples, tuple) or not any(isinstance(part, tuple) for part in examples)
+        ):
+            return as_split(examples[0], examples[1], where)
+        if isinstance(examples, tuple) and len(examples) == 3 and isinstance(examples[2], Mapping):
+            return as_split(examples[0], examples[1], where, examples[2])
+        return _stack_items(examples, where)
+    readable = isinstance(examples, Dataset) or (hasattr(examples, "__getitem__") and hasattr(examples, "__len__"))
+    if isinstance(examples, (np.ndarray, torch.Tensor, dict, str)) or not (readable or isinstance(examples, Iterable)):
+        raise UserError(f"{where}: not a {type(examples).__name__}; give {FORMS}")
+    return (
+        read_dataset(examples, where)
+        if readable and not isinstance(examples, IterableDataset)
+        else _stack_items(examples, where)
+    )
 
 
 def read_arrays(
@@ -122,25 +112,28 @@ def read_arrays(
     Examples, targets and, after them, side inputs as `from_arrays` takes them; `where` names them in messages.
     """
     pairs = {"train": train, "test": test}
-    given = {part: as_split(x, y, f"{where}: {part}", *side) for part, (x, y, *side) in pairs.items()}
-    splits, solved = pose_targets(given, classes, problem)
+    splits = {part: as_split(x, y, f"{where}: {part}", *side) for part, (x, y, *side) in pairs.items()}
+    splits, solved = pose_targets(splits, classes, problem)
     return splits["train"], splits["test"], solved
 
 
-def _items(items: Iterable[Any], where: str) -> list[Item]:
+def _read_once(items: Iterable[Any], where: str) -> list[Any]:
+    """All items, drawn with the same seed each time, so that a resumed run sees the same."""
     with repeatable() as seed:
         seed(seeds.derive("stream"))
         kept = list(items)
     if not kept:
         raise UserError(f"{where}: there are no examples; give at least one")
-    return [item_of(kept, row, where) for row in range(len(kept))]
+    return kept
 
 
-def _stacked(items: Sequence[Item], where: str) -> ArraySplit:
+def _stack_items(examples: Iterable[Any], where: str) -> ArraySplit:
+    kept = _read_once(examples, where)
+    items = [item_of(kept, row, where) for row in range(len(kept))]
     return as_split(*stack(items, where), where, stack_side([item.side for item in items], where))
 
 
-def _of_loader(loader: DataLoader[Any], where: str) -> ArraySplit | DatasetSplit:
+def _read_loader(loader: DataLoader[Any], where: str) -> ArraySplit | DatasetSplit:
     """The loader's dataset if the loader gives each item once; else what the loader gives in one pass."""
     dataset, sampler = loader.dataset, loader.sampler
     if loader.batch_sampler is not None:  # batches, put together by collate_fn
@@ -157,17 +150,12 @@ def _of_loader(loader: DataLoader[Any], where: str) -> ArraySplit | DatasetSplit
             " give the dataset alone, and weights=[N] if some examples should count more"
         )
     if loader.batch_sampler is None:
-        return _stacked(_items(loader, where), where)
+        return _stack_items(loader, where)
     examples, labels, sides = [], [], []
-    with repeatable() as seed:  # a loader that shuffles must do so in the same way when the run is resumed
-        seed(seeds.derive("stream"))
-        batches = list(loader)
-    for row, batch in enumerate(batches):
+    for row, batch in enumerate(_read_once(loader, where)):
         x, y, side = item_of([batch], 0, f"{where} batch {row}")
         examples.append(x.numpy() if isinstance(x, torch.Tensor) else np.asarray(x))
         labels.append(y.numpy() if isinstance(y, torch.Tensor) else np.asarray(y))
         sides.append(as_side(side, len(labels[-1]), f"{where} batch {row}"))
-    if not examples:
-        raise UserError(f"{where}: there are no examples; give at least one")
     together = {name: np.concatenate([side[name] for side in sides]) for name in same_names(sides, where)}
     return as_split(np.concatenate(examples), np.concatenate(labels), where, together)

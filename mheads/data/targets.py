@@ -1,4 +1,4 @@
-"""What is to be learned, decided from the targets, or said by name where they alone do not decide."""
+"""What is to be learned, decided from the targets, or named by the user where they alone do not decide."""
 
 from __future__ import annotations
 
@@ -36,10 +36,8 @@ def pose_targets(splits: Splits, classes: Sequence[str] | None, problem: str = "
     names = None if classes is None else tuple(map(str, classes))
     if names is not None and len(set(names)) < len(names):
         raise UserError(f"classes {', '.join(names)}: a name is there twice; give each class its own")
-    targets = {key: split.targets for key, split in splits.items()}
-    found = {key: array for key, array in targets.items() if len(array)}
-    name = _look(found) if problem == "auto" else problem
-    known, solved = TARGET_KINDS[name](found, names)
+    targets = {key: split.targets for key, split in splits.items() if len(split.targets)}
+    known, solved = TARGET_KINDS[_look(targets) if problem == "auto" else problem](targets, names)
     empty = next(iter(known.values()), np.empty(0, np.int64))[:0]
     return {key: replace(split, targets=known.get(key, empty)) for key, split in splits.items()}, solved
 
@@ -58,9 +56,8 @@ def pose_numbers(train: S, test: S, problem: str, where: str) -> tuple[S, S, Pro
 
 
 def warn_of_flags(targets: np.ndarray, problem: Problem) -> None:
-    """Says that a single yes or no, given as 0.0 and 1.0, is learned as a number, since nobody said what it is."""
-    single = getattr(problem, "num_values", 0) == 1
-    if single and len(targets) and bool(np.isin(targets, (0, 1)).all()):
+    """Warns that a single yes or no, given as 0.0 and 1.0, is learned as a number, since the user named no problem."""
+    if getattr(problem, "num_values", 0) == 1 and len(targets) and _is_flags(targets):
         warn(
             "the labels are only 0 and 1, as floats, and are taken as numbers, with squared errors: "
             "data.problem=multilabel takes them as no and yes (problem='multilabel' in Python), "
@@ -70,69 +67,80 @@ def warn_of_flags(targets: np.ndarray, problem: Problem) -> None:
 
 def _look(targets: Arrays) -> str:
     """The problem that these targets look like."""
+    arrays = list(targets.values())
     kinds = {key: "floats" if array.dtype.kind == "f" else "classes" for key, array in targets.items()}
     if len(set(kinds.values())) > 1:
-        said = ", ".join(f"{key} labels are {kind}" for key, kind in kinds.items())
-        raise UserError(f"{said}: give all in the same way")
-    if all(array.ndim == 1 for array in targets.values()):
+        listed = ", ".join(f"{key} labels are {kind}" for key, kind in kinds.items())
+        raise UserError(f"{listed}: give all in the same way")
+    if all(array.ndim == 1 for array in arrays):
         return "classification"
-    if all(array.ndim == 3 and array.dtype.kind in "iu" for array in targets.values()):
+    if all(array.ndim == 3 and array.dtype.kind in "iu" for array in arrays):
         return "segmentation"
     floats = "floats" in kinds.values()
-    if floats or all(array.dtype == np.uint8 and array.ndim == 2 for array in targets.values()):
-        flags = [array.shape[1] > 1 and bool(np.isin(array, (0, 1)).all()) for array in targets.values()]
-        single = [flag and bool((a.sum(1) == 1).all()) for flag, a in zip(flags, targets.values(), strict=True)]
-        if all(flags) and not all(single):
+    if floats or all(array.dtype == np.uint8 and array.ndim == 2 for array in arrays):
+        flags = [array.shape[1] > 1 and _is_flags(array) for array in arrays]
+        one_hot = [flag and bool((array.sum(1) == 1).all()) for flag, array in zip(flags, arrays, strict=True)]
+        if all(flags) and not all(one_hot):
             return "multilabel"
-        if single[0]:
+        if one_hot[0]:
             raise UserError(
-                f"labels are one-hot rows of shape {list(next(iter(targets.values())).shape)}: they become class "
-                "numbers by y.argmax(1); or say what they are, data.problem=soft_labels or multilabel"
+                f"labels are one-hot rows of shape {list(arrays[0].shape)}: they become class numbers by y.argmax(1); "
+                "or say what they are, data.problem=soft_labels or multilabel"
             )
     if floats:
         return "regression"
-    if all(array.ndim == 2 and bool(np.isin(array, (0, 1)).all()) for array in targets.values()):
-        raise _other(targets, "if these are several labels, 0 and 1, say data.problem=multilabel")
-    raise _other(targets, f"give {WAYS}")
+    several = all(array.ndim == 2 and _is_flags(array) for array in arrays)
+    raise _other(
+        targets, "if these are several labels, 0 and 1, say data.problem=multilabel" if several else f"give {WAYS}"
+    )
+
+
+def _is_flags(array: np.ndarray) -> bool:
+    return bool(np.isin(array, (0, 1)).all())
+
+
+def _check_form(targets: Arrays, ndims: tuple[int, ...], kinds: str, ways: str, least: int = 0) -> None:
+    """Targets must have such axes and types, and at least so many columns."""
+    if any(
+        array.ndim not in ndims or array.dtype.kind not in kinds or (least and array.shape[1] < least)
+        for array in targets.values()
+    ):
+        raise _other(targets, ways)
+
+
+def _check_same_size(sizes: dict[str, Any], unit: str) -> Any:
+    """The size that the targets of all splits have."""
+    if len(set(sizes.values())) > 1:
+        listed = " and ".join(f"{size} {unit} in {key}" for key, size in sizes.items())
+        raise UserError(f"labels have {listed}; make them the same size")
+    return next(iter(sizes.values()), None)
 
 
 def _classification(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
-    if any(array.ndim != 1 or array.dtype.kind not in "iU" for array in targets.values()):
-        raise _other(targets, "for classification give class numbers as integers, or names, [N]")
-    targets, known = _numbered(targets, classes)
+    _check_form(targets, (1,), "iU", "for classification give class numbers as integers, or names, [N]")
+    targets, known = _number_classes(targets, classes)
     return targets, Classification(known)
 
 
 def _regression(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
     if classes is not None:
-        raise UserError(f"{', '.join(f'{key} labels are floats' for key in targets)} and classes are named: give all"
-                        " in the same way")  # fmt: skip
-    if any(array.ndim > 2 or array.dtype.kind not in "iuf" for array in targets.values()):
-        raise _other(targets, "for regression give numbers, [N] or [N, D]")
-    sizes = {key: array.reshape(len(array), -1).shape[1] for key, array in targets.items()}
-    if len(set(sizes.values())) > 1:
-        raise UserError(f"targets have {' and '.join(f'{n} numbers in {key}' for key, n in sizes.items())}")
-    found = {key: as_float32(array, key).reshape(len(array), -1) for key, array in targets.items()}
-    return found, Regression(next(iter(sizes.values()), 1))
+        labels = ", ".join(f"{key} labels are floats" for key in targets)
+        raise UserError(f"{labels} and classes are named: give all in the same way")
+    _check_form(targets, (1, 2), "iuf", "for regression give numbers, [N] or [N, D]")
+    numbers = {key: as_float32(array, key).reshape(len(array), -1) for key, array in targets.items()}
+    size = _check_same_size({key: array.shape[1] for key, array in numbers.items()}, "numbers")
+    return numbers, Regression(size or 1)
 
 
 def _rows_of_classes(name: str, make: Callable[[tuple[str, ...]], Problem]) -> Any:
     """Targets [N, C], a number for each class."""
-
-    least, said = (1, "[N, C]") if name == "multilabel" else (2, "[N, C] with two classes or more")
+    least, form = (1, "[N, C]") if name == "multilabel" else (2, "[N, C] with two classes or more")
 
     def pose(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
         if least == 1:  # a single yes or no
-            single = {key: a.ndim == 1 and bool(np.isin(a, (0, 1)).all()) for key, a in targets.items()}
-            targets = {key: array[:, None] if single[key] else array for key, array in targets.items()}
-        if any(
-            array.ndim != 2 or array.shape[1] < least or array.dtype.kind not in "iuf" for array in targets.values()
-        ):
-            raise _other(targets, f"for {name} give a number for each class, {said}")
-        sizes = {key: array.shape[1] for key, array in targets.items()}
-        count = next(iter(sizes.values()), 0)
-        if len(set(sizes.values())) > 1:
-            raise UserError(f"labels have {' and '.join(f'{n} classes in {key}' for key, n in sizes.items())}")
+            targets = {key: a[:, None] if a.ndim == 1 and _is_flags(a) else a for key, a in targets.items()}
+        _check_form(targets, (2,), "iuf", f"for {name} give a number for each class, {form}", least)
+        count = _check_same_size({key: array.shape[1] for key, array in targets.items()}, "classes") or 0
         if classes is not None and len(classes) != count:
             raise UserError(f"{len(classes)} classes are named, but labels have {count}: name each")
         return {key: as_float32(a, key) for key, a in targets.items()}, make(classes or tuple(map(str, range(count))))
@@ -141,18 +149,13 @@ def _rows_of_classes(name: str, make: Callable[[tuple[str, ...]], Problem]) -> A
 
 
 def _segmentation(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
-    if any(array.ndim != 3 or array.dtype.kind not in "iu" for array in targets.values()):
-        raise _other(targets, "for segmentation give a class for each pixel as integers, [N, H, W]")
-    sizes = {key: array.shape[1:] for key, array in targets.items()}
-    if len(set(sizes.values())) > 1:
-        said = " and ".join(f"{h} x {w} pixels in {key}" for key, (h, w) in sizes.items())
-        raise UserError(f"targets have {said}; make them the same size")
-    found = {key: np.where(a == 255, IGNORED, a.astype(np.int64)) for key, a in targets.items()}
-    largest = max((int(array.max()) for array in found.values()), default=-1)
-    known = classes or class_numbers(largest)
+    _check_form(targets, (3,), "iu", "for segmentation give a class for each pixel as integers, [N, H, W]")
+    _check_same_size({key: " x ".join(map(str, array.shape[1:])) for key, array in targets.items()}, "pixels")
+    pixels = {key: np.where(a == 255, IGNORED, a.astype(np.int64)) for key, a in targets.items()}
+    known = classes or class_numbers(max((int(array.max()) for array in pixels.values()), default=-1))
     if len(known) > 255:
         raise UserError(f"{len(known)} classes for pixels: 255 is for pixels that do not count, so give at most 255")
-    return found, Segmentation(known, next(iter(sizes.values()), (0, 0)))
+    return pixels, Segmentation(known, next((array.shape[1:] for array in pixels.values()), (0, 0)))
 
 
 TARGET_KINDS: dict[str, Callable[[Arrays, Classes], tuple[Arrays, Problem]]] = {
@@ -165,8 +168,8 @@ TARGET_KINDS: dict[str, Callable[[Arrays, Classes], tuple[Arrays, Problem]]] = {
 
 
 def as_float32(array: np.ndarray, where: str) -> np.ndarray:
-    """Numbers to be learned, in the precision in which they are; refuses to round away what tells them apart."""
-    with np.errstate(all="ignore"):  # what is not finite is refused later, by its place
+    """Numbers to be learned, in the precision in which they are; an error if rounding would make them alike."""
+    with np.errstate(all="ignore"):  # what is not finite is an error later, by its place
         rounded = np.ascontiguousarray(array, np.float32)
         if array.dtype.itemsize <= 4 or not array.size:
             return rounded
@@ -179,7 +182,7 @@ def as_float32(array: np.ndarray, where: str) -> np.ndarray:
         raise UserError(
             f"{where} labels are numbers like {array.reshape(len(array), -1)[0, column]:.17g}, learned in float32, "
             f"which rounds them by up to {off:.2g} where their standard deviation is {wide:.2g}: subtract their "
-            "mean, and divide by the deviation, before"
+            "mean, and divide by the standard deviation, before"
         )
     return rounded
 
@@ -195,28 +198,26 @@ def class_numbers(largest: int) -> tuple[str, ...]:
 
 
 def _other(targets: Arrays, ways: str) -> UserError:
-    said = ", ".join(f"{key} labels have dtype {a.dtype} and shape {list(a.shape)}" for key, a in targets.items())
-    return UserError(f"{said}; {ways}")
+    listed = ", ".join(f"{key} labels have dtype {a.dtype} and shape {list(a.shape)}" for key, a in targets.items())
+    return UserError(f"{listed}; {ways}")
 
 
-def _numbered(targets: Arrays, classes: Classes) -> tuple[Arrays, tuple[str, ...]]:
+def _number_classes(targets: Arrays, classes: Classes) -> tuple[Arrays, tuple[str, ...]]:
+    """Class numbers, by the place of a name in `classes`, or in the sorted names of training."""
     by_name = {key: array.dtype.kind == "U" for key, array in targets.items()}
     if not any(by_name.values()):
         largest = max((int(array.max()) for array in targets.values()), default=-1)
-        return targets, class_numbers(largest) if classes is None else tuple(map(str, classes))
+        return targets, class_numbers(largest) if classes is None else classes
     if not all(by_name.values()):
         kinds = ", ".join(f"{key} labels are {'names' if named else 'numbers'}" for key, named in by_name.items())
         raise UserError(f"{kinds}; give both in the same way")
     known = classes or tuple(sorted(set(targets["train"].tolist())))
     number = {name: i for i, name in enumerate(known)}
-    found = {}
     for key, array in targets.items():
-        names = array.tolist()
-        unknown = [row for row, name in enumerate(names) if name not in number]
-        if unknown:
+        unknown = np.flatnonzero([name not in number for name in array.tolist()])
+        if len(unknown):
             raise UserError(
-                f"{key}: example {unknown[0]} has the label {names[unknown[0]]!r}, which is none of the classes"
+                f"{key}: example {unknown[0]} has the label {str(array[unknown[0]])!r}, which is none of the classes"
                 f" {', '.join(known[:10])}{', ...' if len(known) > 10 else ''} ({len(unknown)} such labels)"
             )
-        found[key] = np.array([number[name] for name in names], np.int64)
-    return found, known
+    return {key: np.array([number[name] for name in a.tolist()], np.int64) for key, a in targets.items()}, known

@@ -1,5 +1,4 @@
-"""Torch datasets, read by row: anything with a length whose items are an example, its label and, if need be, side
-inputs."""
+"""Torch datasets, read by row: anything with a length whose items are an example, its label and maybe side inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -16,24 +15,16 @@ from PIL import Image
 
 from mheads.common import seeds as keyed
 from mheads.common.errors import UserError
-from mheads.data.arrays import (
-    as_examples,
-    as_side,
-    as_targets,
-    augment,
-    augmentation_places,
-    digest_side,
-    is_token,
-    read_side,
-)
+from mheads.data.arrays import PaddedSplit, as_examples, as_side, as_targets, digest_side, is_token
+from mheads.data.augmentation import augment
 from mheads.data.readers.image_files import UNREADABLE, pixels_of
-from mheads.data.splits import RowSubset, SplitDefaults, TargetRows
+from mheads.data.splits import RowSubset
 from mheads.data.value_range import ValueRange, measure_rows
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
-class DatasetSplit(SplitDefaults):
-    """Rows of a dataset, each made when it is read; `pad` and `mirror` as in `ArraySplit`.
+class DatasetSplit(PaddedSplit):
+    """Rows of a dataset, each made when it is read. Targets and side inputs, which are small, are kept.
 
     What the dataset draws from the generators of torch, numpy and random while it makes an item follows from the
     seed of that example, or from its row where there is none: random transforms are as repeatable as our own.
@@ -47,37 +38,23 @@ class DatasetSplit(SplitDefaults):
     lows: np.ndarray
     highs: np.ndarray
     digest: bytes
-    pad: int = 0
-    mirror: bool = False
     augment: bool = True
-    side: dict[str, np.ndarray] = field(default_factory=dict)  # kept: they are small beside the examples
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         seeds = seeds if self.augment else None
         keys = [keyed.derive("row", int(row)) for row in rows] if seeds is None else [int(seed) for seed in seeds]
+        items = []
         with repeatable() as seed:
-            items = [
-                _example(self.dataset, int(row), seed, key, self.where) for row, key in zip(rows, keys, strict=True)
-            ]
-        for row, item in zip(rows, items, strict=True):
-            _refuse_other(item, self.shape, self.dtype, f"{self.where} item {row}")
-        return augment(_stacked(items), seeds, pad=self.pad, mirror=self.mirror)
-
-    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        return TargetRows(torch.from_numpy(self.targets[rows]), read_side(self.side, rows))
-
-    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        return augmentation_places(seeds, pad=self.pad, mirror=self.mirror) if self.augment else None
-
-    @property
-    def margin(self) -> int:
-        return self.pad
+            for row, key in zip(np.asarray(rows).tolist(), keys, strict=True):
+                items.append(_read_example(self.dataset, row, seed, key, self.where))
+                check_alike(items[-1], self.shape, self.dtype, f"{self.where} item {row}")
+        return augment(_join(items), seeds, pad=self.pad, mirror=self.mirror)
 
     def part(self, rows: slice) -> RowSubset:
         return RowSubset(self, np.arange(len(self))[rows])
 
     def without_augmentation(self) -> Self:
-        return replace(self, augment=False)
+        return replace(self, augment=False, pad=0, mirror=False)
 
     def survey(self, where: str) -> ValueRange:
         return measure_rows(self.lows, self.highs, where)
@@ -88,42 +65,38 @@ class DatasetSplit(SplitDefaults):
 
 def read_dataset(dataset: Any, where: str) -> DatasetSplit:
     """The split of a dataset; looks at all items once, for labels, range and checksum."""
-    count = len(dataset)
-    if not count:
+    if not len(dataset):
         raise UserError(f"{where}: the dataset is empty; give one with at least one example")
-    labels, sides, digest = [], [], hashlib.sha256()
-    first: np.ndarray | None = None
-    lows = highs = np.empty(0)
+    labels, sides, lows, highs, digest = [], [], [], [], hashlib.sha256()
+    first = np.empty(0)
     with repeatable() as seed:
-        for row in range(count):
+        for row in range(len(dataset)):
             key = keyed.derive("row", row)
             seed(key)
             x, y, side = item_of(dataset, row, where)
-            array = as_array(x, f"{where} item {row}")
-            if first is None:
+            array, label = as_array(x, f"{where} item {row}"), as_label(y, f"{where} item {row}")
+            if row == 0:
                 first = array
-                lows, highs = np.empty((2, count), array.dtype)
-                _refuse_unrepeatable(dataset, seed, key, array, where)
-                _refuse_moved(dataset, seed, as_label(y, f"{where} item 0"), where)
-            _refuse_other(array, _seen_shape(first), first.dtype, f"{where} item {row}")
-            labels.append(as_label(y, f"{where} item {row}"))
+                check_repeatable(dataset, seed, key, array, label, where)
+            check_alike(array, _full_shape(first), first.dtype, f"{where} item {row}")
+            labels.append(label)
             sides.append(side)
-            lows[row], highs[row] = array.min(), array.max()
+            lows.append(array.min())
+            highs.append(array.max())
             digest.update(np.ascontiguousarray(array).data)
-    assert first is not None
-    as_examples(first[None], where)  # refuses what is not an example
+    as_examples(first[None], where)  # raises an error for what is no example
     digest.update(repr((first.shape, first.dtype.str)).encode())
-    known, given = as_targets(labels, where), stack_side(sides, where)
-    digest_side(digest, given)
-    shape, dtype = _seen_shape(first), first.dtype
-    return DatasetSplit(dataset, where, known, shape, dtype, lows, highs, digest.digest(), side=given)
+    targets, side = as_targets(labels, where), stack_side(sides, where)
+    digest_side(digest, side)
+    ranges = np.array(lows, first.dtype), np.array(highs, first.dtype)
+    return DatasetSplit(dataset, where, targets, _full_shape(first), first.dtype, *ranges, digest.digest(), side=side)
 
 
 def stack(items: Sequence[Item], where: str) -> tuple[np.ndarray, np.ndarray]:
     """Examples [N, ...] and labels [N] of items."""
     examples = [as_array(item.example, f"{where} item {row}") for row, item in enumerate(items)]
     for row, example in enumerate(examples):
-        _refuse_other(example, _seen_shape(examples[0]), examples[0].dtype, f"{where} item {row}")
+        check_alike(example, _full_shape(examples[0]), examples[0].dtype, f"{where} item {row}")
     labels = [as_label(item.label, f"{where} item {row}") for row, item in enumerate(items)]
     return np.stack(examples), as_targets(labels, where)
 
@@ -198,12 +171,12 @@ def as_label(y: Any, where: str) -> int | str | np.ndarray:
     return int(array.reshape(()))
 
 
-def _example(dataset: Any, row: int, seed: Any, key: int, where: str) -> np.ndarray:
+def _read_example(dataset: Any, row: int, seed: Any, key: int, where: str) -> np.ndarray:
     seed(key)
-    return as_array(item_of(dataset, row, where)[0], f"{where} item {row}")
+    return as_array(item_of(dataset, row, where).example, f"{where} item {row}")
 
 
-def _stacked(items: list[np.ndarray]) -> np.ndarray:
+def _join(items: list[np.ndarray]) -> np.ndarray:
     """[b, H, W, C], [b, F] or int64 [b, T], in memory of its own."""
     batch = np.stack([item[None] if item.ndim == 2 else item for item in items])
     if is_token(batch.dtype):
@@ -211,33 +184,29 @@ def _stacked(items: list[np.ndarray]) -> np.ndarray:
     return np.ascontiguousarray(batch.transpose(0, 2, 3, 1)) if batch.ndim == 4 else batch
 
 
-def _seen_shape(example: np.ndarray) -> tuple[int, ...]:
+def _full_shape(example: np.ndarray) -> tuple[int, ...]:
+    """The shape with channels, which grey images may come without."""
     return (1, *example.shape) if example.ndim == 2 else example.shape
 
 
-def _refuse_other(example: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, where: str) -> None:
-    if _seen_shape(example) != shape or example.dtype != dtype:
+def check_alike(example: np.ndarray, shape: tuple[int, ...], dtype: np.dtype, where: str) -> None:
+    if _full_shape(example) != shape or example.dtype != dtype:
         raise UserError(
             f"{where} is {example.dtype} of shape {list(example.shape)}, the first is {dtype} of {list(shape)};"
             " make them all alike, with a transform that resizes or converts"
         )
 
 
-def _refuse_unrepeatable(dataset: Any, seed: Any, key: int, before: np.ndarray, where: str) -> None:
-    """Refuses a dataset that gives other values for the same key: runs could not be resumed or compared."""
-    if not np.array_equal(_example(dataset, 0, seed, key, where), before, equal_nan=before.dtype.kind == "f"):
+def check_repeatable(dataset: Any, seed: Any, key: int, example: np.ndarray, label: Any, where: str) -> None:
+    """The same key must give the same example, or runs could not be resumed; and labels, which are read once, must not
+    change with random transforms."""
+    if not np.array_equal(_read_example(dataset, 0, seed, key, where), example, equal_nan=example.dtype.kind == "f"):
         raise UserError(
             f"{where} item 0 differs each time it is read, and not by the generators of torch, numpy or random, which"
             " follow the seed: let its transforms draw from these, or give list(dataset) to take the items as they are"
         )
-
-
-def _refuse_moved(dataset: Any, seed: Any, label: Any, where: str) -> None:
-    """Labels are read once: those that random transforms change along with the example would be wrong in training."""
-    if not isinstance(label, np.ndarray):
-        return
-    for key in range(8):
-        seed(keyed.derive("moved", key))
+    for attempt in range(8 if isinstance(label, np.ndarray) else 0):
+        seed(keyed.derive("moved", attempt))
         if not np.array_equal(as_label(item_of(dataset, 0, where).label, f"{where} item 0"), label):
             raise UserError(
                 f"{where} item 0 has another label each time it is read, by random transforms: labels are read once, "

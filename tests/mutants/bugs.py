@@ -545,8 +545,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "the last place of a crop is never taken",
-                    "(down * (2 * pad + 1)).astype(int)",
-                    "(down * (2 * pad)).astype(int)",
+                    "(chance * (most + 1)).astype(int)",
+                    "(chance * most).astype(int)",
                 ),
             ],
         ),

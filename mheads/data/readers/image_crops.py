@@ -14,7 +14,7 @@ import torch
 
 from mheads.common import seeds
 from mheads.common.errors import UserError
-from mheads.data.augmentation import uniforms
+from mheads.data.augmentation import draw_places, uniforms
 from mheads.data.splits import SplitDefaults
 
 
@@ -65,9 +65,7 @@ class CroppedSplit(SplitDefaults):
         """
         if not self.augment or not (self.mirror or any(self.free)):
             return None
-        down, right, flip = uniforms(np.asarray(seeds), 3)
-        moved = [(chance * (most + 1)).astype(int) for chance, most in zip((down, right), self.free, strict=True)]
-        return torch.from_numpy(np.stack([*moved, (flip < 0.5) & self.mirror], axis=1))
+        return torch.from_numpy(draw_places(seeds, self.free, self.mirror))
 
     def without_augmentation(self) -> Self:
         return replace(self, augment=False)

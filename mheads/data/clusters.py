@@ -27,13 +27,13 @@ def confusable(scores: Any, members: int, seed: int = 0) -> list[list[int]]:
     K-means on the columns of their covariance [C, C], as Hinton, Vinyals and Dean (2015) do. Every class is in one
     group, the groups may differ in size, and the one with the lowest class comes first. No labels are used.
     """
-    found = np.asarray(scores, np.float64)
-    if found.ndim != 2 or len(found) < 2 or not np.isfinite(found).all():
-        raise UserError(f"scores of shape {list(found.shape)}: give finite class scores [N, C] of 2 examples or more")
-    classes = found.shape[1]
+    values = np.asarray(scores, np.float64)
+    if values.ndim != 2 or len(values) < 2 or not np.isfinite(values).all():
+        raise UserError(f"scores of shape {list(values.shape)}: give finite class scores [N, C] of 2 examples or more")
+    classes = values.shape[1]
     if not 1 <= members <= classes:
         raise UserError(f"{members} members cannot share {classes} classes; train 1 to {classes} members")
-    columns = np.cov(found, rowvar=False).reshape(classes, classes)
+    columns = np.cov(values, rowvar=False).reshape(classes, classes)
     from sklearn.cluster import KMeans
 
     # The best of many starts, while there are few classes: each may end in another local optimum.
@@ -62,16 +62,16 @@ def input_distances(split: Split, preprocess: Preprocess, members: int, seed: in
     every, size = np.arange(len(split)), max(ROWS, members)
     with _alone():
         if len(split) * int(np.prod(split.shape)) <= LARGE:
-            found = np.concatenate(list(chunks(every)))
-            means = KMeans(members, n_init=10, random_state=_seed(seed, "inputs")).fit(found)
-            distances = [means.transform(found)]
+            inputs = np.concatenate(list(chunks(every)))
+            means = KMeans(members, n_init=10, random_state=_seed(seed, "inputs")).fit(inputs)
+            distances = [means.transform(inputs)]
         else:
             means = MiniBatchKMeans(members, n_init=10, random_state=_seed(seed, "inputs"))
             for epoch in range(PASSES):
-                for found in chunks(order(seed, epoch, len(split))):
-                    if len(found) >= members:  # the last one may be shorter
-                        means.partial_fit(found)
-            distances = [means.transform(found) for found in chunks(every)]
+                for inputs in chunks(order(seed, epoch, len(split))):
+                    if len(inputs) >= members:  # the last one may be shorter
+                        means.partial_fit(inputs)
+            distances = [means.transform(inputs) for inputs in chunks(every)]
     return torch.from_numpy(np.concatenate(distances).T.copy())
 
 
@@ -81,7 +81,7 @@ def _seed(seed: int, what: str) -> int:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Inside, k-means uses one thread, since the order of sums decides bits, and says nothing of equal examples."""
+    """Inside, k-means uses one thread, since the order of sums decides bits, and does not warn of equal examples."""
     from sklearn.exceptions import ConvergenceWarning
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn brings it
 

@@ -63,9 +63,9 @@ class Preprocess:
         if self.mean is not None and places is not None and self.has_mean_image:
             out.sub_(_at_places(self.mean, places, out))
         elif self.mean is not None:
-            flat.sub_(_spread(centre(self.mean, out), out))
+            flat.sub_(_flatten_like(centre(self.mean, out), out))
         if self.std is not None:
-            flat.div_(_spread(self.std, out))
+            flat.div_(_flatten_like(self.std, out))
         for i, (height, width) in enumerate(() if sizes is None else sizes.tolist()):
             out[i, height:] = 0
             out[i, :, width:] = 0
@@ -98,8 +98,8 @@ class Preprocess:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a run folder stores besides `scale` and `bgr`; `from_tensors` reads it back."""
-        found = {"mean": self.mean, "std": self.std}
-        return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
+        tensors = {"mean": self.mean, "std": self.std}
+        return {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], scale: float, bgr: bool = False) -> Self:
@@ -129,7 +129,7 @@ def _at_places(mean: torch.Tensor, places: torch.Tensor, out: torch.Tensor) -> t
     return torch.where(mirrored.bool()[:, None, None, None], under.flip(2), under)
 
 
-def _spread(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _flatten_like(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """(C, H, W), (C, 1, 1) or (F,) -> one flat row in the order of `out`, so that inner loops are long."""
     values = values.to(out.device, out.dtype)
     if values.ndim == 3:
@@ -181,6 +181,6 @@ def _per_channel(values: np.ndarray) -> np.ndarray:
 
 
 def _tensor(values: np.ndarray) -> torch.Tensor:
-    """(H, W, C) -> (C, H, W) whose memory stays channels-last, as `_spread` wants it."""
+    """(H, W, C) -> (C, H, W) whose memory stays channels-last, as `_flatten_like` wants it."""
     tensor = torch.from_numpy(values)
     return tensor.permute(2, 0, 1) if tensor.ndim == 3 else tensor

@@ -1,4 +1,4 @@
-"""The range of the raw examples that training saw, so that later ones are brought to it, or refused."""
+"""The range of the raw examples that training saw, so that later ones are converted to it, or raise an error."""
 
 from __future__ import annotations
 
@@ -21,34 +21,36 @@ class ValueRange:
     def __str__(self) -> str:
         return f"{'floats' if self.kind == 'float' else self.kind} from {self.low:g} to {self.high:g}"
 
-    def check(self, given: ValueRange, what: str) -> None:
-        """Refuses examples that cannot be brought to what training saw, and warns of values far from it.
+    def check(self, other: ValueRange, what: str) -> None:
+        """Raises an error for examples that cannot be converted to what training saw, and warns of values far from it.
 
         Trained on uint8: uint8, or floats that can be pixels. Trained on floats: floats, or uint8 if they were from 0
         to 1 (see `convert`). Trained on tokens: tokens of that range, since a network may not know others.
         """
-        said = f"{what}: {given}, but training saw {self}"
-        low, high = given.low, given.high
-        if given.kind != self.kind and "tokens" in (given.kind, self.kind):
-            raise UserError(f"{said}; give {'tokens, as int64' if self.kind == 'tokens' else 'uint8 or float32'}")
+        comparison = f"{what}: {other}, but training saw {self}"
+        low, high = other.low, other.high
+        if other.kind != self.kind and "tokens" in (other.kind, self.kind):
+            raise UserError(f"{comparison}; give {'tokens, as int64' if self.kind == 'tokens' else 'uint8 or float32'}")
         if self.kind == "tokens":
             if high > self.high:
-                raise UserError(f"{said}; nothing was learned of those above, so give others in their place")
+                raise UserError(f"{comparison}; nothing was learned of those above, so give others in their place")
             return
-        if given.kind == "float" and self.kind == "uint8":
+        if other.kind == "float" and self.kind == "uint8":
             if low < 0 or high > 255:
-                raise UserError(f"{said}; give the raw pixels, 0 to 255")
+                raise UserError(f"{comparison}; give the raw pixels, 0 to 255")
             if 0 < high <= 1 < self.high:
-                raise UserError(f"{said}; give the raw pixels, such as (x * {self.high:g}).round().astype('uint8')")
-        elif given.kind == "uint8" and self.kind == "float":
+                raise UserError(
+                    f"{comparison}; give the raw pixels, such as (x * {self.high:g}).round().astype('uint8')"
+                )
+        elif other.kind == "uint8" and self.kind == "float":
             if not self.from_zero_to_one:
-                raise UserError(f"{said}; bring them to that range as its training examples were, as float32")
+                raise UserError(f"{comparison}; bring them to that range as its training examples were, as float32")
             low, high = low / 255, high / 255
         width = max(self.high - self.low, 1e-12)
         far = low < self.low - width or high > self.high + width
         no_pixels = self.kind == "float" and self.low >= 0 and self.high >= 100 and 0 < high <= 1
         if far or no_pixels:
-            warn(f"{said}: answers so far from it mean little; scale them as in training")
+            warn(f"{comparison}: answers so far from it mean little; scale them as in training")
 
     def convert(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw examples as `Split.read` gives them; uint8 divided by 255 where training saw floats from 0 to 1."""
@@ -63,7 +65,7 @@ class ValueRange:
 
 
 def measure_range(examples: np.ndarray, where: str) -> ValueRange:
-    """Kind and range of examples [N, ...]; refuses NaN and infinity, and tokens below 0."""
+    """Kind and range of examples [N, ...]; raises an error for NaN, infinity and tokens below 0."""
     rows = examples.reshape(len(examples), int(np.prod(examples.shape[1:])))
     return measure_rows(rows.min(1), rows.max(1), where)
 

@@ -73,9 +73,8 @@ def building(target: Path) -> Iterator[Path]:
 def store(target: Path, content: bytes) -> None:
     """Writes a file of the cache that is whole or absent; others may write the same one at the same time."""
     with scratch(target) as work:
-        made = work / target.name
-        made.write_bytes(content)
-        made.replace(target)
+        (work / target.name).write_bytes(content)
+        (work / target.name).replace(target)
 
 
 @contextmanager
@@ -118,14 +117,14 @@ def _own(target: Path) -> str:
     return f".{target.name}-{platform.node()}@"
 
 
-def _is_abandoned(folder: Path, here: bool) -> bool:
-    """Whether the process that made the folder, on this host or another, is gone."""
+def _is_abandoned(folder: Path, own: bool) -> bool:
+    """Whether the process that made the folder, which ran on this host if it is its `own`, is gone."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        if here:
+        if own:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
@@ -150,8 +149,8 @@ def write_manifest(folder: Path, source: str) -> None:
 def sizes_match(folder: Path) -> bool:
     """Whether the files have the sizes that the manifest records; true where there is no manifest."""
     try:
-        recorded = _recorded(folder)
-        return all((folder / file).stat().st_size == entry["bytes"] for file, entry in recorded.items())
+        entries = _read_manifest(folder).items()
+        return all((folder / file).stat().st_size == entry["bytes"] for file, entry in entries)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -159,7 +158,7 @@ def sizes_match(folder: Path) -> bool:
 def read_verified(path: Path, remedy: str) -> bytes:
     """The bytes of a file, checked against the manifest beside it where there is one."""
     try:
-        entry = _recorded(path.parent).get(path.name)
+        entry = _read_manifest(path.parent).get(path.name)
         content = path.read_bytes()
         if entry is None:
             return content
@@ -173,12 +172,12 @@ def read_verified(path: Path, remedy: str) -> bytes:
     return content
 
 
-def _recorded(folder: Path) -> dict[str, dict[str, Any]]:
+def _read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """The manifest's entries by file name; none for files that the user put there."""
     manifest = folder / MANIFEST
     if not manifest.exists():
         return {}
-    found = from_json(manifest.read_bytes())["files"]
-    if not isinstance(found, dict):
-        raise TypeError(f"the files in {MANIFEST} are {found!r}")
-    return found
+    entries = from_json(manifest.read_bytes())["files"]
+    if not isinstance(entries, dict):
+        raise TypeError(f"the files in {MANIFEST} are {entries!r}")
+    return entries

@@ -120,11 +120,11 @@ def lmdb_shape(path: Path | None, crop: int | None) -> tuple[int, ...] | None:
     return size if crop is None else (size[0], crop, crop)
 
 
-def _list_datums(given: Path, crop: int | None, mirror: bool, channels: str) -> DatumSplit:
-    path = _file(given)
+def _list_datums(place: Path, crop: int | None, mirror: bool, channels: str) -> DatumSplit:
+    path = _file(place)
     size, floats = _first(path)
     if crop is not None and not 1 <= crop <= min(size[1:]):
-        raise UserError(f"data.crop is {crop}, but {given} holds {size[1]} x {size[2]}; give 1 to {min(size[1:])}")
+        raise UserError(f"data.crop is {crop}, but {place} holds {size[1]} x {size[2]}; give 1 to {min(size[1:])}")
     keys, labels = [], []
     with _transaction(path) as opened:
         for key, value in opened.cursor():

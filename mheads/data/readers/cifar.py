@@ -87,7 +87,7 @@ def read_cifar(layout: Layout, folder: Path) -> tuple[ArraySplit, ArraySplit, tu
     with ThreadPoolExecutor(2) as pool:  # checksums and copies release the interpreter
         parts = list(pool.map(lambda file: _read_records(layout, folder / file), layout.files))
     num_train = len(layout.train_files)
-    return _joined(parts[:num_train]), _joined(parts[num_train:]), _classes(layout, folder)
+    return _join(parts[:num_train]), _join(parts[num_train:]), _classes(layout, folder)
 
 
 def write_records(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
@@ -118,7 +118,7 @@ def _read_records(layout: Layout, path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([planes[:, 0], planes[:, 1], planes[:, 2]], axis=-1), labels
 
 
-def _joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> ArraySplit:
+def _join(parts: list[tuple[np.ndarray, np.ndarray]]) -> ArraySplit:
     images, labels = zip(*parts, strict=True)
     return ArraySplit(np.concatenate(images), np.concatenate(labels))
 

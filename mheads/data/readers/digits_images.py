@@ -18,9 +18,8 @@ def read_digits() -> tuple[ArraySplit, ArraySplit, Problem]:
     """
     from sklearn.datasets import load_digits  # slow to import, needed only here
 
-    found = load_digits()
-    images = found.images.astype(np.uint8)[..., None]
-    labels = found.target.astype(np.int64)
+    digits = load_digits()
+    images, labels = digits.images.astype(np.uint8)[..., None], digits.target.astype(np.int64)
     mixed = seeds.numpy_generator("digits", "split").permutation(len(labels))
     by_class = mixed[np.argsort(labels[mixed], kind="stable")]
     held_out = np.zeros(len(labels), bool)

@@ -16,7 +16,7 @@ from mheads.data.batches import Reader
 from mheads.data.detection.proposals import propose_regions
 from mheads.data.detection.regions import RegionSampling, RegionSplit, decode_image
 from mheads.data.detection.voc import Scene
-from mheads.data.readers.image_files import UNREADABLE, open_image
+from mheads.data.readers.image_files import open_image
 from mheads.problems import finds_objects
 from mheads.problems.average_precision import Truth
 from mheads.problems.detection import Detections
@@ -70,14 +70,9 @@ def find_objects(
 
 
 def _scene(path: Path, watch: Watcher) -> Scene:
-    try:
-        with open_image(path) as image:
-            width, height = image.size
-            turned = image.getexif().get(ORIENTATION, 1) != 1
-    except FileNotFoundError:
-        raise UserError(f"there is no image {path}") from None
-    except UNREADABLE as error:
-        raise UserError(f"{path} is no image that can be read ({error})") from error
+    with open_image(path) as image:
+        width, height = image.size
+        turned = image.getexif().get(ORIENTATION, 1) != 1
     if turned:
         watch.warn(f"{path} is to be turned, its camera says: objects are looked for as it is stored; save it upright")
     nothing = Truth(np.empty((0, 4)), np.empty(0, np.int64), np.empty(0, bool), width, height)

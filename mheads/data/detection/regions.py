@@ -18,7 +18,7 @@ from mheads.data.detection import proposals
 from mheads.data.detection.voc import CLASSES, Complaints, Scene, find_devkit, read_list, read_scenes
 from mheads.data.file_digests import digest_files
 from mheads.data.readers.image_crops import cores, run_in_threads
-from mheads.data.readers.image_files import UNREADABLE, eight_bits, open_image
+from mheads.data.readers.image_files import eight_bits, open_image
 from mheads.data.splits import SplitDefaults, TargetRows
 from mheads.problems import Detection, Problem
 from mheads.problems import boxes as box
@@ -171,12 +171,9 @@ class Squares:
 
 def decode_image(path: Path, size: tuple[int, int] | None = None) -> np.ndarray:
     """The pixels of an image, uint8 [H, W, 3], brought to (width, height)."""
-    try:
-        with open_image(path) as image:
-            pixels = eight_bits(image, grey=False)
-            return np.asarray(pixels if size is None else pixels.resize(size, Image.Resampling.BILINEAR))
-    except UNREADABLE as error:
-        raise UserError(f"{path} cannot be decoded ({error}); replace it, or take it out of the list") from error
+    with open_image(path) as image:
+        pixels = eight_bits(image, grey=False)
+        return np.asarray(pixels if size is None else pixels.resize(size, Image.Resampling.BILINEAR))
 
 
 def label_regions(

@@ -20,7 +20,7 @@ from mheads.common.errors import UserError, warn
 from mheads.data.file_digests import show_progress
 from mheads.data.readers.cache import cache_dir, store
 from mheads.data.readers.image_crops import run_in_threads
-from mheads.data.readers.image_files import SUFFIXES, UNREADABLE, eight_bits, open_image
+from mheads.data.readers.image_files import SUFFIXES, UnreadableError, eight_bits, open_image
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import Truth
 
@@ -146,8 +146,8 @@ def _size(path: Path) -> tuple[int, int] | str:
             image.draft("RGB", (1, 1))  # a JPEG at an eighth, which takes as many bytes and less time
             eight_bits(image, grey=False)
             return size
-    except UNREADABLE as error:
-        return f"cannot be decoded ({error})"
+    except UnreadableError as error:
+        return f"cannot be decoded ({error.__cause__})"
 
 
 def _truth(file: Path, size: tuple[int, int], classes: Sequence[str], complain: Complaints) -> Truth | None:

@@ -19,10 +19,12 @@ UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 class UnreadableError(UserError):
-    """A file that is no image, or a broken one."""
+    """A file that is no image, a broken one, or missing."""
 
     def __init__(self, path: Path, error: Exception) -> None:
-        super().__init__(f"{path} cannot be read as an image ({error}); replace it or take it out")
+        missing = isinstance(error, FileNotFoundError)
+        reason = f"{path} cannot be read as an image ({error}); replace it or take it out"
+        super().__init__(f"there is no image {path}" if missing else reason)
 
 
 def eight_bits(image: Image.Image, grey: bool) -> Image.Image:
@@ -46,24 +48,24 @@ def _check_range(image: Image.Image) -> None:
 
 @contextmanager
 def open_image(path: Path) -> Iterator[Image.Image]:
-    """The image in a file, while it is open."""
-    with open_file(path) as file, Image.open(file) as image:
-        yield image
+    """The image in a file, while it is open; raises an UnreadableError if it cannot be decoded."""
+    try:
+        with open_file(path) as file, Image.open(file) as image:
+            yield image
+    except UNREADABLE as error:
+        raise UnreadableError(path, error) from error
 
 
 def check_whole(path: Path) -> None:
     """Raises an error if a file is no image, or ends too early; one that ends as it should is not decoded for it."""
-    try:
-        with open_image(path) as image:
-            _check_range(image)
-            if (end := ENDS.get(image.format or "")) is not None:
-                with path.open("rb") as file:
-                    file.seek(max(0, path.stat().st_size - TAIL))
-                    if end in file.read():
-                        return
-            image.load()
-    except UNREADABLE as error:
-        raise UnreadableError(path, error) from error
+    with open_image(path) as image:
+        _check_range(image)
+        if (end := ENDS.get(image.format or "")) is not None:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - TAIL))
+                if end in file.read():
+                    return
+        image.load()
 
 
 def pixels_of(image: Image.Image) -> np.ndarray:
@@ -79,26 +81,23 @@ def read_crop(
 
     chance: down and right in [0, 1), which place the crop among the whole-pixel places that it has; None: the centre.
     """
-    try:
-        with open_image(path) as image:
-            ratio = resize / min(image.size)
-            width, height = (max(resize, round(side * ratio)) for side in image.size)
-            # JPEGs are decoded at the nearest larger eighth. The last reduced pixel may reach beyond the image: the box
-            # says how many reduced pixels, not always whole ones, the image has.
-            reduced = image.draft("L" if grey else "RGB", (width, height))
-            covered = image.size if reduced is None else reduced[1][2:]
-            places = (width - crop, height - crop)
-            if chance is None:
-                x, y = (most // 2 for most in places)  # as Caffe does
-            else:
-                x, y = (int(where * (most + 1)) for where, most in zip(reversed(chance), places, strict=True))
-            across, along = covered[0] / width, covered[1] / height
-            # Only the crop is resized, not the rest of the image; the filter still sees beyond its edges.
-            box = (x * across, y * along, (x + crop) * across, (y + crop) * along)
-            resized = eight_bits(image, grey).resize((crop, crop), Image.Resampling.BILINEAR, box=box)
-            return np.asarray(resized).reshape(crop, crop, -1)
-    except UNREADABLE as error:
-        raise UnreadableError(path, error) from error
+    with open_image(path) as image:
+        ratio = resize / min(image.size)
+        width, height = (max(resize, round(side * ratio)) for side in image.size)
+        # JPEGs are decoded at the nearest larger eighth. The last reduced pixel may reach beyond the image: the box
+        # says how many reduced pixels, not always whole ones, the image has.
+        reduced = image.draft("L" if grey else "RGB", (width, height))
+        covered = image.size if reduced is None else reduced[1][2:]
+        places = (width - crop, height - crop)
+        if chance is None:
+            x, y = (most // 2 for most in places)  # as Caffe does
+        else:
+            x, y = (int(where * (most + 1)) for where, most in zip(reversed(chance), places, strict=True))
+        across, along = covered[0] / width, covered[1] / height
+        # Only the crop is resized, not the rest of the image; the filter still sees beyond its edges.
+        box = (x * across, y * along, (x + crop) * across, (y + crop) * along)
+        resized = eight_bits(image, grey).resize((crop, crop), Image.Resampling.BILINEAR, box=box)
+        return np.asarray(resized).reshape(crop, crop, -1)
 
 
 def read_sized(file: Path, shape: tuple[int, ...], stretch: bool, where: str, levels: int = 255) -> np.ndarray:
@@ -121,8 +120,5 @@ def read_sized(file: Path, shape: tuple[int, ...], stretch: bool, where: str, le
 
 def read_whole(path: Path, grey: bool) -> Image.Image:
     """The image of a file in L or RGB, at its own size."""
-    try:
-        with open_image(path) as image:
-            return eight_bits(image, grey)
-    except UNREADABLE as error:
-        raise UnreadableError(path, error) from error
+    with open_image(path) as image:
+        return eight_bits(image, grey)

@@ -1,4 +1,9 @@
-"""Datasets, how they are fetched and cached, and which member learns from which example."""
+"""Datasets, how they are fetched and cached, and which member learns from which example.
+
+Read `splits.py` first: it says what a dataset is for the rest of the package. `catalog.py` lists the datasets by name,
+`readers/` reads them, `python_data.py` takes those of Python, and `assembly.py` makes `Data` of either. `batches.py`
+has what a training step works on, `resampling.py` the sample weights.
+"""
 
 from mheads.data.arrays import ArraySplit
 from mheads.data.catalog import DATASETS, load

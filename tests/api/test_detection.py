@@ -790,13 +790,13 @@ def test_proposals_of_the_release_are_read(scenes, tmp_path):
 def test_an_image_of_the_release_without_boxes_has_none(scenes, tmp_path):
     from scipy.io import savemat
 
-    from mheads.data.detection.proposals import from_file
+    from mheads.data.detection.proposals import read_proposals
 
     cells, names = np.empty(2, object), np.empty(2, object)
     cells[:], names[:] = [np.ones((1, 4)), np.empty((0, 0))], ["000000", "000001"]
     savemat(tmp_path / "few.mat", {"boxes": cells, "images": names})
     train = load_data(configs.load("fast_rcnn", keys(scenes))).train
-    assert [len(boxes) for boxes in from_file(tmp_path / "few.mat", train.scenes[:2])] == [1, 0]
+    assert [len(boxes) for boxes in read_proposals(tmp_path / "few.mat", train.scenes[:2])] == [1, 0]
 
 
 def test_selective_search_looks_at_the_pixels_as_they_are_stored(tmp_path, monkeypatch):

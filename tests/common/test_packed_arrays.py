@@ -41,7 +41,7 @@ READERS = {
     "predict": lambda path: unlabelled.read_array(path, ["x"]),
     "sampling.path": sample_weights.read_sample_weights,
     "teacher.answers": sample_weights.read_answers,
-    "proposals": lambda path: proposals.from_file(path, []),
+    "proposals": lambda path: proposals.read_proposals(path, []),
 }
 
 
@@ -85,7 +85,7 @@ def test_what_several_arrays_become_together_counts(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="would become 128 kB"):
             file["image3"]
     np.savez(path, **{f"image{i}": np.zeros((1000, 4)) for i in range(5)})  # it is as large on the disk
-    assert len(proposals.from_file(path, [])) == 0
+    assert len(proposals.read_proposals(path, [])) == 0
 
 
 def test_more_than_the_machine_holds_is_refused_though_it_is_on_the_disk(tmp_path, monkeypatch):
@@ -143,7 +143,7 @@ def test_arrays_read_as_numpy_reads_them(tmp_path):
         ("rows.csv", unlabelled.read_csv),
         ("list.txt", lambda path: image_list.read_list(path, None, resize=8, **LIST)),
         ("x.h5", lambda path: hdf5.read_hdf5(path, None, need_test=False)),
-        ("p.mat", lambda path: proposals.from_file(path, [])),
+        ("p.mat", lambda path: proposals.read_proposals(path, [])),
         ("w.pt", read_weights),
         ("w.safetensors", read_weights),
         ("w.caffemodel", blobs.read),

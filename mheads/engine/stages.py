@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mheads.common.modules import has_batch_statistics, trainable
 from mheads.common.nested_values import Value
 from mheads.engine import row_backward
+from mheads.engine.engine_options import EngineOptions
 from mheads.trees.tree_spec import Node
 from mheads.trees.treenet import TreeNet
 
@@ -22,7 +23,8 @@ from mheads.trees.treenet import TreeNet
 class StageFacts:
     """`known`: `row_backward.py` has all its layers. `mixing`: it needs whole batches. `sided`: it takes side inputs.
 
-    `threads`: how many its operations use in training, by `threads_of`.
+    `threads`: how many its operations use in training, by `threads_of`. `autocast`: the device and the precision that
+    its operations are cast to; None to leave them as they are.
     """
 
     module: nn.Module
@@ -31,21 +33,27 @@ class StageFacts:
     mixing: bool
     sided: bool
     threads: int
+    autocast: tuple[str, torch.dtype] | None
 
     @staticmethod
-    def of(stage: nn.Module, threads: int = 1) -> StageFacts:
+    def of(stage: nn.Module, threads: int = 1, autocast: tuple[str, torch.dtype] | None = None) -> StageFacts:
         sided = any(hasattr(module, "takes") for module in stage.modules())
         known, mixing = row_backward.supports(stage), has_batch_statistics(stage)
-        return StageFacts(stage, trainable(stage), known, mixing, sided, threads)
+        return StageFacts(stage, trainable(stage), known, mixing, sided, threads, autocast)
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """What the operations of the stage run in, forward and backward: its number of threads."""
+        """What the operations of the stage run in, forward and backward: its number of threads and its precision."""
         before = torch.get_num_threads()
         if before != self.threads:
             torch.set_num_threads(self.threads)
         try:
-            yield
+            if self.autocast is None:
+                yield
+            else:
+                # torch's cache of cast weights belongs to all threads, and whoever leaves autocast first clears it.
+                with torch.autocast(*self.autocast, cache_enabled=False):
+                    yield
         finally:
             if before != self.threads:
                 torch.set_num_threads(before)
@@ -75,10 +83,12 @@ def threads_of(net: TreeNet) -> dict[str, int]:
 class Stages:
     """The stages of a tree that are here, by name, and what is known of the tree."""
 
-    def __init__(self, net: TreeNet) -> None:
+    def __init__(self, net: TreeNet, options: EngineOptions) -> None:
         self.net, self.tree = net, net.tree
         threads = threads_of(net)
-        self.facts = {name: StageFacts.of(net.stage(name), threads[name]) for name in net.stages}
+        lower = options.precision != torch.float32
+        autocast = (options.device.type, options.precision) if lower else None
+        self.facts = {name: StageFacts.of(net.stage(name), threads[name], autocast) for name in net.stages}
         self._evaluating = {name: replace(facts, threads=1) for name, facts in self.facts.items()}
         self.roots = [root for root in net.tree.roots if root.name in self.facts]
         self.statistics = bool(net.batch_statistics_layers())

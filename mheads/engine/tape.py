@@ -1,8 +1,8 @@
 """Tapes: one forward of a stage on a micro-batch, recorded so that it can be taken back once.
 
-`output` carries no graph. `backward` turns its gradient into those of the input (None if it is not wanted) and of the
-stage's parameters, and frees what was kept. `learn`, where given, is a mask over the rows that says where the gradient
-is not zero; a tape may leave out the others.
+`output` carries no graph, and has the precision that the stage computes in. `backward` turns its gradient into those of
+the input (None if it is not wanted) and of the stage's parameters, and frees what was kept. `learn`, where given, is a
+mask over the rows that says where the gradient is not zero; a tape may leave out the others.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class AutogradTape:
     def backward(self, d_output: Value, learn: Tensor | None = None) -> tuple[Value | None, Gradients]:
         graph, self._graph = self._graph, None
         pairs = [
-            (y, canonical(d))
+            (y, canonical(d.to(y.dtype)))
             for y, d in zip(nested_values.leaves(graph), nested_values.leaves(d_output), strict=True)
             if y.requires_grad
         ]
@@ -151,6 +151,7 @@ class SlicedTape:
     def backward(self, d_output: Tensor, learn: Tensor | None = None) -> tuple[Tensor | None, Gradients]:
         rows = None if learn is None else Rows.where(learn)
         with torch.no_grad(), self.stage.context():
+            d_output = d_output.to(self.output.dtype)
             d = canonical(d_output) if rows is None else rows.take_gradient(d_output)
             d_input, learned = row_backward.backward(self._backwards, d, rows, self.input_gradient)
         # By identity: parameters may stand in any order in their layer, and it may hold some that it does not use.

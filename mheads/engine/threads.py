@@ -171,7 +171,7 @@ class ThreadsEngine:
         self.options = options
         self.net = net.to(options.device)
         self.workers = Workers(options.workers)
-        self.stages = Stages(net)
+        self.stages = Stages(net, options)
         self.asked_to_stop = 0  # the signal that did
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:

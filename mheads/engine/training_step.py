@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -225,7 +226,9 @@ class TrainingStep:
         batch = self.batches[i]
         which = slice(None) if member is None else slice(member, member + 1)
         with torch.enable_grad():
-            stacked = nested_values.map_leaves(_together, *outputs)
+            stacked = nested_values.map_leaves(
+                lambda *members: stack_members(self.dtype, *members).detach().requires_grad_(), *outputs
+            )
             value = self.loss(
                 stacked,
                 batch.targets,
@@ -295,16 +298,17 @@ class ForwardPass:
         if complete:
             parts = [self._outputs[m] for m in range(self.stages.tree.num_members)]
             self._outputs = {}
-            self.outputs = nested_values.map_leaves(lambda *ts: torch.stack(ts), *parts)
+            self.outputs = nested_values.map_leaves(partial(stack_members, self.stages.net.dtype), *parts)
 
 
-def _together(*members: Tensor) -> Tensor:
-    """The outputs of members, M first, where a gradient begins."""
-    return (members[0].unsqueeze(0).detach() if len(members) == 1 else torch.stack(members)).requires_grad_()
+def stack_members(dtype: torch.dtype, *members: Tensor) -> Tensor:
+    """The outputs of members, M first, in the precision of the loss."""
+    return (members[0].unsqueeze(0) if len(members) == 1 else torch.stack(members)).to(dtype)
 
 
 def add_in_order(*terms: Tensor) -> Tensor:
-    total = terms[0]
+    """The sum, of bfloat16 in float32; the stage that gets it rounds it once."""
+    total = terms[0].float() if terms[0].dtype == torch.bfloat16 else terms[0]
     for term in terms[1:]:
         total = total + term
     return total

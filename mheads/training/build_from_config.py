@@ -19,7 +19,8 @@ from mheads import data as datasets
 from mheads import networks
 from mheads.common import fingerprint, safe_yaml
 from mheads.common.device import default_workers, resolve
-from mheads.common.errors import UserError, named
+from mheads.common.errors import UserError, named, warn
+from mheads.common.precision import PRECISIONS, reason_against
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.engine.engine_options import EngineOptions
@@ -228,14 +229,18 @@ def make_engine(config: Config, net: TreeNet, loss: Loss | None = None) -> Threa
 def make_engine_options(
     config: Config, net: TreeNet, device: torch.device, cores: int, loss: Loss | None = None
 ) -> EngineOptions:
-    """What the config says of the engine, every `auto` decided."""
-    workers = config.engine.workers
+    """What the config says of the engine, every `auto` decided; to train, it is given the loss."""
+    workers, precision = config.engine.workers, config.precision
+    if loss is None and (reason := reason_against(precision, device)):
+        warn(f"this run computes in {precision}, and here in float32, so that its outputs differ a little: {reason}")
+        precision = "float32"
     return EngineOptions(
         workers=default_workers(device, cores) if workers == "auto" else workers,
         micro_batches=count_micro_batches(config, net, loss),
         seed=config.seed,
         accumulate=config.optim.accumulate,
         device=device,
+        precision=PRECISIONS[precision],
     )
 
 

@@ -14,6 +14,7 @@ from mheads import data as datasets
 from mheads.common import fingerprint
 from mheads.common.device import refuse_beyond_memory, resolve
 from mheads.common.errors import UserError
+from mheads.common.precision import check_precision
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.batches import Batches, BatchStream
@@ -126,6 +127,7 @@ def assemble_experiment(
     `array` are the sample weights [M, N] of `sampling: array`; `clusters` is what `cluster_classes` returned, if it was
     called; `answers` [N, C] are the teacher's, where they are not in the file of `teacher.answers`.
     """
+    check_precision(config.precision, resolve(config.device), net.dtype)
     if config.log.tensorboard:
         tensorboard.require()
     checks.check_test_examples(data)

@@ -214,7 +214,7 @@ def test_no_bit_depends_on_the_order_in_which_tasks_are_done(name, tree, dtype):
     engine = ThreadsEngine(net, EngineOptions(2, 1))
     ((outputs, _),) = engine.outputs([lambda: batch])
     engine.close()
-    stages = Stages(net)
+    stages = Stages(net, EngineOptions(1, 5))
     for seed in range(8):
         net.train()
         gradients, found = stages.gradients(), []

@@ -19,9 +19,9 @@ from benchmarks.measure import Times, interleave
 from benchmarks.ranks import RANKS, Case, RemoteRanks
 from mheads import losses
 from mheads.distributed.placement import Placement, default
-from mheads.distributed.planning.job import Cluster
-from mheads.distributed.planning.loads import StageLoad
-from mheads.distributed.planning.search import Prediction, auto, predict, traffic
+from mheads.distributed.step_time.placement_search import Prediction, auto, predict, traffic
+from mheads.distributed.step_time.stage_loads import StageLoad
+from mheads.distributed.step_time.workload import Cluster
 
 Progress = Callable[[int, int], None]
 TRANSFERS = 20
@@ -74,7 +74,7 @@ def share_layer(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
     times = interleave({"step": ranks.step, "bare": partial(ranks.step, payload=False)}, rounds, _nobody)
     loads = best_loads(loads, case.loads())
     without_update = {name: replace(load, update=0.0) for name, load in loads.items()}
-    (edge,) = traffic(case.job, loads, placement)
+    (edge,) = traffic(case.workload, loads, placement)
     transfer = Times([ranks.transfer(edge, case) for _ in range(TRANSFERS)])
     return {
         "network": case.model,
@@ -97,7 +97,7 @@ def beside_threads(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any
     from benchmarks.ours import Ours
 
     loads = case.loads()
-    chosen = auto(case.job, Cluster(RANKS, 1, ranks.bandwidth), loads)  # as training chooses
+    chosen = auto(case.workload, Cluster(RANKS, 1, ranks.bandwidth), loads)  # as training chooses
     placements = {"auto": chosen, "default": default(case.tree, RANKS, case.micro_batches)}
     threads = Ours({case.split: case.members}, losses.independent(), RANKS, case.rows, case.micro_batches)
     with closing(threads), closing(RemoteRanks()) as others:
@@ -157,7 +157,7 @@ def best_loads(*turns: Mapping[str, StageLoad]) -> dict[str, StageLoad]:
 
 def prediction(case: Case, loads: Mapping[str, StageLoad], placement: Placement, ranks: RemoteRanks) -> Prediction:
     """What `mheads plan` predicts with the bandwidth and the latency between these ranks."""
-    return predict(case.job, Cluster(RANKS, 1, ranks.bandwidth, ranks.latency(case)), loads, placement)
+    return predict(case.workload, Cluster(RANKS, 1, ranks.bandwidth, ranks.latency(case)), loads, placement)
 
 
 def compare(found: Prediction, step: Times) -> dict[str, float]:

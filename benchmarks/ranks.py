@@ -20,9 +20,9 @@ from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.distributed.launcher import Launch
 from mheads.distributed.placement import Placement
-from mheads.distributed.planning.job import Job
-from mheads.distributed.planning.loads import StageLoad, measured_loads
-from mheads.distributed.planning.search import Edge
+from mheads.distributed.step_time.placement_search import Edge
+from mheads.distributed.step_time.stage_loads import StageLoad, measured_loads
+from mheads.distributed.step_time.workload import Workload
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.training_step import cuts
 from mheads.networks import INPUT_SHAPES, NETWORKS
@@ -49,8 +49,8 @@ class Case:
         return parse({self.split: self.members}, layers, self.members, self.model)
 
     @property
-    def job(self) -> Job:
-        return Job(self.tree, self.rows, self.micro_batches, separable=True)
+    def workload(self) -> Workload:
+        return Workload(self.tree, self.rows, self.micro_batches, separable=True)
 
     def batch(self) -> Batch:
         generator = torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ class Case:
     def loads(self) -> dict[str, StageLoad]:
         """What the stages take on this machine, as `mheads plan` measures them."""
         net = TreeNet(NETWORKS[self.model], tree={self.split: self.members}, only=())
-        return measured_loads(self.job, net, torch.zeros(1, *INPUT_SHAPES[self.model]))
+        return measured_loads(self.workload, net, torch.zeros(1, *INPUT_SHAPES[self.model]))
 
 
 class RemoteRanks:
@@ -126,7 +126,7 @@ class RemoteRanks:
 def _serve(pipe: Connection, launch: Launch) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
-    from mheads.distributed.world import World
+    from mheads.distributed.process_group import World
 
     world = World(launch)
     world.watch.timeout = 3600.0  # others are timed between two steps: a long wait is not a fault
@@ -163,7 +163,7 @@ class _Rank:
 
     def build(self, case: Case, placement: Placement, update: bool) -> None:
         from benchmarks.ours import optimizer
-        from mheads.distributed.ranks import RanksEngine
+        from mheads.distributed.ranks_engine import RanksEngine
 
         self.close()
         owned = placement.owned(self.world.rank)

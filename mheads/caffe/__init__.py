@@ -2,6 +2,6 @@
 
     mheads train NET.prototxt --solver SOLVER.prototxt
 
-`prototxt.py` reads, `wiring.py` says which layer feeds which on which rank, `layers/` makes the modules, `network.py`
-puts them together, `solver.py` and `convert.py` turn the rest into a config.
+`prototxt.py` reads a specification, `layer_graph.py` finds which layer feeds which on which rank, `layers/` makes the
+modules, `network.py` puts them together, `solver.py` and `convert.py` turn the rest into a config.
 """

@@ -14,10 +14,10 @@ import yaml
 
 from mheads.caffe import objective, solver
 from mheads.caffe.data_sources import apart, data_of, fit_data, read_by, shape_of, tested_by, unread
-from mheads.caffe.layers.maker import Shape
-from mheads.caffe.learned_part import Plan
+from mheads.caffe.layers.layer_modules import Shape
 from mheads.caffe.member_trees import plan_of
-from mheads.caffe.prototxt import Layer, is_solver, read_net, read_solver
+from mheads.caffe.net_plan import NetPlan
+from mheads.caffe.prototxt import CaffeLayer, is_solver, read_net, read_solver
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.config import read as configs
@@ -117,7 +117,7 @@ def _state(state: Any) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value}
 
 
-def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]) -> None:
+def _add_losses(tree: dict[str, Any], plan: NetPlan, shape: Shape, notes: list[str]) -> None:
     """The loss of the config: the net's own, or the one that the user names over the net's own."""
     built, outputs = plan.build(shape)
     shapes = [built.shapes[blob] for blob in outputs]
@@ -161,7 +161,7 @@ def _add_losses(tree: dict[str, Any], plan: Plan, shape: Shape, notes: list[str]
     tree["loss"] |= said
 
 
-def _note_accuracies(tree: dict[str, Any], plan: Plan, classes: dict[str, int], notes: list[str]) -> None:
+def _note_accuracies(tree: dict[str, Any], plan: NetPlan, classes: dict[str, int], notes: list[str]) -> None:
     for layer in plan.graph.net.layers:
         k = layer.message.accuracy_param.top_k
         if layer.type != "Accuracy" or k == 1:
@@ -174,7 +174,7 @@ def _note_accuracies(tree: dict[str, Any], plan: Plan, classes: dict[str, int], 
             )
 
 
-def _mix_losses(said: dict[str, Any], plan: Plan, base_loss: dict[str, Any], notes: list[str]) -> None:
+def _mix_losses(said: dict[str, Any], plan: NetPlan, base_loss: dict[str, Any], notes: list[str]) -> None:
     """Makes a loss that the user names one over the net's own, if it takes one for each example."""
     if (
         not base_loss or "base_loss" in said or plan.combine == "probabilities"
@@ -188,7 +188,7 @@ def _mix_losses(said: dict[str, Any], plan: Plan, base_loss: dict[str, Any], not
     notes.append(f"loss.name={name} says itself what an example costs: the net's losses ({own}) are left out")
 
 
-def _note_zeros(plan: Plan, notes: list[str]) -> None:
+def _note_zeros(plan: NetPlan, notes: list[str]) -> None:
     """Deployed nets and those to be fine-tuned have no fillers: Caffe's own is zero, with which nothing is learned."""
     zero = list(dict.fromkeys(step.layer.name for step in plan.steps if _starts_at_zero(step.layer)))
     if zero:
@@ -198,12 +198,12 @@ def _note_zeros(plan: Plan, notes: list[str]) -> None:
         )
 
 
-def _starts_at_zero(layer: Layer) -> bool:
+def _starts_at_zero(layer: CaffeLayer) -> bool:
     parameter = FILLED.get(layer.type)
     return parameter is not None and not getattr(layer.message, parameter).HasField("weight_filler")
 
 
-def _note_tree(plan: Plan, notes: list[str]) -> None:
+def _note_tree(plan: NetPlan, notes: list[str]) -> None:
     ranks = len(plan.graph.ranks)
     if ranks == 1:
         return

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mheads.caffe.layers.maker import Shape
-from mheads.caffe.learned_part import Plan
+from mheads.caffe.layer_graph import TEST, NetState, is_data, ranks_of, world_of
+from mheads.caffe.layers.layer_modules import Shape
+from mheads.caffe.net_plan import NetPlan
 from mheads.caffe.network import checked_shape
-from mheads.caffe.prototxt import Layer, Net
-from mheads.caffe.wiring import TEST, State, is_data, ranks_of, world_of
+from mheads.caffe.prototxt import CaffeLayer, Net
 from mheads.data import DATASETS
 from mheads.data.readers.caffe_lmdb import lmdb_shape
 
@@ -27,7 +27,7 @@ REQUEST = (
 )
 
 
-def read_by(plan: Plan) -> list[Layer]:
+def read_by(plan: NetPlan) -> list[CaffeLayer]:
     """The layers that the network's examples come from: one, unless ranks have their own."""
     name = plan.inputs[0].name
     found = [plan.graph.last[plan.inputs[0]].layer]
@@ -35,15 +35,15 @@ def read_by(plan: Plan) -> list[Layer]:
     return list({id(layer): layer for layer in found}.values())
 
 
-def tested_by(net: Net, plan: Plan, stages: Sequence[str] = (), level: int = 0) -> Layer | None:
+def tested_by(net: Net, plan: NetPlan, stages: Sequence[str] = (), level: int = 0) -> CaffeLayer | None:
     """The data layer of the phase TEST: of several, the one that makes the blob that the network reads."""
-    state, world = State(TEST, frozenset((*net.state.stage, *stages)), level or net.state.level), world_of(net)
+    state, world = NetState(TEST, frozenset((*net.state.stage, *stages)), level or net.state.level), world_of(net)
     found = [layer for layer in net.layers if is_data(layer) and ranks_of(layer, state, world)]
     named = [layer for layer in found if plan.inputs[0].name in layer.tops]
     return next(iter(named or found), None)
 
 
-def apart(plan: Plan) -> str | None:
+def apart(plan: NetPlan) -> str | None:
     """What keeps the net's own data from being read as one set of examples with their labels, if anything does."""
     made = plan.graph.last
     first, *others = read_by(plan)
@@ -68,7 +68,9 @@ def apart(plan: Plan) -> str | None:
     return None
 
 
-def data_of(layer: Layer, testing: Layer | None, plan: Plan, notes: list[str]) -> tuple[dict[str, Any], int | None]:
+def data_of(
+    layer: CaffeLayer, testing: CaffeLayer | None, plan: NetPlan, notes: list[str]
+) -> tuple[dict[str, Any], int | None]:
     """The `data` section as far as the net says it, and the size of a batch."""
     transform = layer.message.transform_param
     found: dict[str, Any] = {"scale": transform.scale}
@@ -97,14 +99,14 @@ def data_of(layer: Layer, testing: Layer | None, plan: Plan, notes: list[str]) -
     return found, _batch_size(layer) or None
 
 
-def problem_of(plan: Plan) -> str | None:
+def problem_of(plan: NetPlan) -> str | None:
     """What the targets are by the loss that looks at the answer; None where they say it themselves."""
     terms = [term for term in plan.terms if plan.outputs[0] in term.inputs]
     labelled = [term for term in terms if term.label is not None]
     return PROBLEMS.get(labelled[-1].step.layer.type) if labelled else None
 
 
-def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], plan: Plan, notes: list[str]) -> None:
+def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], plan: NetPlan, notes: list[str]) -> None:
     """Leaves out what the net said of its own data, where others are taken or nobody asks for it."""
     entry = DATASETS.get(str(data.get("name")))
     for key in ("path", "test_path", "arrays", "root", "resize", "grey", "channels"):
@@ -120,7 +122,7 @@ def fit_data(data: dict[str, Any], said: dict[str, Any], given: set[str], plan: 
         notes.append("its losses look at no labels: what is measured is how well it gives the examples back")
 
 
-def _arrays(layer: Layer, plan: Plan) -> list[str]:
+def _arrays(layer: CaffeLayer, plan: NetPlan) -> list[str]:
     """The arrays of examples and of targets, which Caffe finds by the names of tops."""
     name = plan.inputs[0].name
     labels = [term.label.name for term in plan.terms if term.label is not None]
@@ -129,7 +131,7 @@ def _arrays(layer: Layer, plan: Plan) -> list[str]:
     return [name, labels[0] if labels else name]  # nothing but the examples: these are what is learned
 
 
-def _resized(layer: Layer, notes: list[str]) -> dict[str, Any]:
+def _resized(layer: CaffeLayer, notes: list[str]) -> dict[str, Any]:
     """How images of a list are read."""
     p, found = layer.message.image_data_param, {}
     if p.root_folder:
@@ -150,7 +152,7 @@ def _resized(layer: Layer, notes: list[str]) -> dict[str, Any]:
     return found
 
 
-def _is_there(layer: Layer) -> bool:
+def _is_there(layer: CaffeLayer) -> bool:
     """Whether what the layer reads is there, and can be read."""
     source = Path(_source(layer))
     if layer.type == "Data":
@@ -158,7 +160,7 @@ def _is_there(layer: Layer) -> bool:
     return layer.type in READ and source.is_file()
 
 
-def _has_colour(layer: Layer) -> bool:
+def _has_colour(layer: CaffeLayer) -> bool:
     if layer.type == "ImageData":
         colour: bool = layer.message.image_data_param.is_color
         return colour
@@ -166,12 +168,12 @@ def _has_colour(layer: Layer) -> bool:
     return shape is not None and shape[0] == 3
 
 
-def _source(layer: Layer) -> str:
+def _source(layer: CaffeLayer) -> str:
     parameter = SOURCES.get(layer.type)
     return getattr(layer.message, parameter).source if parameter else ""
 
 
-def _batch_size(layer: Layer) -> int:
+def _batch_size(layer: CaffeLayer) -> int:
     m = layer.message
     if layer.type in SOURCES:
         return int(getattr(m, SOURCES[layer.type]).batch_size)
@@ -181,7 +183,7 @@ def _batch_size(layer: Layer) -> int:
     return max(0, dims[0]) if dims else 0
 
 
-def _dims(layer: Layer) -> list[int]:
+def _dims(layer: CaffeLayer) -> list[int]:
     """The shape of the first top, examples first, where the layer says it."""
     m = layer.message
     if layer.type == "Input" and m.input_param.shape:
@@ -198,7 +200,7 @@ def _dims(layer: Layer) -> list[int]:
     return []
 
 
-def unread(layer: Layer) -> str:
+def unread(layer: CaffeLayer) -> str:
     source = _source(layer)
     if layer.type == "Data":
         kind = "LMDB" if layer.message.data_param.backend else "LevelDB"
@@ -209,7 +211,7 @@ def unread(layer: Layer) -> str:
     return f"{what}: {REQUEST}"
 
 
-def shape_of(tree: dict[str, Any], layer: Layer) -> Shape | None:
+def shape_of(tree: dict[str, Any], layer: CaffeLayer) -> Shape | None:
     """The shape of an example: as it is given, as the data have it, or as the net says."""
     if (given := tree["model_args"].get("shape")) is not None:
         return checked_shape(given)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mheads.caffe.prototxt import Layer
+from mheads.caffe.prototxt import CaffeLayer
 
 FILLERS = ("constant", "uniform", "gaussian", "positive_unitball", "xavier", "msra", "bilinear")
 
 
-def check(filler: Any, shape: Sequence[int], layer: Layer) -> None:
+def check(filler: Any, shape: Sequence[int], layer: CaffeLayer) -> None:
     """Refuses a filler that cannot fill a weight of this shape."""
     if filler.type not in FILLERS:
         raise layer.refuse(f"there is no filler {filler.type!r}: it is one of {', '.join(FILLERS)}")

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from mheads.caffe.layer_graph import LEARNING, TRAIN, Blob, Graph, NetState, graph_of
 from mheads.caffe.layers import kind_of
-from mheads.caffe.layers.mixing import SUM
-from mheads.caffe.learned_part import Plan, Term, Walk, check_labels, in_order, one_input, terms_of, whole
+from mheads.caffe.layers.concat_eltwise_reshape import SUM
+from mheads.caffe.net_plan import LossTerm, NetPlan, Walk, check_labels, in_order, one_input, terms_of, whole
 from mheads.caffe.network import aliases
-from mheads.caffe.prototxt import Layer, Net
-from mheads.caffe.wiring import LEARNING, TRAIN, Blob, Graph, State, graph_of
+from mheads.caffe.prototxt import CaffeLayer, Net
 from mheads.trees.tree_spec import Spec
 
 ROUNDING = 1e-5  # relative: coefficients are written with a few digits, 0.333333
 
 
-def plan_of(net: Net, stages: Sequence[str] = (), level: int = 0) -> Plan:
+def plan_of(net: Net, stages: Sequence[str] = (), level: int = 0) -> NetPlan:
     """How a net is trained, as a tree if its ranks make one, else as one network of all that its ranks hold."""
-    graph = graph_of(net, State(TRAIN, frozenset((*net.state.stage, *stages)), level or net.state.level))
+    graph = graph_of(net, NetState(TRAIN, frozenset((*net.state.stage, *stages)), level or net.state.level))
     for step in graph.steps:
         kind_of(step.layer)  # also of layers that no loss needs
     walk = Walk(graph)
@@ -34,7 +34,7 @@ def plan_of(net: Net, stages: Sequence[str] = (), level: int = 0) -> Plan:
     return found
 
 
-def _tree(graph: Graph, walk: Walk, terms: list[Term]) -> Plan | None:
+def _tree(graph: Graph, walk: Walk, terms: list[LossTerm]) -> NetPlan | None:
     """The plan of a net whose ranks are members of a tree; None if they are not."""
     found = _members(walk, terms)
     if found is None:
@@ -65,10 +65,12 @@ def _tree(graph: Graph, walk: Walk, terms: list[Term]) -> Plan | None:
     if isinstance(combine, tuple):
         combine = tuple(combine[m] for m in order)
     chosen = in_order(terms)
-    return Plan(graph, tuple(steps), one_input(graph, inputs), tuple(chosen), tuple(terms), len(paths), split, combine)
+    return NetPlan(
+        graph, tuple(steps), one_input(graph, inputs), tuple(chosen), tuple(terms), len(paths), split, combine
+    )
 
 
-def _shares_across(learning: Sequence[Layer], owners: Sequence[Sequence[int]]) -> bool:
+def _shares_across(learning: Sequence[CaffeLayer], owners: Sequence[Sequence[int]]) -> bool:
     """Whether a rank shares a weight between layers that do not belong to the same members."""
     names = [{spec.name for spec in layer.message.param if spec.name} for layer in learning]
     columns = list(zip(*owners, strict=True))
@@ -80,17 +82,17 @@ def _shares_across(learning: Sequence[Layer], owners: Sequence[Sequence[int]]) -
     )
 
 
-def _position(of: Sequence[Term], blob: Blob) -> int:
+def _position(of: Sequence[LossTerm], blob: Blob) -> int:
     blobs = list(dict.fromkeys(b for term in of for b in term.inputs if b is not None))
     return blobs.index(blob)
 
 
-Members = tuple[list[list[Blob]], Any, list[Term]]
+Members = tuple[list[list[Blob]], Any, list[LossTerm]]
 
 
-def _members(walk: Walk, terms: list[Term]) -> Members | None:
+def _members(walk: Walk, terms: list[LossTerm]) -> Members | None:
     """What each member gives to the losses, how that comes together, and the losses of one of them."""
-    by_rank: dict[int, list[Term]] = {}
+    by_rank: dict[int, list[LossTerm]] = {}
     for term in terms:
         by_rank.setdefault(term.step.rank, []).append(term)
     if len(by_rank) > 1:
@@ -111,7 +113,7 @@ def _members(walk: Walk, terms: list[Term]) -> Members | None:
     return None
 
 
-def _averaged(walk: Walk, term: Term) -> Members | None:
+def _averaged(walk: Walk, term: LossTerm) -> Members | None:
     """The members whose sum a loss looks at."""
     (blob, _), layer = term.inputs, term.step.layer
     assert blob is not None

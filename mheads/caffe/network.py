@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from mheads.caffe import layers, message_schema
 from mheads.caffe.fillers import check, fill
-from mheads.caffe.layers.maker import Detach, Made, Shape, fixed_bottoms
-from mheads.caffe.prototxt import Layer, Net, parse_net
+from mheads.caffe.layer_graph import BROADCAST, GATHER, TEST, TRAIN, Blob, Graph, GraphStep, NetState, graph_of, is_data
+from mheads.caffe.layers.layer_modules import Detach, LayerModules, Shape, fixed_bottoms
+from mheads.caffe.prototxt import CaffeLayer, Net, parse_net
 from mheads.caffe.weights import free_name
-from mheads.caffe.wiring import BROADCAST, GATHER, TEST, TRAIN, Blob, Graph, State, Step, graph_of, is_data
 from mheads.common.device import refuse_beyond_memory
 from mheads.common.errors import UserError
 
@@ -26,7 +26,7 @@ RATES = ("lr_mult", "decay_mult")
 EXAMPLES = 2  # in a batch, when shapes are found
 
 
-def aliases(step: Step) -> dict[Blob, Blob]:
+def aliases(step: GraphStep) -> dict[Blob, Blob]:
     """The tops of a step that are one of its bottoms: nothing is computed."""
     if step.layer.type in layers.ALIASES:
         if len(step.bottoms) != 1:
@@ -48,7 +48,7 @@ class Shared:
 
     label: str
     name: str
-    layer: Layer
+    layer: CaffeLayer
     said: dict[str, float]
     users: list[dict[str, tuple[float, float]]]  # the multipliers of all modules that have it, under their own names
     names: list[str]
@@ -74,7 +74,7 @@ class Built:
             blob = self.alias[blob]
         return blob
 
-    def add(self, step: Step, name: str) -> None:
+    def add(self, step: GraphStep, name: str) -> None:
         layer = step.layer
         if found := aliases(step):
             if any(fixed_bottoms(layer)):
@@ -109,7 +109,13 @@ class Built:
             self.shapes[top] = shape
 
     def _enter(
-        self, made: Made, layer: Layer, name: str, bottoms: tuple[Blob, ...], tops: tuple[Blob, ...], rank: int
+        self,
+        made: LayerModules,
+        layer: CaffeLayer,
+        name: str,
+        bottoms: tuple[Blob, ...],
+        tops: tuple[Blob, ...],
+        rank: int,
     ) -> list[str]:
         """Modules by name: what comes before the one with the weights is called after what it does."""
         value, labels = bottoms, []
@@ -126,7 +132,9 @@ class Built:
                 self._weights(made, module, label, name, layer, rank)
         return labels
 
-    def _weights(self, made: Made, module: nn.Module, label: str, named: str, layer: Layer, rank: int) -> None:
+    def _weights(
+        self, made: LayerModules, module: nn.Module, label: str, named: str, layer: CaffeLayer, rank: int
+    ) -> None:
         names = [name for name, _ in module.named_parameters(recurse=False)]
         specs = list(layer.message.param)
         blobs = names or list(getattr(module, "blobs", ()))
@@ -161,7 +169,7 @@ class Built:
         label: str,
         owner: Shared,
         spec: Any,
-        layer: Layer,
+        layer: CaffeLayer,
         multipliers: dict[str, tuple[float, float]],
     ) -> None:
         other, holder = owner.layer, self.modules[owner.label]
@@ -204,7 +212,7 @@ class Built:
         return self.modules
 
 
-def _run(made: Made, shapes: list[Shape]) -> list[Shape]:
+def _run(made: LayerModules, shapes: list[Shape]) -> list[Shape]:
     """The shapes of the tops, found by running the modules on the meta device."""
     values: Any = [torch.empty(shape, device="meta") for shape in shapes]
     with torch.no_grad():
@@ -216,7 +224,7 @@ def _run(made: Made, shapes: list[Shape]) -> list[Shape]:
 
 
 def build(
-    steps: Sequence[Step], inputs: Mapping[Blob, Shape], several: bool = False, reserved: tuple[str, ...] = ()
+    steps: Sequence[GraphStep], inputs: Mapping[Blob, Shape], several: bool = False, reserved: tuple[str, ...] = ()
 ) -> Built:
     """The modules of these steps, given the shapes of what comes from outside.
 
@@ -288,7 +296,7 @@ class Blobs(nn.Module):
     ) -> None:
         super().__init__()
         net = parse_net(net) if isinstance(net, str) else net
-        self.graph = graph_of(net, State({"TRAIN": TRAIN, "TEST": TEST}[phase], frozenset(stages)))
+        self.graph = graph_of(net, NetState({"TRAIN": TRAIN, "TEST": TEST}[phase], frozenset(stages)))
         self.given = [top for step in self.graph.steps if is_data(step.layer) for top in step.tops]
         for blob in self.given:
             if blob.name not in shapes:

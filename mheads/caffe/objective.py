@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mheads.caffe.layers.losses import BATCH_SIZE, FULL, NONE, VALID, places_and_sums
-from mheads.caffe.learned_part import LABEL
+from mheads.caffe.net_plan import LABEL
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value

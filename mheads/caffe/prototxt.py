@@ -33,7 +33,7 @@ SOLVERS = {"net", "train_net", "test_net", "base_lr", "lr_policy", "max_iter"}
 
 
 @dataclass(frozen=True)
-class Layer:
+class CaffeLayer:
     """A layer as it is written, and where: `message` is a LayerParameter."""
 
     message: Any
@@ -72,7 +72,7 @@ class Net:
     """A net as it is written, in today's form."""
 
     name: str
-    layers: list[Layer]
+    layers: list[CaffeLayer]
     text: str
     file: str
     state: Any = field(repr=False, default=None)  # a NetState
@@ -258,7 +258,7 @@ def net_of(message: Any, text: str, file: str, places: Place) -> Net:
         raise UserError(f"{file} has both `layer` and the older `layers`: write all of them as `layer`")
     found = places.fields.get("layer" if message.layer else "layers", [])
     made = list(message.layer) if message.layer else [_upgraded(old) for old in message.layers]
-    layers = [Layer(m, file, p.line, p.column) for m, p in zip(made, found, strict=True)]
+    layers = [CaffeLayer(m, file, p.line, p.column) for m, p in zip(made, found, strict=True)]
     for layer in layers:
         _move_transform(layer.message)
         if layer.type.endswith("Loss") and not layer.message.top:
@@ -306,7 +306,7 @@ def _move_transform(layer: Any) -> None:
                 setattr(layer.transform_param, key, getattr(old, key))
 
 
-def _inputs(message: Any, file: str) -> list[Layer]:
+def _inputs(message: Any, file: str) -> list[CaffeLayer]:
     """`input: "data" input_dim: 10 ...` as an Input layer."""
     if not message.input:
         return []
@@ -323,4 +323,4 @@ def _inputs(message: Any, file: str) -> list[Layer]:
     layer = message_schema.message("LayerParameter")(name="input", type="Input", top=list(message.input))
     for shape in shapes:
         layer.input_param.shape.add(dim=shape)
-    return [Layer(layer, file, 1, 1)]
+    return [CaffeLayer(layer, file, 1, 1)]

@@ -7,16 +7,16 @@ nothing here needs torch.distributed before it is wanted.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mheads.distributed.layers import Broadcast, Gather, finish
+    from mheads.distributed.communication_layers import Broadcast, Gather, finish
 
 __all__ = ["Broadcast", "Gather", "finish"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from mheads.distributed import layers
+        from mheads.distributed import communication_layers
 
-        return getattr(layers, name)
+        return getattr(communication_layers, name)
     raise AttributeError(f"module 'mheads.distributed' has no attribute {name!r}")
 
 

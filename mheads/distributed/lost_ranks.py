@@ -47,7 +47,7 @@ class Watch:
         self._lock = threading.Lock()
         self.tell()
         self._store = store
-        self._seen = {other: Seen() for other in (range(1) if rank else range(1, size))}
+        self._seen = {other: RankHeartbeat() for other in (range(1) if rank else range(1, size))}
         self._answered = time.monotonic()
         self._threads = [
             threading.Thread(target=target, name=f"mheads-{target.__name__}", daemon=True)
@@ -173,7 +173,7 @@ class Watch:
                 )
 
 
-class Seen:
+class RankHeartbeat:
     """What a watcher remembers of a rank."""
 
     def __init__(self) -> None:

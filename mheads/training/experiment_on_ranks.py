@@ -10,12 +10,12 @@ from mheads.common.errors import UserError
 from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.data.batches import Batches
+from mheads.distributed.graph_engine import GraphEngine, RankGraph
 from mheads.distributed.placement import Placement
-from mheads.distributed.planning.job import BANDWIDTH, Cluster
-from mheads.distributed.ranks import RanksEngine
-from mheads.distributed.reading import ReceivedStream, SendingStream, absent_data, facts_of, inputs_needed
-from mheads.distributed.world import World
-from mheads.distributed.written import Written, WrittenEngine
+from mheads.distributed.process_group import World
+from mheads.distributed.rank_batches import ReceivedStream, SendingStream, absent_data, facts_of, inputs_needed
+from mheads.distributed.ranks_engine import RanksEngine
+from mheads.distributed.step_time.workload import BANDWIDTH, Cluster
 from mheads.engine.interface import Engine
 from mheads.training.build_from_config import (
     adapt_loss,
@@ -28,7 +28,7 @@ from mheads.training.build_from_config import (
 from mheads.training.build_sample_weights import cluster_classes
 from mheads.training.experiment import Experiment, assemble_experiment
 from mheads.training.init_weights import digest_init
-from mheads.training.plan_ranks import make_job, place
+from mheads.training.plan_ranks import make_workload, place
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class RanksExperiment(Experiment):
 
 
 @dataclass(frozen=True)
-class WrittenExperiment(Experiment):
+class GraphExperiment(Experiment):
     """Everything that training needs on this rank of a net that says which rank runs what."""
 
     world: World
-    written: Written
+    rank_graph: RankGraph
 
-    def make_engine(self) -> WrittenEngine:
+    def make_engine(self) -> GraphEngine:
         options = make_engine_options(self.config, self.net, resolve(self.config.device), 1, self.loss)
-        return WrittenEngine(self.net, options, self.world, self.written)
+        return GraphEngine(self.net, options, self.world, self.rank_graph)
 
 
 def build_experiment_on_rank(config: Config, world: World) -> Experiment:
@@ -80,9 +80,9 @@ def build_experiment_on_rank(config: Config, world: World) -> Experiment:
     world.compare("recipe", world.facts() | shared)
     world.watch.timeout = config.timeout
     resolve(config.device)
-    written = getattr(make_network_factory(config)(), "written", None) if config.members == 1 else None
-    if isinstance(written, Written):
-        return _build_as_written(config, world, written)
+    rank_graph = getattr(make_network_factory(config)(), "rank_graph", None) if config.members == 1 else None
+    if isinstance(rank_graph, RankGraph):
+        return _build_graph(config, world, rank_graph)
     placement = agree_on_placement(config, world)
     loss = build_loss(config)
     net = build_net(config, only=placement.owned(world.rank))
@@ -105,18 +105,18 @@ def build_experiment_on_rank(config: Config, world: World) -> Experiment:
     return RanksExperiment(**vars(experiment), world=world, placement=placement)
 
 
-def _build_as_written(config: Config, world: World, written: Written) -> WrittenExperiment:
-    if world.size != written.ranks:
+def _build_graph(config: Config, world: World, rank_graph: RankGraph) -> GraphExperiment:
+    if world.size != rank_graph.ranks:
         raise UserError(
-            f"the layers of this net are on ranks 0 to {written.ranks - 1}, and its ranks make no tree: start "
-            f"{written.ranks} processes, not {world.size}, or one, which runs them all"
+            f"the layers of this net are on ranks 0 to {rank_graph.ranks - 1}, and its ranks make no tree: start "
+            f"{rank_graph.ranks} processes, not {world.size}, or one, which runs them all"
         )
     if resolve(config.device).type != "cpu":
         raise UserError(f"device = {config.device}: layers that say their ranks run on CPUs: give device=cpu")
     data = load_data(config)
     world.compare("data", {"data checksum": data.fingerprint})
     experiment = assemble_experiment(config, build_net(config), build_loss(config), data)
-    return WrittenExperiment(**vars(experiment), world=world, written=written)
+    return GraphExperiment(**vars(experiment), world=world, rank_graph=rank_graph)
 
 
 def _must_agree(key: str) -> bool:
@@ -141,7 +141,7 @@ def agree_on_placement(config: Config, world: World) -> Placement:
     def decide() -> dict[str, Any]:
         workers = config.engine.workers if config.engine.workers != "auto" else world.cores
         cluster = Cluster(world.size, workers, bandwidth)
-        placement = place(config.placement, make_job(config), cluster)
+        placement = place(config.placement, make_workload(config), cluster)
         return {"stages": dict(placement.stages), "slots": placement.slots, "replicas": placement.replicas}
 
     return Placement(**world.share("placement", decide))

@@ -14,7 +14,7 @@ from mheads.distributed.launcher import detect, hint
 if TYPE_CHECKING:
     from mheads.common.console import Console
     from mheads.config.schema import Config
-    from mheads.distributed.world import World
+    from mheads.distributed.process_group import World
     from mheads.training.experiment import Experiment
 
 
@@ -61,7 +61,7 @@ def join_ranks(console: Console, timeout: float | None = None) -> Iterator[OnePr
     if not _has_viewer():
         os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
     from mheads.distributed.lost_ranks import EXIT_CODE, TIMEOUT, RankFailure, leave
-    from mheads.distributed.world import World
+    from mheads.distributed.process_group import World
 
     try:
         world = World(launch, TIMEOUT if timeout is None else timeout)

@@ -1,7 +1,7 @@
 """Plans a config on ranks before anything is started: which rank holds which stage, and how long a step would take.
 
-One network and the shape of the data are enough: `place("auto", make_job(config), Cluster(4))` is the placement on four
-ranks.
+One network and the shape of the data are enough: `place("auto", make_workload(config), Cluster(4))` is the placement
+on four ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mheads.common.errors import UserError
 from mheads.config.schema import Config
 from mheads.data import DATASETS
 from mheads.distributed.placement import Placement, default, explicit
-from mheads.distributed.planning.job import Cluster, Job
-from mheads.distributed.planning.loads import StageLoad, counted_loads, measured_loads
-from mheads.distributed.planning.search import Prediction, auto, predict
+from mheads.distributed.step_time.placement_search import Prediction, auto, predict
+from mheads.distributed.step_time.stage_loads import StageLoad, counted_loads, measured_loads
+from mheads.distributed.step_time.workload import Cluster, Workload
 from mheads.networks import INPUT_SHAPES
 from mheads.training.build_from_config import build_loss, count_micro_batches, make_tree
 from mheads.trees.multiply_adds import make_example
@@ -30,7 +30,7 @@ from mheads.trees.treenet import TreeNet
 
 
 @dataclass(frozen=True)
-class ConfigJob(Job):
+class ConfigWorkload(Workload):
     """A step of a config, with one of its networks, whose costs can be measured or counted."""
 
     config: Config = field(kw_only=True)
@@ -57,7 +57,7 @@ class ConfigJob(Job):
         return counted_loads(self, self.net, self.example, flops)
 
 
-def make_job(config: Config) -> ConfigJob:
+def make_workload(config: Config) -> ConfigWorkload:
     """The step of a config; one network is drawn, and no stage is built."""
     net = make_tree(config, only=())
     tree = net.tree
@@ -66,20 +66,23 @@ def make_job(config: Config) -> ConfigJob:
     parts = min(count_micro_batches(config, net, loss) * config.optim.accumulate, rows)
     share = min(1.0, (loss.winners or tree.num_members) / tree.num_members)
     in_order = bool(net.batch_statistics_layers())
-    return ConfigJob(tree, rows, parts, loss.separable, share, in_order, config=config, net=net)
+    return ConfigWorkload(tree, rows, parts, loss.separable, share, in_order, config=config, net=net)
 
 
 def place(
-    how: str | Mapping[str, int], job: ConfigJob, cluster: Cluster, loads: Mapping[str, StageLoad] | None = None
+    how: str | Mapping[str, int],
+    workload: ConfigWorkload,
+    cluster: Cluster,
+    loads: Mapping[str, StageLoad] | None = None,
 ) -> Placement:
     """The placement that a config names: default, auto (by these loads, or measured ones), or a rank for each stage."""
     if how == "default":
-        return default(job.tree, cluster.ranks, job.divisible)
+        return default(workload.tree, cluster.ranks, workload.divisible)
     if isinstance(how, Mapping):
-        return explicit(job.tree, how, cluster.ranks, job.divisible)
+        return explicit(workload.tree, how, cluster.ranks, workload.divisible)
     if how != "auto":
         raise UserError(f"the placement is default or auto, not {how!r}")
-    return auto(job, cluster, job.measure_loads() if loads is None else loads)
+    return auto(workload, cluster, workload.measure_loads() if loads is None else loads)
 
 
 def input_shape(config: Config) -> tuple[int, ...]:
@@ -99,21 +102,21 @@ def input_shape(config: Config) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A job on a cluster, placed in one or more ways; the first is one rank, for comparison."""
+    """A workload on a cluster, placed in one or more ways; the first is one rank, for comparison."""
 
     name: str
-    job: Job
+    workload: Workload
     cluster: Cluster
     speed: str
     ways: dict[str, tuple[Placement, Prediction]]
 
     def to_json(self) -> dict[str, Any]:
-        job, cluster = self.job, self.cluster
+        workload, cluster = self.workload, self.cluster
         return {
             "recipe": self.name,
-            "members": job.tree.num_members,
-            "batch": job.rows,
-            "micro_batches": job.micro_batches,
+            "members": workload.tree.num_members,
+            "batch": workload.rows,
+            "micro_batches": workload.micro_batches,
             "ranks": cluster.ranks,
             "workers": cluster.workers,
             "bandwidth_bytes_per_second": cluster.bandwidth,
@@ -124,7 +127,7 @@ class RankPlan:
                     "replicas": placement.replicas,
                     "slots": placement.slots,
                     "stages": dict(placement.stages),
-                    "images_per_second": job.rows / prediction.step_seconds,
+                    "images_per_second": workload.rows / prediction.step_seconds,
                     **asdict(prediction),
                 }
                 for way, (placement, prediction) in self.ways.items()
@@ -139,15 +142,15 @@ def make_plan(config: Config, cluster: Cluster, flops: float | None, how: str | 
     """The plan at `flops` per second and rank (None: measured), placed by `how` (None: the config's way, and auto)."""
     if flops is not None and not flops > 0:
         raise UserError(f"--flops is {flops:g}: it must be above 0")
-    job = make_job(config)
-    loads = job.measure_loads() if flops is None else job.count_loads(flops / cluster.workers)
+    workload = make_workload(config)
+    loads = workload.measure_loads() if flops is None else workload.count_loads(flops / cluster.workers)
     by_config = "as given" if isinstance(config.placement, Mapping) else "default"
     ways = {by_config: config.placement if by_config == "as given" else "default", "auto": "auto"}
     alone = Cluster(1, cluster.workers)
-    one_rank = place("default", job, alone)
-    predictions = {"one rank": (one_rank, predict(job, alone, loads, one_rank))}
+    one_rank = place("default", workload, alone)
+    predictions = {"one rank": (one_rank, predict(workload, alone, loads, one_rank))}
     for way, value in ways.items() if how is None else [(how, how)]:
-        placement = place(value, job, cluster, loads)
-        predictions[way] = (placement, predict(job, cluster, loads, placement))
+        placement = place(value, workload, cluster, loads)
+        predictions[way] = (placement, predict(workload, cluster, loads, placement))
     speed = "measured on this machine" if flops is None else f"{flops / 1e12:g} TFLOP/s per rank"
-    return RankPlan(name, job, cluster, speed, predictions)
+    return RankPlan(name, workload, cluster, speed, predictions)

@@ -15,9 +15,9 @@ from benchmarks.comm import CAFFENET, CIFAR10_QUICK, Network, best_loads, expose
 from benchmarks.measure import Times
 from benchmarks.ranks import RANKS
 from mheads.distributed.placement import default
-from mheads.distributed.planning.job import Cluster, Job
-from mheads.distributed.planning.loads import StageLoad
-from mheads.distributed.planning.search import predict, traffic
+from mheads.distributed.step_time.placement_search import predict, traffic
+from mheads.distributed.step_time.stage_loads import StageLoad
+from mheads.distributed.step_time.workload import Cluster, Workload
 from mheads.networks import INPUT_SHAPES, NETWORKS
 
 TINY = Network("cifar10_quick", members=4, rows=16, micro_batches=2, splits=("conv2", "ip1"))
@@ -43,7 +43,7 @@ def test_floats_over_the_wire_are_those_of_the_shared_layer(network):
         trunk = torch.nn.Sequential(*(layers[name] for name in case.tree.nodes["trunk"].layers))
         floats = trunk.eval()(images).numel()
         loads = {name: StageLoad(0, 0, floats, 0) for name in case.tree.nodes}
-        (edge,) = traffic(case.job, loads, placement)
+        (edge,) = traffic(case.workload, loads, placement)
         # Once there, however many members are; and back once, since those that are there are the first ones.
         assert edge.forward == edge.backward == network.rows * FLOATS[network.model][split]
 
@@ -110,8 +110,8 @@ def test_a_predicted_step_ends_with_the_updates_of_the_rank_that_has_most(worker
     assert sorted(placement.stages.values()) == [0, 0, 1, 1, 1]
     loads = {name: StageLoad(1, 1, 0, 9, 0.0) for name in tree.nodes}
     updated = {name: replace(load, update=0.1 if name == "trunk" else 0.25) for name, load in loads.items()}
-    job, cluster = Job(tree, 8, 4, separable=True), Cluster(RANKS, workers, 1e9, 0.0)
-    before, after = (predict(job, cluster, each, placement) for each in (loads, updated))
+    workload, cluster = Workload(tree, 8, 4, separable=True), Cluster(RANKS, workers, 1e9, 0.0)
+    before, after = (predict(workload, cluster, each, placement) for each in (loads, updated))
     assert after.step_seconds - before.step_seconds == pytest.approx(seconds)
     more = [b - a for a, b in zip(before.compute_seconds, after.compute_seconds, strict=True)]
     assert more == pytest.approx([0.35, 0.75])

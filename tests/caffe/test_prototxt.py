@@ -9,11 +9,11 @@ import torch
 from helpers import stock_caffe_nets as nets
 from helpers.stock_caffe_nets import broadcast_in_place, conv, data, different_branches, ip, layer, nested, on, toy
 
+from mheads.caffe.layer_graph import TEST, TRAIN, NetState, graph_of
 from mheads.caffe.member_trees import plan_of
 from mheads.caffe.network import Blobs
 from mheads.caffe.objective import of_example
 from mheads.caffe.prototxt import parse_net, places_of, read_net
-from mheads.caffe.wiring import TEST, TRAIN, State, graph_of
 from mheads.common.errors import UserError
 
 
@@ -185,7 +185,7 @@ def test_rules_by_phase_stage_and_level():
     )
 
     def there(phase, level=0, *stages):
-        graph = graph_of(parse_net(text), State(phase, frozenset(stages), level))
+        graph = graph_of(parse_net(text), NetState(phase, frozenset(stages), level))
         return {step.layer.name for step in graph.steps} - {"data"}
 
     assert there(TRAIN) == {"always", "training", "low"}
@@ -337,7 +337,7 @@ def test_the_same_ranks_in_a_rule_of_each_phase():
     rules = "include { mpi_rank: 0 mpi_rank: 1 phase: TRAIN } include { mpi_rank: 0 mpi_rank: 1 phase: TEST }"
     text = on(data(), 0, 1) + layer("r", "ReLU", "data", "r", rules)
     for phase in (TRAIN, TEST):
-        graph = graph_of(parse_net(text), State(phase))
+        graph = graph_of(parse_net(text), NetState(phase))
         assert [step.rank for step in graph.steps if step.layer.name == "r"] == [0, 1]
 
 

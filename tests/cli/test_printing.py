@@ -15,7 +15,7 @@ from mheads.common.console import Console
 from mheads.config.read import load
 from mheads.data.catalog import DATASETS
 from mheads.distributed.placement import Placement
-from mheads.distributed.planning.job import Cluster
+from mheads.distributed.step_time.workload import Cluster
 from mheads.problems import Classification
 from mheads.training.plan_ranks import make_plan
 

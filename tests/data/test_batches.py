@@ -10,7 +10,7 @@ from mheads import data
 from mheads.data.batches import Batch, BatchStream, evaluation_batches
 from mheads.data.splits import TargetRows
 from mheads.distributed.placement import Placement
-from mheads.distributed.reading import ReceivedStream, SendingStream, inputs_needed
+from mheads.distributed.rank_batches import ReceivedStream, SendingStream, inputs_needed
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 

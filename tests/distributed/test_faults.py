@@ -159,7 +159,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_any_number_of_ranks_goes
 
 def stop_at_iteration_8():
     """This rank alone is sent a signal, in the middle of iteration 8: no checkpoint is due there."""
-    from mheads.distributed.ranks import RanksEngine
+    from mheads.distributed.ranks_engine import RanksEngine
 
     step = RanksEngine.step
 
@@ -214,7 +214,7 @@ def train_and_die(args, killed, said):
     """Rank r kills itself at its 8th step of attempt r, and goes on from a checkpoint in the next."""
     into(said)
     from mheads.cli.main import main
-    from mheads.distributed.ranks import RanksEngine
+    from mheads.distributed.ranks_engine import RanksEngine
 
     step, rank, attempt = RanksEngine.step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     numbers, args_of_run = [], args

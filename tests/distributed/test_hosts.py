@@ -100,7 +100,7 @@ def enter(host):
 def enter_and_hold(gate, host):
     """Step 8 begins when there is such a file."""
     enter(host)
-    from mheads.distributed.ranks import RanksEngine
+    from mheads.distributed.ranks_engine import RanksEngine
 
     step = RanksEngine.step
 

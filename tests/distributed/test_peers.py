@@ -13,10 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mheads.distributed import written
+from mheads.distributed import graph_engine
 from mheads.distributed.placement import Placement, default
-from mheads.distributed.ranks import RanksEngine, peers, relatives
-from mheads.distributed.steps import RankStep
+from mheads.distributed.rank_training_step import RankStep
+from mheads.distributed.ranks_engine import RanksEngine, peers, relatives
+from mheads.engine.engine_options import EngineOptions
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
@@ -118,7 +119,7 @@ def test_each_rank_is_handed_the_weights_and_the_momentum_of_its_stages():
 
 
 @pytest.mark.parametrize("asked", [{}, {0: 15}, {2: 15}, {1: 2, 2: 15}], ids=str)
-def test_ranks_of_a_written_net_agree_on_the_loss_and_on_the_signal_of_any(asked, monkeypatch):
+def test_ranks_of_a_graph_of_layers_agree_on_the_loss_and_on_the_signal_of_any(asked, monkeypatch):
     """The ranks are threads here, and their group is a queue for each pair."""
     queues = {pair: Queue() for pair in itertools.permutations(range(3), 2)}
     me = threading.local()
@@ -126,7 +127,7 @@ def test_ranks_of_a_written_net_agree_on_the_loss_and_on_the_signal_of_any(asked
         send=lambda tensor, to: queues[me.rank, to].put(tensor.clone()),
         recv=lambda tensor, source: tensor.copy_(queues[source, me.rank].get(timeout=30)),
     )
-    monkeypatch.setattr(written, "dist", group)
+    monkeypatch.setattr(graph_engine, "dist", group)
 
     def decide(rank):
         me.rank = rank
@@ -136,7 +137,7 @@ def test_ranks_of_a_written_net_agree_on_the_loss_and_on_the_signal_of_any(asked
             world=SimpleNamespace(size=3),
             _with=lambda other: nullcontext(),
         )
-        return written.WrittenEngine._decide(engine, 0.5 if rank == 0 else 0.0).tolist()
+        return graph_engine.GraphEngine._decide(engine, 0.5 if rank == 0 else 0.0).tolist()
 
     with ThreadPoolExecutor(3) as pool:
         found = list(pool.map(decide, range(3)))
@@ -150,7 +151,8 @@ def test_a_member_elsewhere_is_told_which_rows_learn(learn):
     sent, spawned = [], []
     here, there = (RankStep.__new__(RankStep) for _ in range(2))
     for rank, step in enumerate((here, there)):
-        step.me, step.replica, step.channel, step.tree, step.device = rank, 0, "step 7", tree, torch.device("cpu")
+        step.me, step.replica, step.channel, step.tree = rank, 0, "step 7", tree
+        step.options = EngineOptions(1, 1)
         step.placement = Placement({"trunk": 0, "a/0": 0, "a/1": 1}, 2)
     here.courier = SimpleNamespace(send=lambda to, key, value: sent.append((to, key, value)))
     there._spawn = lambda phase, i, node, function, *args: spawned.append((i, node.name, args))

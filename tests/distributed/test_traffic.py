@@ -8,10 +8,10 @@ import pytest
 from helpers.commands import ranks
 
 from mheads.config import read as configs
-from mheads.distributed.planning.job import Cluster
-from mheads.distributed.planning.search import exchanged, traffic
-from mheads.distributed.planning.simulation import Simulation
-from mheads.training.plan_ranks import make_job, place
+from mheads.distributed.step_time.placement_search import exchanged, traffic
+from mheads.distributed.step_time.simulation import Simulation
+from mheads.distributed.step_time.workload import Cluster
+from mheads.training.plan_ranks import make_workload, place
 
 COMMON = [
     "digits", "members=4", "data.limit=60", "optim.batch_size=22", "optim.iterations=2", "engine.micro_batches=4",
@@ -35,7 +35,7 @@ CASES = {
 def log_frames(folder):
     """Each frame of a step that this rank sends, as a line: the step, and how many floats are in it."""
     from mheads.common import nested_values
-    from mheads.distributed.comm import Courier
+    from mheads.distributed.message_channels import Courier
 
     send = Courier.send
 
@@ -60,10 +60,10 @@ def test_messages_and_floats_of_a_step_are_those_that_are_sent(name, tmp_path):
     files = [tmp_path / str(rank) for rank in range(size) if (tmp_path / str(rank)).exists()]
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     config = configs.load("digits", [*COMMON[1:], *overrides])
-    job = make_job(config)
-    loads, placement = job.count_loads(1.0), place(config.placement, job, Cluster(size))
-    messages, floats = Simulation(job, loads, 1).sent(placement)
-    edges = traffic(job, loads, placement)
+    workload = make_workload(config)
+    loads, placement = workload.count_loads(1.0), place(config.placement, workload, Cluster(size))
+    messages, floats = Simulation(workload, loads, 1).sent(placement)
+    edges = traffic(workload, loads, placement)
     assert floats == sum(edge.forward + edge.backward for edge in edges) + exchanged(loads, placement)
     for step in ("step 0", "step 1"):
         sent = [found for channel, found in lines if channel == step]

@@ -1040,7 +1040,7 @@ AREAS: dict[str, list[File]] = {
     ],
     "ranks": [
         File(
-            "mheads/distributed/ranks.py",
+            "mheads/distributed/ranks_engine.py",
             "tests/distributed/test_peers.py",
             [
                 Bug(
@@ -1058,7 +1058,7 @@ AREAS: dict[str, list[File]] = {
                     "losses of ranks far below do not reach the main rank",
                     "            totals += their_totals\n            blocks += their_blocks",
                     "            pass",
-                    tests="tests/distributed/test_ranks.py -k 'MCL and 5'",
+                    tests="tests/distributed/test_ranks_engine.py -k 'MCL and 5'",
                 ),
                 Bug(
                     "replicas do not know each other",
@@ -1069,7 +1069,7 @@ AREAS: dict[str, list[File]] = {
                     "every replica takes the first share",
                     "return range(self.replica * size, (self.replica + 1) * size) if",
                     "return range(0, size) if",
-                    tests="tests/distributed/test_ranks.py -k 'MCL and reads'",
+                    tests="tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
                 ),
                 Bug("channels of one kind have one name", 'return f"{what} {self._calls[what]}"', "return what"),
                 Bug(
@@ -1080,8 +1080,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/steps.py",
-            "tests/distributed/test_ranks.py -k 'MCL and reads'",
+            "mheads/distributed/rank_training_step.py",
+            "tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
             [
                 Bug(
                     "totals of replicas are put together as they come",
@@ -1118,7 +1118,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/reading.py",
+            "mheads/distributed/rank_batches.py",
             "tests/distributed/test_peers.py tests/data/test_batches.py",
             [
                 Bug(
@@ -1139,8 +1139,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/comm.py",
-            "tests/distributed/test_comm.py",
+            "mheads/distributed/message_channels.py",
+            "tests/distributed/test_message_channels.py",
             [
                 Bug(
                     "frames that come before anybody listens are lost",
@@ -1155,8 +1155,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/wire.py",
-            "tests/distributed/test_wire.py",
+            "mheads/distributed/tensor_messages.py",
+            "tests/distributed/test_tensor_messages.py",
             [
                 Bug("tensors with gaps are sent as they lie", "if not _is_dense(tensor)", "if False"),
                 Bug(
@@ -1171,8 +1171,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/layers.py",
-            "tests/distributed/test_layers.py -k 'in_place or order or random_programs or copy_of'",
+            "mheads/distributed/communication_layers.py",
+            "tests/distributed/test_communication_layers.py -k 'in_place or order or random_programs or copy_of'",
             [
                 Bug(
                     "the root's own value is not a copy",
@@ -1193,7 +1193,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/distributed/lost_ranks.py",
-            "tests/distributed/test_world.py -k 'beat or fault or all_is_done'",
+            "tests/distributed/test_process_group.py -k 'beat or fault or all_is_done'",
             [
                 Bug(
                     "who waits for others hangs",
@@ -1220,8 +1220,8 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/world.py",
-            "tests/distributed/test_world.py -k 'cores or mistake_of'",
+            "mheads/distributed/process_group.py",
+            "tests/distributed/test_process_group.py -k 'cores or mistake_of'",
             [
                 Bug(
                     "cores are shared with nobody",
@@ -1241,7 +1241,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/written.py",
+            "mheads/distributed/graph_engine.py",
             'tests/distributed/test_caffe_on_ranks.py -k "another_graph_runs and root"',
             [
                 Bug("dropout elsewhere is not counted", "skip_mask()  # masks are numbered as in one process", "pass"),

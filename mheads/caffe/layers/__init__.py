@@ -1,7 +1,7 @@
 """Caffe's layers as modules, by type: what each is made of, and how many bottoms and tops it takes.
 
 A maker is given the layer and the shapes of its bottoms, and gives a module, or several that run one after the other.
-Modules are made on the meta device, where weights have shapes and no values; `Made.fillers` says how to fill them.
+Modules are made on the meta device, where weights have shapes and no values; `LayerModules.fillers` fill them later.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from mheads.caffe.layers import activations, losses, mixing, pooling
+from mheads.caffe.layer_graph import BROADCAST, DATA, GATHER, is_data
+from mheads.caffe.layers import activations, concat_eltwise_reshape, losses, pooling
 from mheads.caffe.layers import convolution as weighted
-from mheads.caffe.layers.maker import Detach, Made, Shape, fixed_bottoms
-from mheads.caffe.prototxt import Layer
-from mheads.caffe.wiring import BROADCAST, DATA, GATHER, is_data
+from mheads.caffe.layers.layer_modules import Detach, LayerModules, Shape, fixed_bottoms
+from mheads.caffe.prototxt import CaffeLayer
 
 MANY = 1_000_000
 
@@ -23,7 +23,7 @@ MANY = 1_000_000
 class Kind:
     """A type of layer: its maker, and the least and most bottoms and tops."""
 
-    make: Callable[[Layer, list[Shape]], Made]
+    make: Callable[[CaffeLayer, list[Shape]], LayerModules]
     bottoms: tuple[int, int] = (1, 1)
     tops: tuple[int, int] = (1, 1)
 
@@ -49,13 +49,13 @@ KINDS: dict[str, Kind] = {
     "Log": Kind(activations.logarithm),
     "Dropout": Kind(activations.dropout),
     "Softmax": Kind(activations.softmax),
-    "Flatten": Kind(mixing.flatten),
-    "Reshape": Kind(mixing.reshape),
-    "ArgMax": Kind(mixing.argmax),
-    "Eltwise": Kind(mixing.eltwise, (2, MANY)),
-    "Concat": Kind(mixing.concat, (1, MANY)),
-    "Slice": Kind(mixing.slices, tops=(1, MANY)),
-    "Crop": Kind(mixing.crop, (2, 2)),
+    "Flatten": Kind(concat_eltwise_reshape.flatten),
+    "Reshape": Kind(concat_eltwise_reshape.reshape),
+    "ArgMax": Kind(concat_eltwise_reshape.argmax),
+    "Eltwise": Kind(concat_eltwise_reshape.eltwise, (2, MANY)),
+    "Concat": Kind(concat_eltwise_reshape.concat, (1, MANY)),
+    "Slice": Kind(concat_eltwise_reshape.slices, tops=(1, MANY)),
+    "Crop": Kind(concat_eltwise_reshape.crop, (2, 2)),
     "SoftmaxWithLoss": Kind(losses.softmax_with_loss, (2, 2), (0, 2)),
     "MultinomialLogisticLoss": Kind(losses.multinomial_logistic_loss, (2, 2), (0, 1)),
     "EuclideanLoss": Kind(losses.euclidean_loss, (2, 2), (0, 1)),
@@ -69,7 +69,7 @@ NOTHING = ("Silence",)
 LOSSES = ("SoftmaxWithLoss", "MultinomialLogisticLoss", "EuclideanLoss", "SigmoidCrossEntropyLoss", "HingeLoss")
 
 
-def kind_of(layer: Layer) -> Kind | None:
+def kind_of(layer: CaffeLayer) -> Kind | None:
     """What a layer is, if it computes anything; refuses one that is not known here."""
     if layer.type in (*ALIASES, *NOTHING, *BETWEEN_RANKS) or is_data(layer):
         return None
@@ -85,7 +85,7 @@ def kind_of(layer: Layer) -> Kind | None:
     return kind
 
 
-def make(layer: Layer, shapes: list[Shape]) -> Made:
+def make(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     """The modules of a layer whose bottoms have these shapes."""
     kind = kind_of(layer)
     assert kind is not None, f"{layer} computes nothing"

@@ -8,26 +8,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mheads.caffe.layers.maker import Made, Shape, axis_of
-from mheads.caffe.prototxt import Layer
+from mheads.caffe.layers.layer_modules import LayerModules, Shape, axis_of
+from mheads.caffe.prototxt import CaffeLayer
 from mheads.networks.dropout import Dropout
 
 
-def relu(layer: Layer, shapes: list[Shape]) -> Made:
+def relu(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     slope = layer.message.relu_param.negative_slope
-    return Made([nn.LeakyReLU(slope) if slope else nn.ReLU()])
+    return LayerModules([nn.LeakyReLU(slope) if slope else nn.ReLU()])
 
 
-def elu(layer: Layer, shapes: list[Shape]) -> Made:
-    return Made([nn.ELU(layer.message.elu_param.alpha)])
+def elu(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
+    return LayerModules([nn.ELU(layer.message.elu_param.alpha)])
 
 
-def sigmoid(layer: Layer, shapes: list[Shape]) -> Made:
-    return Made([nn.Sigmoid()])
+def sigmoid(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
+    return LayerModules([nn.Sigmoid()])
 
 
-def tanh(layer: Layer, shapes: list[Shape]) -> Made:
-    return Made([nn.Tanh()])
+def tanh(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
+    return LayerModules([nn.Tanh()])
 
 
 class Abs(nn.Module):
@@ -37,12 +37,12 @@ class Abs(nn.Module):
         return x.abs()
 
 
-def absolute(layer: Layer, shapes: list[Shape]) -> Made:
-    return Made([Abs()])
+def absolute(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
+    return LayerModules([Abs()])
 
 
-def bnll(layer: Layer, shapes: list[Shape]) -> Made:
-    return Made([nn.Softplus(threshold=50)])
+def bnll(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
+    return LayerModules([nn.Softplus(threshold=50)])
 
 
 class Power(nn.Module):
@@ -60,9 +60,9 @@ class Power(nn.Module):
         return f"power={self.power:g}, scale={self.scale:g}, shift={self.shift:g}"
 
 
-def power(layer: Layer, shapes: list[Shape]) -> Made:
+def power(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.power_param
-    return Made([Power(p.power, p.scale, p.shift)])
+    return LayerModules([Power(p.power, p.scale, p.shift)])
 
 
 class Exp(nn.Module):
@@ -79,7 +79,7 @@ class Exp(nn.Module):
         return f"rate={self.rate:g}, scale={self.scale:g}, shift={self.shift:g}"
 
 
-class Log(nn.Module):
+class Logarithm(nn.Module):
     """The logarithm of shift + scale * x to a base, of which `rate` is the logarithm."""
 
     def __init__(self, rate: float, scale: float, shift: float) -> None:
@@ -93,17 +93,17 @@ class Log(nn.Module):
         return f"rate={self.rate:g}, scale={self.scale:g}, shift={self.shift:g}"
 
 
-def exponential(layer: Layer, shapes: list[Shape]) -> Made:
+def exponential(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.exp_param
-    return Made([Exp(_rate(layer, p.base), p.scale, p.shift)])
+    return LayerModules([Exp(_rate(layer, p.base), p.scale, p.shift)])
 
 
-def logarithm(layer: Layer, shapes: list[Shape]) -> Made:
+def logarithm(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.log_param
-    return Made([Log(_rate(layer, p.base), p.scale, p.shift)])
+    return LayerModules([Logarithm(_rate(layer, p.base), p.scale, p.shift)])
 
 
-def _rate(layer: Layer, base: float) -> float:
+def _rate(layer: CaffeLayer, base: float) -> float:
     """The natural logarithm of a base; -1 stands for e."""
     if base == -1:
         return 1.0
@@ -112,13 +112,13 @@ def _rate(layer: Layer, base: float) -> float:
     return math.log(base)
 
 
-def dropout(layer: Layer, shapes: list[Shape]) -> Made:
+def dropout(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.dropout_param
     if not 0 <= p.dropout_ratio < 1:
         raise layer.refuse(f"dropout_ratio: {p.dropout_ratio:g}: give a part from 0 to below 1")
     keep = 1 - p.dropout_ratio
     # Without scale_train, training keeps values as they are, and testing scales instead.
-    return Made([Dropout(p.dropout_ratio), *([] if p.scale_train else [Power(1, keep, 0)])])
+    return LayerModules([Dropout(p.dropout_ratio), *([] if p.scale_train else [Power(1, keep, 0)])])
 
 
 class Softmax(nn.Module):
@@ -135,8 +135,8 @@ class Softmax(nn.Module):
         return f"axis={self.axis}"
 
 
-def softmax(layer: Layer, shapes: list[Shape]) -> Made:
+def softmax(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     axis = axis_of(layer, layer.message.softmax_param.axis, len(shapes[0]))
     if axis == 0:
         raise layer.refuse("axis: 0 goes over the examples of a batch: give 1 or more")
-    return Made([Softmax(axis)])
+    return LayerModules([Softmax(axis)])

@@ -9,22 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mheads.caffe import message_schema
-from mheads.caffe.layers.maker import Made, Shape, axis_of, per_axis
-from mheads.caffe.prototxt import Layer
+from mheads.caffe.layers.layer_modules import LayerModules, Shape, axis_of, per_axis
+from mheads.caffe.prototxt import CaffeLayer
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 DECONVOLUTIONS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 
 
-def convolution(layer: Layer, shapes: list[Shape]) -> Made:
+def convolution(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     return _convolution(layer, shapes[0], CONVOLUTIONS)
 
 
-def deconvolution(layer: Layer, shapes: list[Shape]) -> Made:
+def deconvolution(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     return _convolution(layer, shapes[0], DECONVOLUTIONS)
 
 
-def _convolution(layer: Layer, shape: Shape, classes: dict[int, Any]) -> Made:
+def _convolution(layer: CaffeLayer, shape: Shape, classes: dict[int, Any]) -> LayerModules:
     p = layer.message.convolution_param
     axes = len(shape) - 2
     if axes not in classes:
@@ -44,10 +44,10 @@ def _convolution(layer: Layer, shape: Shape, classes: dict[int, Any]) -> Made:
     made = classes[axes](
         channels, outputs, kernel, stride=stride, padding=pad, dilation=dilation, groups=group, bias=p.bias_term
     )
-    return Made([made], _fillers(p))
+    return LayerModules([made], _fillers(p))
 
 
-def _outputs(layer: Layer, p: Any) -> int:
+def _outputs(layer: CaffeLayer, p: Any) -> int:
     count: int = p.num_output
     if count < 1:
         raise layer.refuse("num_output is missing or 0: give the number of outputs")
@@ -70,7 +70,7 @@ class TransposedLinear(nn.Module):
         return F.linear(x, self.weight.t(), self.bias)
 
 
-def inner_product(layer: Layer, shapes: list[Shape]) -> Made:
+def inner_product(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p, shape = layer.message.inner_product_param, shapes[0]
     axis = axis_of(layer, p.axis, len(shape))
     if axis == 0:
@@ -80,17 +80,17 @@ def inner_product(layer: Layer, shapes: list[Shape]) -> Made:
         inputs *= size
     kind = TransposedLinear if p.transpose else nn.Linear
     rows: list[nn.Module] = [nn.Flatten(axis)] if axis < len(shape) - 1 else []
-    return Made([*rows, kind(inputs, _outputs(layer, p), bias=p.bias_term)], _fillers(p))
+    return LayerModules([*rows, kind(inputs, _outputs(layer, p), bias=p.bias_term)], _fillers(p))
 
 
-def prelu(layer: Layer, shapes: list[Shape]) -> Made:
+def prelu(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.prelu_param
     if len(shapes[0]) < 2:
         raise layer.refuse(f"its bottom has the shape {list(shapes[0])}: it takes examples x channels")
     filler = p.filler if p.HasField("filler") else _constant(0.25)
     made = nn.PReLU(1 if p.channel_shared else shapes[0][1])
     made.scalar = p.channel_shared  # its blob has no axes in Caffe's files
-    return Made([made], {"weight": filler})
+    return LayerModules([made], {"weight": filler})
 
 
 class BatchNorm(nn.Module):
@@ -134,7 +134,7 @@ class BatchNorm(nn.Module):
         return f"{len(self.mean)}, eps={self.eps:g}, fraction={self.fraction:g}, fixed={self.fixed}"
 
 
-def batch_norm(layer: Layer, shapes: list[Shape]) -> Made:
+def batch_norm(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p, shape = layer.message.batch_norm_param, shapes[0]
     if len(shape) < 2:
         raise layer.refuse(f"its bottom has the shape {list(shape)}: it takes examples x channels")
@@ -147,7 +147,7 @@ def batch_norm(layer: Layer, shapes: list[Shape]) -> Made:
     if shared := [spec.name for spec in params if spec.name]:
         raise layer.refuse(f"it shares {shared[0]!r}: statistics cannot be shared here: leave the names out")
     fixed = p.use_global_stats if p.HasField("use_global_stats") else None
-    return Made([BatchNorm(shape[1], p.eps, p.moving_average_fraction, fixed)])
+    return LayerModules([BatchNorm(shape[1], p.eps, p.moving_average_fraction, fixed)])
 
 
 class Scale(nn.Module):
@@ -212,28 +212,28 @@ def spread(weight: Tensor, axis: int, dims: int) -> Tensor:
     return weight.reshape((1,) * before + tuple(weight.shape) + (1,) * after)
 
 
-def scale(layer: Layer, shapes: list[Shape]) -> Made:
+def scale(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.scale_param
     axis = axis_of(layer, p.axis, len(shapes[0]))
     fillers = {"bias": p.bias_filler} if p.bias_term else {}
     if len(shapes) == 2:
         covered = _covered_by(layer, shapes, axis)
-        return Made([ScaleBy(axis, covered if p.bias_term else None)], fillers)
+        return LayerModules([ScaleBy(axis, covered if p.bias_term else None)], fillers)
     shape = _covered(layer, p, shapes[0], axis)
     filler = p.filler if p.HasField("filler") else _constant(1)
-    return Made([Scale(shape, axis, p.bias_term, len(shapes[0]))], {"weight": filler, **fillers})
+    return LayerModules([Scale(shape, axis, p.bias_term, len(shapes[0]))], {"weight": filler, **fillers})
 
 
-def bias(layer: Layer, shapes: list[Shape]) -> Made:
+def bias(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.bias_param
     axis = axis_of(layer, p.axis, len(shapes[0]))
     if len(shapes) == 2:
         _covered_by(layer, shapes, axis)
-        return Made([BiasBy(axis)])
-    return Made([Bias(_covered(layer, p, shapes[0], axis), axis)], {"bias": p.filler})
+        return LayerModules([BiasBy(axis)])
+    return LayerModules([Bias(_covered(layer, p, shapes[0], axis), axis)], {"bias": p.filler})
 
 
-def _covered(layer: Layer, p: Any, shape: Shape, axis: int) -> Shape:
+def _covered(layer: CaffeLayer, p: Any, shape: Shape, axis: int) -> Shape:
     """The shape of a learned weight: `num_axes` axes from `axis` on."""
     if p.num_axes < -1 or axis + p.num_axes > len(shape):
         raise layer.refuse(f"num_axes: {p.num_axes} from axis {axis} on: its bottom has {len(shape)} axes")
@@ -242,7 +242,7 @@ def _covered(layer: Layer, p: Any, shape: Shape, axis: int) -> Shape:
     return shape[axis:] if p.num_axes == -1 else shape[axis : axis + p.num_axes]
 
 
-def _covered_by(layer: Layer, shapes: list[Shape], axis: int) -> Shape:
+def _covered_by(layer: CaffeLayer, shapes: list[Shape], axis: int) -> Shape:
     of, by = shapes
     start = 0 if len(by) == len(of) else axis
     if by and of[axis : axis + len(by)] != by and of[start : start + len(by)] != by:

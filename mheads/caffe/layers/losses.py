@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mheads.caffe.layers.maker import Made, Shape, axis_of
-from mheads.caffe.prototxt import Layer
+from mheads.caffe.layers.layer_modules import LayerModules, Shape, axis_of
+from mheads.caffe.prototxt import CaffeLayer
 
 FULL, VALID, BATCH_SIZE, NONE = range(4)
 TINY = 1e-20  # below which MultinomialLogisticLoss takes no logarithm
@@ -74,7 +74,7 @@ def divisor(mode: int, batch: int, outer: int, places: int, valid: Tensor) -> Te
     return {FULL: float(batch * places), BATCH_SIZE: float(batch * outer), NONE: 1.0}[mode]
 
 
-def normalization(layer: Layer, default: int) -> int:
+def normalization(layer: CaffeLayer, default: int) -> int:
     """The way in which a loss is normalised: as it is said now, or as it was once."""
     p = layer.message.loss_param
     if p.HasField("normalization"):
@@ -85,12 +85,12 @@ def normalization(layer: Layer, default: int) -> int:
     return default
 
 
-def ignored(layer: Layer) -> int | None:
+def ignored(layer: CaffeLayer) -> int | None:
     p = layer.message.loss_param
     return p.ignore_label if p.HasField("ignore_label") else None
 
 
-def described(layer: Layer, shapes: list[Shape]) -> dict[str, Any]:
+def described(layer: CaffeLayer, shapes: list[Shape]) -> dict[str, Any]:
     """A loss as plain data: its type and what decides it."""
     if layer.type == "SoftmaxWithLoss":
         axis = axis_of(layer, layer.message.softmax_param.axis, len(shapes[0]))
@@ -110,7 +110,7 @@ def described(layer: Layer, shapes: list[Shape]) -> dict[str, Any]:
     return {"type": layer.type}
 
 
-def _need_classes(layer: Layer, shape: Shape, axis: int) -> None:
+def _need_classes(layer: CaffeLayer, shape: Shape, axis: int) -> None:
     if axis == 0 or len(shape) < 2:
         raise layer.refuse(
             f"its bottom has the shape {list(shape)}: it takes examples x classes, classes along axis {axis}"
@@ -151,11 +151,11 @@ class LossLayer(nn.Module):
         return ", ".join(f"{key}={value}" for key, value in self.term.items())
 
 
-def _loss(layer: Layer, shapes: list[Shape]) -> Made:
-    return Made([LossLayer(described(layer, shapes), len(layer.tops) > 1)])
+def _loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
+    return LayerModules([LossLayer(described(layer, shapes), len(layer.tops) > 1)])
 
 
-def softmax_with_loss(layer: Layer, shapes: list[Shape]) -> Made:
+def softmax_with_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     axis = axis_of(layer, layer.message.softmax_param.axis, len(shapes[0]))
     _need_classes(layer, shapes[0], axis)
     places = [size for i, size in enumerate(shapes[0]) if i != axis]
@@ -163,27 +163,27 @@ def softmax_with_loss(layer: Layer, shapes: list[Shape]) -> Made:
     return _loss(layer, shapes)
 
 
-def multinomial_logistic_loss(layer: Layer, shapes: list[Shape]) -> Made:
+def multinomial_logistic_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     _need(layer, shapes, shapes[0][:1], "a label for each example")
     return _loss(layer, shapes)
 
 
-def euclidean_loss(layer: Layer, shapes: list[Shape]) -> Made:
+def euclidean_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     _need(layer, shapes, shapes[0], "as many values in both")
     return _loss(layer, shapes)
 
 
-def sigmoid_cross_entropy_loss(layer: Layer, shapes: list[Shape]) -> Made:
+def sigmoid_cross_entropy_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     _need(layer, shapes, shapes[0], "a target for each value")
     return _loss(layer, shapes)
 
 
-def hinge_loss(layer: Layer, shapes: list[Shape]) -> Made:
+def hinge_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     _need(layer, shapes, shapes[0][:1], "a label for each example")
     return _loss(layer, shapes)
 
 
-def _need(layer: Layer, shapes: list[Shape], wanted: Any, what: str) -> None:
+def _need(layer: CaffeLayer, shapes: list[Shape], wanted: Any, what: str) -> None:
     count, needed = 1, 1
     for size in shapes[1]:
         count *= size
@@ -217,7 +217,7 @@ class Accuracy(nn.Module):
         return f"k={self.k}, axis={self.axis}, ignore={self.ignore}"
 
 
-def accuracy(layer: Layer, shapes: list[Shape]) -> Made:
+def accuracy(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.accuracy_param
     axis = axis_of(layer, p.axis, len(shapes[0]))
     if axis == 0:
@@ -226,4 +226,4 @@ def accuracy(layer: Layer, shapes: list[Shape]) -> Made:
         raise layer.refuse(f"top_k: {p.top_k} of {shapes[0][axis]} classes")
     _need(layer, shapes, [size for i, size in enumerate(shapes[0]) if i != axis], "a label for each place")
     ignore = p.ignore_label if p.HasField("ignore_label") else None
-    return Made([Accuracy(p.top_k, axis, ignore, len(layer.tops) > 1)])
+    return LayerModules([Accuracy(p.top_k, axis, ignore, len(layer.tops) > 1)])

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mheads.caffe.layers.maker import Made, Shape, per_axis
+from mheads.caffe.layers.layer_modules import LayerModules, Shape, per_axis
 from mheads.caffe.message_schema import message
-from mheads.caffe.prototxt import Layer
+from mheads.caffe.prototxt import CaffeLayer
 
 MAX, AVE, STOCHASTIC = range(3)
 
@@ -45,7 +45,7 @@ class Pool(nn.Module):
         return f"{kind}, kernel={self.kernel}, stride={self.stride}, pad={self.pad}, sizes={self.sizes}"
 
 
-def pooling(layer: Layer, shapes: list[Shape]) -> Made:
+def pooling(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p, shape = layer.message.pooling_param, shapes[0]
     if len(shape) != 4:
         raise layer.refuse(
@@ -58,7 +58,7 @@ def pooling(layer: Layer, shapes: list[Shape]) -> Made:
             raise layer.refuse("global_pooling takes the whole image, and a kernel is given too: leave one out")
         if per_axis(layer, p, "pad", 2, 0, 0) != (0, 0) or per_axis(layer, p, "stride", 2, 1, 1) != (1, 1):
             raise layer.refuse("global_pooling takes pad 0 and stride 1: leave the others out")
-        return Made([nn.AdaptiveAvgPool2d(1) if p.pool == AVE else nn.AdaptiveMaxPool2d(1)])
+        return LayerModules([nn.AdaptiveAvgPool2d(1) if p.pool == AVE else nn.AdaptiveMaxPool2d(1)])
     kernel = per_axis(layer, p, "kernel_size", 2, None, 1)
     stride, pad = per_axis(layer, p, "stride", 2, 1, 1), per_axis(layer, p, "pad", 2, 0, 0)
     if any(p_ >= k for p_, k in zip(pad, kernel, strict=True)):
@@ -81,8 +81,8 @@ def pooling(layer: Layer, shapes: list[Shape]) -> Made:
             # Equal sides are one number, as networks that are written by hand have it.
             args: list[Any] = [v[0] if v[0] == v[1] else v for v in (kernel, stride, pad)]
             kind: Any = nn.AvgPool2d if p.pool == AVE else nn.MaxPool2d
-            return Made([kind(*args, ceil_mode=ceil)])
-    return Made([Pool(p.pool == AVE, kernel, stride, pad, sizes)])
+            return LayerModules([kind(*args, ceil_mode=ceil)])
+    return LayerModules([Pool(p.pool == AVE, kernel, stride, pad, sizes)])
 
 
 def size_of(length: int, kernel: int, stride: int, pad: int, ceil: bool, padded: bool) -> int:
@@ -118,7 +118,7 @@ class WithinChannelNorm(nn.Module):
         return f"{self.size}, alpha={self.alpha:g}, beta={self.beta:g}"
 
 
-def lrn(layer: Layer, shapes: list[Shape]) -> Made:
+def lrn(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.lrn_param
     within = (
         p.norm_region
@@ -132,5 +132,5 @@ def lrn(layer: Layer, shapes: list[Shape]) -> Made:
     if len(shapes[0]) != 4:
         raise layer.refuse(f"its bottom has the shape {list(shapes[0])}: it takes images")
     if within:
-        return Made([WithinChannelNorm(p.local_size, p.alpha, p.beta)])
-    return Made([nn.LocalResponseNorm(p.local_size, p.alpha, p.beta, k=p.k)])
+        return LayerModules([WithinChannelNorm(p.local_size, p.alpha, p.beta)])
+    return LayerModules([nn.LocalResponseNorm(p.local_size, p.alpha, p.beta, k=p.k)])

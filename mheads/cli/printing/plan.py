@@ -13,8 +13,8 @@ from mheads.common.number_words import count
 from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.distributed.placement import Placement
-from mheads.distributed.planning.job import Cluster
-from mheads.distributed.planning.search import Prediction
+from mheads.distributed.step_time.placement_search import Prediction
+from mheads.distributed.step_time.workload import Cluster
 from mheads.training.plan_ranks import RankPlan
 from mheads.trees.tree_spec import Tree
 
@@ -23,10 +23,10 @@ MOST_LINES = 12
 
 
 def show(plan: RankPlan) -> Group:
-    job, cluster = plan.job, plan.cluster
-    cut = f"batch {job.rows} in {count(job.micro_batches, 'micro-batch', 'es')}"
+    workload, cluster = plan.workload, plan.cluster
+    cut = f"batch {workload.rows} in {count(workload.micro_batches, 'micro-batch', 'es')}"
     parts: list[RenderableType] = [
-        Text(f"{plan.name}, {count(job.tree.num_members, 'member')}, {cut}", style="bold"),
+        Text(f"{plan.name}, {count(workload.tree.num_members, 'member')}, {cut}", style="bold"),
         Text(
             f"{count(cluster.ranks, 'rank')} of {count(cluster.workers, 'worker')}, {plan.speed}; "
             f"{cluster.bandwidth / 1e9:g} GB/s, {cluster.latency * 1e6:g} µs"
@@ -38,7 +38,7 @@ def show(plan: RankPlan) -> Group:
         if same := [earlier for earlier, (other, _) in several[:i] if other == placement]:
             parts.append(Text.assemble((way, "bold"), f": the same as {same[0]}"))
         else:
-            parts.append(_holdings(way, job.tree, placement, prediction, cluster))
+            parts.append(_holdings(way, workload.tree, placement, prediction, cluster))
     return Group(*parts)
 
 
@@ -47,7 +47,7 @@ def _figures(plan: RankPlan) -> rich.table.Table:
     first = ways[0][1].step_seconds
     rows = [
         ["step", *(seconds(p.step_seconds) for _, p in ways)],
-        ["images/s", *(f"{plan.job.rows / p.step_seconds:,.0f}" for _, p in ways)],
+        ["images/s", *(f"{plan.workload.rows / p.step_seconds:,.0f}" for _, p in ways)],
         ["speed-up", *(f"{first / p.step_seconds:.2f}" for _, p in ways)],
         ["idle", *(f"{100 * p.idle_share:.1f}%" for _, p in ways)],
         ["exposed communication", *(seconds(p.exposed_seconds) for _, p in ways)],

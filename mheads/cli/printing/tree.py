@@ -14,10 +14,10 @@ from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.config.schema import Config
 from mheads.distributed.placement import Placement
-from mheads.distributed.planning.job import Cluster
-from mheads.distributed.planning.search import exchanged, traffic
+from mheads.distributed.step_time.placement_search import exchanged, traffic
+from mheads.distributed.step_time.workload import Cluster
 from mheads.training.build_from_config import make_tree
-from mheads.training.plan_ranks import ConfigJob, make_job, place
+from mheads.training.plan_ranks import ConfigWorkload, make_workload, place
 from mheads.trees.tree_spec import Node, Tree
 
 
@@ -56,22 +56,24 @@ def draw(config: Config, ranks: int | None = None) -> Group:
     return Group(drawing, Text(text), *([] if on_ranks is None else _edges(*on_ranks)))
 
 
-def _place(config: Config, ranks: int) -> tuple[ConfigJob, Placement, int]:
-    job = make_job(config)
-    return job, place(config.placement, job, Cluster(ranks)), ranks
+def _place(config: Config, ranks: int) -> tuple[ConfigWorkload, Placement, int]:
+    workload = make_workload(config)
+    return workload, place(config.placement, workload, Cluster(ranks)), ranks
 
 
 def _rank_text(placement: Placement, stage: str) -> str:
     return ranks_of(placement, [placement.stages[stage]])
 
 
-def _edges(job: ConfigJob, placement: Placement, ranks: int) -> list[RenderableType]:
+def _edges(workload: ConfigWorkload, placement: Placement, ranks: int) -> list[RenderableType]:
     """The mesh, and a line for each output that goes to other ranks; equal lines are joined."""
-    loads = job.count_loads(1.0)
-    edges = traffic(job, loads, placement)
+    loads = workload.count_loads(1.0)
+    edges = traffic(workload, loads, placement)
     texts: list[RenderableType] = [Text(mesh_text(placement, ranks))]
     rows = []
-    for (forth, back, _), group in groupby(edges, key=lambda e: (e.forward, e.backward, _is_leaf(job.tree, e.stage))):
+    for (forth, back, _), group in groupby(
+        edges, key=lambda e: (e.forward, e.backward, _is_leaf(workload.tree, e.stage))
+    ):
         alike = list(group)
         each = " each" if len(alike) > 1 else ""
         slots = [numbers(e.source for e in alike), numbers(e.target for e in alike)]

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from helpers.gloo_worlds import run_world
 from helpers.tensors_of_every_kind import is_dense, tensors
 
-from mheads.distributed import wire
-from mheads.distributed.wire import HEADER, Frame, Outbox, PeerError, post, take
+from mheads.distributed import tensor_messages
+from mheads.distributed.tensor_messages import HEADER, Frame, Outbox, PeerError, post, take
 
 Boxes = namedtuple("Boxes", "scores deltas")
 
@@ -89,7 +89,7 @@ def scramble(rank):
 
 
 def test_a_channels_last_tensor_is_neither_refused_nor_scrambled():
-    """If torch itself no longer refuses (`send`) or scrambles (`broadcast`) it, mend the docstring of wire.py."""
+    """If torch no longer refuses (`send`) or scrambles (`broadcast`) it, mend the docstring of tensor_messages.py."""
     (x, _), (theirs, ours) = run_world(2, scramble)
     assert not torch.equal(theirs, x)
     assert torch.equal(ours, x)
@@ -172,11 +172,11 @@ def test_a_silent_rank_is_named():
 
 def test_what_is_no_value_is_refused():
     with pytest.raises(TypeError, match="not int"):
-        wire._describe([torch.zeros(1), 3], [])
+        tensor_messages._describe([torch.zeros(1), 3], [])
     with pytest.raises(TypeError, match="not str"):
-        wire._describe({"a": "text"}, [])
+        tensor_messages._describe({"a": "text"}, [])
 
 
 def test_a_frame_cannot_call_what_it_likes():
     with pytest.raises(TypeError, match="os:getcwd is not a named tuple"):
-        wire._build({"n": "os:getcwd", "v": []}, [])
+        tensor_messages._build({"n": "os:getcwd", "v": []}, [])

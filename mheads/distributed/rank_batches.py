@@ -18,12 +18,12 @@ from mheads.data import Data, Preprocess
 from mheads.data.batches import Batch, BatchStream
 from mheads.data.splits import TargetRows
 from mheads.distributed.placement import Placement
-from mheads.distributed.world import World
+from mheads.distributed.process_group import World
 from mheads.engine.training_step import cuts
 from mheads.trees.tree_spec import Tree
 
 if TYPE_CHECKING:
-    from mheads.distributed.ranks import RanksEngine
+    from mheads.distributed.ranks_engine import RanksEngine
 
 # What every rank gets of a batch, beside the inputs of some examples.
 SENT = ("targets", "sample_weights", "ties", "side", "counts")

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mheads.distributed.placement import Placement, default, meshes, num_first_together, spread
-from mheads.distributed.planning.job import Cluster, Job
-from mheads.distributed.planning.loads import StageLoad
-from mheads.distributed.planning.simulation import Simulation
+from mheads.distributed.step_time.simulation import Simulation
+from mheads.distributed.step_time.stage_loads import StageLoad
+from mheads.distributed.step_time.workload import Cluster, Workload
 
 # How many simulated tasks a search may take: about a second.
 EFFORT = 60_000
@@ -31,19 +31,19 @@ class Edge:
     backward: int
 
 
-def traffic(job: Job, loads: Mapping[str, StageLoad], placement: Placement) -> list[Edge]:
+def traffic(workload: Workload, loads: Mapping[str, StageLoad], placement: Placement) -> list[Edge]:
     """Every edge between ranks: stages to their children, and members to the loss where that needs all of them."""
-    slot, tree = placement.stages, job.tree
+    slot, tree = placement.stages, workload.tree
     edges = []
     for name, node in tree.nodes.items():
-        size = job.rows * loads[name].output_floats
+        size = workload.rows * loads[name].output_floats
         held = [slot[child] for child in node.children]
         for target in sorted(set(held) - {slot[name]}):
             # If the first children are together, their gradients are added before they are sent.
             messages = held.count(target) - (num_first_together(held) - 1 if target == held[0] else 0)
             edges.append(Edge(name, slot[name], target, size, messages * size))
         loss = slot[tree.roots[0].name]
-        if not node.children and not job.separable and slot[name] != loss:
+        if not node.children and not workload.separable and slot[name] != loss:
             edges.append(Edge(name, slot[name], loss, size, size))
     return edges
 
@@ -69,12 +69,12 @@ class Prediction:
     edges: tuple[Edge, ...]
 
 
-def predict(job: Job, cluster: Cluster, loads: Mapping[str, StageLoad], placement: Placement) -> Prediction:
+def predict(workload: Workload, cluster: Cluster, loads: Mapping[str, StageLoad], placement: Placement) -> Prediction:
     """Predicts a step."""
-    simulation = Simulation(job, loads, cluster.workers)
+    simulation = Simulation(workload, loads, cluster.workers)
     seconds, compute = simulation.run(placement, cluster.seconds_per_float, cluster.latency)
     ideal, _ = simulation.run(placement, 0.0, 0.0)
-    edges = tuple(traffic(job, loads, placement))
+    edges = tuple(traffic(workload, loads, placement))
     return Prediction(
         seconds,
         tuple(compute),
@@ -85,12 +85,12 @@ def predict(job: Job, cluster: Cluster, loads: Mapping[str, StageLoad], placemen
     )
 
 
-def auto(job: Job, cluster: Cluster, loads: Mapping[str, StageLoad]) -> Placement:
+def auto(workload: Workload, cluster: Cluster, loads: Mapping[str, StageLoad]) -> Placement:
     """The placement with the least predicted step time that a bounded search finds, never worse than the default.
 
     Among equally fast ones, it takes the one with fewer floats sent, then more slots.
     """
-    return _Search(job, cluster, loads).best()
+    return _Search(workload, cluster, loads).best()
 
 
 Score = tuple[float, int, int]
@@ -99,9 +99,9 @@ Score = tuple[float, int, int]
 class _Search:
     """Tries two simple placements on every mesh; then moves and swaps stages in the best ones."""
 
-    def __init__(self, job: Job, cluster: Cluster, loads: Mapping[str, StageLoad]) -> None:
-        self.job, self.cluster, self.loads, self.tree = job, cluster, loads, job.tree
-        self.simulation = Simulation(job, loads, cluster.workers)
+    def __init__(self, workload: Workload, cluster: Cluster, loads: Mapping[str, StageLoad]) -> None:
+        self.workload, self.cluster, self.loads, self.tree = workload, cluster, loads, workload.tree
+        self.simulation = Simulation(workload, loads, cluster.workers)
         self.work = {name: load.forward + load.backward for name, load in loads.items()}
         self.spent = 0
         self.scores: dict[tuple[int, ...], Score] = {}
@@ -111,7 +111,7 @@ class _Search:
         self.equal = list(siblings.values())
 
     def best(self) -> Placement:
-        first = default(self.tree, self.cluster.ranks, self.job.divisible)
+        first = default(self.tree, self.cluster.ranks, self.workload.divisible)
         found = {(first.slots, first.replicas): (self.score(first), first)}
         for mesh in self.meshes():
             fastest = min(score for score, _ in found.values())
@@ -129,7 +129,7 @@ class _Search:
     def meshes(self) -> list[tuple[int, int]]:
         """The meshes to try, the most promising first; if they are very many, only some numbers of slots."""
         ranks = self.cluster.ranks
-        found = meshes(len(self.tree.nodes), ranks, self.job.divisible)
+        found = meshes(len(self.tree.nodes), ranks, self.workload.divisible)
         most = max(slots for slots, _ in found)
         if 2 * len(found) * self.cost(1) > EFFORT:
             some = {most >> i for i in range(most.bit_length())} | {ranks // replicas for _, replicas in found}
@@ -154,7 +154,7 @@ class _Search:
         key = (placement.slots, placement.replicas, *placement.stages.values())
         if key not in self.scores:
             seconds, _ = self.simulation.run(placement, self.cluster.seconds_per_float, self.cluster.latency)
-            edges = traffic(self.job, self.loads, placement)
+            edges = traffic(self.workload, self.loads, placement)
             floats = sum(edge.forward + edge.backward for edge in edges) + exchanged(self.loads, placement)
             self.spent += self.cost(placement.replicas)
             self.scores[key] = (float(f"{seconds:.9g}"), floats, -placement.slots)  # ties in spite of rounding

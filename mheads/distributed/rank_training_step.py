@@ -19,7 +19,7 @@ from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
 
 if TYPE_CHECKING:
-    from mheads.distributed.ranks import RanksEngine
+    from mheads.distributed.ranks_engine import RanksEngine
 
 SUM = -1  # the phase of sums over replicas: before everything else, since others wait for them
 

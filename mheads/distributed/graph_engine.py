@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
-from mheads.distributed import wire
-from mheads.distributed.layers import Broadcast, Gather
-from mheads.distributed.world import World
+from mheads.distributed import tensor_messages
+from mheads.distributed.communication_layers import Broadcast, Gather
+from mheads.distributed.process_group import World
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine
 from mheads.engine.training_step import StepReport, cuts
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Call:
+class RunModule:
     """A module on a rank: it takes values by number and gives some."""
 
     name: str
@@ -43,7 +43,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Spread:
+class BroadcastValue:
     """A value of the root, given to ranks: `tops` by rank."""
 
     root: int
@@ -52,7 +52,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Collect:
+class GatherValues:
     """Values of ranks, in their order, given to the root."""
 
     root: int
@@ -61,7 +61,7 @@ class Collect:
 
 
 @dataclass(frozen=True)
-class Rename:
+class RenameValue:
     """A value under another number."""
 
     rank: int
@@ -70,29 +70,29 @@ class Rename:
 
 
 @dataclass(frozen=True)
-class Written:
+class RankGraph:
     """The steps of a net over numbered values, on `ranks` ranks; value 0 is the examples, on each rank the same."""
 
     ranks: int
-    steps: tuple[Call | Spread | Collect | Rename, ...]
+    steps: tuple[RunModule | BroadcastValue | GatherValues | RenameValue, ...]
     outputs: tuple[tuple[int, int], ...]  # number and rank
 
 
-class WrittenEngine(ThreadsEngine):
+class GraphEngine(ThreadsEngine):
     """Runs the layers of this rank; `net` holds the whole net as one stage."""
 
-    def __init__(self, net: TreeNet, options: EngineOptions, world: World, written: Written) -> None:
+    def __init__(self, net: TreeNet, options: EngineOptions, world: World, rank_graph: RankGraph) -> None:
         super().__init__(net, replace(options, workers=1))  # collectives have one order
-        self.world, self.written, self.is_main = world, written, world.is_main
+        self.world, self.rank_graph, self.is_main = world, rank_graph, world.is_main
         (self.name,) = net.tree.nodes
         self.modules_: dict[str, Any] = dict(net.stage(self.name)._modules)
         self.links: dict[int, nn.Module] = {}
-        for i, step in enumerate(written.steps):
-            if isinstance(step, Spread):
+        for i, step in enumerate(rank_graph.steps):
+            if isinstance(step, BroadcastValue):
                 self.links[i] = Broadcast(step.root, step.tops)
-            elif isinstance(step, Collect):
+            elif isinstance(step, GatherValues):
                 self.links[i] = Gather(step.root, step.bottoms)
-        self.ends = {i: Gather(0, [rank]) for i, (_, rank) in enumerate(written.outputs) if rank != 0}
+        self.ends = {i: Gather(0, [rank]) for i, (_, rank) in enumerate(rank_graph.outputs) if rank != 0}
         self.owned = self._owned()
         # Who waits for another rank looks busy and is innocent: only a rank that gives no sign of life is lost.
         world.watch.tell(fail=self.workers.fail)
@@ -100,8 +100,8 @@ class WrittenEngine(ThreadsEngine):
     def _owned(self) -> dict[int, list[Tensor]]:
         """By rank, the parameters that learn there and the buffers that change there."""
         found: dict[int, dict[int, Tensor]] = {rank: {} for rank in range(self.world.size)}
-        for step in self.written.steps:
-            if isinstance(step, Call):
+        for step in self.rank_graph.steps:
+            if isinstance(step, RunModule):
                 module = self.modules_[step.name]
                 for tensor in (*(p for p in module.parameters() if p.requires_grad), *module.buffers()):
                     found[step.rank].setdefault(id(tensor), tensor)
@@ -119,7 +119,7 @@ class WrittenEngine(ThreadsEngine):
             try:
                 reports.append(self._step(step, batch, loss))
             except UserError as error:
-                if not isinstance(error.__cause__, wire.PeerError):
+                if not isinstance(error.__cause__, tensor_messages.PeerError):
                     raise
                 self._lost(error.__cause__.rank, error)
 
@@ -166,7 +166,7 @@ class WrittenEngine(ThreadsEngine):
             self._lost(rank, error)
 
     def _lost(self, rank: int, error: BaseException) -> NoReturn:
-        self.world.watch.report(rank, f"rank {rank} {wire.GONE}")
+        self.world.watch.report(rank, f"rank {rank} {tensor_messages.GONE}")
         self.world.watch.check()
         raise error
 
@@ -194,8 +194,8 @@ class WrittenEngine(ThreadsEngine):
     def _forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The outputs, on the main rank, and what a backward must begin at besides, for the sake of other ranks."""
         me, values, ends = self.world.rank, {0: x}, []
-        for i, step in enumerate(self.written.steps):
-            if isinstance(step, Call):
+        for i, step in enumerate(self.rank_graph.steps):
+            if isinstance(step, RunModule):
                 module = self.modules_[step.name]
                 if step.rank != me:
                     if isinstance(module, Dropout) and module.p > 0:
@@ -203,10 +203,10 @@ class WrittenEngine(ThreadsEngine):
                     continue
                 found = module(*(values[b] for b in step.bottoms))
                 values |= zip(step.tops, found if isinstance(found, tuple) else (found,), strict=False)
-            elif isinstance(step, Rename):
+            elif isinstance(step, RenameValue):
                 if step.rank == me:
                     values[step.top] = values[step.bottom]
-            elif isinstance(step, Spread):
+            elif isinstance(step, BroadcastValue):
                 if me in step.tops:
                     values[step.tops[me]] = self.links[i](*([values[step.bottom]] if me == step.root else []))
                     ends.append(values[step.tops[me]])
@@ -216,7 +216,7 @@ class WrittenEngine(ThreadsEngine):
                     values |= zip(step.tops, found, strict=True)
                 ends += found if me == step.root else [found]
         outputs = []
-        for i, (number, rank) in enumerate(self.written.outputs):
+        for i, (number, rank) in enumerate(self.rank_graph.outputs):
             if rank == 0:
                 outputs += [values[number]] if me == 0 else []
             elif me == 0:

@@ -15,13 +15,13 @@ from torch import nn
 from mheads import TreeNet, UserError
 from mheads.config import read as configs
 from mheads.distributed.placement import Placement, default, explicit, meshes
-from mheads.distributed.planning.job import Cluster, Job
-from mheads.distributed.planning.loads import StageLoad, counted_loads, measured_loads
-from mheads.distributed.planning.search import auto, exchanged, predict, traffic
-from mheads.distributed.planning.simulation import Simulation
+from mheads.distributed.step_time.placement_search import auto, exchanged, predict, traffic
+from mheads.distributed.step_time.simulation import Simulation
+from mheads.distributed.step_time.stage_loads import StageLoad, counted_loads, measured_loads
+from mheads.distributed.step_time.workload import Cluster, Workload
 from mheads.engine.cost import stage_costs
 from mheads.networks import NETWORKS
-from mheads.training.plan_ranks import input_shape, make_job, place
+from mheads.training.plan_ranks import input_shape, make_workload, place
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
@@ -40,7 +40,7 @@ APART = Placement({"trunk": 0, "a/0": 1, "a/1": 1}, 2)
 @pytest.mark.parametrize("separable", [True, False])
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_one_rank_does_all_the_work_and_sends_nothing(micro_batches, separable):
-    found = predict(Job(TREE, 4, micro_batches, separable), Cluster(9, 1, **WIRES), LOADS, default(TREE, 1, 1))
+    found = predict(Workload(TREE, 4, micro_batches, separable), Cluster(9, 1, **WIRES), LOADS, default(TREE, 1, 1))
     assert found.step_seconds == pytest.approx(76)
     assert found.compute_seconds == (76,)
     assert found.idle_share == pytest.approx(0)
@@ -48,7 +48,7 @@ def test_one_rank_does_all_the_work_and_sends_nothing(micro_batches, separable):
 
 
 def test_workers_of_a_rank_take_earlier_micro_batches_first_and_backward_before_forward():
-    found = predict(Job(TREE, 4, 4, True), Cluster(9, 4, **WIRES), LOADS, default(TREE, 1, 1))
+    found = predict(Workload(TREE, 4, 4, True), Cluster(9, 4, **WIRES), LOADS, default(TREE, 1, 1))
     # Four trunks at once until 1; the branches of the first two until 9; two trunks back until 11, beside them the
     # branches of the third until 17; those of the fourth from 11 until 19, and its trunk back.
     assert found.step_seconds == pytest.approx(21)
@@ -56,7 +56,7 @@ def test_workers_of_a_rank_take_earlier_micro_batches_first_and_backward_before_
 
 
 def test_branches_on_another_rank_wait_for_the_trunk_and_it_for_them():
-    found = predict(Job(TREE, 1, 1, True), Cluster(9, 1, **WIRES), LOADS, APART)
+    found = predict(Workload(TREE, 1, 1, True), Cluster(9, 1, **WIRES), LOADS, APART)
     # trunk 1, message 0.5 + 1, two branches of 8, the sum of their gradients 0.5 + 1, trunk 2; a report and a decision
     assert found.step_seconds == pytest.approx(1 + 1.5 + 16 + 1.5 + 2 + 1)
     assert found.exposed_seconds == pytest.approx(4)
@@ -66,7 +66,7 @@ def test_branches_on_another_rank_wait_for_the_trunk_and_it_for_them():
 
 
 def test_a_loss_of_all_members_gathers_the_outputs_and_sends_gradients_back():
-    found = predict(Job(TREE, 1, 1, False), Cluster(9, 1, **WIRES), LOADS, APART)
+    found = predict(Workload(TREE, 1, 1, False), Cluster(9, 1, **WIRES), LOADS, APART)
     # The first branch's output travels while the second computes: that one ends at 1 + 1.5 + 6. Its output takes 0.7,
     # the first gradient 0.7 back, then two backwards of 5 without a pause.
     assert found.step_seconds == pytest.approx(8.5 + 0.7 + 0.7 + 10 + 1.5 + 2 + 1)
@@ -78,16 +78,16 @@ def test_only_the_first_siblings_in_one_place_are_added_before_they_are_sent():
     loads = {name: TRUNK if name == "trunk" else BRANCH for name in tree.nodes}
     for held, back in (([0, 0, 1, 1], 2), ([1, 1, 0, 0], 1), ([1, 1, 1, 1], 1), ([1, 0, 1, 1], 3)):
         placement = Placement(dict(zip(tree.nodes, [0, *held], strict=True)), 2)
-        (edge,) = traffic(Job(tree, 7, 1, True), loads, placement)
+        (edge,) = traffic(Workload(tree, 7, 1, True), loads, placement)
         assert (edge.stage, edge.source, edge.target, edge.forward, edge.backward) == ("trunk", 0, 1, 70, 70 * back)
-        found = predict(Job(tree, 7, 1, True), Cluster(9, 1, **WIRES), loads, placement)
+        found = predict(Workload(tree, 7, 1, True), Cluster(9, 1, **WIRES), loads, placement)
         assert found.floats_sent == 70 * (1 + back)
 
 
 def test_a_balanced_pipeline_has_no_gap_but_at_its_ends():
     loads = {"trunk": StageLoad(1, 1, 10, 0), "a/0": StageLoad(0.5, 0.5, 2, 0), "a/1": StageLoad(0.5, 0.5, 2, 0)}
     for micro_batches in (1, 2, 4, 16):
-        found = predict(Job(TREE, micro_batches, micro_batches, True), Cluster(9, 1, **FREE), loads, APART)
+        found = predict(Workload(TREE, micro_batches, micro_batches, True), Cluster(9, 1, **FREE), loads, APART)
         assert found.step_seconds == pytest.approx(2 * micro_batches + 2)
         assert found.exposed_seconds == 0
 
@@ -95,14 +95,14 @@ def test_a_balanced_pipeline_has_no_gap_but_at_its_ends():
 def test_messages_are_hidden_behind_the_work_of_other_micro_batches():
     loads = {"trunk": StageLoad(1, 1, 10, 0), "a/0": StageLoad(0.5, 0.5, 2, 0), "a/1": StageLoad(0.5, 0.5, 2, 0)}
     wires = {"bandwidth": 100.0, "latency": 0.0}  # 0.4 per message
-    found = predict(Job(TREE, 16, 16, True), Cluster(9, 1, **wires), loads, APART)
+    found = predict(Workload(TREE, 16, 16, True), Cluster(9, 1, **wires), loads, APART)
     assert found.step_seconds == pytest.approx(34 + 0.4 + 0.4)  # the first there and the last back
 
 
 def test_messages_of_a_rank_queue_up():
     tree = parse({"a": 3}, LAYERS)
     loads = {name: StageLoad(0, 0, 10, 0) for name in tree.nodes}
-    found = predict(Job(tree, 1, 1, True), Cluster(9, 1, **WIRES), loads, default(tree, 4, 1))
+    found = predict(Workload(tree, 1, 1, True), Cluster(9, 1, **WIRES), loads, default(tree, 4, 1))
     # Out of the trunk at 1, 2, 3, and each comes back as soon as it is there: 1.5 + 1.5, 2.5 + 1.5, 3.5 + 1.5.
     assert found.step_seconds == pytest.approx(3.5 + 1.5 + 1)
 
@@ -110,7 +110,7 @@ def test_messages_of_a_rank_queue_up():
 def test_replicas_exchange_their_gradients_in_parts_and_sums():
     tree = parse(1, LAYERS)
     loads = {"trunk": TRUNK}
-    found = predict(Job(tree, 2, 2, True), Cluster(9, 1, **WIRES), loads, default(tree, 2, 2))
+    found = predict(Workload(tree, 2, 2, True), Cluster(9, 1, **WIRES), loads, default(tree, 2, 2))
     assert found.step_seconds == pytest.approx(3 + 2 * (50 * 0.1 + 0.5) + 1)
     assert found.compute_seconds == (3, 3)
     assert found.floats_sent == exchanged(loads, default(tree, 2, 2)) == 200
@@ -119,13 +119,13 @@ def test_replicas_exchange_their_gradients_in_parts_and_sums():
 def test_gradients_of_branches_travel_while_the_trunk_computes():
     loads = {"trunk": StageLoad(1, 100, 0, 0), "a/0": StageLoad(3, 5, 2, 100), "a/1": StageLoad(3, 5, 2, 100)}
     placement = Placement(dict.fromkeys(TREE.nodes, 0), 1, 2)
-    found = predict(Job(TREE, 2, 2, True), Cluster(9, 1, **WIRES), loads, placement)
+    found = predict(Workload(TREE, 2, 2, True), Cluster(9, 1, **WIRES), loads, placement)
     assert found.step_seconds == pytest.approx(1 + 16 + 100 + 1 + 1)  # nothing of the trunk to sum but two latencies
 
 
 def test_uneven_micro_batches_make_the_first_replica_the_slowest():
     found = predict(
-        Job(parse(1, LAYERS), 3, 2, True), Cluster(9, 1, **FREE), {"trunk": TRUNK}, Placement({"trunk": 0}, 1, 2)
+        Workload(parse(1, LAYERS), 3, 2, True), Cluster(9, 1, **FREE), {"trunk": TRUNK}, Placement({"trunk": 0}, 1, 2)
     )
     assert found.compute_seconds == (6, 3)
     assert found.step_seconds == 6
@@ -140,7 +140,7 @@ stage_loads = st.builds(StageLoad, times, times, st.integers(0, 50), st.integers
 
 @st.composite
 def jobs(draw):
-    """A job, a cluster, and loads by run of layers."""
+    """A workload, a cluster, and loads by run of layers."""
     tree = parse(draw(specs), LAYERS)
     by_run = {node.layers: draw(stage_loads) for node in tree.nodes.values()}
     loads = {name: by_run[node.layers] for name, node in tree.nodes.items()}
@@ -152,7 +152,7 @@ def jobs(draw):
         draw(st.sampled_from([4.0, 100.0, 1e9])),
         draw(st.sampled_from([0.0, 0.1])),
     )
-    return Job(tree, rows, micro_batches, draw(st.booleans())), cluster, loads
+    return Workload(tree, rows, micro_batches, draw(st.booleans())), cluster, loads
 
 
 @st.composite
@@ -164,38 +164,38 @@ def placements(draw, tree, micro_batches):
 
 @given(st.data())
 def test_no_step_is_shorter_than_its_work_or_its_longest_path(data):
-    job, cluster, loads = data.draw(jobs())
-    tree = job.tree
-    placement = data.draw(placements(tree, job.micro_batches))
-    found = predict(job, cluster, loads, placement)
+    workload, cluster, loads = data.draw(jobs())
+    tree = workload.tree
+    placement = data.draw(placements(tree, workload.micro_batches))
+    found = predict(workload, cluster, loads, placement)
     work = {name: load.forward + load.backward for name, load in loads.items()}
-    total = job.rows * sum(work.values())
+    total = workload.rows * sum(work.values())
     assert sum(found.compute_seconds) == pytest.approx(total)
     assert len(found.compute_seconds) == placement.ranks
     assert found.step_seconds * cluster.workers >= max(found.compute_seconds) - 1e-9
-    largest = -(-job.rows // job.micro_batches)
+    largest = -(-workload.rows // workload.micro_batches)
     paths = [sum(work[node.name] for node in tree.path(member)) for member in range(tree.num_members)]
     assert found.step_seconds >= largest * max(paths) - 1e-9
     assert 0 <= found.idle_share <= 1
     assert 0 <= found.exposed_seconds <= found.step_seconds
     if placement.ranks == 1:
         assert found.exposed_seconds == found.floats_sent == 0
-    assert found == predict(job, cluster, loads, placement)
+    assert found == predict(workload, cluster, loads, placement)
 
 
 @given(jobs())
 @settings(max_examples=60)
 def test_auto_is_never_predicted_to_be_slower_than_the_default(drawn):
-    job, cluster, loads = drawn
-    tree, ranks = job.tree, cluster.ranks
-    found = auto(job, cluster, loads)
+    workload, cluster, loads = drawn
+    tree, ranks = workload.tree, cluster.ranks
+    found = auto(workload, cluster, loads)
     assert list(found.stages) == list(tree.nodes)
     assert set(found.stages.values()) == set(range(found.slots))
     assert found.stages[tree.roots[0].name] == 0
-    assert (found.slots, found.replicas) in meshes(len(tree.nodes), ranks, job.micro_batches)
-    usual = predict(job, cluster, loads, default(tree, ranks, job.micro_batches))
-    assert predict(job, cluster, loads, found).step_seconds <= usual.step_seconds * (1 + 1e-8)
-    assert auto(job, cluster, loads) == found
+    assert (found.slots, found.replicas) in meshes(len(tree.nodes), ranks, workload.micro_batches)
+    usual = predict(workload, cluster, loads, default(tree, ranks, workload.micro_batches))
+    assert predict(workload, cluster, loads, found).step_seconds <= usual.step_seconds * (1 + 1e-8)
+    assert auto(workload, cluster, loads) == found
 
 
 def test_auto_comes_close_to_the_best_of_all_placements():
@@ -209,9 +209,9 @@ def test_auto_comes_close_to_the_best_of_all_placements():
         loads = {name: runs[node.layers] for name, node in tree.nodes.items()}
         ranks, micro_batches, separable = draw.choice([2, 3]), draw.choice([1, 2, 4]), draw.random() < 0.5
         bandwidth = 4 * draw.choice([10.0, 1e2, 1e5])
-        job = Job(tree, 16, micro_batches, separable)
-        found = auto(job, Cluster(ranks, 1, bandwidth, 0.01), loads)
-        step = Simulation(job, loads, 1)
+        workload = Workload(tree, 16, micro_batches, separable)
+        found = auto(workload, Cluster(ranks, 1, bandwidth, 0.01), loads)
+        step = Simulation(workload, loads, 1)
         best = min(
             step.run(Placement(dict(zip(tree.nodes, held, strict=True)), *mesh), 4 / bandwidth, 0.01)[0]
             for mesh in meshes(len(tree.nodes), ranks, micro_batches)
@@ -221,21 +221,21 @@ def test_auto_comes_close_to_the_best_of_all_placements():
 
 
 def test_auto_keeps_a_tree_together_where_sending_is_dear_and_spreads_it_where_it_is_free():
-    job = Job(TREE, 4, 1, separable=True)
-    assert set(auto(job, Cluster(3, 1, 0.01, 0.0), LOADS).stages.values()) == {0}
-    assert auto(job, Cluster(3, 1, 1e9, 0.0), LOADS).slots >= 2
+    workload = Workload(TREE, 4, 1, separable=True)
+    assert set(auto(workload, Cluster(3, 1, 0.01, 0.0), LOADS).stages.values()) == {0}
+    assert auto(workload, Cluster(3, 1, 1e9, 0.0), LOADS).slots >= 2
 
 
 def test_of_equally_fast_placements_auto_takes_the_one_that_sends_less():
     loads = dict.fromkeys(TREE.nodes, StageLoad(0, 0, 10, 10))
-    placement = auto(Job(TREE, 4, 1, True), Cluster(3, 1, **FREE), loads)
+    placement = auto(Workload(TREE, 4, 1, True), Cluster(3, 1, **FREE), loads)
     assert placement == Placement(dict.fromkeys(TREE.nodes, 0), 1)
 
 
 def test_a_thousand_ranks_are_predicted_too():
     tree = parse({"a": 1000}, LAYERS)
     loads = {name: TRUNK if name == "trunk" else BRANCH for name in tree.nodes}
-    found = predict(Job(tree, 4, 4, True), Cluster(9, 1, **FREE), loads, default(tree, 1000, 4))
+    found = predict(Workload(tree, 4, 4, True), Cluster(9, 1, **FREE), loads, default(tree, 1000, 4))
     # Rank 0 has the trunk and the last branch; the trunk's last micro-batch waits for that branch, or for the others.
     assert sum(found.compute_seconds) == pytest.approx(4 * (3 + 8000))
     assert found.step_seconds == pytest.approx(4 * (3 + 8))
@@ -256,7 +256,7 @@ def small() -> nn.Sequential:
 @pytest.mark.parametrize("split", [None, "conv1", {"conv1": [{"conv2": 2}, 2]}])
 def test_counted_loads_are_those_of_the_whole_tree(split):
     net = TreeNet(NETWORKS["cifar10_quick"], 4, split)
-    loads = counted_loads(Job(net.tree, 1, 1, True), net, torch.zeros(1, 3, 32, 32), flops=2.0)
+    loads = counted_loads(Workload(net.tree, 1, 1, True), net, torch.zeros(1, 3, 32, 32), flops=2.0)
     for name, cost in stage_costs(net, (3, 32, 32)).items():
         load, root = loads[name], net.tree.nodes[name].parent is None
         assert load.forward == cost.forward
@@ -268,7 +268,7 @@ def test_counted_loads_are_those_of_the_whole_tree(split):
 def test_a_member_that_learns_from_some_rows_counts_only_their_backward():
     net = TreeNet(small, tree={"conv": 2}, only=())
     whole, half = (
-        counted_loads(Job(net.tree, 1, 1, False, share), net, torch.zeros(1, 1, 8, 8), 1.0) for share in (1.0, 0.5)
+        counted_loads(Workload(net.tree, 1, 1, False, share), net, torch.zeros(1, 1, 8, 8), 1.0) for share in (1.0, 0.5)
     )
     assert half["trunk"] == whole["trunk"]
     assert half["conv/0"].forward == whole["conv/0"].forward
@@ -281,12 +281,12 @@ def test_measuring_changes_neither_the_network_nor_the_threads(share):
     net = TreeNet(lambda: network, tree={"norm": 3}, only=())  # one network, which is drawn again and again
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     threads = torch.get_num_threads()
-    job = Job(net.tree, 16, 1, False, share)
-    found = measured_loads(job, net, torch.zeros(1, 1, 8, 8), seconds=0.01)
+    workload = Workload(net.tree, 16, 1, False, share)
+    found = measured_loads(workload, net, torch.zeros(1, 1, 8, 8), seconds=0.01)
     assert torch.get_num_threads() == threads
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert found.keys() == net.tree.nodes.keys()
-    counted = counted_loads(job, net, torch.zeros(1, 1, 8, 8), 1e9)
+    counted = counted_loads(workload, net, torch.zeros(1, 1, 8, 8), 1e9)
     for name, load in found.items():
         assert load.forward > 0
         assert load.backward > 0
@@ -298,10 +298,10 @@ def test_measuring_changes_neither_the_network_nor_the_threads(share):
 
 def test_a_job_is_what_the_config_says():
     config = configs.load("cifar10_quick", ["split=conv2", "loss=mcl", "optim.accumulate=2"])
-    job = make_job(config)
-    assert job.example.shape == (1, 3, 32, 32)
-    assert (job.rows, job.micro_batches, job.separable, job.share) == (700, 8, False, 0.25)
-    assert list(job.tree.nodes) == ["trunk", "conv2/0", "conv2/1", "conv2/2", "conv2/3"]
+    workload = make_workload(config)
+    assert workload.example.shape == (1, 3, 32, 32)
+    assert (workload.rows, workload.micro_batches, workload.separable, workload.share) == (700, 8, False, 0.25)
+    assert list(workload.tree.nodes) == ["trunk", "conv2/0", "conv2/1", "conv2/2", "conv2/3"]
 
 
 def test_the_shape_of_an_example_needs_no_data(tmp_path):
@@ -326,13 +326,13 @@ def test_the_shape_of_an_example_needs_no_data(tmp_path):
 
 def test_only_auto_needs_costs_and_so_the_shape_of_the_data():
     own = ["model=user_networks:with_dropout", "split=conv", "data={name: npz, path: nowhere}"]
-    job = make_job(configs.load("digits", own))
+    workload = make_workload(configs.load("digits", own))
     cluster, by_hand = Cluster(2), {"trunk": 0, "conv/0": 1}
-    assert place("default", job, cluster) == default(job.tree, 2, job.micro_batches)
-    assert place(by_hand, job, cluster) == explicit(job.tree, by_hand, 2, job.micro_batches)
-    assert place("auto", job, cluster, dict.fromkeys(job.tree.nodes, BRANCH)).ranks <= 2
+    assert place("default", workload, cluster) == default(workload.tree, 2, workload.micro_batches)
+    assert place(by_hand, workload, cluster) == explicit(workload.tree, by_hand, 2, workload.micro_batches)
+    assert place("auto", workload, cluster, dict.fromkeys(workload.tree.nodes, BRANCH)).ranks <= 2
     with pytest.raises(UserError, match="not known"):
-        place("auto", job, cluster)
+        place("auto", workload, cluster)
 
 
 # Commands.
@@ -348,9 +348,9 @@ def test_plan_shows_the_default_and_auto_beside_one_rank(mheads, tmp_path):
     assert "trunk, conv2/3" in done.out
     written = json.loads((tmp_path / "plan.json").read_text())
     one, usual, best = (written["placements"][way] for way in ("one rank", "default", "auto"))
-    job = make_job(configs.load("cifar10_quick", ["split=conv2"]))
+    workload = make_workload(configs.load("cifar10_quick", ["split=conv2"]))
     cluster = Cluster(2)
-    expected = predict(job, cluster, job.count_loads(1e11), place("default", job, cluster))
+    expected = predict(workload, cluster, workload.count_loads(1e11), place("default", workload, cluster))
     assert usual["step_seconds"] == expected.step_seconds
     assert usual["floats_sent"] == 2 * 350 * 2048
     assert best["step_seconds"] <= usual["step_seconds"] < one["step_seconds"]

@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from mheads.caffe.layers.maker import Made, Shape, axis_of
-from mheads.caffe.prototxt import Layer
+from mheads.caffe.layers.layer_modules import LayerModules, Shape, axis_of
+from mheads.caffe.prototxt import CaffeLayer
 
 PROD, SUM, MAX = range(3)
 
@@ -35,7 +35,7 @@ class Eltwise(nn.Module):
         return ("product", f"sum, {said}", "maximum")[self.operation]
 
 
-def eltwise(layer: Layer, shapes: list[Shape]) -> Made:
+def eltwise(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.eltwise_param
     coefficients = tuple(p.coeff) or (1.0,) * len(shapes)
     if len(coefficients) != len(shapes):
@@ -45,7 +45,7 @@ def eltwise(layer: Layer, shapes: list[Shape]) -> Made:
     other = next((shape for shape in shapes if shape != shapes[0]), None)
     if other is not None:
         raise layer.refuse(f"its bottoms have the shapes {list(shapes[0])} and {list(other)}: they must be equal")
-    return Made([Eltwise(p.operation, coefficients)])
+    return LayerModules([Eltwise(p.operation, coefficients)])
 
 
 class Concat(nn.Module):
@@ -62,7 +62,7 @@ class Concat(nn.Module):
         return f"axis={self.axis}"
 
 
-def concat(layer: Layer, shapes: list[Shape]) -> Made:
+def concat(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.concat_param
     axis = axis_of(layer, p.concat_dim if p.HasField("concat_dim") else p.axis, len(shapes[0]))
     for shape in shapes:
@@ -73,7 +73,7 @@ def concat(layer: Layer, shapes: list[Shape]) -> Made:
                 f"its bottoms have the shapes {list(shapes[0])} and {list(shape)}: only axis {axis} may differ"
             )
     _not_examples(layer, axis, len(shapes) > 1)
-    return Made([Concat(axis)])
+    return LayerModules([Concat(axis)])
 
 
 class Slice(nn.Module):
@@ -91,7 +91,7 @@ class Slice(nn.Module):
         return f"axis={self.axis}, sizes={self.sizes}"
 
 
-def slices(layer: Layer, shapes: list[Shape]) -> Made:
+def slices(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p, shape, tops = layer.message.slice_param, shapes[0], len(layer.tops)
     axis = axis_of(layer, p.slice_dim if p.HasField("slice_dim") else p.axis, len(shape))
     _not_examples(layer, axis, tops > 1)
@@ -109,22 +109,22 @@ def slices(layer: Layer, shapes: list[Shape]) -> Made:
     stops = [0, *points, shape[axis]]
     if any(a >= b for a, b in pairwise(stops)):
         raise layer.refuse(f"slice_point {points} must rise between 0 and {shape[axis]}")
-    return Made([Slice(axis, tuple(b - a for a, b in pairwise(stops)))])
+    return LayerModules([Slice(axis, tuple(b - a for a, b in pairwise(stops)))])
 
 
-def _not_examples(layer: Layer, axis: int, several: bool) -> None:
+def _not_examples(layer: CaffeLayer, axis: int, several: bool) -> None:
     if axis == 0 and several:
         raise layer.refuse("axis: 0 holds the examples of a batch, which stay together here: give 1 or more")
 
 
-def flatten(layer: Layer, shapes: list[Shape]) -> Made:
+def flatten(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p, dims = layer.message.flatten_param, len(shapes[0])
     start, end = axis_of(layer, p.axis, dims), axis_of(layer, p.end_axis, dims, "end_axis")
     if start > end:
         raise layer.refuse(f"axis: {p.axis} is after end_axis: {p.end_axis}")
     if start == 0 and end > 0:
         raise layer.refuse("axis: 0 would mix the examples of a batch: give 1 or more")
-    return Made([nn.Flatten(start, end)])
+    return LayerModules([nn.Flatten(start, end)])
 
 
 class Reshape(nn.Module):
@@ -141,7 +141,7 @@ class Reshape(nn.Module):
         return f"{list(self.sizes)}"
 
 
-def reshape(layer: Layer, shapes: list[Shape]) -> Made:
+def reshape(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p, shape = layer.message.reshape_param, shapes[0]
     dims = len(shape)
     start = p.axis if p.axis >= 0 else dims + 1 + p.axis
@@ -174,7 +174,7 @@ def reshape(layer: Layer, shapes: list[Shape]) -> Made:
         wanted *= size
     if total != wanted:
         raise layer.refuse(f"shape {given} makes {made} of {list(shape)}, which holds other numbers of values")
-    return Made([Reshape(tuple(made[1:]))])
+    return LayerModules([Reshape(tuple(made[1:]))])
 
 
 class ArgMax(nn.Module):
@@ -197,7 +197,7 @@ class ArgMax(nn.Module):
         return f"k={self.k}, axis={self.axis}, values={self.values}"
 
 
-def argmax(layer: Layer, shapes: list[Shape]) -> Made:
+def argmax(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p, shape = layer.message.argmax_param, shapes[0]
     axis = axis_of(layer, p.axis, len(shape)) if p.HasField("axis") else None
     if axis == 0:
@@ -208,7 +208,7 @@ def argmax(layer: Layer, shapes: list[Shape]) -> Made:
     count = count if axis is None else shape[axis]
     if not 1 <= p.top_k <= count:
         raise layer.refuse(f"top_k: {p.top_k} of {count} values: give 1 to {count}")
-    return Made([ArgMax(p.top_k, axis, p.out_max_val)])
+    return LayerModules([ArgMax(p.top_k, axis, p.out_max_val)])
 
 
 class Crop(nn.Module):
@@ -227,7 +227,7 @@ class Crop(nn.Module):
         return f"axis={self.axis}, offsets={self.offsets}"
 
 
-def crop(layer: Layer, shapes: list[Shape]) -> Made:
+def crop(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p, (of, like) = layer.message.crop_param, shapes
     axis, offsets = axis_of(layer, p.axis, len(of)), list(p.offset) or [0]
     if len(of) != len(like):
@@ -241,4 +241,4 @@ def crop(layer: Layer, shapes: list[Shape]) -> Made:
             raise layer.refuse(
                 f"offset {offset} and size {like[i]} along axis {i} are more than the {of[i]} that are there"
             )
-    return Made([Crop(axis, tuple(offsets))])
+    return LayerModules([Crop(axis, tuple(offsets))])

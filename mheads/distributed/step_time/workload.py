@@ -12,7 +12,7 @@ LATENCY = 50e-6
 
 
 @dataclass(frozen=True)
-class Job:
+class Workload:
     """A training step: a tree on `rows` examples, cut into micro-batches.
 
     `separable`: the loss needs no gathering. `share`: the part of the rows that a member learns from. `in_order`: its

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from helpers.gloo_worlds import run_world
 
-from mheads.distributed.comm import Courier
+from mheads.distributed.message_channels import Courier
 
 THREADS, FRAMES, CHANNELS = 6, 40, 3
 

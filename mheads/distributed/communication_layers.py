@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mheads.common.errors import UserError
-from mheads.distributed import wire
-from mheads.distributed.wire import Frame, Outbox
+from mheads.distributed import tensor_messages
+from mheads.distributed.tensor_messages import Frame, Outbox
 
 TAGS = 1 << 30  # smaller tags are left to others
 REMEDIES = {
@@ -147,13 +147,13 @@ class _Layer(nn.Module):
         frame = Frame([self._name, what, call, wanted], copy)
         with self._explaining("take what was sent to it", "see how that rank ended"):
             for peer in peers:
-                _outbox.put(wire.post(frame, peer, self._tag))
+                _outbox.put(tensor_messages.post(frame, peer, self._tag))
 
     def _take(self, what: str, call: int, peer: int) -> tuple[Any, bool]:
         """A peer's value of a call, or its gradient (None: zero). Those of other calls may come first."""
         while (peer, what, call) not in self._early:
             with self._explaining(f"send the {what} of call {call}", REMEDIES[what]):
-                frame = wire.take(peer, self._tag, timeout=self.timeout)
+                frame = tensor_messages.take(peer, self._tag, timeout=self.timeout)
             name, kind, number, wanted = frame.key
             assert name == self._name, f"{name} has the tag of {self._name}"
             self._early[peer, kind, number] = frame.value, wanted
@@ -172,7 +172,7 @@ class _Layer(nn.Module):
     def _explaining(self, what: str, remedy: str) -> Iterator[None]:
         try:
             yield
-        except wire.PeerError as error:
+        except tensor_messages.PeerError as error:
             raise UserError(f"{self}: {error}; rank {dist.get_rank()} waited for it to {what}: {remedy}") from error
 
 

@@ -13,18 +13,18 @@ from heapq import heappop, heappush
 from typing import Any
 
 from mheads.distributed.placement import Placement, num_first_together
-from mheads.distributed.planning.job import Job
-from mheads.distributed.planning.loads import StageLoad
+from mheads.distributed.step_time.stage_loads import StageLoad
+from mheads.distributed.step_time.workload import Workload
 from mheads.engine.training_step import BACKWARD, FORWARD, LOSS, cuts
 
 
 class Simulation:
     """The tasks of a step, for any placement. Stages go by their index in the tree, parents before children."""
 
-    def __init__(self, job: Job, loads: Mapping[str, StageLoad], workers: int) -> None:
-        tree = job.tree
-        self.job, self.workers, self.separable = job, workers, job.separable
-        self.sizes = [stop - start for start, stop in cuts(job.rows, job.micro_batches)]
+    def __init__(self, workload: Workload, loads: Mapping[str, StageLoad], workers: int) -> None:
+        tree = workload.tree
+        self.workload, self.workers, self.separable = workload, workers, workload.separable
+        self.sizes = [stop - start for start, stop in cuts(workload.rows, workload.micro_batches)]
         self.names = list(tree.nodes)
         index = {name: s for s, name in enumerate(self.names)}
         self.loads = [loads[name] for name in self.names]
@@ -34,7 +34,7 @@ class Simulation:
         self.roots = [s for s, parent in enumerate(self.parents) if parent < 0]
         self.leaves = [s for s, below in enumerate(self.children) if not below]
         # As in tasks.py: members that have nothing in common run one after the other, if the loss allows it.
-        order = {s: i for i, s in enumerate(self.roots)} if job.separable else {}
+        order = {s: i for i, s in enumerate(self.roots)} if workload.separable else {}
         self.groups = [order.get(s, 0) for s in range(len(nodes))]
         self.paths = [load.forward + load.backward for load in self.loads]  # seconds per row from the root on
         for s, parent in enumerate(self.parents):

@@ -21,11 +21,11 @@ import torch.distributed as dist
 import mheads
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
-from mheads.distributed.comm import Courier
 from mheads.distributed.launcher import Launch
 from mheads.distributed.lost_ranks import PATIENCE, TIMEOUT, RankFailure, Watch, ask
+from mheads.distributed.message_channels import Courier
 from mheads.distributed.rendezvous import rendezvous, use_interface
-from mheads.distributed.wire import GONE
+from mheads.distributed.tensor_messages import GONE
 from mheads.engine.threads import own_cores
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mheads.common import nested_values
 from mheads.common.modules import children, trainable
 from mheads.common.nested_values import Value
-from mheads.distributed.planning.job import Job
+from mheads.distributed.step_time.workload import Workload
 from mheads.engine.cost import costs_on
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.stages import StageFacts
@@ -41,20 +41,20 @@ class StageLoad:
     update: float = 0.0
 
 
-def counted_loads(job: Job, net: TreeNet, example: Tensor, flops: float) -> dict[str, StageLoad]:
+def counted_loads(workload: Workload, net: TreeNet, example: Tensor, flops: float) -> dict[str, StageLoad]:
     """Loads from counted multiply-adds, on cores of `flops` operations per second; `example` [1, ...] is any."""
     found = {}
-    for node, piece, x in _pieces(job.tree, net, example):
+    for node, piece, x in _pieces(workload.tree, net, example):
         cost = costs_on(piece, x)["trunk"]
         backward = cost.step(node.parent is None) - cost.forward
-        part = 1.0 if node.children else job.share
+        part = 1.0 if node.children else workload.share
         found[node.layers] = StageLoad(
             2 * cost.forward / flops, part * 2 * backward / flops, cost.output_floats, piece.num_parameters()
         )
-    return {name: found[node.layers] for name, node in job.tree.nodes.items()}
+    return {name: found[node.layers] for name, node in workload.tree.nodes.items()}
 
 
-def measured_loads(job: Job, net: TreeNet, example: Tensor, seconds: float = 0.4) -> dict[str, StageLoad]:
+def measured_loads(workload: Workload, net: TreeNet, example: Tensor, seconds: float = 0.4) -> dict[str, StageLoad]:
     """Loads on this machine: the best of a few timed micro-batches on one core, in the shape of an `example` [1, ...].
 
     The update is that of SGD with momentum: with many parameters and few rows it matters. Counted loads leave it out.
@@ -63,20 +63,20 @@ def measured_loads(job: Job, net: TreeNet, example: Tensor, seconds: float = 0.4
     keep_freed_memory()  # as the engine does
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rows = -(-job.rows // job.micro_batches)
+    rows = -(-workload.rows // workload.micro_batches)
     found = {}
     batch = torch.cat([example] * rows)
     batch = torch.randn_like(batch) if batch.is_floating_point() else batch
     try:
-        for node, piece, x in _pieces(job.tree, net, batch):
-            part = 1.0 if node.children else job.share
+        for node, piece, x in _pieces(workload.tree, net, batch):
+            part = 1.0 if node.children else workload.share
             forward, backward, floats = _measure(piece.train(), x, node.parent is not None, part, seconds)
             found[node.layers] = StageLoad(
                 forward / rows, backward / rows, floats // rows, piece.num_parameters(), _measure_update(piece)
             )
     finally:
         torch.set_num_threads(threads)
-    return {name: found[node.layers] for name, node in job.tree.nodes.items()}
+    return {name: found[node.layers] for name, node in workload.tree.nodes.items()}
 
 
 def _pieces(tree: Tree, of: TreeNet, x: Value) -> Iterator[tuple[Node, TreeNet, Value]]:

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mheads.caffe.prototxt import Layer
+from mheads.caffe.prototxt import CaffeLayer
 
 Shape = tuple[int, ...]
 Fillers = dict[str, Any]  # name of a parameter -> FillerParameter
 
 
 @dataclass(frozen=True)
-class Made:
+class LayerModules:
     """Modules that run one after the other; the last has the weights, which are Caffe's blobs in this order."""
 
     modules: list[nn.Module]
@@ -40,7 +40,7 @@ class Detach(nn.Module):
         return ", ".join(map(str, self.fixed))
 
 
-def fixed_bottoms(layer: Layer) -> tuple[bool, ...]:
+def fixed_bottoms(layer: CaffeLayer) -> tuple[bool, ...]:
     """Which bottoms get no gradient: those with `propagate_down: false`."""
     given = list(layer.message.propagate_down)
     if given and len(given) != len(layer.bottoms):
@@ -48,14 +48,16 @@ def fixed_bottoms(layer: Layer) -> tuple[bool, ...]:
     return tuple(not down for down in given)
 
 
-def axis_of(layer: Layer, axis: int, dims: int, what: str = "axis") -> int:
+def axis_of(layer: CaffeLayer, axis: int, dims: int, what: str = "axis") -> int:
     """An axis counted from 0, where negative ones count from the end."""
     if not -dims <= axis < dims:
         raise layer.refuse(f"{what}: {axis}: its bottom has {dims} axes, counted from 0 to {dims - 1}")
     return axis % dims
 
 
-def per_axis(layer: Layer, parameter: Any, key: str, count: int, default: int | None, least: int) -> tuple[int, ...]:
+def per_axis(
+    layer: CaffeLayer, parameter: Any, key: str, count: int, default: int | None, least: int
+) -> tuple[int, ...]:
     """`key` for each spatial axis: given once for all, once for each, or as `key_h` and `key_w`."""
     short = key.removesuffix("_size")
     fields = parameter.DESCRIPTOR.fields_by_name

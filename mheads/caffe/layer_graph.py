@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mheads.caffe.prototxt import Layer, Net
+from mheads.caffe.prototxt import CaffeLayer, Net
 from mheads.common.errors import UserError
 
 TRAIN, TEST = 0, 1
@@ -20,7 +20,7 @@ LEARNING = ("Convolution", "Deconvolution", "InnerProduct", "PReLU", "BatchNorm"
 
 
 @dataclass(frozen=True)
-class State:
+class NetState:
     """What rules are met by."""
 
     phase: int = TRAIN
@@ -38,10 +38,10 @@ class Blob:
 
 
 @dataclass(frozen=True)
-class Step:
+class GraphStep:
     """A layer on a rank. Of MPIBroadcast and MPIGather there is one for the whole group, on the rank of their root."""
 
-    layer: Layer
+    layer: CaffeLayer
     rank: int
     bottoms: tuple[Blob, ...]
     tops: tuple[Blob, ...]
@@ -53,17 +53,17 @@ class Graph:
     """The steps of a phase on all ranks, each after what it needs."""
 
     net: Net
-    state: State
+    state: NetState
     ranks: list[int]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[GraphStep] = field(default_factory=list)
 
     @property
-    def last(self) -> dict[Blob, Step]:
+    def last(self) -> dict[Blob, GraphStep]:
         """The step that makes a value."""
         return {top: step for step in self.steps for top in step.tops}
 
 
-def is_data(layer: Layer) -> bool:
+def is_data(layer: CaffeLayer) -> bool:
     """Whether a layer brings examples from outside: those without a bottom."""
     return layer.type in DATA or (layer.type == "Python" and not layer.message.bottom)
 
@@ -87,7 +87,7 @@ def world_of(net: Net) -> list[int]:
     return list(range(size))
 
 
-def meets(rule: Any, state: State, rank: int) -> bool:
+def meets(rule: Any, state: NetState, rank: int) -> bool:
     if rule.HasField("phase") and rule.phase != state.phase:
         return False
     if rule.HasField("min_level") and state.level < rule.min_level:
@@ -99,7 +99,7 @@ def meets(rule: Any, state: State, rank: int) -> bool:
     return not rule.mpi_rank or rank in rule.mpi_rank
 
 
-def ranks_of(layer: Layer, state: State, world: Sequence[int]) -> list[int]:
+def ranks_of(layer: CaffeLayer, state: NetState, world: Sequence[int]) -> list[int]:
     """The ranks that have a layer in a state, in the order in which its rules list them."""
     include, exclude = layer.message.include, layer.message.exclude
     if include and exclude:
@@ -113,12 +113,12 @@ def ranks_of(layer: Layer, state: State, world: Sequence[int]) -> list[int]:
     return list(found)
 
 
-def graph_of(net: Net, state: State | None = None) -> Graph:
+def graph_of(net: Net, state: NetState | None = None) -> Graph:
     """The graph of a state; refuses what Caffe and MPI-Caffe refuse, with the layer, its line and the remedy."""
-    state = state or State()
+    state = state or NetState()
     graph = Graph(net, state, world_of(net))
     known: dict[int, dict[str, Blob]] = {rank: {} for rank in graph.ranks}
-    names: dict[tuple[str, int], Layer] = {}
+    names: dict[tuple[str, int], CaffeLayer] = {}
     for layer in net.layers:
         if not layer.type:
             raise layer.refuse('it has no type: give one, such as type: "Convolution"')
@@ -137,13 +137,13 @@ def graph_of(net: Net, state: State | None = None) -> Graph:
         for rank in ranks:
             bottoms = [_bottom(layer, name, rank, known, net) for name in layer.bottoms]
             tops = [_top(layer, i, rank, known, net) for i in range(len(layer.tops))]
-            graph.steps.append(Step(layer, rank, tuple(bottoms), tuple(tops)))
+            graph.steps.append(GraphStep(layer, rank, tuple(bottoms), tuple(tops)))
     if not graph.steps:
         raise UserError(f"{net.file} has no layer in phase {'TEST' if state.phase else 'TRAIN'}: look at its rules")
     return graph
 
 
-def _between_ranks(layer: Layer, group: list[int], known: dict[int, dict[str, Blob]], net: Net) -> Step:
+def _between_ranks(layer: CaffeLayer, group: list[int], known: dict[int, dict[str, Blob]], net: Net) -> GraphStep:
     """A broadcast or a gather: one step of its group."""
     root, who = layer.message.mpi_param.root, _ranks(group)
     if root not in group:
@@ -157,7 +157,7 @@ def _between_ranks(layer: Layer, group: list[int], known: dict[int, dict[str, Bl
         if len(layer.tops) != 1:
             raise layer.refuse(f"it has {len(layer.tops)} tops: give one, which each of its ranks gets")
         bottom = _bottom(layer, layer.bottoms[0], root, known, net)
-        return Step(layer, root, (bottom,), tuple(_top(layer, 0, r, known, net) for r in group), tuple(group))
+        return GraphStep(layer, root, (bottom,), tuple(_top(layer, 0, r, known, net) for r in group), tuple(group))
     if len(layer.tops) != len(group):
         raise layer.refuse(
             f"it has {len(layer.tops)} tops for {who}: give one for each rank of its group, in the order in which they "
@@ -171,10 +171,10 @@ def _between_ranks(layer: Layer, group: list[int], known: dict[int, dict[str, Bl
         )
     bottoms = tuple(_bottom(layer, layer.bottoms[0], rank, known, net) for rank in group)
     tops = tuple(_top(layer, i, root, known, net) for i in range(len(layer.tops)))
-    return Step(layer, root, bottoms, tops, tuple(group))
+    return GraphStep(layer, root, bottoms, tops, tuple(group))
 
 
-def _bottom(layer: Layer, name: str, rank: int, known: dict[int, dict[str, Blob]], net: Net) -> Blob:
+def _bottom(layer: CaffeLayer, name: str, rank: int, known: dict[int, dict[str, Blob]], net: Net) -> Blob:
     if name not in known[rank]:
         elsewhere = [other for other, blobs in known.items() if name in blobs]
         on = f" on rank {rank}" if len(known) > 1 else ""
@@ -189,7 +189,7 @@ def _bottom(layer: Layer, name: str, rank: int, known: dict[int, dict[str, Blob]
     return known[rank][name]
 
 
-def _top(layer: Layer, i: int, rank: int, known: dict[int, dict[str, Blob]], net: Net) -> Blob:
+def _top(layer: CaffeLayer, i: int, rank: int, known: dict[int, dict[str, Blob]], net: Net) -> Blob:
     """The value that a top is; a name that is there already may only be written by a layer that works in place."""
     name, before = layer.tops[i], known[rank].get(layer.tops[i])
     if name in layer.tops[:i]:

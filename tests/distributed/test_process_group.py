@@ -13,8 +13,8 @@ from helpers.gloo_worlds import impatient
 
 from mheads.common.errors import UserError
 from mheads.distributed import lost_ranks
-from mheads.distributed.lost_ranks import SILENT, Seen, Watch
-from mheads.distributed.world import World, share_of_cores
+from mheads.distributed.lost_ranks import SILENT, RankHeartbeat, Watch
+from mheads.distributed.process_group import World, share_of_cores
 
 TRAIN = ["train", "digits", *TINY]
 
@@ -35,7 +35,7 @@ def test_a_rank_has_its_share_of_the_cores_that_it_may_use(own, all_here, cores)
 
 
 def test_a_rank_is_lost_when_its_beat_stands_still_and_hangs_when_it_is_busy_without_progress():
-    seen = Seen()
+    seen = RankHeartbeat()
     start = seen.alive
     assert seen.judge(start + 9, 10) is None
     assert seen.judge(start + 11, 10) == SILENT, "also if it never gave one"
@@ -129,7 +129,7 @@ def dead_between_agreements():
 
 
 def dead_while_bandwidth_is_measured():
-    from mheads.distributed.world import World
+    from mheads.distributed.process_group import World
 
     World.bandwidth = die
 
@@ -141,7 +141,7 @@ def dead_when_all_is_done():
 
 
 def broken_while_its_engine_starts():
-    from mheads.distributed.world import World
+    from mheads.distributed.process_group import World
 
     def fail(*args):
         raise ValueError("no courier today")

@@ -17,8 +17,8 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
 from mheads.distributed.placement import Placement
-from mheads.distributed.steps import RankPass, RankStep, moved
-from mheads.distributed.world import World
+from mheads.distributed.process_group import World
+from mheads.distributed.rank_training_step import RankPass, RankStep, moved
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.gradient_sums import divides_evenly
 from mheads.engine.threads import ThreadsEngine

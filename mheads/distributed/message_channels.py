@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mheads.common.nested_values import Value
-from mheads.distributed.wire import Frame, Outbox, PeerError, post, take
+from mheads.distributed.tensor_messages import Frame, Outbox, PeerError, post, take
 
 Handler = Callable[[list[Any], Value], None]
 BYE = "bye"

@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from mheads.caffe import layers, message_schema
+from mheads.caffe.layer_graph import BROADCAST, Blob, Graph, GraphStep, is_data
 from mheads.caffe.layers import losses as loss_layers
 from mheads.caffe.layers.convolution import BatchNorm
-from mheads.caffe.layers.maker import Shape, fixed_bottoms
+from mheads.caffe.layers.layer_modules import Shape, fixed_bottoms
 from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, inside, loss_weights
 from mheads.caffe.weights import free_name
-from mheads.caffe.wiring import BROADCAST, Blob, Graph, Step, is_data
 from mheads.common.errors import UserError
-from mheads.distributed.written import Call, Collect, Rename, Spread, Written
+from mheads.distributed.graph_engine import BroadcastValue, GatherValues, RankGraph, RenameValue, RunModule
 from mheads.trees.tree_spec import Spec
 
 LABELLED = ("SoftmaxWithLoss", "MultinomialLogisticLoss", "HingeLoss")  # their second bottom holds labels
@@ -26,20 +26,20 @@ LABEL = "label"
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """A loss: its step, its weight, and its inputs: blobs of the network, or None for the labels.
 
     `label` is the top of a data layer that the labels are.
     """
 
-    step: Step
+    step: GraphStep
     weight: float
     inputs: tuple[Blob | None, ...]
     label: Blob | None = None
 
 
 @dataclass(frozen=True)
-class Plan:
+class NetPlan:
     """How a net is trained: the steps of one member's network, and what is done with what the members give.
 
     `combine`: how the members' outputs come together before the loss: None (each has its own), "mean",
@@ -47,10 +47,10 @@ class Plan:
     """
 
     graph: Graph
-    steps: tuple[Step, ...]
+    steps: tuple[GraphStep, ...]
     inputs: tuple[Blob, ...]
     outputs: tuple[Blob, ...]
-    terms: tuple[Term, ...]
+    terms: tuple[LossTerm, ...]
     members: int = 1
     split: Spec | None = None
     combine: str | tuple[float, ...] | None = None
@@ -83,10 +83,10 @@ class Plan:
         built, outputs = self.build(shape)
         network = assembled(built, self.inputs, outputs)
         if len(self.graph.ranks) > 1 and self.members == 1:
-            network.written = self._written(built, outputs)  # type: ignore[assignment]  # not a tensor
+            network.rank_graph = self._rank_graph(built, outputs)  # type: ignore[assignment]  # not a tensor
         return network
 
-    def _written(self, built: Built, outputs: Sequence[Blob]) -> Written:
+    def _rank_graph(self, built: Built, outputs: Sequence[Blob]) -> RankGraph:
         """The steps with their ranks, for as many processes; labels go to the main rank, and are not sent."""
         numbers: dict[Blob, int] = dict.fromkeys(self.inputs, 0)
 
@@ -101,13 +101,13 @@ class Plan:
                     continue
                 if layer.type == BROADCAST:
                     by_rank = {top.rank: number(top) for top in step.tops}
-                    steps.append(Spread(step.rank, number(step.bottoms[0]), by_rank))
+                    steps.append(BroadcastValue(step.rank, number(step.bottoms[0]), by_rank))
                 else:
                     by_rank = {rank: number(b) for rank, b in zip(step.group, step.bottoms, strict=True)}
-                    steps.append(Collect(step.rank, by_rank, tops))
+                    steps.append(GatherValues(step.rank, by_rank, tops))
             elif found := aliases(step):
                 steps += [
-                    Rename(step.rank, number(b), number(t))
+                    RenameValue(step.rank, number(b), number(t))
                     for t, b in found.items()
                     if built.resolve(b) in built.shapes
                 ]
@@ -118,15 +118,15 @@ class Plan:
                     last = i == len(labels) - 1
                     between = () if last else inside(label, built.modules[label], len(value))
                     gives = tops if last else tuple(map(number, between))
-                    steps.append(Call(label, step.rank, value, gives))
+                    steps.append(RunModule(label, step.rank, value, gives))
                     value = gives
         final = []
         for blob, given in zip(outputs, self.outputs, strict=True):
             if blob.rank == -2:  # made flat at the end
                 name = next(name for name, _, gives in built.plan if gives == (blob,))
-                steps.append(Call(name, given.rank, (number(given),), (number(blob),)))
+                steps.append(RunModule(name, given.rank, (number(given),), (number(blob),)))
             final.append((number(blob if blob.rank == -2 else given), given.rank))
-        return Written(len(self.graph.ranks), tuple(steps), tuple(final))
+        return RankGraph(len(self.graph.ranks), tuple(steps), tuple(final))
 
     def described(self, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
         """The terms as plain data, given the shapes of the outputs."""
@@ -165,7 +165,7 @@ class Walk:
             return blob
         return self.origin(step.bottoms[0]) if step.layer.type in KEEPING else None
 
-    def needed(self, blobs: Sequence[Blob]) -> tuple[list[Step], list[Blob]]:
+    def needed(self, blobs: Sequence[Blob]) -> tuple[list[GraphStep], list[Blob]]:
         """The steps that make these blobs, in order, and what they read from outside."""
         wanted: set[int] = set()
         inputs: dict[Blob, None] = {}
@@ -181,7 +181,7 @@ class Walk:
         return kept, [blob for step in self.graph.steps for blob in step.tops if blob in inputs]
 
 
-def terms_of(graph: Graph, walk: Walk) -> list[Term]:
+def terms_of(graph: Graph, walk: Walk) -> list[LossTerm]:
     found = []
     for blob, weight in loss_weights(graph).items():
         step = walk.made_by[blob]
@@ -211,11 +211,11 @@ def terms_of(graph: Graph, walk: Walk) -> list[Term]:
                     break
         if all(b is None or walk.origin(b) is not None for b in inputs):
             raise step.layer.refuse("it compares data with data: nothing before it has weights")
-        found.append(Term(step, weight, tuple(inputs), label))
+        found.append(LossTerm(step, weight, tuple(inputs), label))
     return found
 
 
-def check_labels(walk: Walk, inputs: Sequence[Blob], terms: Sequence[Term]) -> None:
+def check_labels(walk: Walk, inputs: Sequence[Blob], terms: Sequence[LossTerm]) -> None:
     """Refuses labels that are not the one target that examples have here: several, or made up beside real examples."""
     labelled = [(term.step.layer, term.label) for term in terms if term.label is not None]
     real = [blob for blob in inputs if walk.made_by[blob].layer.type != "DummyData"]
@@ -241,7 +241,7 @@ def _is_label(blob: Blob | None, walk: Walk) -> bool:
     return step.tops.index(blob) > 0 or "label" in blob.name.lower() or "target" in blob.name.lower()
 
 
-def whole(graph: Graph, walk: Walk, terms: list[Term]) -> Plan:
+def whole(graph: Graph, walk: Walk, terms: list[LossTerm]) -> NetPlan:
     """One network of all that the ranks hold."""
     if terms:
         outputs = in_order(terms)
@@ -261,26 +261,26 @@ def whole(graph: Graph, walk: Walk, terms: list[Term]) -> Plan:
     steps, inputs = walk.needed(outputs)
     if terms and (shown := _probabilities(terms)) is not None:
         steps, outputs = [*steps, shown], [*shown.tops, *outputs]
-    return Plan(graph, tuple(steps), one_input(graph, inputs), tuple(outputs), tuple(terms))
+    return NetPlan(graph, tuple(steps), one_input(graph, inputs), tuple(outputs), tuple(terms))
 
 
-def _probabilities(terms: Sequence[Term]) -> Step | None:
+def _probabilities(terms: Sequence[LossTerm]) -> GraphStep | None:
     """What an autoencoder answers that learns by SigmoidCrossEntropyLoss: its sigmoid is what is like the examples."""
     main = _heaviest(terms)
     scores = main.inputs[0]
     if main.step.layer.type != "SigmoidCrossEntropyLoss" or scores is None or any(term.label for term in terms):
         return None
     said = message_schema.message("LayerParameter")(name="answer", type="Sigmoid", bottom=[scores.name], top=["answer"])
-    return Step(replace(main.step.layer, message=said), scores.rank, (scores,), (Blob("answer", scores.rank, -1),))
+    return GraphStep(replace(main.step.layer, message=said), scores.rank, (scores,), (Blob("answer", scores.rank, -1),))
 
 
-def in_order(terms: Sequence[Term]) -> list[Blob]:
+def in_order(terms: Sequence[LossTerm]) -> list[Blob]:
     """What the losses look at, the answer first: the blob of the loss that weighs most, of equals the last."""
     blobs = [b for term in (_heaviest(terms), *terms) for b in term.inputs if b is not None]
     return list(dict.fromkeys(blobs))
 
 
-def _heaviest(terms: Sequence[Term]) -> Term:
+def _heaviest(terms: Sequence[LossTerm]) -> LossTerm:
     return max(enumerate(terms), key=lambda pair: (abs(pair[1].weight), pair[0]))[1]
 
 

@@ -133,7 +133,7 @@ class NetPlan:
         found = []
         for term in self.terms:
             at = [None if b is None else self.outputs.index(b) for b in term.inputs]
-            said = loss_layers.described(term.step.layer, [shapes[i] for i in at if i is not None])
+            said = loss_layers.describe_loss(term.step.layer, [shapes[i] for i in at if i is not None])
             fixed = [i for i, still in enumerate(fixed_bottoms(term.step.layer)) if still and at[i] is not None]
             found.append({
                 **said,

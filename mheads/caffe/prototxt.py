@@ -275,14 +275,10 @@ def _upgraded(old: Any) -> Any:
     new.type = (
         V1_NAMES.get(name, "".join(part.capitalize() for part in name.split("_"))) if old.HasField("type") else ""
     )
-    for key in ("name", *message_schema.parameters(3).split("; ")):
-        key = key.split()[1] if " " in key else key
+    new.name = old.name
+    for key in (text.split()[1] for text in message_schema.parameter_fields(3)):
         if old.HasField(key):
-            value = getattr(old, key)
-            if isinstance(value, str):
-                new.name = value
-            else:
-                getattr(new, key).CopyFrom(value)
+            getattr(new, key).CopyFrom(getattr(old, key))
     for key in ("bottom", "top", "include", "exclude", "blobs", "loss_weight"):
         getattr(new, key).extend(getattr(old, key))
     for i in range(max(len(old.param), len(old.blobs_lr), len(old.weight_decay))):

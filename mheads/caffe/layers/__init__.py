@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from mheads.caffe.layer_graph import BROADCAST, DATA, GATHER, is_data
-from mheads.caffe.layers import activations, concat_eltwise_reshape, losses, pooling
+from mheads.caffe.layers import activations, losses, pooling
+from mheads.caffe.layers import concat_eltwise_reshape as shaping
 from mheads.caffe.layers import convolution as weighted
 from mheads.caffe.layers.layer_modules import Detach, LayerModules, Shape, fixed_bottoms
 from mheads.caffe.prototxt import CaffeLayer
@@ -49,18 +50,18 @@ KINDS: dict[str, Kind] = {
     "Log": Kind(activations.logarithm),
     "Dropout": Kind(activations.dropout),
     "Softmax": Kind(activations.softmax),
-    "Flatten": Kind(concat_eltwise_reshape.flatten),
-    "Reshape": Kind(concat_eltwise_reshape.reshape),
-    "ArgMax": Kind(concat_eltwise_reshape.argmax),
-    "Eltwise": Kind(concat_eltwise_reshape.eltwise, (2, MANY)),
-    "Concat": Kind(concat_eltwise_reshape.concat, (1, MANY)),
-    "Slice": Kind(concat_eltwise_reshape.slices, tops=(1, MANY)),
-    "Crop": Kind(concat_eltwise_reshape.crop, (2, 2)),
-    "SoftmaxWithLoss": Kind(losses.softmax_with_loss, (2, 2), (0, 2)),
-    "MultinomialLogisticLoss": Kind(losses.multinomial_logistic_loss, (2, 2), (0, 1)),
-    "EuclideanLoss": Kind(losses.euclidean_loss, (2, 2), (0, 1)),
-    "SigmoidCrossEntropyLoss": Kind(losses.sigmoid_cross_entropy_loss, (2, 2), (0, 1)),
-    "HingeLoss": Kind(losses.hinge_loss, (2, 2), (0, 1)),
+    "Flatten": Kind(shaping.flatten),
+    "Reshape": Kind(shaping.reshape),
+    "ArgMax": Kind(shaping.argmax),
+    "Eltwise": Kind(shaping.eltwise, (2, MANY)),
+    "Concat": Kind(shaping.concat, (1, MANY)),
+    "Slice": Kind(shaping.slices, tops=(1, MANY)),
+    "Crop": Kind(shaping.crop, (2, 2)),
+    "SoftmaxWithLoss": Kind(losses.loss, (2, 2), (0, 2)),
+    "MultinomialLogisticLoss": Kind(losses.loss, (2, 2), (0, 1)),
+    "EuclideanLoss": Kind(losses.loss, (2, 2), (0, 1)),
+    "SigmoidCrossEntropyLoss": Kind(losses.loss, (2, 2), (0, 1)),
+    "HingeLoss": Kind(losses.loss, (2, 2), (0, 1)),
     "Accuracy": Kind(losses.accuracy, (2, 2), (1, 2)),
 }
 ALIASES = ("Split",)  # each top is the bottom

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mheads.caffe.layers.layer_modules import LayerModules, Shape, axis_of
@@ -66,44 +65,37 @@ def power(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
 
 
 class Exp(nn.Module):
-    """base ^ (shift + scale * x), of which `rate` is the logarithm of the base."""
+    """base ^ (shift + scale * x), given ln(base)."""
 
-    def __init__(self, rate: float, scale: float, shift: float) -> None:
+    def __init__(self, ln_base: float, scale: float, shift: float) -> None:
         super().__init__()
-        self.rate, self.scale, self.shift = rate, scale, shift
+        self.ln_base, self.scale, self.shift = ln_base, scale, shift
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.exp((x * self.scale + self.shift) * self.rate)
+        return torch.exp((x * self.scale + self.shift) * self.ln_base)
 
     def extra_repr(self) -> str:
-        return f"rate={self.rate:g}, scale={self.scale:g}, shift={self.shift:g}"
+        return f"ln_base={self.ln_base:g}, scale={self.scale:g}, shift={self.shift:g}"
 
 
-class Logarithm(nn.Module):
-    """The logarithm of shift + scale * x to a base, of which `rate` is the logarithm."""
-
-    def __init__(self, rate: float, scale: float, shift: float) -> None:
-        super().__init__()
-        self.rate, self.scale, self.shift = rate, scale, shift
+class Logarithm(Exp):
+    """The logarithm of shift + scale * x to a base, given ln(base)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.log(x * self.scale + self.shift) / self.rate
-
-    def extra_repr(self) -> str:
-        return f"rate={self.rate:g}, scale={self.scale:g}, shift={self.shift:g}"
+        return torch.log(x * self.scale + self.shift) / self.ln_base
 
 
 def exponential(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.exp_param
-    return LayerModules([Exp(_rate(layer, p.base), p.scale, p.shift)])
+    return LayerModules([Exp(_ln_base(layer, p.base), p.scale, p.shift)])
 
 
 def logarithm(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.log_param
-    return LayerModules([Logarithm(_rate(layer, p.base), p.scale, p.shift)])
+    return LayerModules([Logarithm(_ln_base(layer, p.base), p.scale, p.shift)])
 
 
-def _rate(layer: CaffeLayer, base: float) -> float:
+def _ln_base(layer: CaffeLayer, base: float) -> float:
     """The natural logarithm of a base; -1 stands for e."""
     if base == -1:
         return 1.0
@@ -121,22 +113,8 @@ def dropout(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     return LayerModules([Dropout(p.dropout_ratio), *([] if p.scale_train else [Power(1, keep, 0)])])
 
 
-class Softmax(nn.Module):
-    """exp(x) / sum of exp(x) along an axis."""
-
-    def __init__(self, axis: int) -> None:
-        super().__init__()
-        self.axis = axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.softmax(x, self.axis)
-
-    def extra_repr(self) -> str:
-        return f"axis={self.axis}"
-
-
 def softmax(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     axis = axis_of(layer, layer.message.softmax_param.axis, len(shapes[0]))
     if axis == 0:
         raise layer.refuse("axis: 0 goes over the examples of a batch: give 1 or more")
-    return LayerModules([Softmax(axis)])
+    return LayerModules([nn.Softmax(axis)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import reduce
 from itertools import pairwise
 
@@ -151,28 +152,19 @@ def reshape(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     given = list(p.shape.dim)
     if given.count(-1) > 1 or any(dim < -1 for dim in given):
         raise layer.refuse(f"shape {given}: give sizes, 0 for that of the bottom, and at most one -1")
-    if len([i for i, dim in enumerate(given) if dim == 0 and start + i >= dims]):
+    if any(dim == 0 and start + i >= dims for i, dim in enumerate(given)):
         raise layer.refuse(f"shape {given}: a 0 stands for the axis of the bottom at its place, and it has {dims}")
     made = [*shape[:start], *(shape[start + i] if dim == 0 else dim for i, dim in enumerate(given)), *shape[stop:]]
     if start == 0 and given and given[0] not in (0, -1) and given[0] != shape[0]:
         made[0] = shape[0]  # a batch size that is written down: examples stay as many as they are
-    if -1 in made[1:] or (made and made[0] == -1):
-        count, rest = 1, 1
-        for size in shape:
-            count *= size
-        for size in made:
-            rest *= size if size != -1 else 1
+    if -1 in made:
+        count, rest = math.prod(shape), -math.prod(made)
         if rest == 0 or count % rest:
             raise layer.refuse(f"shape {given}: {list(shape)} cannot be given that shape")
         made[made.index(-1)] = count // rest
     if not made or made[0] != shape[0]:
         raise layer.refuse(f"shape {given} makes {made} of {list(shape)}: the first axis holds the examples and stays")
-    total, wanted = 1, 1
-    for size in shape:
-        total *= size
-    for size in made:
-        wanted *= size
-    if total != wanted:
+    if math.prod(shape) != math.prod(made):
         raise layer.refuse(f"shape {given} makes {made} of {list(shape)}, which holds other numbers of values")
     return LayerModules([Reshape(tuple(made[1:]))])
 
@@ -202,10 +194,7 @@ def argmax(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     axis = axis_of(layer, p.axis, len(shape)) if p.HasField("axis") else None
     if axis == 0:
         raise layer.refuse("axis: 0 goes over the examples of a batch: give 1 or more")
-    count = 1
-    for size in shape[1:]:
-        count *= size
-    count = count if axis is None else shape[axis]
+    count = math.prod(shape[1:]) if axis is None else shape[axis]
     if not 1 <= p.top_k <= count:
         raise layer.refuse(f"top_k: {p.top_k} of {count} values: give 1 to {count}")
     return LayerModules([ArgMax(p.top_k, axis, p.out_max_val)])

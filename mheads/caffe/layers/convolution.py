@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -75,12 +76,9 @@ def inner_product(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     axis = axis_of(layer, p.axis, len(shape))
     if axis == 0:
         raise layer.refuse("axis: 0 multiplies all examples together: give 1 or more")
-    inputs = 1
-    for size in shape[axis:]:
-        inputs *= size
     kind = TransposedLinear if p.transpose else nn.Linear
     rows: list[nn.Module] = [nn.Flatten(axis)] if axis < len(shape) - 1 else []
-    return LayerModules([*rows, kind(inputs, _outputs(layer, p), bias=p.bias_term)], _fillers(p))
+    return LayerModules([*rows, kind(math.prod(shape[axis:]), _outputs(layer, p), bias=p.bias_term)], _fillers(p))
 
 
 def prelu(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
@@ -160,8 +158,8 @@ class Scale(nn.Module):
         self.bias = nn.Parameter(torch.empty(shape)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x * spread(self.weight, self.axis, x.dim())
-        return y if self.bias is None else y + spread(self.bias, self.axis, x.dim())
+        y = x * expand_axes(self.weight, self.axis, x.dim())
+        return y if self.bias is None else y + expand_axes(self.bias, self.axis, x.dim())
 
     def extra_repr(self) -> str:
         return f"{list(self.weight.shape)}, axis={self.axis}, bias={self.bias is not None}"
@@ -176,8 +174,8 @@ class ScaleBy(nn.Module):
         self.bias = None if bias is None else nn.Parameter(torch.empty(bias))
 
     def forward(self, x: Tensor, by: Tensor) -> Tensor:
-        y = x * spread(by, self.axis, x.dim())
-        return y if self.bias is None else y + spread(self.bias, self.axis, x.dim())
+        y = x * expand_axes(by, self.axis, x.dim())
+        return y if self.bias is None else y + expand_axes(self.bias, self.axis, x.dim())
 
 
 class Bias(nn.Module):
@@ -189,7 +187,7 @@ class Bias(nn.Module):
         self.bias = nn.Parameter(torch.empty(shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + spread(self.bias, self.axis, x.dim())
+        return x + expand_axes(self.bias, self.axis, x.dim())
 
     def extra_repr(self) -> str:
         return f"{list(self.bias.shape)}, axis={self.axis}"
@@ -203,10 +201,10 @@ class BiasBy(nn.Module):
         self.axis = axis
 
     def forward(self, x: Tensor, by: Tensor) -> Tensor:
-        return x + spread(by, self.axis, x.dim())
+        return x + expand_axes(by, self.axis, x.dim())
 
 
-def spread(weight: Tensor, axis: int, dims: int) -> Tensor:
+def expand_axes(weight: Tensor, axis: int, dims: int) -> Tensor:
     """A weight with axes of size 1 before and after its own, for a value of so many axes."""
     before, after = (axis, dims - axis - weight.dim()) if weight.dim() else (0, 0)
     return weight.reshape((1,) * before + tuple(weight.shape) + (1,) * after)
@@ -217,9 +215,9 @@ def scale(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     axis = axis_of(layer, p.axis, len(shapes[0]))
     fillers = {"bias": p.bias_filler} if p.bias_term else {}
     if len(shapes) == 2:
-        covered = _covered_by(layer, shapes, axis)
+        covered = _check_second_bottom(layer, shapes, axis)
         return LayerModules([ScaleBy(axis, covered if p.bias_term else None)], fillers)
-    shape = _covered(layer, p, shapes[0], axis)
+    shape = _weight_shape(layer, p, shapes[0], axis)
     filler = p.filler if p.HasField("filler") else _constant(1)
     return LayerModules([Scale(shape, axis, p.bias_term, len(shapes[0]))], {"weight": filler, **fillers})
 
@@ -228,12 +226,12 @@ def bias(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.bias_param
     axis = axis_of(layer, p.axis, len(shapes[0]))
     if len(shapes) == 2:
-        _covered_by(layer, shapes, axis)
+        _check_second_bottom(layer, shapes, axis)
         return LayerModules([BiasBy(axis)])
-    return LayerModules([Bias(_covered(layer, p, shapes[0], axis), axis)], {"bias": p.filler})
+    return LayerModules([Bias(_weight_shape(layer, p, shapes[0], axis), axis)], {"bias": p.filler})
 
 
-def _covered(layer: CaffeLayer, p: Any, shape: Shape, axis: int) -> Shape:
+def _weight_shape(layer: CaffeLayer, p: Any, shape: Shape, axis: int) -> Shape:
     """The shape of a learned weight: `num_axes` axes from `axis` on."""
     if p.num_axes < -1 or axis + p.num_axes > len(shape):
         raise layer.refuse(f"num_axes: {p.num_axes} from axis {axis} on: its bottom has {len(shape)} axes")
@@ -242,7 +240,7 @@ def _covered(layer: CaffeLayer, p: Any, shape: Shape, axis: int) -> Shape:
     return shape[axis:] if p.num_axes == -1 else shape[axis : axis + p.num_axes]
 
 
-def _covered_by(layer: CaffeLayer, shapes: list[Shape], axis: int) -> Shape:
+def _check_second_bottom(layer: CaffeLayer, shapes: list[Shape], axis: int) -> Shape:
     of, by = shapes
     start = 0 if len(by) == len(of) else axis
     if by and of[axis : axis + len(by)] != by and of[start : start + len(by)] != by:

@@ -27,8 +27,8 @@ def softmax_losses(x: Tensor, y: Tensor, axis: int = 1, ignore: int | None = Non
     counts = y != IGNORED
     if ignore is not None:
         counts = counts & (y != ignore)
-    found = F.cross_entropy(x, y.where(counts, torch.full_like(y, IGNORED)), reduction="none", ignore_index=IGNORED)
-    return found, counts
+    losses = F.cross_entropy(x, y.where(counts, torch.full_like(y, IGNORED)), reduction="none", ignore_index=IGNORED)
+    return losses, counts
 
 
 def _labels(y: Tensor, x: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ def sigmoid_losses(x: Tensor, y: Tensor, ignore: int | None = None) -> tuple[Ten
     """The cross-entropy of sigmoid(x) and targets in 0..1 at each place, and which count."""
     y = y.reshape(x.shape).to(x.dtype)
     counts = torch.ones_like(y, dtype=torch.bool) if ignore is None else y != ignore
-    found = F.binary_cross_entropy_with_logits(x, y.where(counts, torch.zeros_like(y)), reduction="none")
-    return found * counts, counts
+    losses = F.binary_cross_entropy_with_logits(x, y.where(counts, torch.zeros_like(y)), reduction="none")
+    return losses * counts, counts
 
 
 def hinge_losses(x: Tensor, y: Tensor, squared: bool = False) -> Tensor:
@@ -85,32 +85,32 @@ def normalization(layer: CaffeLayer, default: int) -> int:
     return default
 
 
-def ignored(layer: CaffeLayer) -> int | None:
+def ignore_label(layer: CaffeLayer) -> int | None:
     p = layer.message.loss_param
     return p.ignore_label if p.HasField("ignore_label") else None
 
 
-def described(layer: CaffeLayer, shapes: list[Shape]) -> dict[str, Any]:
+def describe_loss(layer: CaffeLayer, shapes: list[Shape]) -> dict[str, Any]:
     """A loss as plain data: its type and what decides it."""
     if layer.type == "SoftmaxWithLoss":
         axis = axis_of(layer, layer.message.softmax_param.axis, len(shapes[0]))
-        _need_classes(layer, shapes[0], axis)
+        _check_classes(layer, shapes[0], axis)
         outer = math.prod(shapes[0][1:axis])
         return {
             "type": layer.type,
             "axis": axis,
-            "ignore": ignored(layer),
+            "ignore": ignore_label(layer),
             "normalization": normalization(layer, VALID),
             **({"outer": outer} if outer > 1 else {}),
         }
     if layer.type == "SigmoidCrossEntropyLoss":
-        return {"type": layer.type, "ignore": ignored(layer), "normalization": normalization(layer, BATCH_SIZE)}
+        return {"type": layer.type, "ignore": ignore_label(layer), "normalization": normalization(layer, BATCH_SIZE)}
     if layer.type == "HingeLoss":
         return {"type": layer.type, "squared": layer.message.hinge_loss_param.norm == 2}
     return {"type": layer.type}
 
 
-def _need_classes(layer: CaffeLayer, shape: Shape, axis: int) -> None:
+def _check_classes(layer: CaffeLayer, shape: Shape, axis: int) -> None:
     if axis == 0 or len(shape) < 2:
         raise layer.refuse(
             f"its bottom has the shape {list(shape)}: it takes examples x classes, classes along axis {axis}"
@@ -120,18 +120,18 @@ def _need_classes(layer: CaffeLayer, shape: Shape, axis: int) -> None:
 def places_and_sums(term: dict[str, Any], inputs: list[Tensor]) -> tuple[Tensor, Tensor, int]:
     """Sums over the places of each example, how many of these count, and how many there are."""
     kind, (x, y) = term["type"], inputs
-    if kind == "SoftmaxWithLoss":
-        found, counts = softmax_losses(x, y, term["axis"], term["ignore"])
-    elif kind == "SigmoidCrossEntropyLoss":
-        found, counts = sigmoid_losses(x, y, term["ignore"])
-    else:
-        if kind == "HingeLoss":
-            found = hinge_losses(x, y, term["squared"])
+    if kind in ("SoftmaxWithLoss", "SigmoidCrossEntropyLoss"):
+        if kind == "SoftmaxWithLoss":
+            losses, counts = softmax_losses(x, y, term["axis"], term["ignore"])
         else:
-            found = euclidean_losses(x, y) if kind == "EuclideanLoss" else multinomial_losses(x, y)
-        return found, torch.ones_like(found), 1
-    found, counts = found.reshape(len(x), -1), counts.reshape(len(x), -1)
-    return found.sum(1), counts.sum(1), found.shape[1]
+            losses, counts = sigmoid_losses(x, y, term["ignore"])
+        losses, counts = losses.reshape(len(x), -1), counts.reshape(len(x), -1)
+        return losses.sum(1), counts.sum(1), losses.shape[1]
+    if kind == "HingeLoss":
+        losses = hinge_losses(x, y, term["squared"])
+    else:
+        losses = euclidean_losses(x, y) if kind == "EuclideanLoss" else multinomial_losses(x, y)
+    return losses, torch.ones_like(losses), 1
 
 
 class LossLayer(nn.Module):
@@ -151,46 +151,25 @@ class LossLayer(nn.Module):
         return ", ".join(f"{key}={value}" for key, value in self.term.items())
 
 
-def _loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    return LayerModules([LossLayer(described(layer, shapes), len(layer.tops) > 1)])
+def loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
+    term = describe_loss(layer, shapes)
+    scores = shapes[0]
+    targets, needs = {
+        "SoftmaxWithLoss": (_without(scores, term.get("axis", 1)), "a label for each place"),
+        "EuclideanLoss": (scores, "as many values in both"),
+        "SigmoidCrossEntropyLoss": (scores, "a target for each value"),
+    }.get(layer.type, (scores[:1], "a label for each example"))
+    _check_targets(layer, shapes, targets, needs)
+    return LayerModules([LossLayer(term, len(layer.tops) > 1)])
 
 
-def softmax_with_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    axis = axis_of(layer, layer.message.softmax_param.axis, len(shapes[0]))
-    _need_classes(layer, shapes[0], axis)
-    places = [size for i, size in enumerate(shapes[0]) if i != axis]
-    _need(layer, shapes, places, "a label for each place")
-    return _loss(layer, shapes)
+def _without(shape: Shape, axis: int) -> Shape:
+    return (*shape[:axis], *shape[axis + 1 :])
 
 
-def multinomial_logistic_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    _need(layer, shapes, shapes[0][:1], "a label for each example")
-    return _loss(layer, shapes)
-
-
-def euclidean_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    _need(layer, shapes, shapes[0], "as many values in both")
-    return _loss(layer, shapes)
-
-
-def sigmoid_cross_entropy_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    _need(layer, shapes, shapes[0], "a target for each value")
-    return _loss(layer, shapes)
-
-
-def hinge_loss(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    _need(layer, shapes, shapes[0][:1], "a label for each example")
-    return _loss(layer, shapes)
-
-
-def _need(layer: CaffeLayer, shapes: list[Shape], wanted: Any, what: str) -> None:
-    count, needed = 1, 1
-    for size in shapes[1]:
-        count *= size
-    for size in wanted:
-        needed *= size
-    if count != needed:
-        raise layer.refuse(f"its bottoms have the shapes {list(shapes[0])} and {list(shapes[1])}: it takes {what}")
+def _check_targets(layer: CaffeLayer, shapes: list[Shape], targets: Shape, needs: str) -> None:
+    if math.prod(shapes[1]) != math.prod(targets):
+        raise layer.refuse(f"its bottoms have the shapes {list(shapes[0])} and {list(shapes[1])}: it takes {needs}")
 
 
 class Accuracy(nn.Module):
@@ -224,6 +203,6 @@ def accuracy(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
         raise layer.refuse("axis: 0 goes over the examples of a batch: give 1 or more")
     if not 1 <= p.top_k <= shapes[0][axis]:
         raise layer.refuse(f"top_k: {p.top_k} of {shapes[0][axis]} classes")
-    _need(layer, shapes, [size for i, size in enumerate(shapes[0]) if i != axis], "a label for each place")
+    _check_targets(layer, shapes, _without(shapes[0], axis), "a label for each place")
     ignore = p.ignore_label if p.HasField("ignore_label") else None
     return LayerModules([Accuracy(p.top_k, axis, ignore, len(layer.tops) > 1)])

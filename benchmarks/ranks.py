@@ -21,7 +21,7 @@ from mheads.data.preprocessing import Preprocess
 from mheads.distributed.launcher import Launch
 from mheads.distributed.placement import Placement
 from mheads.distributed.step_time.placement_search import Edge
-from mheads.distributed.step_time.stage_loads import StageLoad, measured_loads
+from mheads.distributed.step_time.stage_loads import StageLoad, measure_loads
 from mheads.distributed.step_time.workload import Workload
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.training_step import cuts
@@ -62,7 +62,7 @@ class Case:
     def loads(self) -> dict[str, StageLoad]:
         """What the stages take on this machine, as `mheads plan` measures them."""
         net = TreeNet(NETWORKS[self.model], tree={self.split: self.members}, only=())
-        return measured_loads(self.workload, net, torch.zeros(1, *INPUT_SHAPES[self.model]))
+        return measure_loads(self.workload, net, torch.zeros(1, *INPUT_SHAPES[self.model]))
 
 
 class RemoteRanks:
@@ -166,7 +166,7 @@ class _Rank:
         from mheads.distributed.ranks_engine import RanksEngine
 
         self.close()
-        owned = placement.owned(self.world.rank)
+        owned = placement.stages_on(self.world.rank)
         net = TreeNet(NETWORKS[case.model], tree={case.split: case.members}, only=owned)
         self.engine = RanksEngine(net, EngineOptions(1, case.micro_batches), self.world, placement)
         self.batch, self.loss = case.batch(), losses.independent()

@@ -13,7 +13,15 @@ from typing import Any
 import yaml
 
 from mheads.caffe import objective, solver
-from mheads.caffe.data_sources import apart, data_of, fit_data, read_by, shape_of, tested_by, unread
+from mheads.caffe.data_sources import (
+    data_of,
+    explain_apart,
+    explain_unread,
+    find_data_layers,
+    find_test_layer,
+    fit_data,
+    shape_of,
+)
 from mheads.caffe.layers.layer_modules import Shape
 from mheads.caffe.member_trees import plan_of
 from mheads.caffe.net_plan import NetPlan
@@ -42,11 +50,11 @@ class Converted:
 
 def load(net: Path, solver_file: Path | None = None, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     """The config that a net is trained by, and notes on it; asks for data where the net's cannot be read."""
-    found = convert(net, solver_file, overrides)
-    config = configs.validate(found.tree, str(net))
-    if found.asks is not None:
-        raise UserError(found.asks)
-    return config, found.notes
+    converted = convert(net, solver_file, overrides)
+    config = configs.validate(converted.tree, str(net))
+    if converted.asks is not None:
+        raise UserError(converted.asks)
+    return config, converted.notes
 
 
 def convert(net_file: str | Path, solver_file: str | Path | None = None, overrides: Sequence[str] = ()) -> Converted:
@@ -59,16 +67,16 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         solver_file = net_file
         net_file, tested = read_solver(solver_file).nets()
     net = read_net(net_file)
-    found = Converted({"model": MODEL, "model_args": {"net": net.text}})
-    tree, notes = found.tree, found.notes
+    converted = Converted({"model": MODEL, "model_args": {"net": net.text}})
+    tree, notes = converted.tree, converted.notes
     given = None if solver_file is None else read_solver(solver_file)
     state = {} if given is None else _state(given.message.train_state)
     tree["model_args"] |= state
     plan = plan_of(net, **state)
     tree["members"], tree["split"] = plan.members, plan.split
-    layer = read_by(plan)[0]
+    layer = find_data_layers(plan)[0]
     testing = {} if given is None or not given.message.test_state else _state(given.message.test_state[0])
-    tested_layer = tested_by(net if tested is None else read_net(tested), plan, **testing)
+    tested_layer = find_test_layer(net if tested is None else read_net(tested), plan, **testing)
     tree["data"], batch = data_of(layer, tested_layer, plan, notes)
     said = dict(tree["data"])
     tree["optim"] = {"batch_size": batch} if batch else {}
@@ -94,27 +102,29 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     data = tree["data"]
     shape = shape_of(tree, layer)
     if data.get("name") is None:
-        found.asks = str(layer.refuse(unread(layer)))
-    elif (why := apart(plan)) is not None:
+        converted.asks = str(layer.refuse(explain_unread(layer)))
+    elif (why := explain_apart(plan)) is not None:
         if "path" in said and data.get("path") == said["path"]:
-            found.asks = why
+            converted.asks = why
         else:
             notes.append(f"{why.partition(': here ')[0]}: those of {data['name']} are taken instead")
-    if shape is None and found.asks is None:
-        found.asks = f"{net.file}: the shape of an example is not known: give it, such as model_args.shape=[3,32,32]"
+    if shape is None and converted.asks is None:
+        converted.asks = (
+            f"{net.file}: the shape of an example is not known: give it, such as model_args.shape=[3,32,32]"
+        )
     if shape is not None:
         tree["model_args"]["shape"] = list(shape)
         _add_losses(tree, plan, shape, notes)
     if not tree.get("init"):
         _note_zeros(plan, notes)
     _note_tree(plan, notes)
-    return found
+    return converted
 
 
 def _state(state: Any) -> dict[str, Any]:
     """The stages and the level that a solver trains or tests in."""
-    found = {"stages": list(state.stage), "level": state.level}
-    return {key: value for key, value in found.items() if value}
+    keys = {"stages": list(state.stage), "level": state.level}
+    return {key: value for key, value in keys.items() if value}
 
 
 def _add_losses(tree: dict[str, Any], plan: NetPlan, shape: Shape, notes: list[str]) -> None:
@@ -122,7 +132,7 @@ def _add_losses(tree: dict[str, Any], plan: NetPlan, shape: Shape, notes: list[s
     built, outputs = plan.build(shape)
     shapes = [built.shapes[blob] for blob in outputs]
     _note_accuracies(tree, plan, {b.name: s[1] for b, s in zip(plan.outputs, shapes, strict=True) if len(s) > 1}, notes)
-    terms = plan.described(shapes)
+    terms = plan.describe_terms(shapes)
     if not terms:
         return  # a net without a loss: what the data are decides
     batch = tree["optim"].get("batch_size", Config().optim.batch_size)
@@ -219,7 +229,7 @@ def _note_tree(plan: NetPlan, notes: list[str]) -> None:
 # As a recipe.
 
 
-class _Dumper(yaml.SafeDumper):
+class _RecipeDumper(yaml.SafeDumper):
     pass
 
 
@@ -227,18 +237,18 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _text)
+_RecipeDumper.add_representer(str, _text)
 
 
-def to_yaml(found: Converted, name: str) -> str:
+def to_yaml(converted: Converted, name: str) -> str:
     """A recipe: notes as comments, then the keys, the net as text that can be read and changed."""
-    tree = {key: value for key, value in found.tree.items() if value not in ({}, None)}
+    tree = {key: value for key, value in converted.tree.items() if value not in ({}, None)}
     arguments = tree.pop("model_args")
     text = "\n".join(line.expandtabs(2).rstrip() for line in arguments["net"].splitlines()).rstrip() + "\n"
     tree = {**tree, "model_args": {**{k: v for k, v in arguments.items() if k != "net"}, "net": text}}
-    asked = [f"to do: {found.asks}"] if found.asks else []
-    comments = "".join(f"# {line}\n" for line in (f"Made of {name}.", *found.notes, *asked))
-    return comments + yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+    asked = [f"to do: {converted.asks}"] if converted.asks else []
+    comments = "".join(f"# {line}\n" for line in (f"Made of {name}.", *converted.notes, *asked))
+    return comments + yaml.dump(tree, Dumper=_RecipeDumper, sort_keys=False, width=110, allow_unicode=True)
 
 
 def convert_files(net: Path, more: Sequence[str], output: Path | None) -> str | None:
@@ -246,9 +256,9 @@ def convert_files(net: Path, more: Sequence[str], output: Path | None) -> str | 
     files_of = [given for given in more if "=" not in given]
     if len(files_of) > 1:
         raise UserError(f"{', '.join(files_of)}: give one solver, and config keys as key=value")
-    found = convert(net, files_of[0] if files_of else None, [given for given in more if "=" in given])
-    text = to_yaml(found, " and ".join(Path(str(name)).name for name in (net, *files_of)))
-    configs.validate(found.tree, str(net))  # refused before anything is written
+    converted = convert(net, files_of[0] if files_of else None, [given for given in more if "=" in given])
+    text = to_yaml(converted, " and ".join(Path(str(name)).name for name in (net, *files_of)))
+    configs.validate(converted.tree, str(net))  # refused before anything is written
     if output is None:
         return text
     atomic_files.write_atomically(output, text.encode())

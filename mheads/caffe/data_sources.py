@@ -9,7 +9,7 @@ from typing import Any
 from mheads.caffe.layer_graph import TEST, NetState, is_data, ranks_of, world_of
 from mheads.caffe.layers.layer_modules import Shape
 from mheads.caffe.net_plan import NetPlan
-from mheads.caffe.network import checked_shape
+from mheads.caffe.network import check_shape
 from mheads.caffe.prototxt import CaffeLayer, Net
 from mheads.data import DATASETS
 from mheads.data.readers.caffe_lmdb import lmdb_shape
@@ -27,26 +27,26 @@ REQUEST = (
 )
 
 
-def read_by(plan: NetPlan) -> list[CaffeLayer]:
+def find_data_layers(plan: NetPlan) -> list[CaffeLayer]:
     """The layers that the network's examples come from: one, unless ranks have their own."""
     name = plan.inputs[0].name
-    found = [plan.graph.last[plan.inputs[0]].layer]
-    found += [step.layer for step in plan.graph.steps if is_data(step.layer) and name in step.layer.tops]
-    return list({id(layer): layer for layer in found}.values())
+    layers = [plan.graph.last[plan.inputs[0]].layer]
+    layers += [step.layer for step in plan.graph.steps if is_data(step.layer) and name in step.layer.tops]
+    return list({id(layer): layer for layer in layers}.values())
 
 
-def tested_by(net: Net, plan: NetPlan, stages: Sequence[str] = (), level: int = 0) -> CaffeLayer | None:
+def find_test_layer(net: Net, plan: NetPlan, stages: Sequence[str] = (), level: int = 0) -> CaffeLayer | None:
     """The data layer of the phase TEST: of several, the one that makes the blob that the network reads."""
     state, world = NetState(TEST, frozenset((*net.state.stage, *stages)), level or net.state.level), world_of(net)
-    found = [layer for layer in net.layers if is_data(layer) and ranks_of(layer, state, world)]
-    named = [layer for layer in found if plan.inputs[0].name in layer.tops]
-    return next(iter(named or found), None)
+    layers = [layer for layer in net.layers if is_data(layer) and ranks_of(layer, state, world)]
+    named = [layer for layer in layers if plan.inputs[0].name in layer.tops]
+    return next(iter(named or layers), None)
 
 
-def apart(plan: NetPlan) -> str | None:
+def explain_apart(plan: NetPlan) -> str | None:
     """What keeps the net's own data from being read as one set of examples with their labels, if anything does."""
     made = plan.graph.last
-    first, *others = read_by(plan)
+    first, *others = find_data_layers(plan)
     for other in others:
         if (other.type, _source(other)) != (first.type, _source(first)):
             ranks = [[s.rank for s in plan.graph.steps if s.layer is layer] for layer in (first, other)]
@@ -73,30 +73,30 @@ def data_of(
 ) -> tuple[dict[str, Any], int | None]:
     """The `data` section as far as the net says it, and the size of a batch."""
     transform = layer.message.transform_param
-    found: dict[str, Any] = {"scale": transform.scale}
+    section: dict[str, Any] = {"scale": transform.scale}
     source = _source(layer)
     known = next((name for part, name in KNOWN.items() if part in source.lower()), None)
     if _is_there(layer):
-        found = {"name": READ[layer.type], "path": source, **found}
+        section = {"name": READ[layer.type], "path": source, **section}
         if testing is not None and testing is not layer and testing.type == layer.type:
-            found["test_path"] = _source(testing)
+            section["test_path"] = _source(testing)
         if layer.type != "HDF5Data" and not known and _has_colour(layer):
-            found["channels"] = "bgr"  # as OpenCV reads images for Caffe; its tool for CIFAR writes RGB
+            section["channels"] = "bgr"  # as OpenCV reads images for Caffe; its tool for CIFAR writes RGB
         if layer.type == "HDF5Data":
-            found["arrays"] = _arrays(layer, plan)
+            section["arrays"] = _arrays(layer, plan)
         if layer.type == "ImageData":
-            found |= _resized(layer, notes)
+            section |= _image_options(layer, notes)
     elif known:
-        found = {"name": known, **found}
+        section = {"name": known, **section}
     if transform.mirror:
-        found["mirror"] = True
+        section["mirror"] = True
     if transform.mean_file or transform.mean_value:
-        found["normalize"] = "mean_image"
+        section["normalize"] = "mean_image"
         said = transform.mean_file or ", ".join(f"{value:g}" for value in transform.mean_value)
         notes.append(f"the mean ({said}) is measured on the training examples instead: data.normalize=mean_image")
     if transform.crop_size:
-        found["crop"] = transform.crop_size
-    return found, _batch_size(layer) or None
+        section["crop"] = transform.crop_size
+    return section, _batch_size(layer) or None
 
 
 def problem_of(plan: NetPlan) -> str | None:
@@ -131,25 +131,25 @@ def _arrays(layer: CaffeLayer, plan: NetPlan) -> list[str]:
     return [name, labels[0] if labels else name]  # nothing but the examples: these are what is learned
 
 
-def _resized(layer: CaffeLayer, notes: list[str]) -> dict[str, Any]:
+def _image_options(layer: CaffeLayer, notes: list[str]) -> dict[str, Any]:
     """How images of a list are read."""
-    p, found = layer.message.image_data_param, {}
+    p, options = layer.message.image_data_param, {}
     if p.root_folder:
         if not p.root_folder.endswith("/") and not Path(p.root_folder).is_dir():
             raise layer.refuse(
                 f"root_folder: {p.root_folder!r} is no folder, but the beginning of names: end it with /, and write "
                 "the rest into the list"
             )
-        found["root"] = p.root_folder
+        options["root"] = p.root_folder
     if not p.is_color:
-        found["grey"] = True
+        options["grey"] = True
     if p.new_height and p.new_width:
-        found["resize"] = min(p.new_height, p.new_width)
+        options["resize"] = min(p.new_height, p.new_width)
         notes.append(
             f"images are not warped to {p.new_height} x {p.new_width}: their shorter side is resized to "
-            f"{found['resize']} pixels, and the middle is cut out"
+            f"{options['resize']} pixels, and the middle is cut out"
         )
-    return found
+    return options
 
 
 def _is_there(layer: CaffeLayer) -> bool:
@@ -200,7 +200,7 @@ def _dims(layer: CaffeLayer) -> list[int]:
     return []
 
 
-def unread(layer: CaffeLayer) -> str:
+def explain_unread(layer: CaffeLayer) -> str:
     source = _source(layer)
     if layer.type == "Data":
         kind = "LMDB" if layer.message.data_param.backend else "LevelDB"
@@ -214,14 +214,14 @@ def unread(layer: CaffeLayer) -> str:
 def shape_of(tree: dict[str, Any], layer: CaffeLayer) -> Shape | None:
     """The shape of an example: as it is given, as the data have it, or as the net says."""
     if (given := tree["model_args"].get("shape")) is not None:
-        return checked_shape(given)
+        return check_shape(given)
     data = tree["data"]
     entry = DATASETS.get(str(data.get("name")))
     if entry is not None:
         keys: dict[str, Any] = {"resize": 256, "crop": None, "grey": False, "path": None} | data
         keys["path"] = None if keys["path"] is None else Path(str(keys["path"])).expanduser()
-        if (found := entry.example_shape(**keys)) is not None:
-            return tuple(found)
+        if (shape := entry.example_shape(**keys)) is not None:
+            return tuple(shape)
     dims = _dims(layer)
     if len(dims) > 1 and all(0 < size < 2**31 for size in dims):
         return tuple(dims[1:])

@@ -14,7 +14,7 @@ from mheads.caffe.prototxt import CaffeLayer
 FILLERS = ("constant", "uniform", "gaussian", "positive_unitball", "xavier", "msra", "bilinear")
 
 
-def check(filler: Any, shape: Sequence[int], layer: CaffeLayer) -> None:
+def check_filler(filler: Any, shape: Sequence[int], layer: CaffeLayer) -> None:
     """Refuses a filler that cannot fill a weight of this shape."""
     if filler.type not in FILLERS:
         raise layer.refuse(f"there is no filler {filler.type!r}: it is one of {', '.join(FILLERS)}")

@@ -106,11 +106,11 @@ def ranks_of(layer: CaffeLayer, state: NetState, world: Sequence[int]) -> list[i
         raise layer.refuse("it has both include and exclude: say with one of them where it belongs")
     if not include:
         return [rank for rank in world if not any(meets(rule, state, rank) for rule in exclude)]
-    found: dict[int, None] = {}
+    ranks: dict[int, None] = {}
     for rule in include:
         listed = list(rule.mpi_rank) or list(world)
-        found |= dict.fromkeys(rank for rank in listed if meets(rule, state, rank))
-    return list(found)
+        ranks |= dict.fromkeys(rank for rank in listed if meets(rule, state, rank))
+    return list(ranks)
 
 
 def graph_of(net: Net, state: NetState | None = None) -> Graph:

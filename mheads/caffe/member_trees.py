@@ -10,11 +10,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from mheads.caffe.build_modules import aliases
 from mheads.caffe.layer_graph import LEARNING, TRAIN, Blob, Graph, NetState, graph_of
 from mheads.caffe.layers import kind_of
 from mheads.caffe.layers.concat_eltwise_reshape import SUM
-from mheads.caffe.net_plan import LossTerm, NetPlan, Walk, check_labels, in_order, one_input, terms_of, whole
-from mheads.caffe.network import aliases
+from mheads.caffe.net_plan import (
+    LossTerm,
+    NetPlan,
+    Walk,
+    check_labels,
+    find_terms,
+    one_input,
+    order_outputs,
+    plan_whole_net,
+)
 from mheads.caffe.prototxt import CaffeLayer, Net
 from mheads.trees.tree_spec import Spec
 
@@ -27,24 +36,24 @@ def plan_of(net: Net, stages: Sequence[str] = (), level: int = 0) -> NetPlan:
     for step in graph.steps:
         kind_of(step.layer)  # also of layers that no loss needs
     walk = Walk(graph)
-    terms = terms_of(graph, walk)
-    found = _tree(graph, walk, terms) if len(graph.ranks) > 1 and terms else None
-    found = found or whole(graph, walk, terms)
-    check_labels(walk, found.inputs, terms)
-    return found
+    terms = find_terms(graph, walk)
+    plan = _find_tree(graph, walk, terms) if len(graph.ranks) > 1 and terms else None
+    plan = plan or plan_whole_net(graph, walk, terms)
+    check_labels(walk, plan.inputs, terms)
+    return plan
 
 
-def _tree(graph: Graph, walk: Walk, terms: list[LossTerm]) -> NetPlan | None:
+def _find_tree(graph: Graph, walk: Walk, terms: list[LossTerm]) -> NetPlan | None:
     """The plan of a net whose ranks are members of a tree; None if they are not."""
-    found = _members(walk, terms)
-    if found is None:
+    members = _find_members(walk, terms)
+    if members is None:
         return None
-    leaves, combine, of = found  # the outputs of each member, in the order of a term's inputs
+    leaves, combine, of = members  # the outputs of each member, in the order of a term's inputs
     if len(leaves) < 2:
         return None
     paths = []
     for outputs in leaves:
-        steps, inputs = walk.needed(outputs)
+        steps, inputs = walk.steps_needed(outputs)
         paths.append([step for step in steps if not aliases(step)])
     first = [step.layer for step in paths[0]]
     if any([id(s.layer) for s in path] != [id(layer) for layer in first] for path in paths):
@@ -59,12 +68,12 @@ def _tree(graph: Graph, walk: Walk, terms: list[LossTerm]) -> NetPlan | None:
     if _shares_across([first[i] for i in learning], owners):
         return None
     order, split = _grow(owners, names)
-    steps, inputs = walk.needed(leaves[order[0]])
+    steps, inputs = walk.steps_needed(leaves[order[0]])
     outputs = leaves[order[0]]
     terms = [replace(t, inputs=tuple(b if b is None else outputs[_position(of, b)] for b in t.inputs)) for t in of]
     if isinstance(combine, tuple):
         combine = tuple(combine[m] for m in order)
-    chosen = in_order(terms)
+    chosen = order_outputs(terms)
     return NetPlan(
         graph, tuple(steps), one_input(graph, inputs), tuple(chosen), tuple(terms), len(paths), split, combine
     )
@@ -90,7 +99,7 @@ def _position(of: Sequence[LossTerm], blob: Blob) -> int:
 Members = tuple[list[list[Blob]], Any, list[LossTerm]]
 
 
-def _members(walk: Walk, terms: list[LossTerm]) -> Members | None:
+def _find_members(walk: Walk, terms: list[LossTerm]) -> Members | None:
     """What each member gives to the losses, how that comes together, and the losses of one of them."""
     by_rank: dict[int, list[LossTerm]] = {}
     for term in terms:
@@ -103,7 +112,7 @@ def _members(walk: Walk, terms: list[LossTerm]) -> Members | None:
         return leaves, None, next(iter(by_rank.values()))
     (own,) = by_rank.values()
     if len(own) == 1 and own[0].inputs[0] is not None and own[0].inputs[1:] == (None,):
-        return _averaged(walk, own[0])
+        return _find_averaged(walk, own[0])
     simple = [t for t in own if t.inputs[0] is not None and t.inputs[1:] == (None,)]
     alike = {(t.step.layer.type, t.weight, str(t.step.layer.message.loss_param)) for t in own}
     if len(simple) == len(own) and len(alike) == 1:
@@ -113,7 +122,7 @@ def _members(walk: Walk, terms: list[LossTerm]) -> Members | None:
     return None
 
 
-def _averaged(walk: Walk, term: LossTerm) -> Members | None:
+def _find_averaged(walk: Walk, term: LossTerm) -> Members | None:
     """The members whose sum a loss looks at."""
     (blob, _), layer = term.inputs, term.step.layer
     assert blob is not None
@@ -146,10 +155,10 @@ def _grow(owners: Sequence[Sequence[int]], names: Sequence[str]) -> tuple[list[i
     """The members in the order of the tree, and its specification."""
 
     def groups(members: list[int], layer: int) -> list[list[int]]:
-        found: dict[int, list[int]] = {}
+        by_owner: dict[int, list[int]] = {}
         for m in members:
-            found.setdefault(owners[m][layer], []).append(m)
-        return list(found.values())
+            by_owner.setdefault(owners[m][layer], []).append(m)
+        return list(by_owner.values())
 
     def grow(members: list[int], start: int) -> tuple[list[int], Spec]:
         if len(members) == 1:

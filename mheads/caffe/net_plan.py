@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from mheads.caffe import layers, message_schema
+from mheads.caffe.build_modules import EXAMPLES, Built, aliases, build, inside
 from mheads.caffe.layer_graph import BROADCAST, Blob, Graph, GraphStep, is_data
 from mheads.caffe.layers import losses as loss_layers
 from mheads.caffe.layers.convolution import BatchNorm
-from mheads.caffe.layers.layer_modules import Shape, fixed_bottoms
-from mheads.caffe.network import EXAMPLES, Built, aliases, assembled, build, inside, loss_weights
+from mheads.caffe.layers.layer_modules import Shape, bottoms_without_gradient
+from mheads.caffe.network import assemble, loss_weights
 from mheads.caffe.weights import free_name
 from mheads.common.errors import UserError
 from mheads.distributed.graph_engine import BroadcastValue, GatherValues, RankGraph, RenameValue, RunModule
@@ -69,19 +70,19 @@ class NetPlan:
                 module.fixed = None  # it was said of training: what is evaluated are the statistics of training
         outputs: list[Blob] = []
         for blob in map(built.resolve, self.outputs):
-            found = built.shapes[blob]
-            if len(found) > 2 and (set(found[2:]) == {1} or self.unlabelled) and blob not in self.inputs:
+            size = built.shapes[blob]
+            if len(size) > 2 and (set(size[2:]) == {1} or self.unlabelled) and blob not in self.inputs:
                 name, flat = free_name("flatten", built.modules), Blob("flat", -2, len(outputs))
                 built.modules[name] = nn.Flatten()
                 built.plan.append((name, (blob,), (flat,)))
-                built.shapes[flat] = (found[0], math.prod(found[1:]))
+                built.shapes[flat] = (size[0], math.prod(size[1:]))
                 blob = flat
             outputs.append(blob)
         return built, outputs
 
     def network(self, shape: Shape) -> nn.Module:
         built, outputs = self.build(shape)
-        network = assembled(built, self.inputs, outputs)
+        network = assemble(built, self.inputs, outputs)
         if len(self.graph.ranks) > 1 and self.members == 1:
             network.rank_graph = self._rank_graph(built, outputs)  # type: ignore[assignment]  # not a tensor
         return network
@@ -105,10 +106,10 @@ class NetPlan:
                 else:
                     by_rank = {rank: number(b) for rank, b in zip(step.group, step.bottoms, strict=True)}
                     steps.append(GatherValues(step.rank, by_rank, tops))
-            elif found := aliases(step):
+            elif renamed := aliases(step):
                 steps += [
                     RenameValue(step.rank, number(b), number(t))
-                    for t, b in found.items()
+                    for t, b in renamed.items()
                     if built.resolve(b) in built.shapes
                 ]
             else:
@@ -128,20 +129,20 @@ class NetPlan:
             final.append((number(blob if blob.rank == -2 else given), given.rank))
         return RankGraph(len(self.graph.ranks), tuple(steps), tuple(final))
 
-    def described(self, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
+    def describe_terms(self, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
         """The terms as plain data, given the shapes of the outputs."""
-        found = []
+        terms = []
         for term in self.terms:
-            at = [None if b is None else self.outputs.index(b) for b in term.inputs]
-            said = loss_layers.describe_loss(term.step.layer, [shapes[i] for i in at if i is not None])
-            fixed = [i for i, still in enumerate(fixed_bottoms(term.step.layer)) if still and at[i] is not None]
-            found.append({
-                **said,
+            layer, at = term.step.layer, [None if b is None else self.outputs.index(b) for b in term.inputs]
+            loss = loss_layers.describe_loss(layer, [shapes[i] for i in at if i is not None])
+            fixed = [i for i, still in enumerate(bottoms_without_gradient(layer)) if still and at[i] is not None]
+            terms.append({
+                **loss,
                 "weight": term.weight,
                 "inputs": [LABEL if i is None else i for i in at],
                 **({"fixed": fixed} if fixed else {}),  # inputs that learn nothing from it
             })  # fmt: skip
-        return found
+        return terms
 
 
 class Walk:
@@ -165,7 +166,7 @@ class Walk:
             return blob
         return self.origin(step.bottoms[0]) if step.layer.type in KEEPING else None
 
-    def needed(self, blobs: Sequence[Blob]) -> tuple[list[GraphStep], list[Blob]]:
+    def steps_needed(self, blobs: Sequence[Blob]) -> tuple[list[GraphStep], list[Blob]]:
         """The steps that make these blobs, in order, and what they read from outside."""
         wanted: set[int] = set()
         inputs: dict[Blob, None] = {}
@@ -181,8 +182,8 @@ class Walk:
         return kept, [blob for step in self.graph.steps for blob in step.tops if blob in inputs]
 
 
-def terms_of(graph: Graph, walk: Walk) -> list[LossTerm]:
-    found = []
+def find_terms(graph: Graph, walk: Walk) -> list[LossTerm]:
+    terms = []
     for blob, weight in loss_weights(graph).items():
         step = walk.made_by[blob]
         if step.layer.type not in layers.LOSSES:
@@ -211,8 +212,8 @@ def terms_of(graph: Graph, walk: Walk) -> list[LossTerm]:
                     break
         if all(b is None or walk.origin(b) is not None for b in inputs):
             raise step.layer.refuse("it compares data with data: nothing before it has weights")
-        found.append(LossTerm(step, weight, tuple(inputs), label))
-    return found
+        terms.append(LossTerm(step, weight, tuple(inputs), label))
+    return terms
 
 
 def check_labels(walk: Walk, inputs: Sequence[Blob], terms: Sequence[LossTerm]) -> None:
@@ -241,10 +242,10 @@ def _is_label(blob: Blob | None, walk: Walk) -> bool:
     return step.tops.index(blob) > 0 or "label" in blob.name.lower() or "target" in blob.name.lower()
 
 
-def whole(graph: Graph, walk: Walk, terms: list[LossTerm]) -> NetPlan:
+def plan_whole_net(graph: Graph, walk: Walk, terms: list[LossTerm]) -> NetPlan:
     """One network of all that the ranks hold."""
     if terms:
-        outputs = in_order(terms)
+        outputs = order_outputs(terms)
     else:
         taken = {b for step in graph.steps for b in step.bottoms}
         ends = [t for s in graph.steps if not is_data(s.layer) for t in s.tops if t not in taken]
@@ -258,7 +259,7 @@ def whole(graph: Graph, walk: Walk, terms: list[LossTerm]) -> NetPlan:
         outputs = list(dict.fromkeys(b for b in outputs if not is_data(walk.made_by[b].layer)))
         if not outputs:
             raise UserError(f"{graph.net.file}: no layer gives anything that another does not use up")
-    steps, inputs = walk.needed(outputs)
+    steps, inputs = walk.steps_needed(outputs)
     if terms and (shown := _probabilities(terms)) is not None:
         steps, outputs = [*steps, shown], [*shown.tops, *outputs]
     return NetPlan(graph, tuple(steps), one_input(graph, inputs), tuple(outputs), tuple(terms))
@@ -274,7 +275,7 @@ def _probabilities(terms: Sequence[LossTerm]) -> GraphStep | None:
     return GraphStep(replace(main.step.layer, message=said), scores.rank, (scores,), (Blob("answer", scores.rank, -1),))
 
 
-def in_order(terms: Sequence[LossTerm]) -> list[Blob]:
+def order_outputs(terms: Sequence[LossTerm]) -> list[Blob]:
     """What the losses look at, the answer first: the blob of the loss that weighs most, of equals the last."""
     blobs = [b for term in (_heaviest(terms), *terms) for b in term.inputs if b is not None]
     return list(dict.fromkeys(blobs))

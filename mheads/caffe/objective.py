@@ -63,7 +63,7 @@ def whole(terms: Terms, batch: int = 1) -> Loss:
 
 def combined(coefficients: list[float], terms: Terms, batch: int = 1) -> Loss:
     """The loss of the sum of the members' outputs, each times its coefficient."""
-    function = partial(_combined, coefficients=coefficients, terms=terms, batch=batch)
+    function = partial(_combine, coefficients=coefficients, terms=terms, batch=batch)
     return Loss(
         "combined",
         function,
@@ -84,7 +84,7 @@ def _independent(outputs: Value, y: Value, terms: Terms, batch: int) -> Tensor:
     return of_example(outputs, y, terms, batch)
 
 
-def _combined(outputs: Value, y: Value, coefficients: list[float], terms: Terms, batch: int) -> LossValue:
+def _combine(outputs: Value, y: Value, coefficients: list[float], terms: Terms, batch: int) -> LossValue:
     def total(t: Tensor) -> Tensor:
         weights = t.new_tensor(coefficients).view(-1, *(1,) * (t.dim() - 1))
         return (t * weights).sum(0, keepdim=True)
@@ -109,11 +109,11 @@ def _check_targets(term: dict[str, Any], x: Tensor, y: Tensor) -> None:
 
 
 def _term(term: dict[str, Any], outputs: Value, y: Value, batch: int) -> Tensor:
-    found = nested_values.leaves(outputs)
-    members, rows = found[0].shape[:2]
+    leaves = nested_values.leaves(outputs)
+    members, rows = leaves[0].shape[:2]
     label = nested_values.leaves(y)[0]
     inputs = [
-        label.repeat(members, *(1,) * (label.dim() - 1)) if i == LABEL else found[i].flatten(0, 1)
+        label.repeat(members, *(1,) * (label.dim() - 1)) if i == LABEL else leaves[i].flatten(0, 1)
         for i in term["inputs"]
     ]
     inputs = [t.detach() if i in term.get("fixed", ()) else t for i, t in enumerate(inputs)]

@@ -95,8 +95,8 @@ class Solver:
 
     def refuse(self, key: str, what: str) -> UserError:
         """What is wrong with a key, with its place: to be raised."""
-        found = self.places.fields.get(key)
-        where = f", line {found[0].line}, column {found[0].column}" if found else ""
+        key_places = self.places.fields.get(key)
+        where = f", line {key_places[0].line}, column {key_places[0].column}" if key_places else ""
         return UserError(f"{self.file}{where}: {key}: {what}")
 
     def nets(self) -> tuple[Path, Path | None]:
@@ -106,10 +106,10 @@ class Solver:
         if key is None:
             raise self.refuse("net", "it names no net: give the net's file too, before the solver")
         tested = self._beside(m.test_net[0]) if m.test_net else None
-        found = self._beside(getattr(m, key))
-        if found is None:
+        trained = self._beside(getattr(m, key))
+        if trained is None:
             raise self.refuse(key, f"there is no {getattr(m, key)}, here or beside the solver: give the net's file too")
-        return found, tested
+        return trained, tested
 
     def _beside(self, name: str) -> Path | None:
         """A file, from here (as in Caffe), from where the solver lies, or by its name alone beside the solver."""
@@ -236,17 +236,17 @@ def places_of(text: str) -> Place:
 def _tokens(text: str) -> Iterator[tuple[str, str, int, int]]:
     line, start, at = 1, 0, 0
     while at < len(text):
-        found = TOKEN.match(text, at)
-        if found is None:  # nothing that a right text has
+        match = TOKEN.match(text, at)
+        if match is None:  # nothing that a right text has
             at += 1
             continue
-        token = found.group()
-        if found.lastgroup != "skip":
-            yield str(found.lastgroup), token, line, at - start + 1
+        token = match.group()
+        if match.lastgroup != "skip":
+            yield str(match.lastgroup), token, line, at - start + 1
         breaks = token.count("\n")
         if breaks:
             line, start = line + breaks, at + token.rindex("\n") + 1
-        at = found.end()
+        at = match.end()
 
 
 # Older forms.
@@ -256,9 +256,9 @@ def net_of(message: Any, text: str, file: str, places: Place) -> Net:
     """The net in today's form: layers instead of `layers`, Input layers instead of `input`."""
     if message.layer and message.layers:
         raise UserError(f"{file} has both `layer` and the older `layers`: write all of them as `layer`")
-    found = places.fields.get("layer" if message.layer else "layers", [])
-    made = list(message.layer) if message.layer else [_upgraded(old) for old in message.layers]
-    layers = [CaffeLayer(m, file, p.line, p.column) for m, p in zip(made, found, strict=True)]
+    layer_places = places.fields.get("layer" if message.layer else "layers", [])
+    made = list(message.layer) if message.layer else [_upgrade_layer(old) for old in message.layers]
+    layers = [CaffeLayer(m, file, p.line, p.column) for m, p in zip(made, layer_places, strict=True)]
     for layer in layers:
         _move_transform(layer.message)
         if layer.type.endswith("Loss") and not layer.message.top:
@@ -269,7 +269,7 @@ def net_of(message: Any, text: str, file: str, places: Place) -> Net:
     return Net(message.name or Path(file).stem, layers, text, file, message.state)
 
 
-def _upgraded(old: Any) -> Any:
+def _upgrade_layer(old: Any) -> Any:
     new = message_schema.message("LayerParameter")()
     name = type(old).DESCRIPTOR.fields_by_name["type"].enum_type.values_by_number[old.type].name
     new.type = (

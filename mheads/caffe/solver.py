@@ -22,31 +22,31 @@ def optim_of(solver: Solver) -> dict[str, Any]:
     _check(solver, "weight_decay", s.weight_decay >= 0, "give 0 or more")
     _check(solver, "delta", s.delta > 0, "give a number above 0")
     _check(solver, "iter_size", s.iter_size > 0, "give 1 or more")
-    found: dict[str, Any] = {"lr": s.base_lr, "momentum": s.momentum, "weight_decay": s.weight_decay}
+    section: dict[str, Any] = {"lr": s.base_lr, "momentum": s.momentum, "weight_decay": s.weight_decay}
     if kind in ADAPTIVE:
-        found = {"name": ADAPTIVE[kind], **found, "delta": s.delta}
+        section = {"name": ADAPTIVE[kind], **section, "delta": s.delta}
         if kind == "Adam":
-            found["momentum2"] = s.momentum2
+            section["momentum2"] = s.momentum2
         elif kind == "RMSProp":
-            found["rms_decay"] = s.rms_decay
+            section["rms_decay"] = s.rms_decay
         if kind in ("AdaGrad", "RMSProp") and s.momentum:
             raise solver.refuse("momentum", f"{s.momentum:g}: {kind} has none: leave it out")
     else:
-        found["caffe_momentum"] = True
+        section["caffe_momentum"] = True
         if kind == "Nesterov" and s.momentum:  # without momentum it is plain SGD
-            found["nesterov"] = True
+            section["nesterov"] = True
     if s.regularization_type not in ("L1", "L2"):
         raise solver.refuse("regularization_type", f"{s.regularization_type!r}: it is L1 or L2")
     if s.regularization_type == "L1":
-        found["regularization"] = "l1"
+        section["regularization"] = "l1"
     if s.iter_size > 1:
-        found["accumulate"] = s.iter_size
+        section["accumulate"] = s.iter_size
     if s.clip_gradients >= 0:
         _check(
             solver, "clip_gradients", s.clip_gradients > 0, "0 would leave no gradient: give a norm, or leave it out"
         )
-        found["clip"] = s.clip_gradients / s.iter_size  # Caffe clips the sum over iter_size batches, before its mean
-    return {**found, "iterations": s.max_iter, "schedule": _schedule(solver)}
+        section["clip"] = s.clip_gradients / s.iter_size  # Caffe clips the sum over iter_size batches, before its mean
+    return {**section, "iterations": s.max_iter, "schedule": _schedule(solver)}
 
 
 def _type(solver: Solver) -> str:
@@ -97,8 +97,8 @@ def log_of(solver: Solver) -> dict[str, Any]:
     s = solver.message
     for key in ("display", "test_interval", "snapshot"):
         _check(solver, key, getattr(s, key) >= 0, "give 0 or more")
-    found = {"evaluate_every": s.test_interval, "checkpoint_every": s.snapshot}
-    return {"every": s.display, **found} if s.display else found
+    section = {"evaluate_every": s.test_interval, "checkpoint_every": s.snapshot}
+    return {"every": s.display, **section} if s.display else section
 
 
 def seed_of(solver: Solver) -> int | None:

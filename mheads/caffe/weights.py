@@ -41,16 +41,16 @@ def read(path: Path) -> Blobs:
         with atomic_files.open_file(path) as file:
             content = file.read() if path.suffix in BINARY else b""
         if path.suffix in BINARY:
-            found = _read_binary(memoryview(content))
+            blobs = _read_binary(memoryview(content))
         else:
-            found = _read_hdf5(path)
+            blobs = _read_hdf5(path)
     except FileNotFoundError:
         raise UserError(f"there is no file {path} with weights") from None
     except (OSError, ValueError, KeyError, struct.error, RuntimeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read as Caffe's weights ({error}): is it whole?") from error
-    if not found:
+    if not blobs:
         raise UserError(f"{path} holds no weights: give a file that Caffe's solver wrote, not a .solverstate")
-    return found
+    return blobs
 
 
 def write(path: Path, network: nn.Module) -> None:
@@ -64,14 +64,14 @@ def write(path: Path, network: nn.Module) -> None:
 
 def of_network(network: nn.Module) -> Blobs:
     """The blobs of a network: parameters in their order, or for a normalisation its statistics."""
-    found: Blobs = {}
+    blobs: Blobs = {}
     for path, module in network.named_modules():
         tensors = [*module._parameters.values(), *module._buffers.values()]
         own = [t.detach().cpu().contiguous().numpy() for t in tensors if t is not None]
         own = [array.reshape(()) for array in own] if getattr(module, "scalar", False) else own
         if own:
-            found[str(getattr(module, "caffe_name", "") or path)] = own
-    return found
+            blobs[str(getattr(module, "caffe_name", "") or path)] = own
+    return blobs
 
 
 def types_of(network: nn.Module) -> dict[str, str]:
@@ -79,11 +79,11 @@ def types_of(network: nn.Module) -> dict[str, str]:
         "Conv": "Convolution", "ConvTranspose": "Deconvolution", "Linear": "InnerProduct",
         "TransposedLinear": "InnerProduct", "ScaleBy": "Scale", "BiasBy": "Bias",
     }  # fmt: skip
-    found = {}
+    types = {}
     for path, module in network.named_modules():
         kind = type(module).__name__.removesuffix("1d").removesuffix("2d").removesuffix("3d")
-        found[str(getattr(module, "caffe_name", "") or path)] = names.get(kind, kind)
-    return found
+        types[str(getattr(module, "caffe_name", "") or path)] = names.get(kind, kind)
+    return types
 
 
 def by_name(blobs: Blobs, wanted: Mapping[str, tuple[int, ...] | None]) -> dict[str, Tensor]:
@@ -95,18 +95,18 @@ def by_name(blobs: Blobs, wanted: Mapping[str, tuple[int, ...] | None]) -> dict[
     places: dict[str, list[str]] = {}
     for name in wanted:
         places.setdefault(name.rpartition(".")[0], []).append(name)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for layer, arrays in blobs.items():
         names = places.get(layer) or places.get(free_name(layer), [])  # `block.fc`, as it was exported
         for i, array in enumerate(arrays):
             if i >= len(names):
-                found[f"{free_name(layer)}.{i}"] = torch.from_numpy(array)
+                tensors[f"{free_name(layer)}.{i}"] = torch.from_numpy(array)
                 continue
             shape = wanted[names[i]]
             if shape is not None and _without_ones(array.shape) == _without_ones(shape):
                 array = array.reshape(shape)
-            found[names[i]] = torch.from_numpy(array)
-    return found
+            tensors[names[i]] = torch.from_numpy(array)
+    return tensors
 
 
 def _without_ones(shape: Sequence[int]) -> list[int]:
@@ -118,7 +118,7 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
 
 
 def _read_binary(data: memoryview) -> Blobs:
-    found: Blobs = {}
+    by_layer: Blobs = {}
     for number, kind, layer in fields(data):
         if number not in (2, 100) or kind != BYTES:  # `layers` and `layer`
             continue
@@ -130,8 +130,8 @@ def _read_binary(data: memoryview) -> Blobs:
             elif inner == blobs_field and form == BYTES:
                 blobs.append(_read_blob(value))
         if blobs:
-            found[name] = blobs
-    return found
+            by_layer[name] = blobs
+    return by_layer
 
 
 def _read_blob(data: memoryview) -> np.ndarray:
@@ -175,7 +175,7 @@ def _h5py() -> Any:
 
 def _read_hdf5(path: Path) -> Blobs:
     h5py = _h5py()
-    found: dict[str, dict[int, np.ndarray]] = {}
+    by_layer: dict[str, dict[int, np.ndarray]] = {}
     with h5py.File(path, "r") as file:
         if "data" not in file:
             raise ValueError("it has no group `data`")
@@ -184,10 +184,10 @@ def _read_hdf5(path: Path) -> Blobs:
             layer, _, number = name.rpartition("/")
             if isinstance(thing, h5py.Dataset) and number.isdecimal():
                 refuse_too_large(4 * thing.size, path)
-                found.setdefault(layer, {})[int(number)] = np.asarray(thing, np.float32)
+                by_layer.setdefault(layer, {})[int(number)] = np.asarray(thing, np.float32)
 
         file["data"].visititems(visit)
-    return {layer: [blobs[i] for i in sorted(blobs)] for layer, blobs in found.items()}
+    return {layer: [blobs[i] for i in sorted(blobs)] for layer, blobs in by_layer.items()}
 
 
 def _hdf5(blobs: Blobs) -> bytes:

@@ -195,8 +195,8 @@ class Broadcast(_Layer):
         if rank not in self.ranks:
             return None
         call = self._begin()
-        found = self._take_value(call, self.root)
-        return _apply_receive(self, call, [self.root], [found], _anchor(found[1]))[0]
+        received = self._take_value(call, self.root)
+        return _apply_receive(self, call, [self.root], [received], _anchor(received[1]))[0]
 
 
 class Gather(_Layer):
@@ -217,11 +217,11 @@ class Gather(_Layer):
         if rank != self.root:
             return _apply_send(self, self._begin(), [self.root], x)
         call = self._begin()
-        found = [
+        received = [
             (x.detach().clone(), False) if source == rank else self._take_value(call, source) for source in self.ranks
         ]
-        linked = x if x is not None and x.requires_grad else _anchor(any(wanted for _, wanted in found))
-        return _apply_receive(self, call, self.ranks, found, linked)
+        linked = x if x is not None and x.requires_grad else _anchor(any(wanted for _, wanted in received))
+        return _apply_receive(self, call, self.ranks, received, linked)
 
 
 class _Send(torch.autograd.Function):
@@ -241,21 +241,21 @@ class _Send(torch.autograd.Function):
     def backward(ctx: Any, own: Tensor | None) -> tuple[Any, ...]:
         zero, me = ctx.layer._close(ctx), dist.get_rank()
         parts = [own if rank == me else ctx.layer._take("gradient", ctx.call, rank)[0] for rank in ctx.ranks]
-        found = [part.to(zero.device) for part in parts if part is not None]
-        return None, None, None, reduce(torch.add, found) if found else zero
+        gradients = [part.to(zero.device) for part in parts if part is not None]
+        return None, None, None, reduce(torch.add, gradients) if gradients else zero
 
 
 class _Receive(torch.autograd.Function):
     """The values that `ranks` sent, as made from `linked`. Backward sends each of them its gradient, if it wants it.
 
-    found: for each rank its value, and whether the gradient is wanted.
+    received: for each rank its value, and whether the gradient is wanted.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, layer: _Layer, call: int, ranks: Iterable[int], found: list[tuple[Tensor, bool]], linked: Tensor
+        ctx: Any, layer: _Layer, call: int, ranks: Iterable[int], received: list[tuple[Tensor, bool]], linked: Tensor
     ) -> tuple[Tensor, ...]:
-        values, wanted = zip(*found, strict=True)
+        values, wanted = zip(*received, strict=True)
         layer._link(ctx, call, linked, any(wanted))
         ctx.ranks, ctx.wanted = ranks, wanted
         return values

@@ -93,19 +93,19 @@ class GraphEngine(ThreadsEngine):
             elif isinstance(step, GatherValues):
                 self.links[i] = Gather(step.root, step.bottoms)
         self.ends = {i: Gather(0, [rank]) for i, (_, rank) in enumerate(rank_graph.outputs) if rank != 0}
-        self.owned = self._owned()
+        self.owned = self._tensors_by_rank()
         # Who waits for another rank looks busy and is innocent: only a rank that gives no sign of life is lost.
         world.watch.tell(fail=self.workers.fail)
 
-    def _owned(self) -> dict[int, list[Tensor]]:
+    def _tensors_by_rank(self) -> dict[int, list[Tensor]]:
         """By rank, the parameters that learn there and the buffers that change there."""
-        found: dict[int, dict[int, Tensor]] = {rank: {} for rank in range(self.world.size)}
+        by_rank: dict[int, dict[int, Tensor]] = {rank: {} for rank in range(self.world.size)}
         for step in self.rank_graph.steps:
             if isinstance(step, RunModule):
                 module = self.modules_[step.name]
                 for tensor in (*(p for p in module.parameters() if p.requires_grad), *module.buffers()):
-                    found[step.rank].setdefault(id(tensor), tensor)
-        return {rank: list(tensors.values()) for rank, tensors in found.items()}
+                    by_rank[step.rank].setdefault(id(tensor), tensor)
+        return {rank: list(tensors.values()) for rank, tensors in by_rank.items()}
 
     def close(self) -> None:
         self.world.watch.tell()
@@ -121,7 +121,7 @@ class GraphEngine(ThreadsEngine):
             except UserError as error:
                 if not isinstance(error.__cause__, tensor_messages.PeerError):
                     raise
-                self._lost(error.__cause__.rank, error)
+                self._raise_lost(error.__cause__.rank, error)
 
         self.workers.spawn((0,), run)
         self.workers.wait()
@@ -135,10 +135,11 @@ class GraphEngine(ThreadsEngine):
             parameter.grad = None
         for i, part in enumerate(cuts(len(batch), self.parts(len(batch)))):
             key = (self.options.seed, "dropout", step, i, self.name)
-            found = self._pass(batch.cut(*part), loss, key, rows)
-            if found is not None:
-                total += found.total.item()
-                losses[:, batch.rows(*part)], assignment[:, batch.rows(*part)] = found.losses, found.assignment
+            loss_value = self._pass(batch.cut(*part), loss, key, rows)
+            if loss_value is not None:
+                total += loss_value.total.item()
+                own = batch.rows(*part)
+                losses[:, own], assignment[:, own] = loss_value.losses, loss_value.assignment
         self._collect_gradients()
         told = self._decide(total / max(1, rows))
         return StepReport(told[0].item(), losses, assignment, int(told[1].item()))
@@ -163,9 +164,9 @@ class GraphEngine(ThreadsEngine):
         try:
             yield
         except RuntimeError as error:
-            self._lost(rank, error)
+            self._raise_lost(rank, error)
 
-    def _lost(self, rank: int, error: BaseException) -> NoReturn:
+    def _raise_lost(self, rank: int, error: BaseException) -> NoReturn:
         self.world.watch.report(rank, f"rank {rank} {tensor_messages.GONE}")
         self.world.watch.check()
         raise error
@@ -183,8 +184,8 @@ class GraphEngine(ThreadsEngine):
                 given = leaves[0] if len(leaves) == 1 else tuple(leaves)
                 value = loss(given, batch.targets, batch.sample_weights, batch.ties)
                 scale = torch.full_like(value.total, 1 / max(1, rows))
-                found = torch.autograd.grad(value.total, leaves, scale, allow_unused=True)
-            pairs = zip(outputs, leaves, found, strict=True)
+                d_outputs = torch.autograd.grad(value.total, leaves, scale, allow_unused=True)
+            pairs = zip(outputs, leaves, d_outputs, strict=True)
             roots += [(o, torch.zeros_like(o) if g is None else g[0]) for o, _, g in pairs if o.requires_grad]
         if roots:
             tensors, gradients = zip(*roots, strict=True)
@@ -201,8 +202,8 @@ class GraphEngine(ThreadsEngine):
                     if isinstance(module, Dropout) and module.p > 0:
                         skip_mask()  # masks are numbered as in one process
                     continue
-                found = module(*(values[b] for b in step.bottoms))
-                values |= zip(step.tops, found if isinstance(found, tuple) else (found,), strict=False)
+                results = module(*(values[b] for b in step.bottoms))
+                values |= zip(step.tops, results if isinstance(results, tuple) else (results,), strict=False)
             elif isinstance(step, RenameValue):
                 if step.rank == me:
                     values[step.top] = values[step.bottom]
@@ -211,10 +212,10 @@ class GraphEngine(ThreadsEngine):
                     values[step.tops[me]] = self.links[i](*([values[step.bottom]] if me == step.root else []))
                     ends.append(values[step.tops[me]])
             elif me in step.bottoms:
-                found = self.links[i](values[step.bottoms[me]])
+                results = self.links[i](values[step.bottoms[me]])
                 if me == step.root:
-                    values |= zip(step.tops, found, strict=True)
-                ends += found if me == step.root else [found]
+                    values |= zip(step.tops, results, strict=True)
+                ends += results if me == step.root else [results]
         outputs = []
         for i, (number, rank) in enumerate(self.rank_graph.outputs):
             if rank == 0:

@@ -74,7 +74,7 @@ class Watch:
         if self.failure is not None:
             raise self.failure
 
-    def lost(self, rank: int, error: BaseException) -> None:
+    def report_lost(self, rank: int, error: BaseException) -> None:
         """The connection to a rank broke. It may have left because of another's fault, which it then wrote down."""
         if not self.over.is_set():
             self.report(rank, str(error))

@@ -32,7 +32,7 @@ class Courier:
         self._lock = threading.Lock()
         self._handlers: dict[str, Handler] = {}
         self._waiting: dict[str, list[Frame]] = defaultdict(list)
-        self._outbox = Outbox(self._lost)
+        self._outbox = Outbox(self._report_lost)
         self._listeners = [
             threading.Thread(target=self._listen, args=(peer,), name=f"mheads-from-{peer}", daemon=True)
             for peer in self.peers
@@ -47,7 +47,7 @@ class Courier:
             with self._sending[to]:
                 posted = post(frame, to, payload=self.payload)
         except PeerError as error:
-            self._lost(error)
+            self._report_lost(error)
         else:
             self._outbox.put(posted)
 
@@ -79,7 +79,7 @@ class Courier:
             try:
                 frame = take(peer)
             except PeerError as error:
-                self._lost(error)
+                self._report_lost(error)
                 return
             if frame.key[0] == BYE:
                 return
@@ -92,5 +92,5 @@ class Courier:
                 handler(frame.key[1:], frame.value)
             del frame, handler
 
-    def _lost(self, error: PeerError) -> None:
+    def _report_lost(self, error: PeerError) -> None:
         self._failed(error.rank, error)

@@ -31,7 +31,7 @@ class Placement:
     def rank(self, stage: str, replica: int = 0) -> int:
         return replica * self.slots + self.stages[stage]
 
-    def owned(self, rank: int) -> list[str]:
+    def stages_on(self, rank: int) -> list[str]:
         """The stages of a rank, parents before children."""
         if rank >= self.ranks:
             return []
@@ -56,7 +56,7 @@ def default(tree: Tree, ranks: int, micro_batches: int) -> Placement:
     With more ranks than stages, as many replicas as fit the ranks and the micro-batches.
     """
     slots, replicas = max(meshes(len(tree.nodes), ranks, micro_batches), key=lambda mesh: (mesh[0] * mesh[1], mesh[0]))
-    return Placement(spread(tree, slots), slots, replicas)
+    return Placement(spread_stages(tree, slots), slots, replicas)
 
 
 def meshes(num_stages: int, ranks: int, micro_batches: int) -> list[tuple[int, int]]:
@@ -71,7 +71,7 @@ def meshes(num_stages: int, ranks: int, micro_batches: int) -> list[tuple[int, i
     ]
 
 
-def spread(tree: Tree, slots: int) -> dict[str, int]:
+def spread_stages(tree: Tree, slots: int) -> dict[str, int]:
     """Consecutive stages in one group per slot, of about the same number of layers: all that a tree knows about work.
 
     Children come before their parent in these groups. So subtrees stay together, and the trunk is beside the last

@@ -104,7 +104,7 @@ class World:
 
     def open_courier(self, peers: Iterable[int]) -> Courier:
         """The traffic with other ranks, from now to the end."""
-        self.courier = Courier(self.rank, peers, self.watch.lost)
+        self.courier = Courier(self.rank, peers, self.watch.report_lost)
         return self.courier
 
     def bandwidth(self) -> float:
@@ -148,9 +148,9 @@ class World:
         kept: list[T] = []
 
         def plain() -> Any:
-            found, own = decide()
+            decision, own = decide()
             kept.append(own)
-            return found
+            return decision
 
         return self.share("decision", plain), kept[0] if kept else None
 
@@ -170,10 +170,10 @@ class World:
                         lines.append(f"  rank {rank}{at} has another {name}: {values}")
             return lines
 
-        found = self.share(f"{what}-differences", differences)
-        if found:
-            more = [f"  and {len(found) - 10} more"] if len(found) > 10 else []
-            raise UserError("the ranks do not agree:\n" + "\n".join(found[:10] + more))
+        disagreements = self.share(f"{what}-differences", differences)
+        if disagreements:
+            more = [f"  and {len(disagreements) - 10} more"] if len(disagreements) > 10 else []
+            raise UserError("the ranks do not agree:\n" + "\n".join(disagreements[:10] + more))
 
     def facts(self) -> dict[str, Any]:
         """What must be equal on all ranks before anything is built."""
@@ -256,11 +256,11 @@ class World:
         """Whether the store gets these keys in time."""
 
         def look(store: Any) -> bool:
-            found: bool
+            present: bool
             until = time.monotonic() + seconds
-            while not (found := store.check(keys)) and time.monotonic() < until:
+            while not (present := store.check(keys)) and time.monotonic() < until:
                 time.sleep(0.02)
-            return found
+            return present
 
         return ask(self.store, look, seconds + 1) or False
 

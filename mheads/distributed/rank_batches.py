@@ -69,7 +69,7 @@ class ReceivedStream:
 def inputs_needed(tree: Tree, placement: Placement, rank: int, batch_size: int, parts: int) -> range:
     """The examples of a batch whose inputs a rank needs: those of its micro-batches, if it has a root."""
     roots = {root.name for root in tree.roots}
-    if not roots & set(placement.owned(rank)):
+    if not roots & set(placement.stages_on(rank)):
         return range(0)
     size = parts // placement.replicas
     slices = cuts(batch_size, parts)[placement.replica(rank) * size :][:size]

@@ -51,7 +51,7 @@ class RankStep(TrainingStep):
 
     def receive(self, key: list[Any], value: Value) -> None:
         """Takes a message of another rank, and does with it what the tasks here would do with a value of their own."""
-        value = moved(value, self.options.device)
+        value = move_to_device(value, self.options.device)
         kind, *rest = key
         if kind == "down":
             i, name = rest
@@ -112,12 +112,12 @@ class RankStep(TrainingStep):
             return
         # The sum goes through the children in member order: that of the first ones can be begun where they are.
         with self._lock:
-            found = self._prefix[parent.name, i]
-            found[node.name] = d_input
-            complete = len(found) == len(prefix)
+            d_inputs = self._prefix[parent.name, i]
+            d_inputs[node.name] = d_input
+            complete = len(d_inputs) == len(prefix)
         if complete:
             del self._prefix[parent.name, i]
-            total = nested_values.map_leaves(add_in_order, *(found[child] for child in prefix))
+            total = nested_values.map_leaves(add_in_order, *(d_inputs[child] for child in prefix))
             self._send(rank, ["up", i, parent.name, prefix], total)
 
     # Sums over replicas: each adds one part of the gradients of all, in the order of one process, and tells the others.
@@ -140,14 +140,14 @@ class RankStep(TrainingStep):
         self.add_part(name, self.replica, own)
 
     def add_part(self, name: str, replica: int, part: Tensor | None) -> None:
-        found = self._parts[name].add(replica, [part])
-        if found is None:
+        total = self._parts[name].add(replica, [part])
+        if total is None:
             return
         for other in range(self.replicas):
             if other != self.replica:
-                self._send(self.placement.rank(name, other), ["total", name, self.replica], found[0])
-        assert found[0] is not None
-        self.add_total(name, self.replica, found[0])
+                self._send(self.placement.rank(name, other), ["total", name, self.replica], total[0])
+        assert total[0] is not None
+        self.add_total(name, self.replica, total[0])
 
     def add_total(self, name: str, replica: int, total: Tensor) -> None:
         with self._lock:
@@ -185,7 +185,7 @@ class RankPass(ForwardPass):
         return {"inputs": batch.inputs, "side": batch.side_inputs()}
 
     def receive(self, kind: str, rest: list[Any], value: Value) -> None:
-        value = moved(value, self.device)
+        value = move_to_device(value, self.device)
         if kind == "start":
             if value is not None:
                 preprocess = self.read.preprocess  # type: ignore[attr-defined]
@@ -213,6 +213,6 @@ class RankPass(ForwardPass):
             self._send(0, ["over", self.index, member], output)
 
 
-def moved(value: Value, device: torch.device) -> Value:
+def move_to_device(value: Value, device: torch.device) -> Value:
     """Moves a received value, which arrives on the CPU, to the device of this rank."""
     return value if value is None or device.type == "cpu" else nested_values.map_leaves(lambda t: t.to(device), value)

@@ -18,7 +18,7 @@ from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
 from mheads.distributed.placement import Placement
 from mheads.distributed.process_group import World
-from mheads.distributed.rank_training_step import RankPass, RankStep, moved
+from mheads.distributed.rank_training_step import RankPass, RankStep, move_to_device
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.gradient_sums import divides_evenly
 from mheads.engine.threads import ThreadsEngine
@@ -109,17 +109,17 @@ class RanksEngine(ThreadsEngine):
 
     def hear(self, channel: str, count: int) -> list[tuple[list[Any], Value]]:
         """Waits for the next `count` frames of a channel."""
-        found: list[tuple[list[Any], Value]] = []
+        heard: list[tuple[list[Any], Value]] = []
 
         def handle(key: list[Any], value: Value) -> None:
-            found.append((key, value))
+            heard.append((key, value))
             self.workers.release()
 
         self.workers.hold(count)
         self.courier.listen(channel, handle)
         self.workers.wait()
         self.courier.forget(channel)
-        return found
+        return heard
 
     def _call(self, what: str) -> str:
         """Names a new channel for each use; all ranks use the same names in the same order."""
@@ -153,7 +153,8 @@ class RanksEngine(ThreadsEngine):
             if i + ahead < len(passes):
                 passes[i + ahead].begin()
             read = readers[i]
-            yield one.outputs, moved(read.targets if isinstance(read, Reader) else read().targets, self.options.device)
+            targets = read.targets if isinstance(read, Reader) else read().targets
+            yield one.outputs, move_to_device(targets, self.options.device)
             one.outputs = None
         for rank in range(1, self.world.size):
             self.courier.send(rank, [channel, "end"])
@@ -178,10 +179,10 @@ class RanksEngine(ThreadsEngine):
             self.courier.send(0, [channel], {name: t.detach().clone() for name, t in tensors.items()})
         if not self.is_main:
             return {}
-        found = dict(tensors)
+        gathered = dict(tensors)
         for _, part in self.hear(channel, len(first)):
-            found |= part
-        return found
+            gathered |= part
+        return gathered
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         channel = self._call("scatter")
@@ -195,9 +196,9 @@ class RanksEngine(ThreadsEngine):
             return {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
 
         for rank in range(1, self.world.size):
-            self.courier.send(rank, [channel], of(self.placement.owned(rank)))
+            self.courier.send(rank, [channel], of(self.placement.stages_on(rank)))
         rest = {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
-        return of(self.placement.owned(0)) | rest
+        return of(self.placement.stages_on(0)) | rest
 
 
 def relatives(rank: int, size: int) -> tuple[int | None, list[int]]:
@@ -211,19 +212,19 @@ def peers(tree: Tree, placement: Placement, rank: int, size: int) -> set[int]:
     if rank == 0:
         return set(range(1, size))
     above, below = relatives(rank, size)
-    found = {0, above or 0, *below}
+    ranks = {0, above or 0, *below}
     if rank >= placement.ranks:
-        return found
+        return ranks
     replica = placement.replica(rank)
-    own = set(placement.owned(rank))
+    own = set(placement.stages_on(rank))
     loss = placement.loss_rank(tree, replica)
     for name, node in tree.nodes.items():
         links = [*node.children, *([node.parent] if node.parent else [])]
         if name in own:
-            found |= {placement.rank(link, replica) for link in links}
-            found |= {placement.rank(name, r) for r in range(placement.replicas)}
+            ranks |= {placement.rank(link, replica) for link in links}
+            ranks |= {placement.rank(name, r) for r in range(placement.replicas)}
             if not node.children:
-                found.add(loss)
+                ranks.add(loss)
         elif not node.children and rank == loss:
-            found.add(placement.rank(name, replica))
-    return found - {rank}
+            ranks.add(placement.rank(name, replica))
+    return ranks - {rank}

@@ -72,8 +72,8 @@ def _listen(launch: Launch) -> socket.socket:
     if launch.address is None or launch.port is None:
         return socket.create_server(("127.0.0.1", 0))  # no other host can reach it
     with suppress(OSError):
-        found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
-        for family, _, _, _, place in sorted(found, key=lambda one: one[0] != socket.AF_INET):
+        addresses = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
+        for family, _, _, _, place in sorted(addresses, key=lambda one: one[0] != socket.AF_INET):
             # The name of this host may be a loopback address here, and another one where the other hosts look it up.
             if str(place[0]).startswith("127.") and not launch.one_host:
                 continue
@@ -225,7 +225,7 @@ def use_interface(launch: Launch) -> str | None:
         if launch.address is not None and not launch.one_host:
             # On its own host the name of rank 0 may be a loopback address, where the other hosts could not find it.
             towards = (_address_towards(target) for target in (launch.address, ELSEWHERE))
-            own = next((found for found in towards if found and not found.startswith("127.")), None)
+            own = next((address for address in towards if address and not address.startswith("127.")), None)
         name = own and _interface_with(own)
         if name:
             os.environ[variable] = name

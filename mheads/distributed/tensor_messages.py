@@ -206,10 +206,10 @@ def _describe(value: Value, parts: list[Tensor]) -> Any:
         return {"d": [[key, _describe(part, parts)] for key, part in value.items()]}
     if not isinstance(value, (tuple, list)):
         raise TypeError(f"a value holds tensors in tuples, lists and dicts, not {type(value).__name__}")
-    found = [_describe(part, parts) for part in value]
+    forms = [_describe(part, parts) for part in value]
     if hasattr(value, "_fields"):
-        return {"n": f"{type(value).__module__}:{type(value).__qualname__}", "v": found}
-    return {"l" if isinstance(value, list) else "u": found}
+        return {"n": f"{type(value).__module__}:{type(value).__qualname__}", "v": forms}
+    return {"l" if isinstance(value, list) else "u": forms}
 
 
 def _build(form: Any, tensors: list[Tensor]) -> Value:

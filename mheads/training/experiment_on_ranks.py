@@ -85,7 +85,7 @@ def build_experiment_on_rank(config: Config, world: World) -> Experiment:
         return _build_graph(config, world, rank_graph)
     placement = agree_on_placement(config, world)
     loss = build_loss(config)
-    net = build_net(config, only=placement.owned(world.rank))
+    net = build_net(config, only=placement.stages_on(world.rank))
     world.compare("start", {"init": digest_init(config.init) or config.init})
     clusters = None
     if config.sampling.entry.from_run:

@@ -21,7 +21,7 @@ from mheads.config.schema import Config
 from mheads.data import DATASETS
 from mheads.distributed.placement import Placement, default, explicit
 from mheads.distributed.step_time.placement_search import Prediction, auto, predict
-from mheads.distributed.step_time.stage_loads import StageLoad, counted_loads, measured_loads
+from mheads.distributed.step_time.stage_loads import StageLoad, count_loads, measure_loads
 from mheads.distributed.step_time.workload import Cluster, Workload
 from mheads.networks import INPUT_SHAPES
 from mheads.training.build_from_config import build_loss, count_micro_batches, make_tree
@@ -50,11 +50,11 @@ class ConfigWorkload(Workload):
 
     def measure_loads(self) -> dict[str, StageLoad]:
         """The loads of the stages on this machine."""
-        return measured_loads(self, self.net, self.example)
+        return measure_loads(self, self.net, self.example)
 
     def count_loads(self, flops: float) -> dict[str, StageLoad]:
         """The loads of the stages at `flops` operations per second and core."""
-        return counted_loads(self, self.net, self.example, flops)
+        return count_loads(self, self.net, self.example, flops)
 
 
 def make_workload(config: Config) -> ConfigWorkload:

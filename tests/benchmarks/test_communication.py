@@ -56,7 +56,7 @@ def test_a_tiny_run_of_all_of_it(tmp_path, monkeypatch):
         return comm.measure(lambda done, total: told.append((done, total)), rounds, networks=(TINY,))
 
     monkeypatch.setitem(suites.SUITES, "comm", tiny)
-    monkeypatch.setattr(ranks, "measured_loads", partial(ranks.measured_loads, seconds=0.01))
+    monkeypatch.setattr(ranks, "measure_loads", partial(ranks.measure_loads, seconds=0.01))
     console = Console(file=io.StringIO(), width=200)
     report.run_suites("comm", 2, tmp_path / "comm.json", console, tmp_path / "comm.png")
     found = json.loads((tmp_path / "comm.json").read_text())

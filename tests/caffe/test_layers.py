@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.stock_caffe_nets import layer
 
-from mheads.caffe.fillers import check, fill
+from mheads.caffe.fillers import check_filler, fill
 from mheads.caffe.message_schema import message
 from mheads.caffe.network import Blobs
 from mheads.caffe.objective import of_example
@@ -458,7 +458,7 @@ def filled(text, shape):
     made = message("FillerParameter")()
     text_format.Parse(text, made, descriptor_pool=message_schema.pool())
     tensor = torch.empty(shape)
-    check(made, shape, CaffeLayer(message("LayerParameter")(name="it", type="Convolution"), "net", 1, 1))
+    check_filler(made, shape, CaffeLayer(message("LayerParameter")(name="it", type="Convolution"), "net", 1, 1))
     with seeds.seeded(0, "filler"):
         fill(tensor, made)
     return tensor.double().numpy()

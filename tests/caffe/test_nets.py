@@ -13,8 +13,9 @@ from torch import nn
 
 from mheads import TreeNet
 from mheads.caffe import weights
+from mheads.caffe.build_modules import EXAMPLES, build
 from mheads.caffe.member_trees import plan_of
-from mheads.caffe.network import EXAMPLES, Blobs, build, network
+from mheads.caffe.network import Blobs, network
 from mheads.caffe.objective import of_example
 from mheads.caffe.prototxt import parse_net
 from mheads.common import seeds
@@ -61,7 +62,7 @@ def test_stock_nets_train_a_step(name):
     scores = outputs[0] if isinstance(outputs, tuple) else outputs
     pixels = scores.shape[3:] if scores.dim() > 3 else ()
     y = torch.randint(scores.shape[2], (2, *pixels))
-    terms = plan.described([tuple(t.shape[1:]) for t in (outputs if isinstance(outputs, tuple) else [outputs])])
+    terms = plan.describe_terms([tuple(t.shape[1:]) for t in (outputs if isinstance(outputs, tuple) else [outputs])])
     if not terms:  # a net that is deployed has no loss
         terms = [{"type": "HingeLoss", "squared": False, "weight": 1, "inputs": [0, "label"]}]
     loss = of_example(outputs, y, terms, 2).mean()

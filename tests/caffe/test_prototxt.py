@@ -243,7 +243,7 @@ def test_no_gradient_goes_down_where_it_is_said(text, still):
     net.loss.backward()
     outputs = network(x)
     outputs = tuple(t[None] for t in (outputs if isinstance(outputs, tuple) else (outputs,)))
-    terms = plan.described([tuple(t.shape[1:]) for t in outputs])
+    terms = plan.describe_terms([tuple(t.shape[1:]) for t in outputs])
     of_example(outputs if len(outputs) > 1 else outputs[0], y, terms).mean().backward()
     for name, one in net.named_parameters():
         other = network.get_parameter(name)
@@ -494,7 +494,7 @@ def test_each_mutated_net_works_or_gives_a_message(count, working, kinds):
         try:
             plan = plan_of(parse_net(text, "net"))
             built, outputs = plan.build(shape)
-            plan.described([built.shapes[blob] for blob in outputs])
+            plan.describe_terms([built.shapes[blob] for blob in outputs])
             weights = sum(p.numel() for m in built.modules.values() for p in m.parameters())
             if weights < 300_000 and number % 4 == 0:
                 y = plan.network(shape).train()(torch.zeros(2, *shape))

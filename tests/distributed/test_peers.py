@@ -44,7 +44,7 @@ def test_a_rank_knows_all_that_its_stages_have_to_do_with(spec, slots):
     placement = Placement({name: i % slots for i, name in enumerate(tree.nodes)}, slots, replicas=4)
     for rank in range(placement.ranks):
         replica, wanted = rank // slots, set()
-        for name in placement.owned(rank):
+        for name in placement.stages_on(rank):
             node = tree.nodes[name]
             wanted |= {r * slots + placement.stages[name] for r in range(4)}
             wanted |= {replica * slots + placement.stages[child] for child in node.children}

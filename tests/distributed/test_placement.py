@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mheads import UserError
-from mheads.distributed.placement import Placement, default, explicit, meshes, num_first_together, spread
+from mheads.distributed.placement import Placement, default, explicit, meshes, num_first_together, spread_stages
 from mheads.engine.gradient_sums import divides_evenly
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
@@ -41,20 +41,20 @@ def test_every_stage_has_a_rank_and_every_rank_of_the_mesh_a_stage(tree, ranks, 
     used = [slots * replicas for slots, replicas in meshes(len(tree.nodes), ranks, micro_batches)]
     assert placement.ranks == max(used) <= ranks
     assert divides_evenly(micro_batches, placement.replicas)
-    owned = [name for rank in range(placement.slots) for name in placement.owned(rank)]
+    owned = [name for rank in range(placement.slots) for name in placement.stages_on(rank)]
     assert sorted(owned) == sorted(tree.nodes)
     assert placement.rank(tree.roots[0].name) == placement.loss_rank(tree) == 0
     for rank in range(placement.ranks):
-        for stage in placement.owned(rank):
+        for stage in placement.stages_on(rank):
             assert placement.rank(stage, placement.replica(rank)) == rank
-    assert placement.owned(placement.ranks) == []
+    assert placement.stages_on(placement.ranks) == []
 
 
 @given(trees, st.integers(1, 12))
 @example(parse([{"a": [{"b": 4}]}, {"a": 5}, {"a": 2}], LAYERS), 10)
 def test_slots_hold_runs_of_about_the_same_number_of_layers(tree, slots):
     slots = min(slots, len(tree.nodes) - 1) or 1
-    held = spread(tree, slots)
+    held = spread_stages(tree, slots)
     order = [held[name] for root in tree.roots for name in children_first(tree, root.name)]
     changes = sum(a != b for a, b in itertools.pairwise(order))
     assert changes == slots - 1
@@ -81,14 +81,14 @@ SPREAD = {
 @pytest.mark.parametrize("rule", SPREAD)
 def test_stages_are_spread_by_rules(rule):
     spec, slots, expected = SPREAD[rule]
-    assert spread(parse(spec, LAYERS), slots) == expected
+    assert spread_stages(parse(spec, LAYERS), slots) == expected
 
 
 def test_ranks_that_are_left_hold_replicas():
     placement = default(parse({"a": 3}, LAYERS), 8, 4)
     assert (placement.slots, placement.replicas) == (4, 2)
     assert [placement.rank("a/0", replica) for replica in (0, 1)] == [1, 5]
-    assert placement.owned(5) == placement.owned(1) == ["a/0"]
+    assert placement.stages_on(5) == placement.stages_on(1) == ["a/0"]
     assert placement.loss_rank(parse({"a": 3}, LAYERS), 1) == 4
 
 
@@ -134,7 +134,7 @@ def test_only_the_first_children_that_are_together_are_added_where_they_are():
 
 def test_ranks_beyond_the_mesh_own_nothing():
     placement = Placement({"trunk": 0, "a/0": 1}, slots=2, replicas=2)
-    assert [placement.owned(rank) for rank in range(6)] == [["trunk"], ["a/0"], ["trunk"], ["a/0"], [], []]
+    assert [placement.stages_on(rank) for rank in range(6)] == [["trunk"], ["a/0"], ["trunk"], ["a/0"], [], []]
 
 
 def test_there_must_be_a_rank():

@@ -78,7 +78,7 @@ def test_all_ranks_end_with_the_first_fault_that_was_written_down(watches):
 
 def test_when_all_is_done_the_end_of_a_rank_is_no_failure(watches):
     watches[0].end()
-    watches[0].lost(1, RuntimeError("its connection is lost"))
+    watches[0].report_lost(1, RuntimeError("its connection is lost"))
     watches[0].fail(1, "its connection is lost")
     watches[0].check()
     assert watches[0].failure is None
@@ -245,9 +245,9 @@ def test_other_data_on_a_rank_is_refused_with_both_checksums(tmp_path):
 
 
 def soon():
-    from mheads.distributed import world
+    from mheads.distributed import process_group
 
-    world.TIMEOUT_TO_START = 0.1
+    process_group.TIMEOUT_TO_START = 0.1
 
 
 def test_a_rank_that_never_starts_is_given_up_after_the_timeout_of_the_recipe(tmp_path):

@@ -15,9 +15,9 @@ from torch import nn
 from mheads import TreeNet, UserError
 from mheads.config import read as configs
 from mheads.distributed.placement import Placement, default, explicit, meshes
-from mheads.distributed.step_time.placement_search import auto, exchanged, predict, traffic
+from mheads.distributed.step_time.placement_search import auto, count_exchanged_floats, predict, traffic
 from mheads.distributed.step_time.simulation import Simulation
-from mheads.distributed.step_time.stage_loads import StageLoad, counted_loads, measured_loads
+from mheads.distributed.step_time.stage_loads import StageLoad, count_loads, measure_loads
 from mheads.distributed.step_time.workload import Cluster, Workload
 from mheads.engine.cost import stage_costs
 from mheads.networks import NETWORKS
@@ -113,7 +113,7 @@ def test_replicas_exchange_their_gradients_in_parts_and_sums():
     found = predict(Workload(tree, 2, 2, True), Cluster(9, 1, **WIRES), loads, default(tree, 2, 2))
     assert found.step_seconds == pytest.approx(3 + 2 * (50 * 0.1 + 0.5) + 1)
     assert found.compute_seconds == (3, 3)
-    assert found.floats_sent == exchanged(loads, default(tree, 2, 2)) == 200
+    assert found.floats_sent == count_exchanged_floats(loads, default(tree, 2, 2)) == 200
 
 
 def test_gradients_of_branches_travel_while_the_trunk_computes():
@@ -256,7 +256,7 @@ def small() -> nn.Sequential:
 @pytest.mark.parametrize("split", [None, "conv1", {"conv1": [{"conv2": 2}, 2]}])
 def test_counted_loads_are_those_of_the_whole_tree(split):
     net = TreeNet(NETWORKS["cifar10_quick"], 4, split)
-    loads = counted_loads(Workload(net.tree, 1, 1, True), net, torch.zeros(1, 3, 32, 32), flops=2.0)
+    loads = count_loads(Workload(net.tree, 1, 1, True), net, torch.zeros(1, 3, 32, 32), flops=2.0)
     for name, cost in stage_costs(net, (3, 32, 32)).items():
         load, root = loads[name], net.tree.nodes[name].parent is None
         assert load.forward == cost.forward
@@ -268,7 +268,7 @@ def test_counted_loads_are_those_of_the_whole_tree(split):
 def test_a_member_that_learns_from_some_rows_counts_only_their_backward():
     net = TreeNet(small, tree={"conv": 2}, only=())
     whole, half = (
-        counted_loads(Workload(net.tree, 1, 1, False, share), net, torch.zeros(1, 1, 8, 8), 1.0) for share in (1.0, 0.5)
+        count_loads(Workload(net.tree, 1, 1, False, share), net, torch.zeros(1, 1, 8, 8), 1.0) for share in (1.0, 0.5)
     )
     assert half["trunk"] == whole["trunk"]
     assert half["conv/0"].forward == whole["conv/0"].forward
@@ -282,11 +282,11 @@ def test_measuring_changes_neither_the_network_nor_the_threads(share):
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     threads = torch.get_num_threads()
     workload = Workload(net.tree, 16, 1, False, share)
-    found = measured_loads(workload, net, torch.zeros(1, 1, 8, 8), seconds=0.01)
+    found = measure_loads(workload, net, torch.zeros(1, 1, 8, 8), seconds=0.01)
     assert torch.get_num_threads() == threads
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     assert found.keys() == net.tree.nodes.keys()
-    counted = counted_loads(workload, net, torch.zeros(1, 1, 8, 8), 1e9)
+    counted = count_loads(workload, net, torch.zeros(1, 1, 8, 8), 1e9)
     for name, load in found.items():
         assert load.forward > 0
         assert load.backward > 0

@@ -8,7 +8,7 @@ import pytest
 from helpers.commands import ranks
 
 from mheads.config import read as configs
-from mheads.distributed.step_time.placement_search import exchanged, traffic
+from mheads.distributed.step_time.placement_search import count_exchanged_floats, traffic
 from mheads.distributed.step_time.simulation import Simulation
 from mheads.distributed.step_time.workload import Cluster
 from mheads.training.plan_ranks import make_workload, place
@@ -62,9 +62,9 @@ def test_messages_and_floats_of_a_step_are_those_that_are_sent(name, tmp_path):
     config = configs.load("digits", [*COMMON[1:], *overrides])
     workload = make_workload(config)
     loads, placement = workload.count_loads(1.0), place(config.placement, workload, Cluster(size))
-    messages, floats = Simulation(workload, loads, 1).sent(placement)
+    messages, floats = Simulation(workload, loads, 1).count_messages(placement)
     edges = traffic(workload, loads, placement)
-    assert floats == sum(edge.forward + edge.backward for edge in edges) + exchanged(loads, placement)
+    assert floats == sum(edge.forward + edge.backward for edge in edges) + count_exchanged_floats(loads, placement)
     for step in ("step 0", "step 1"):
         sent = [found for channel, found in lines if channel == step]
         assert (len(sent), sum(sent)) == (messages, floats)

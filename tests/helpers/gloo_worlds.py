@@ -100,6 +100,6 @@ def by_hand(size):
 
 def impatient():
     """Has a rank wait for others for a moment only."""
-    from mheads.distributed import world
+    from mheads.distributed import process_group
 
-    world.TIMEOUT = world.TIMEOUT_TO_START = 1.5
+    process_group.TIMEOUT = process_group.TIMEOUT_TO_START = 1.5

@@ -1062,7 +1062,7 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "replicas do not know each other",
-                    "found |= {placement.rank(name, r) for r in range(placement.replicas)}",
+                    "ranks |= {placement.rank(name, r) for r in range(placement.replicas)}",
                     "pass",
                 ),
                 Bug(
@@ -1133,8 +1133,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a rank without a root is sent inputs",
-                    "    if not roots & set(placement.owned(rank)):",
-                    "    if not placement.owned(rank):",
+                    "    if not roots & set(placement.stages_on(rank)):",
+                    "    if not placement.stages_on(rank):",
                 ),
             ],
         ),

@@ -14,7 +14,7 @@ from mheads.caffe.layer_graph import BROADCAST, DATA, GATHER, is_data
 from mheads.caffe.layers import activations, losses, pooling
 from mheads.caffe.layers import concat_eltwise_reshape as shaping
 from mheads.caffe.layers import convolution as weighted
-from mheads.caffe.layers.layer_modules import Detach, LayerModules, Shape, fixed_bottoms
+from mheads.caffe.layers.layer_modules import Detach, LayerModules, Shape, bottoms_without_gradient
 from mheads.caffe.prototxt import CaffeLayer
 
 MANY = 1_000_000
@@ -94,5 +94,5 @@ def make(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
         if not low <= count <= high:
             wanted = str(low) if low == high else f"at least {low}" if high == MANY else f"{low} to {high}"
             raise layer.refuse(f"it has {count} {what}: a {layer.type} takes {wanted}")
-    made, fixed = kind.make(layer, shapes), fixed_bottoms(layer)
+    made, fixed = kind.make(layer, shapes), bottoms_without_gradient(layer)
     return replace(made, modules=[Detach(fixed), *made.modules]) if any(fixed) else made

@@ -178,11 +178,11 @@ class ArgMax(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis is not None:
-            found = x.topk(self.k, self.axis)
-            return found.values if self.values else found.indices.to(x.dtype)
-        found = x.flatten(1).topk(self.k, 1)
-        places = found.indices.to(x.dtype)
-        parts = torch.stack([places, found.values], 1) if self.values else places.unsqueeze(1)
+            largest = x.topk(self.k, self.axis)
+            return largest.values if self.values else largest.indices.to(x.dtype)
+        largest = x.flatten(1).topk(self.k, 1)
+        places = largest.indices.to(x.dtype)
+        parts = torch.stack([places, largest.values], 1) if self.values else places.unsqueeze(1)
         return parts.reshape(*parts.shape, *(1,) * (x.dim() - 3))
 
     def extra_repr(self) -> str:

@@ -33,14 +33,14 @@ class Detach(nn.Module):
         self.fixed = fixed
 
     def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        found = tuple(x.detach() if fixed else x for x, fixed in zip(inputs, self.fixed, strict=True))
-        return found[0] if len(found) == 1 else found
+        outputs = tuple(x.detach() if fixed else x for x, fixed in zip(inputs, self.fixed, strict=True))
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def extra_repr(self) -> str:
         return ", ".join(map(str, self.fixed))
 
 
-def fixed_bottoms(layer: CaffeLayer) -> tuple[bool, ...]:
+def bottoms_without_gradient(layer: CaffeLayer) -> tuple[bool, ...]:
     """Which bottoms get no gradient: those with `propagate_down: false`."""
     given = list(layer.message.propagate_down)
     if given and len(given) != len(layer.bottoms):
@@ -82,8 +82,8 @@ def per_axis(
         listed = [default]
     if len(listed) not in (1, count):
         raise layer.refuse(f"it has {len(listed)} values of {key} for {count} spatial axes: give one, or one for each")
-    found = listed * count if len(listed) == 1 else listed
-    for number in found:
+    values = listed * count if len(listed) == 1 else listed
+    for number in values:
         if number < least:
             raise layer.refuse(f"{key}: {number}: give {least} or more")
-    return tuple(found)
+    return tuple(values)

@@ -60,7 +60,7 @@ def _figures(plan: RankPlan) -> rich.table.Table:
 
 def _holdings(way: str, tree: Tree, placement: Placement, prediction: Prediction, cluster: Cluster) -> Group:
     """Which ranks hold what, and how busy that keeps them; of many slots, those that hold the same share a line."""
-    held = [placement.owned(slot) for slot in range(placement.slots)]
+    held = [placement.stages_on(slot) for slot in range(placement.slots)]
     groups: defaultdict[object, list[int]] = defaultdict(list)
     for slot, stages in enumerate(held):
         alike = tuple(tree.nodes[name].layers for name in stages)

@@ -14,7 +14,7 @@ from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.config.schema import Config
 from mheads.distributed.placement import Placement
-from mheads.distributed.step_time.placement_search import exchanged, traffic
+from mheads.distributed.step_time.placement_search import count_exchanged_floats, traffic
 from mheads.distributed.step_time.workload import Cluster
 from mheads.training.build_from_config import make_tree
 from mheads.training.plan_ranks import ConfigWorkload, make_workload, place
@@ -82,7 +82,7 @@ def _edges(workload: ConfigWorkload, placement: Placement, ranks: int) -> list[R
         head: list[str | Head] = ["output of", "from slot" if placement.replicas > 1 else "from rank", "to"]
         head += [Head(title, right=True) for title in ("floats per batch", "back")]
         texts.append(terminal_table(Table("What is sent", head, text_rows(rows))))
-    sent = sum(e.forward + e.backward for e in edges), exchanged(loads, placement)
+    sent = sum(e.forward + e.backward for e in edges), count_exchanged_floats(loads, placement)
     text = f"{sum(sent):,} floats per step between ranks"
     if placement.replicas > 1:
         text += f", {sent[1]:,} of them gradients of weights between replicas"

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mheads.distributed.placement import Placement, default, meshes, num_first_together, spread
+from mheads.distributed.placement import Placement, default, meshes, num_first_together, spread_stages
 from mheads.distributed.step_time.simulation import Simulation
 from mheads.distributed.step_time.stage_loads import StageLoad
 from mheads.distributed.step_time.workload import Cluster, Workload
@@ -48,7 +48,7 @@ def traffic(workload: Workload, loads: Mapping[str, StageLoad], placement: Place
     return edges
 
 
-def exchanged(loads: Mapping[str, StageLoad], placement: Placement) -> int:
+def count_exchanged_floats(loads: Mapping[str, StageLoad], placement: Placement) -> int:
     """Floats of weight gradients that the replicas send each other in a step: parts, and their sums back."""
     return 2 * (placement.replicas - 1) * sum(loads[name].parameters for name in placement.stages)
 
@@ -80,7 +80,7 @@ def predict(workload: Workload, cluster: Cluster, loads: Mapping[str, StageLoad]
         tuple(compute),
         max(0.0, 1 - sum(compute) / (placement.ranks * cluster.workers * seconds)) if seconds else 0.0,
         max(0.0, seconds - ideal),  # a greedy order can, rarely, gain from a late message
-        sum(edge.forward + edge.backward for edge in edges) + exchanged(loads, placement),
+        sum(edge.forward + edge.backward for edge in edges) + count_exchanged_floats(loads, placement),
         edges,
     )
 
@@ -112,16 +112,16 @@ class _Search:
 
     def best(self) -> Placement:
         first = default(self.tree, self.cluster.ranks, self.workload.divisible)
-        found = {(first.slots, first.replicas): (self.score(first), first)}
+        best_of_mesh = {(first.slots, first.replicas): (self.score(first), first)}
         for mesh in self.meshes():
-            fastest = min(score for score, _ in found.values())
-            if self.spent > EFFORT / 2 or self.bound(*mesh) > fastest[0]:
+            fastest = min(score for score, _ in best_of_mesh.values())
+            if self.spent > EFFORT / 2 or self.least_seconds(*mesh) > fastest[0]:
                 break
-            for stages in (spread(self.tree, mesh[0]), self.longest_first(mesh[0])):
+            for stages in (spread_stages(self.tree, mesh[0]), self.longest_first(mesh[0])):
                 placement = Placement(stages, *mesh)
                 candidate = (self.score(placement), placement)
-                found[mesh] = min(found.get(mesh, candidate), candidate, key=lambda pair: pair[0])
-        starts = sorted(found.values(), key=lambda pair: pair[0])[:3]
+                best_of_mesh[mesh] = min(best_of_mesh.get(mesh, candidate), candidate, key=lambda pair: pair[0])
+        starts = sorted(best_of_mesh.values(), key=lambda pair: pair[0])[:3]
         budget = (EFFORT - self.spent) / len(starts)
         ends = [self.improve(*start, self.spent + budget) for start in starts]
         return min(ends, key=lambda pair: pair[0])[1]
@@ -129,14 +129,14 @@ class _Search:
     def meshes(self) -> list[tuple[int, int]]:
         """The meshes to try, the most promising first; if they are very many, only some numbers of slots."""
         ranks = self.cluster.ranks
-        found = meshes(len(self.tree.nodes), ranks, self.workload.divisible)
-        most = max(slots for slots, _ in found)
-        if 2 * len(found) * self.cost(1) > EFFORT:
-            some = {most >> i for i in range(most.bit_length())} | {ranks // replicas for _, replicas in found}
-            found = [mesh for mesh in found if mesh[0] in some]
-        return sorted(found, key=lambda mesh: (self.bound(*mesh), -mesh[0] * mesh[1], -mesh[0]))
+        candidates = meshes(len(self.tree.nodes), ranks, self.workload.divisible)
+        most = max(slots for slots, _ in candidates)
+        if 2 * len(candidates) * self.cost(1) > EFFORT:
+            some = {most >> i for i in range(most.bit_length())} | {ranks // replicas for _, replicas in candidates}
+            candidates = [mesh for mesh in candidates if mesh[0] in some]
+        return sorted(candidates, key=lambda mesh: (self.least_seconds(*mesh), -mesh[0] * mesh[1], -mesh[0]))
 
-    def bound(self, slots: int, replicas: int) -> float:
+    def least_seconds(self, slots: int, replicas: int) -> float:
         """Seconds that every placement on this mesh takes at least."""
         simulation = self.simulation
         rows = sum(simulation.sizes[: len(simulation.sizes) // replicas])
@@ -155,7 +155,7 @@ class _Search:
         if key not in self.scores:
             seconds, _ = self.simulation.run(placement, self.cluster.seconds_per_float, self.cluster.latency)
             edges = traffic(self.workload, self.loads, placement)
-            floats = sum(edge.forward + edge.backward for edge in edges) + exchanged(self.loads, placement)
+            floats = sum(edge.forward + edge.backward for edge in edges) + count_exchanged_floats(self.loads, placement)
             self.spent += self.cost(placement.replicas)
             self.scores[key] = (float(f"{seconds:.9g}"), floats, -placement.slots)  # ties in spite of rounding
         return self.scores[key]

@@ -53,17 +53,17 @@ class Simulation:
         for slot, load in zip(held, self.loads, strict=True):
             ends = updates[slot]
             ends[ends.index(min(ends))] += load.update
-        seconds += max(max(found) for found in updates)
-        spent = [sum(found) for found in updates]
+        seconds += max(max(ends_of_slot) for ends_of_slot in updates)
+        spent = [sum(ends_of_slot) for ends_of_slot in updates]
         return seconds, [
             busy + more for share in shares for busy, more in zip(played[share].computed, spent, strict=True)
         ]
 
-    def sent(self, placement: Placement) -> tuple[int, int]:
+    def count_messages(self, placement: Placement) -> tuple[int, int]:
         """Messages of a step between all ranks, and the floats in them; without reports and decisions."""
         shares, played = self._play(placement, 0.0, 0.0)
-        found = [played[share] for share in shares]
-        return sum(replica.messages for replica in found), round(sum(replica.floats for replica in found))
+        replicas = [played[share] for share in shares]
+        return sum(replica.messages for replica in replicas), round(sum(replica.floats for replica in replicas))
 
     def _play(
         self, placement: Placement, seconds_per_float: float, latency: float

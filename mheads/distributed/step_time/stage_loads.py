@@ -41,20 +41,20 @@ class StageLoad:
     update: float = 0.0
 
 
-def counted_loads(workload: Workload, net: TreeNet, example: Tensor, flops: float) -> dict[str, StageLoad]:
+def count_loads(workload: Workload, net: TreeNet, example: Tensor, flops: float) -> dict[str, StageLoad]:
     """Loads from counted multiply-adds, on cores of `flops` operations per second; `example` [1, ...] is any."""
-    found = {}
+    loads = {}
     for node, piece, x in _pieces(workload.tree, net, example):
         cost = costs_on(piece, x)["trunk"]
         backward = cost.step(node.parent is None) - cost.forward
         part = 1.0 if node.children else workload.share
-        found[node.layers] = StageLoad(
+        loads[node.layers] = StageLoad(
             2 * cost.forward / flops, part * 2 * backward / flops, cost.output_floats, piece.num_parameters()
         )
-    return {name: found[node.layers] for name, node in workload.tree.nodes.items()}
+    return {name: loads[node.layers] for name, node in workload.tree.nodes.items()}
 
 
-def measured_loads(workload: Workload, net: TreeNet, example: Tensor, seconds: float = 0.4) -> dict[str, StageLoad]:
+def measure_loads(workload: Workload, net: TreeNet, example: Tensor, seconds: float = 0.4) -> dict[str, StageLoad]:
     """Loads on this machine: the best of a few timed micro-batches on one core, in the shape of an `example` [1, ...].
 
     The update is that of SGD with momentum: with many parameters and few rows it matters. Counted loads leave it out.
@@ -64,19 +64,19 @@ def measured_loads(workload: Workload, net: TreeNet, example: Tensor, seconds: f
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rows = -(-workload.rows // workload.micro_batches)
-    found = {}
+    loads = {}
     batch = torch.cat([example] * rows)
     batch = torch.randn_like(batch) if batch.is_floating_point() else batch
     try:
         for node, piece, x in _pieces(workload.tree, net, batch):
             part = 1.0 if node.children else workload.share
             forward, backward, floats = _measure(piece.train(), x, node.parent is not None, part, seconds)
-            found[node.layers] = StageLoad(
+            loads[node.layers] = StageLoad(
                 forward / rows, backward / rows, floats // rows, piece.num_parameters(), _measure_update(piece)
             )
     finally:
         torch.set_num_threads(threads)
-    return {name: found[node.layers] for name, node in workload.tree.nodes.items()}
+    return {name: loads[node.layers] for name, node in workload.tree.nodes.items()}
 
 
 def _pieces(tree: Tree, of: TreeNet, x: Value) -> Iterator[tuple[Node, TreeNet, Value]]:
@@ -90,14 +90,14 @@ def _pieces(tree: Tree, of: TreeNet, x: Value) -> Iterator[tuple[Node, TreeNet, 
         piece = (
             nn.Sequential(OrderedDict(children(stage))) if isinstance(stage, SequentialStage) else nn.Sequential(stage)
         )
-        net = TreeNet(partial(_given, piece), members=1)
+        net = TreeNet(partial(_return_network, piece), members=1)
         given = outputs[tree.nodes[node.parent].layers if node.parent else ()]
         with torch.no_grad():
             outputs[node.layers] = net.eval().stage("trunk")(given)
         yield node, net, given
 
 
-def _given(network: nn.Module) -> nn.Module:
+def _return_network(network: nn.Module) -> nn.Module:
     return network
 
 
@@ -122,9 +122,9 @@ def _measure(net: TreeNet, x: Value, input_gradient: bool, share: float, seconds
         start = time.perf_counter()
         _, gradients = tape.backward(d_output, learn)
         # The gradients of each micro-batch are added to others or kept: both are one pass over them.
-        for place, found in zip(kept, gradients, strict=True):
-            if found is not None:
-                place.copy_(found)
+        for place, gradient in zip(kept, gradients, strict=True):
+            if gradient is not None:
+                place.copy_(gradient)
         backward.append(time.perf_counter() - start)
         del gradients
     return min(forward[1:]), min(backward[1:]), sum(t.numel() for t in nested_values.leaves(tape.output))

@@ -13,8 +13,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from mheads import data, distributed, losses, networks
-    from mheads.api.evaluate import outputs_of
-    from mheads.api.fit import Interrupted, evaluate, fit, load
+    from mheads.api.evaluate import evaluate, outputs_of
+    from mheads.api.fit import Interrupted, fit
+    from mheads.api.load import load
     from mheads.api.run import Run
     from mheads.common.errors import UserError
     from mheads.networks import dropout
@@ -57,9 +58,9 @@ _HOMES = {
     "Run": "mheads.api.run",
     "TreeNet": "mheads.trees.treenet",
     "UserError": "mheads.common.errors",
-    "evaluate": "mheads.api.fit",
+    "evaluate": "mheads.api.evaluate",
     "fit": "mheads.api.fit",
-    "load": "mheads.api.fit",
+    "load": "mheads.api.load",
     "outputs_of": "mheads.api.evaluate",
     "with_scores": "mheads.trees.member_scores",
 }

@@ -1,38 +1,142 @@
-"""What is done with finished runs: evaluate them on their test set, and take them elsewhere."""
+"""Measures ensembles: models from anywhere (`mheads.evaluate`), and runs on their own examples."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from mheads.api import fit
-from mheads.api.export import export
-from mheads.api.run import Run
-from mheads.caffe import weights as blobs
+from mheads import data as datasets
+from mheads.api.examples_of_run import class_names, load_examples_of_run
+from mheads.api.load import load
+from mheads.api.raw_examples import PreprocessingNetwork
+from mheads.api.run import Run, make_labelled_split
 from mheads.common import nested_values
 from mheads.common.atomic_files import check_place, write_atomically
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, warn
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher, telling
-from mheads.config import read as configs
-from mheads.config.schema import Config
-from mheads.data import TARGET_KINDS
-from mheads.data.catalog import DATASETS
-from mheads.data.splits import Split
-from mheads.engine.measure import all_answers, in_eval_mode, measure
-from mheads.problems import Problem, finds_objects
-from mheads.runs.data_facts import DataFacts
+from mheads.common.safe_yaml import as_plain, short
+from mheads.data import Preprocess
+from mheads.data.batches import Batch
+from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, measure
+from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.runs.folder import RunFolder
-from mheads.training.build_from_config import build_net_of_run, load_data, make_engine
+from mheads.training.build_from_config import build_net_of_run, make_engine
 from mheads.training.log_and_checkpoint import summary
+from mheads.trees.treenet import TreeNet
+
+Model = Callable[[Tensor], Any]
+TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
+
+
+def evaluate(
+    models: Run | TreeNet | nn.Module | Model | Sequence[Model],
+    test: Any,
+    *,
+    classes: Sequence[str] | None = None,
+    problem: str = "auto",
+    batch_size: int = 100,
+) -> Any:
+    """Measures an ensemble on labelled examples: a tree, one model, or a list of models that give logits [B, C].
+
+    `test` is (inputs, labels), a list of pairs, a Dataset or a DataLoader; `classes` number labels that are names, and
+    `problem` says what is learned where the labels alone do not decide.
+    Inputs are given to the models as they are, in float; members from `run.member(m)` bring the preprocessing of their
+    run, and `run.evaluate(x, y)` measures a whole run. Modules are in eval mode meanwhile.
+    """
+    if isinstance(models, Run):
+        return models.evaluate(test)
+    batch_size = as_plain(batch_size)
+    members = _list_models(models, batch_size)
+
+    def forward(batch: Batch) -> Value:
+        return _outputs_of_one(models, batch) if isinstance(models, TreeNet) else _outputs_of_all(members, batch)
+
+    split, solved = make_labelled_split(test, "the test examples", classes=classes, name=problem)
+    if problem == "auto":
+        datasets.warn_of_flags(split.targets, solved)
+    engine, plain = Models(forward), Preprocess()
+    with in_eval_mode([model for model in members if isinstance(model, nn.Module)]):
+        outputs, _, _ = next(answers(engine, split, plain, solved, rows=batch_size))
+        if outputs.dim() != 1 + solved.answer_dims:
+            raise UserError(f"each model must give {solved.output_form}, not {tuple(outputs.shape[1:])}")
+        if classes is None:
+            solved = solved.for_scores(outputs.shape[2])
+        solved.check_output(outputs[0], "a model", "the test set")
+        if is_single_label(solved) and are_probabilities(outputs):
+            warn(f"the models give {PROBABILITIES}")
+        return measure(engine, split, plain, solved, rows=batch_size)
+
+
+def _list_models(models: Any, batch_size: Any) -> list[Model]:
+    """One or several models as a list; warns of networks that come without their preprocessing."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise UserError(f"batch_size={batch_size!r}: give how many examples are answered at a time, at least 1")
+    # A Sequential is one model, not its layers; a ModuleList cannot be called.
+    several = isinstance(models, nn.ModuleList) or (isinstance(models, Iterable) and not callable(models))
+    members: list[Model] = list(models) if several else [models]
+    if not members:
+        raise UserError("evaluate needs at least one model")
+    if wrong := [model for model in members if not callable(model)]:
+        raise UserError(f"evaluate takes a TreeNet, a model or a list of models that give logits, not {wrong[0]!r}")
+    for model in members:
+        if preprocessing := getattr(model, "preprocessing", ""):
+            warn(
+                f"the network was trained on examples {preprocessing}, and gets these as they are: "
+                "run.evaluate(x, y) and run.member(m) bring the preprocessing of the run"
+            )
+    return members
+
+
+def _outputs_of_all(models: Sequence[Model], batch: Batch) -> Value:
+    """What the models give for a batch, the models first."""
+    outputs = [_try_model(model, f"model {m} ({_name(model)})", batch) for m, model in enumerate(models)]
+    shapes = [[tuple(t.shape) for t in nested_values.leaves(each)] for each in outputs]
+    if other := [m for m, shape in enumerate(shapes) if shape != shapes[0]]:
+        differing = ", ".join(f"model {m} gives {' and '.join(map(str, shapes[m]))}" for m in (0, other[0]))
+        raise UserError(f"all models must give outputs of one shape: {differing} for {len(batch)} examples")
+    return nested_values.map_leaves(lambda *parts: torch.stack([part.to(parts[0]) for part in parts]), *outputs)
+
+
+def _outputs_of_one(model: Any, batch: Batch) -> Any:
+    """What a model gives for a batch, on its device, in its precision, and with side inputs where it takes some."""
+    parameter = next(model.parameters() if isinstance(model, nn.Module) else iter(()), torch.empty(0))
+    raw, side = batch.inputs.to(parameter.device), batch.side_inputs()
+    if isinstance(model, TreeNet):
+        return model(batch.preprocess(raw, parameter.dtype), side)
+    if isinstance(model, PreprocessingNetwork):  # it brings its preprocessing: raw images, channels first
+        x = raw if raw.is_floating_point() or raw.dim() == 2 else raw.permute(0, 3, 1, 2)
+        return model(x, side) if side else model(x)
+    return model(batch.preprocess(raw, parameter.dtype).clone())  # it may write into its input, which others get too
+
+
+def _try_model(model: Model, name: str, batch: Batch) -> Value:
+    try:
+        outputs = _outputs_of_one(model, batch)
+    except UserError:
+        raise
+    except Exception as error:  # the user's model may raise anything
+        shape = list(batch.inputs.shape)
+        raise UserError(f"{name} fails on examples of shape {shape} with {type(error).__name__}: {error}") from error
+    outputs = torch.from_numpy(outputs) if isinstance(outputs, np.ndarray) else outputs
+    try:
+        nested_values.leaves(outputs)
+    except TypeError:
+        raise UserError(
+            f"{name} gives {short(outputs)}: each model must give logits as a tensor or an array, or several tensors"
+        ) from None
+    return outputs
+
+
+def _name(model: Model) -> str:
+    return getattr(model, "__name__", type(model).__name__)
 
 
 def evaluate_run(
@@ -72,7 +176,7 @@ def evaluate_run(
         arrays = {
             "outputs": np.concatenate([o for o, _ in kept], 1),
             **dict(zip(TARGETS, map(np.concatenate, zip(*(t for _, t in kept), strict=True)), strict=False)),
-            "classes": np.array(_classes(data.problem)),
+            "classes": np.array(class_names(data.problem)),
             **({"weights": np.concatenate(counted, 1)} if counted else {}),
         }
         write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
@@ -93,109 +197,8 @@ def outputs_and_weights_of(
     run: Run | str | Path, split: str | None = None, **data: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, Value]:
     """As `outputs_of`, with the weights [M, N] by the scores of the members between them, if they have some."""
-    run = run if isinstance(run, Run) else fit.load(run)
+    run = run if isinstance(run, Run) else load(run)
     overrides = [f"data.{key}={json.dumps(value, default=str)}" for key, value in data.items()]
     facts, examples, _ = load_examples_of_run(RunFolder(run.folder), overrides, split)
     with closing(make_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
         return all_answers(engine, examples, facts.inputs, facts.problem)
-
-
-TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
-SPLITS = ("train", "validation", "test")
-DATA_KEYS = (
-    *("name", "root", "path", "test_path", "validation", "resize", "crop", "limit"),
-    *("regions.proposals", "regions.with_objects", "regions.strict"),
-)
-
-
-def load_examples_of_run(
-    folder: RunFolder, overrides: Sequence[str] = (), split: str | None = None
-) -> tuple[DataFacts, Split, str]:
-    """What the run knows of its data, and the examples to evaluate on."""
-    trained, facts = folder.read_config(), folder.read_data()
-    for override in overrides:
-        key = override.partition("=")[0]
-        if key not in [f"data.{name}" for name in DATA_KEYS]:
-            reason = "inputs are preprocessed as in training" if key.startswith("data.") else "the run is what it is"
-            raise UserError(
-                f"{override!r}: {reason}; other data to evaluate on is given by "
-                f"{', '.join(f'data.{name}' for name in DATA_KEYS)}"
-            )
-    config = configs.read(folder.config, overrides)
-    if config.data.name not in DATASETS:
-        raise UserError(
-            f"{folder.path} was trained from Python on arrays: evaluate it there, mheads.load(run).evaluate(x, y), "
-            "or give other data, data.name=npz data.path=..."
-        )
-    if split is None:
-        split = "validation" if config.data.validation else "test"
-    if split not in SPLITS:
-        raise UserError(f"split {split!r}: there are {', '.join(SPLITS)}")
-    if split == "validation" and not config.data.validation:
-        raise UserError(
-            f"--split validation: {folder.path} held no examples out (data.validation is 0); "
-            "give --split train or test, or data.validation=N"
-        )
-    held_out = config
-    if split == "test":  # the real one, which training did not look at
-        held_out = _update_data(config, validation=0)
-    same = config.data == trained.data
-    takes = DATASETS[config.data.name].takes("problem") and config.data.problem != "examples"
-    if overrides and takes and facts.problem.name in TARGET_KINDS:
-        # Other targets are read as those of the run, whatever they look like.
-        held_out = _update_data(held_out, problem=facts.problem.name)
-    if config.data.normalize == "init":  # inputs are preprocessed as in training: where it started may be gone
-        config, held_out = (_update_data(one, normalize="none") for one in (config, held_out))
-    data = load_data(held_out, only="test" if split == "test" and not same else None)
-    before = data.fingerprint if held_out == config or not same else load_data(config).fingerprint
-    if same and before != facts.fingerprint:
-        raise UserError(
-            f"{folder.path} was trained on other data than {data.name} is now: checksum "
-            f"{facts.fingerprint} there, {before} now; bring back the data it was trained on"
-        )
-    if data.seen is not None:
-        facts.check(data.seen, data.name)
-    examples = data.train.without_augmentation() if split == "train" else data.test  # type: ignore[attr-defined]  # it is a source
-    if not len(examples):
-        raise UserError(f"{data.name} has no {split} examples to evaluate on")
-    if tuple(examples.shape) != facts.shape:
-        raise UserError(f"examples of shape {tuple(examples.shape)}, but {folder.path} was trained on {facts.shape}")
-    here, there = data.problem, facts.problem
-    if here.name != there.name:
-        raise UserError(f"{data.name} is {here.name}, but {folder.path} was trained for {there.name}")
-    classes, known = _classes(here), _classes(there)
-    if classes != known[: len(classes)]:
-        raise UserError(
-            f"the classes of {data.name} are {', '.join(classes)}; those that {folder.path} was trained on are "
-            f"{', '.join(known)}: give data with the same classes in the same order"
-        )
-    there.check_targets(examples.targets, f"{data.name}: {split}")
-    if finds_objects(there) and finds_objects(here):
-        facts = replace(facts, problem=replace(there, truths=here.truths))  # which a run does not keep
-        examples = examples.with_statistics_of(there)  # type: ignore[union-attr]  # they are regions
-    return facts, examples, split
-
-
-def _update_data(config: Config, **keys: Any) -> Config:
-    return config.model_copy(update={"data": config.data.model_copy(update=keys)})
-
-
-def _classes(problem: Problem) -> tuple[str, ...]:
-    """The names of the classes; an example of several is in no group of theirs."""
-    return getattr(problem, "classes", problem.groups)
-
-
-def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = False) -> None:
-    """Writes a run to one file that needs no mheads, and says what it takes and gives: see `api/export.py`."""
-    run = fit.load(path, trust=trust, warn=watch.warn)
-    if file.suffix in blobs.SUFFIXES:
-        number = int(what.removeprefix("member:")) if re.fullmatch(r"member:\d+", what) else 0
-        if run.net.num_members > 1 and what != f"member:{number}":
-            raise UserError(
-                f"--what {what}: a {file.suffix} holds the weights of one member: give --what member:0, say"
-            )
-        blobs.write(check_place(file), run.net.member(number))
-        watch.say(f"{file}: the weights of member {number}, as Caffe keeps them")
-        return
-    difference = export(run, file, what)
-    watch.say(f"{file}: {what}, within {difference:.1g} of the run's own answers")

@@ -27,9 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mheads.api.load import load
+from mheads.caffe import weights as blobs
 from mheads.common import atomic_files
 from mheads.common.errors import UserError, named
 from mheads.common.nested_values import Value
+from mheads.common.progress import Watcher
 from mheads.data.catalog import DATASETS
 from mheads.data.preprocessing import centre
 from mheads.runs.data_facts import DataFacts
@@ -127,6 +130,22 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
         found = _in_batches(load(program, hidden, _facts(run, raw, what)), raw, what)
         steps = 0.0 if net.dtype.itemsize >= 4 else 4 * torch.finfo(net.dtype).eps
         return _difference(found, expected, path, max(TOLERANCE, steps))
+
+
+def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = False) -> None:
+    """Writes a run to one file that needs no mheads, and says what it takes and gives: see `api/export.py`."""
+    run = load(path, trust=trust, warn=watch.warn)
+    if file.suffix in blobs.SUFFIXES:
+        number = int(what.removeprefix("member:")) if re.fullmatch(r"member:\d+", what) else 0
+        if run.net.num_members > 1 and what != f"member:{number}":
+            raise UserError(
+                f"--what {what}: a {file.suffix} holds the weights of one member: give --what member:0, say"
+            )
+        blobs.write(atomic_files.check_place(file), run.net.member(number))
+        watch.say(f"{file}: the weights of member {number}, as Caffe keeps them")
+        return
+    difference = export(run, file, what)
+    watch.say(f"{file}: {what}, within {difference:.1g} of the run's own answers")
 
 
 def _member(what: str, members: int) -> int:

@@ -1,17 +1,87 @@
-"""Messages in the words of the caller: config keys become keywords of `fit`."""
+"""Keywords of `fit`: which of them are keys of the config, what other libraries call them, and messages that name them.
+
+`ConfigKeywords` is the one list of the keywords that are config keys: `fit` unpacks it for type checkers, and its
+signature for `help` is made of it and of the config's defaults.
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from mheads.common.errors import UserError
+from mheads.common.options import Section
 from mheads.config import schema
 from mheads.config.unknown_keys import EPOCHS, meaning
 from mheads.runs.folder import without_force
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ConfigKeywords(TypedDict, total=False):
+    """Keywords of `fit` that are keys of the config (docs/configuration.md); defaults are the config's."""
+
+    optimizer: str
+    lr: float
+    momentum: float
+    nesterov: bool
+    caffe_momentum: bool
+    momentum2: float
+    rms_decay: float
+    delta: float
+    weight_decay: float
+    regularization: str
+    clip: float | None
+    batch_size: int
+    accumulate: int
+    schedule: str | dict[str, Any]
+    scale_rate: bool
+    pretrain: int
+    problem: str
+    normalize: str
+    scale: float | str
+    pad: int
+    mirror: bool
+    validation: int
+    workers: int | str
+    micro_batches: int | str
+    device: str
+    seed: int
+
+
+def _find_key(keyword: str) -> str:
+    if keyword == "optimizer" or keyword in schema.Config.model_fields:
+        return {"optimizer": "optim.name"}.get(keyword, keyword)
+    sections = ("optim", "data", "engine", "loss")  # data.normalize before loss.normalize
+    return next(f"{name}.{keyword}" for name in sections if hasattr(getattr(schema.Config(), name), keyword))
+
+
+def _find_default(key: str) -> Any:
+    value: Any = schema.Config()
+    for name in key.split("."):
+        value = getattr(value, name)
+    return getattr(value, "name", None) if isinstance(value, Section) else value
+
+
+CONFIG_KEYS = {keyword: _find_key(keyword) for keyword in ConfigKeywords.__annotations__}
+DEFAULTS = {keyword: _find_default(key) for keyword, key in CONFIG_KEYS.items()}
+
+
+def list_config_keywords(function: F) -> F:
+    """Lets `help` and notebooks show the keywords that the function unpacks, with their defaults."""
+    signature, hints = inspect.signature(function), get_type_hints(ConfigKeywords)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    keywords = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+        for name, default in DEFAULTS.items()
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+    return function
+
 
 # Keywords of fit, and what others call them: scikit-learn, Keras, Lightning, and our own config.
 ALIASES = {
@@ -68,34 +138,35 @@ ABSENT = {
     "deterministic": "the same call always gives the same bits",
 }
 NEAR = 0.75  # from here on words are spelt alike: preprocess and epochs are not
-_SECTIONS = re.compile(r"(?<![\w./])(optim|data|engine|log|sampling|teacher)\.(schedule\.)?(\w+)(?![\w/]|\.\w)")
+_KEYS = re.compile(r"(?<![\w./])(?:optim|data|engine|log|sampling|teacher)(?:\.schedule)?\.\w+(?![\w/]|\.\w)")
 
 
-def refuse_unknown(unknown: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Refuses a keyword that the function does not have, and names the one that is meant."""
-    for name in unknown:
-        keywords = [key for key in function.__annotations__ if key not in ("unknown", "return")]
-        meant = "epochs" if meaning(name) == EPOCHS else MEANT.get(name) or in_python(meaning(name) or "")
+def check_keywords(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Raises for a keyword that the function does not have, and names the one that is meant."""
+    keywords = list(inspect.signature(function).parameters)
+    for name in options:
+        if name in keywords:
+            continue
+        meant = "epochs" if meaning(name) == EPOCHS else MEANT.get(name) or translate_keys(meaning(name) or "")
         near = [meant] if meant else difflib.get_close_matches(name, [*keywords, *MEANT], 1, NEAR)
         hint = f"did you mean {MEANT.get(near[0], near[0])}?" if near else f"there are {', '.join(keywords)}"
-        hint = next((said for words, said in ABSENT.items() if name in words.split()), hint)
+        hint = next((reason for words, reason in ABSENT.items() if name in words.split()), hint)
         raise UserError(f"{function.__name__} has no keyword {name!r}: {hint}")
 
 
-def in_python(message: str) -> str:
+def translate_keys(message: str) -> str:
     """A message about config keys, with the keywords of fit in their place."""
 
-    def keyword(found: re.Match[str]) -> str:
-        section, inner, name = found.groups()
-        if f"{section}.{inner or ''}{name}" not in schema.known_keys():
-            return found[0]
-        if name == "name" and (inner or section == "sampling"):
-            return "schedule" if inner else section
-        if inner or section in ("log", "sampling", "teacher"):
-            return f"{'schedule' if inner else section}={{{name!r}: ...}}"
-        return "optimizer" if (section, name) == ("optim", "name") else name
+    def translate(match: re.Match[str]) -> str:
+        section, _, name = match[0].rpartition(".")
+        if match[0] not in schema.known_keys():
+            return match[0]
+        if section in ("optim.schedule", "log", "sampling", "teacher"):
+            keyword = section.removeprefix("optim.")
+            return keyword if name == "name" else f"{keyword}={{{name!r}: ...}}"
+        return "optimizer" if match[0] == "optim.name" else name
 
-    return _SECTIONS.sub(keyword, message)
+    return _KEYS.sub(translate, message)
 
 
 @contextmanager
@@ -105,5 +176,5 @@ def speaking_python() -> Iterator[None]:
         with without_force():
             yield
     except UserError as error:
-        error.args, error.hint = (in_python(str(error)),), None
+        error.args, error.hint = (translate_keys(str(error)),), None
         raise

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.api import fit
+from mheads.api.load import load
 from mheads.api.raw_examples import as_raw_examples, check_raw_examples, read_side_inputs
 from mheads.api.run import Run
 from mheads.api.write_predictions import Answers, write_csv, write_npz
@@ -141,7 +141,7 @@ def predict_files(
         raise UserError(f"{output}: answers are written to .csv, and outputs to .npz; give one of these")
     if output is not None and check_place(output).resolve() in [file.resolve() for file in files]:
         raise UserError(f"{output} is also what is asked about: give another file for the answers")
-    run = fit.load(path, trust=trust, warn=watch.warn)
+    run = load(path, trust=trust, warn=watch.warn)
     if finds_objects(run.data.problem):
         raise UserError(f"{path} finds objects in images: mheads detect show draws them")
     with telling(watch):

@@ -30,7 +30,7 @@ def export(
 
     Example: mheads export runs/mcl -o mcl.onnx
     """
-    from mheads.api.evaluate import export_run
+    from mheads.api.export import export_run
     from mheads.common.progress import Terminal
 
     export_run(run, output, what, Terminal(console), trust)

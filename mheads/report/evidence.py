@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mheads.api.evaluate import load_examples_of_run
+from mheads.api.examples_of_run import load_examples_of_run
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher, telling
 from mheads.data.splits import Split

@@ -13,7 +13,7 @@ from helpers.painted_scenes import COLOURS, annotate, keys, paint
 from PIL import Image
 
 from mheads import losses
-from mheads.api import fit
+from mheads.api.load import load
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
 from mheads.config import read as configs
@@ -764,7 +764,7 @@ def test_other_commands_know_detectors(run, scenes, mheads, tmp_path):
     page = (tmp_path / "r.html").read_text()
     assert "Average precision of each class" in page and "boxes as proposed" in page
     assert mheads("plot", "ownership", run, "-o", tmp_path / "p.png").code == 0
-    loaded = fit.load(run, trust=True)
+    loaded = load(run, trust=True)
     assert loaded.result.problem == "detection" and len(loaded.result.members) == 3
 
 

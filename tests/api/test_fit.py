@@ -519,7 +519,7 @@ def test_a_dataset_with_random_transforms_resumes_to_the_same_bits(tmp_path):
 
 
 def test_keywords_and_their_defaults_are_those_of_the_config():
-    """fit lists them for help and type checkers: a second list must not drift from the first."""
+    """fit lists those of the config for type checkers, and shows them with their defaults."""
     import inspect
 
     from mheads.config.schema import Config

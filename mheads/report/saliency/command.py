@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from mheads.api import fit
+from mheads.api.load import load
 from mheads.common.atomic_files import check_output
 from mheads.common.progress import Watcher, telling
 from mheads.report.figures.figure import SUFFIXES, save
@@ -30,8 +30,8 @@ def saliency(
     """Writes the figure, by default saliency.png in the run folder, and reports the owners' energy."""
     if output is not None:
         check_output(output, SUFFIXES)
-    run = fit.load(path, trust=trust, warn=watch.warn)
-    other = None if beside is None else fit.load(beside, trust=trust, warn=watch.warn)
+    run = load(path, trust=trust, warn=watch.warn)
+    other = None if beside is None else load(beside, trust=trust, warn=watch.warn)
     with telling(watch):
         if images:
             saliency_maps = explain_files(run, images, layer, other, resize)

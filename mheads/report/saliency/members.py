@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.api.evaluate import load_examples_of_run
+from mheads.api.examples_of_run import load_examples_of_run
 from mheads.api.predict import read_image
 from mheads.api.raw_examples import PreprocessingNetwork
 from mheads.api.run import Run

@@ -1,0 +1,120 @@
+"""The examples that a run is evaluated on: those of its training, another split of them, or other data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mheads.common.errors import UserError
+from mheads.config import read as configs
+from mheads.config.schema import Config
+from mheads.data import TARGET_KINDS, Data
+from mheads.data.catalog import DATASETS
+from mheads.data.splits import Split
+from mheads.problems import Problem, finds_objects
+from mheads.runs.data_facts import DataFacts
+from mheads.runs.folder import RunFolder
+from mheads.training.build_from_config import load_data
+
+SPLITS = ("train", "validation", "test")
+DATA_KEYS = (
+    *("name", "root", "path", "test_path", "validation", "resize", "crop", "limit"),
+    *("regions.proposals", "regions.with_objects", "regions.strict"),
+)
+
+
+def load_examples_of_run(
+    folder: RunFolder, overrides: Sequence[str] = (), split: str | None = None
+) -> tuple[DataFacts, Split, str]:
+    """What the run knows of its data, the examples to evaluate on, and the name of their split.
+
+    By default they are those that training evaluated on; `overrides` are other data keys than the run's.
+    """
+    _check_overrides(overrides)
+    facts, config = folder.read_data(), configs.read(folder.config, overrides)
+    split = split or ("validation" if config.data.validation else "test")
+    _check_split(folder, config, split)
+    data = _load_data(folder, facts, config, split, bool(overrides))
+    examples: Any = data.train.without_augmentation() if split == "train" else data.test  # type: ignore[attr-defined]
+    _check_like_training(folder, facts, data, examples, split)
+    if finds_objects(facts.problem) and finds_objects(data.problem):
+        examples = examples.with_statistics_of(facts.problem)
+        facts = replace(facts, problem=replace(facts.problem, truths=data.problem.truths))  # which a run does not keep
+    return facts, examples, split
+
+
+def _check_overrides(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key not in [f"data.{name}" for name in DATA_KEYS]:
+            reason = "inputs are preprocessed as in training" if key.startswith("data.") else "the run is what it is"
+            raise UserError(
+                f"{override!r}: {reason}; other data to evaluate on is given by "
+                f"{', '.join(f'data.{name}' for name in DATA_KEYS)}"
+            )
+
+
+def _check_split(folder: RunFolder, config: Config, split: str) -> None:
+    if config.data.name not in DATASETS:
+        raise UserError(
+            f"{folder.path} was trained from Python on arrays: evaluate it there, mheads.load(run).evaluate(x, y), "
+            "or give other data, data.name=npz data.path=..."
+        )
+    if split not in SPLITS:
+        raise UserError(f"split {split!r}: there are {', '.join(SPLITS)}")
+    if split == "validation" and not config.data.validation:
+        raise UserError(
+            f"--split validation: {folder.path} held no examples out (data.validation is 0); "
+            "give --split train or test, or data.validation=N"
+        )
+
+
+def _load_data(folder: RunFolder, facts: DataFacts, config: Config, split: str, overridden: bool) -> Data:
+    """The data of a config that has the split; raises if they are those of training and have changed since."""
+    same = config.data == folder.read_config().data
+    if config.data.normalize == "init":  # inputs are preprocessed as in training: where it started may be gone
+        config = _update_data(config, normalize="none")
+    wanted = config
+    if split == "test":  # the real one, which training did not look at
+        wanted = _update_data(wanted, validation=0)
+    poses = DATASETS[config.data.name].takes("problem") and config.data.problem != "examples"
+    if overridden and poses and facts.problem.name in TARGET_KINDS:
+        # Other targets are read as those of the run, whatever they look like.
+        wanted = _update_data(wanted, problem=facts.problem.name)
+    data = load_data(wanted, only="test" if split == "test" and not same else None)
+    if same:
+        now = data.fingerprint if wanted == config else load_data(config).fingerprint
+        if now != facts.fingerprint:
+            raise UserError(
+                f"{folder.path} was trained on other data than {data.name} is now: checksum "
+                f"{facts.fingerprint} there, {now} now; bring back the data it was trained on"
+            )
+    return data
+
+
+def _update_data(config: Config, **keys: Any) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update=keys)})
+
+
+def _check_like_training(folder: RunFolder, facts: DataFacts, data: Data, examples: Split, split: str) -> None:
+    if data.seen is not None:
+        facts.check(data.seen, data.name)
+    if not len(examples):
+        raise UserError(f"{data.name} has no {split} examples to evaluate on")
+    if tuple(examples.shape) != facts.shape:
+        raise UserError(f"examples of shape {tuple(examples.shape)}, but {folder.path} was trained on {facts.shape}")
+    if data.problem.name != facts.problem.name:
+        raise UserError(f"{data.name} is {data.problem.name}, but {folder.path} was trained for {facts.problem.name}")
+    classes, known = class_names(data.problem), class_names(facts.problem)
+    if classes != known[: len(classes)]:
+        raise UserError(
+            f"the classes of {data.name} are {', '.join(classes)}; those that {folder.path} was trained on are "
+            f"{', '.join(known)}: give data with the same classes in the same order"
+        )
+    facts.problem.check_targets(examples.targets, f"{data.name}: {split}")
+
+
+def class_names(problem: Problem) -> tuple[str, ...]:
+    """The names of the classes; an example of several is in no group of theirs."""
+    return getattr(problem, "classes", problem.groups)

@@ -1,0 +1,85 @@
+"""The weights that `fit` starts from: those that `init` names, or those that the net holds.
+
+A net may be trained again, in the same run folder or in another. So that the same call on the same folder resumes, it
+is remembered for each net which weights training in a folder started from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mheads.api.run import Run
+from mheads.common import fingerprint
+from mheads.common.errors import UserError
+from mheads.common.progress import Watcher
+from mheads.common.safe_yaml import short
+from mheads.config.schema import GIVEN
+from mheads.runs.checkpoint import Checkpoints
+from mheads.runs.folder import RunFolder
+from mheads.training.init_weights import check_state_dict, load_init, load_into
+from mheads.trees.treenet import TreeNet
+
+# For each net, a digest of the weights that fit or load left in it; and for each of its folders the weights that
+# training started from there, as a digest and as the config's `init`.
+_left: WeakKeyDictionary[TreeNet, tuple[str, dict[Path, tuple[str | None, str]]]] = WeakKeyDictionary()
+
+
+def set_init(
+    net: TreeNet, init: Any, folder: RunFolder | None, watch: Watcher, renamed: Mapping[str, str | None] | None
+) -> str:
+    """Gives the net its first weights; returns the config's `init`, which names them."""
+    if renamed and (init is None or isinstance(init, Run | TreeNet)):
+        raise UserError("init_map renames what is in a file of weights or a state dict: give one of these as init")
+    if init is None:
+        _, starts = _left.get(net, ("", {}))
+        return net.init if folder is None else starts.get(folder.path.resolve(), (None, net.init))[1]
+    net.trained, net.failed = 0, False
+    if isinstance(init, Run):
+        init = init.net
+    if isinstance(init, TreeNet):
+        net.copy_weights(init)
+        return f"{GIVEN}{fingerprint.weights(init.state_dict())}"
+    if isinstance(init, Mapping):
+        weights = check_state_dict(init, "init")
+        name = f"{GIVEN}{fingerprint.weights(weights)}"
+        report = str(load_into(net, weights, "init", renamed))
+    elif isinstance(init, str | Path) and init not in ("random", "same"):
+        name = str(Path(os.path.expanduser(init)).absolute())
+        report = load_init(net, name, renamed)
+    else:
+        raise UserError(
+            f"init={short(init)}: give a file of weights, a state dict, the folder of a run, a run or a TreeNet; "
+            "TreeNet(..., init='same') draws one network for all members"
+        )
+    if report:
+        watch.say(report)
+    return name
+
+
+def digest_start(net: TreeNet, folder: RunFolder) -> str | None:
+    """A digest of the weights that training in this folder starts from: the net's, unless it has started already."""
+    now = fingerprint.weights(net.state_dict())
+    left, starts = _left.get(net, ("", {}))
+    return starts.get(folder.path.resolve(), (now, ""))[0] if now == left and _resumes(folder) else now
+
+
+def remember_start(net: TreeNet, folder: RunFolder, start: str | None, init: str) -> None:
+    _, starts = _left.get(net, ("", {}))
+    _left[net] = fingerprint.weights(net.state_dict()), {**starts, folder.path.resolve(): (start, init)}
+
+
+def check_not_failed(net: TreeNet, folder: RunFolder | None) -> None:
+    """Raises for a net whose weights an earlier fit has ruined, before anything is tried with them."""
+    if net.failed and (folder is None or not _resumes(folder)):
+        raise UserError(
+            "an earlier fit of this net failed after it had changed the weights: build it anew, or give init="
+        )
+
+
+def _resumes(folder: RunFolder) -> bool:
+    """Whether training resumes from a checkpoint in the folder; without one it starts from what the net holds."""
+    return folder.exists() and bool(Checkpoints(folder.checkpoints).steps())

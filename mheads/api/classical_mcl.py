@@ -6,7 +6,7 @@ member with the lowest loss on it, and the next round starts from the weights of
     classical.json           a line of figures for each round
     round0.npz, round0/      the sample weights that a round trains on, and its run; then round1.npz, round1/, ...
 
-Everything follows from the config and is written whole or not at all: the same command goes on where it was killed.
+Everything follows from the config and is written whole or not at all: the same command resumes where it was killed.
 """
 
 from __future__ import annotations
@@ -55,32 +55,27 @@ def train_rounds(
 ) -> dict[str, Any]:
     """Trains until fewer than a share `tolerance` of the examples change their member, or for so many rounds.
 
-    Returns what classical.json holds. A folder that has it goes on from there.
+    Returns what classical.json holds. A folder that has it resumes from there.
     """
-    _check(config)
+    _check_config(config)
     known = read_rounds(folder, config)
     if not known and not RunFolder(folder / "round0").exists():
         atomic_files.remove(folder / "round0.npz")  # perhaps of another config
     with handling(stop_at_once, (signal.SIGTERM,)):  # nothing is lost between runs
         data = load_data(config)
-        num_examples = len(data.train)
-        if num_examples < config.members:
-            raise UserError(f"{data.name} has {num_examples} training examples for {config.members} members: too few")
-        if data.train.read_targets(np.arange(1), None).counts is not None:
-            raise UserError(f"{data.name} has examples of several rows each: these cannot go to one member or another")
+        _check_data(config, data)
         watching("start").say(f"rounds in {folder}")
         first = folder / "round0.npz"
         if not first.exists():
-            watching("start").say(f"clustering {num_examples:,} inputs by k-means")
-            owners = _begin(config, data)
+            watching("start").say(f"clustering {len(data.train):,} inputs by k-means")
+            owners = _assign_clusters(config, data)
             folder.mkdir(parents=True, exist_ok=True)
             _write(folder, config, [])
             _write_owners(first, owners, config.members)
-        found: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         for number in range(rounds):
             watch = watching(f"round {number}")
-            here = _of_round(config, folder, number)
-            experiment = build_experiment(here, data)
+            experiment = build_experiment(_make_round_config(config, folder, number), data)
             run = RunFolder(folder / f"round{number}")
             result = train(experiment, run, watch)
             following = folder / f"round{number + 1}.npz"
@@ -89,12 +84,12 @@ def train_rounds(
             else:
                 run.load_weights(experiment.net, watch.warn, final=True)
                 entry = _reassign(experiment, folder, number, result, watch)
-                _write(folder, config, [*found, entry])
-            found.append(entry)
-            watch.say(_line(entry, num_examples))
+                _write(folder, config, [*entries, entry])
+            entries.append(entry)
+            watch.say(_describe(entry))
             if is_stable(entry, tolerance):
                 break
-    return _summary(config, found)
+    return _summary(config, entries)
 
 
 def is_stable(entry: dict[str, Any], tolerance: float = TOLERANCE) -> bool:
@@ -123,8 +118,8 @@ def share_out(losses: Tensor, ties: Tensor, least: int) -> Tensor:
     return owners
 
 
-def _check(config: Config) -> None:
-    """Refuses what has no meaning here, since each member trains by itself on examples of its own."""
+def _check_config(config: Config) -> None:
+    """Raises for what has no meaning where each member trains by itself on examples of its own."""
     for key, value, wanted in (
         ("loss.name", config.loss.name, "independent"),
         ("sampling.name", config.sampling.name, "full"),
@@ -140,7 +135,14 @@ def _check(config: Config) -> None:
         raise UserError("members = 1: there is nothing to choose from; give 2 members or more")
 
 
-def _of_round(config: Config, folder: Path, number: int) -> Config:
+def _check_data(config: Config, data: Data) -> None:
+    if len(data.train) < config.members:
+        raise UserError(f"{data.name} has {len(data.train)} training examples for {config.members} members: too few")
+    if data.train.read_targets(np.arange(1), None).counts is not None:
+        raise UserError(f"{data.name} has examples of several rows each: these cannot go to one member or another")
+
+
+def _make_round_config(config: Config, folder: Path, number: int) -> Config:
     """The config of a round: an ordinary run on sample weights from a file, from the weights of the round before."""
     folder = folder.absolute()
     update: dict[str, Any] = {
@@ -155,20 +157,20 @@ def _of_round(config: Config, folder: Path, number: int) -> Config:
 # Who gets which example.
 
 
-def _begin(config: Config, data: Data) -> Tensor:
-    """The first assignment. What does not fit together is refused here, before anything is written."""
+def _assign_clusters(config: Config, data: Data) -> Tensor:
+    """The first assignment. Parts that do not fit each other raise here, before anything is written."""
     net, loss = build_net(config), build_loss(config)
     distances = input_distances(data.train, data.preprocess, config.members, config.seed)
     owners = share_out(distances, _ties(config, -1, distances), _least(config, distances.shape[1]))
-    given = config.model_copy(update={"sampling": Sampling(name="array")})
-    assemble_experiment(given, net, loss, data, array=_one_hot(owners, config.members))
+    trial = config.model_copy(update={"sampling": Sampling(name="array")})
+    assemble_experiment(trial, net, loss, data, array=_one_hot(owners, config.members))
     return owners
 
 
 def _reassign(
     experiment: Experiment, folder: Path, number: int, result: dict[str, Any], watch: Watcher
 ) -> dict[str, Any]:
-    """Writes the sample weights of the next round, and returns what there is to say of this one."""
+    """Writes the sample weights of the next round, and returns the entry of this one in classical.json."""
     config = experiment.config
     before = torch.from_numpy(read_sample_weights(folder / f"round{number}.npz").argmax(0))
     losses = train_losses(experiment, watch)
@@ -188,14 +190,14 @@ def _reassign(
 
 def train_losses(experiment: Experiment, watch: Watcher) -> Tensor:
     """The losses [M, N] of all members on all training examples, which are read without chance."""
-    data, found = experiment.data, []
+    data, parts = experiment.data, []
     readers = evaluation_batches(data.train, data.preprocess, EVALUATION_ROWS)
     with closing(experiment.make_engine()) as engine, watch.evaluating(len(data.train)) as advance:
         for outputs, targets in engine.outputs(readers):
             with torch.no_grad():
-                found.append(experiment.loss(outputs, targets).losses.cpu())
-            advance(found[-1].shape[1])
-    losses = torch.cat(found, 1)
+                parts.append(experiment.loss(outputs, targets).losses.cpu())
+            advance(parts[-1].shape[1])
+    losses = torch.cat(parts, 1)
     if not losses.isfinite().all():
         raise UserError("losses on the training examples became infinite or NaN: try a lower optim.lr")
     return losses
@@ -209,7 +211,7 @@ def _least(config: Config, num_examples: int) -> int:
     """How many examples a member keeps, so that on average one of every batch is its own.
 
     Sample weights have mean 1: the fewer examples a member has, the more each weighs. With this many, none weighs more
-    than a whole batch, and the rate stays a rate.
+    than a whole batch, and the learning rate keeps its meaning.
     """
     rows = config.optim.batch_size * config.optim.accumulate
     return max(1, min(math.ceil(num_examples / rows), num_examples // config.members))
@@ -228,7 +230,7 @@ def _write_owners(path: Path, owners: Tensor, members: int) -> None:
 
 
 def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
-    """The rounds that classical.json holds; refuses a folder of anything else."""
+    """The rounds that classical.json holds; raises for a folder of anything else."""
     path = folder / SUMMARY
     if not path.exists():
         begun = (atomic_files.hidden_name(path).name,)
@@ -236,8 +238,8 @@ def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
             raise UserError(f"{folder} is not empty and has no {SUMMARY}: give another --folder")
         return []
     try:
-        there = unsealed(atomic_files.read(path))
-        known, old = list(there["rounds"]), dict(there["config"])
+        content = unsealed(atomic_files.read(path))
+        known, old = list(content["rounds"]), dict(content["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): bring it back, or give another --folder") from error
     new, default = schema.flatten(config), schema.flatten(Config())
@@ -262,12 +264,12 @@ def _same_start(folder: Path, config: Config) -> bool:
     return run.read_identity().get("start") == digest_init(config.init)
 
 
-def _summary(config: Config, found: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"config": {k: v for k, v in schema.flatten(config).items() if _decides(k, config)}, "rounds": found}
+def _summary(config: Config, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"config": {k: v for k, v in schema.flatten(config).items() if _decides(k, config)}, "rounds": entries}
 
 
-def _write(folder: Path, config: Config, found: list[dict[str, Any]]) -> None:
-    atomic_files.write_atomically(folder / SUMMARY, sealed(_summary(config, found), indent=1))
+def _write(folder: Path, config: Config, entries: list[dict[str, Any]]) -> None:
+    atomic_files.write_atomically(folder / SUMMARY, sealed(_summary(config, entries), indent=1))
 
 
 def _decides(key: str, config: Config) -> bool:
@@ -275,8 +277,6 @@ def _decides(key: str, config: Config) -> bool:
     return key == "optim.iterations" or not schema.is_free(key, config)
 
 
-def _line(entry: dict[str, Any], num_examples: int) -> str:
-    return (
-        f"round {entry['round']}: objective {entry['objective']:,.6g}; {entry['changed']:,} of {num_examples:,} "
-        "examples change their member"
-    )
+def _describe(entry: dict[str, Any]) -> str:
+    changed = f"{entry['changed']:,} of {sum(entry['examples']):,} examples change their member"
+    return f"round {entry['round']}: objective {entry['objective']:,.6g}; {changed}"

@@ -2,7 +2,7 @@
 
     runs/small.npz, runs/small/      the answers, and the run of the network that learned them
 
-The run is an ordinary one with `teacher.answers`: the same command goes on where it was killed.
+The run is an ordinary one with `teacher.answers`: the same command resumes where it was killed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
@@ -33,6 +34,7 @@ from mheads.runs.record import titles
 from mheads.training.build_from_config import build_loss, build_net, build_net_of_run, load_data, make_engine
 from mheads.training.experiment import assemble_experiment
 from mheads.training.loop import train_config
+from mheads.trees.treenet import TreeNet
 
 # One network from fresh weights; all else is as it was for the members.
 ONE = (
@@ -50,56 +52,61 @@ def distil(
     the same examples, and that of the run is left out.
     """
     teacher = RunFolder(path)
-    config = _config(teacher, overrides, folder)
+    config = _make_config(teacher, overrides, folder)
     launch = detect()
     if launch is not None and launch.size > 1:
         raise UserError(
             f"distil asks the run in one process, but {launch.launcher} started {launch.size}: start it alone, stop it "
-            f"after its first steps, and go on with mheads train {folder / 'config.yaml'} -f {folder}"
+            f"after its first steps, and resume with mheads train {folder / 'config.yaml'} -f {folder}"
         )
     net = build_net_of_run(teacher, teacher.read_config(), watch.warn, trust=trust)
     teacher.load_weights(net, watch.warn, final=True)
     with telling(watch):
         data = load_data(config)
     facts = teacher.read_data()
-    _check(facts, data, path)
-    there = teacher.read_config().model_copy(update={"device": config.device, "engine": config.engine})
+    _check_data(facts, data, path)
     file = config.teacher.answers
     assert isinstance(file, Path)
     run = RunFolder(folder)
     if run.exists() and not file.exists():
         raise UserError(f"{folder} holds a run that has no {file.name} beside it: give another --folder")
     run.refuse_other_content()
-    _try(config, data)
+    _check_experiment(config, data)
     marks = {"weights": atomic_files.digest(teacher.model), "data": data.fingerprint}
-    if not _is_there(file, marks, path):
+    if not _has_answers(file, marks, path):
         with atomic_files.saving(file):  # before the run is asked, which takes time
             file.parent.mkdir(parents=True, exist_ok=True)
-        found = []
-        examples = data.train.without_augmentation()  # type: ignore[attr-defined]  # it is a source
-        with closing(make_engine(there, net)) as engine:
-            watch.say(f"asking {path} about {len(examples):,} training examples")
-            for one, weights, _ in answers(engine, examples, facts.inputs, facts.problem, watch):
-                found.append(facts.problem.mean(one.double(), weights).float().cpu())
-        arrays = {"answers": torch.cat(found).numpy(), **{key: np.array(mark) for key, mark in marks.items()}}
+        probabilities = _answer(config, teacher, net, data, watch)
+        arrays = {"answers": probabilities.numpy(), **{key: np.array(mark) for key, mark in marks.items()}}
         atomic_files.write_atomically(file, lambda stream: np.savez(stream, **arrays))  # type: ignore[arg-type]
     with without_force():
         result = train_config(config, run, watch)
-    same = config.data == there.data
+    same = config.data == teacher.read_config().data
     before, after = titles([path, folder])
     return {**({before: teacher.read_result()} if same else {}), after: result}
 
 
-def _try(config: Config, data: Data) -> None:
-    """Refuses what does not fit together, before the run is asked: that takes time, and writes a file."""
+def _answer(config: Config, teacher: RunFolder, net: TreeNet, data: Data, watch: Watcher) -> Tensor:
+    """What the run answers to the training examples [N, C], on the device and with the workers of the new run."""
+    facts, parts = teacher.read_data(), []
+    asked = teacher.read_config().model_copy(update={"device": config.device, "engine": config.engine})
+    examples = data.train.without_augmentation()  # type: ignore[attr-defined]  # it is a source
+    with closing(make_engine(asked, net)) as engine:
+        watch.say(f"asking {teacher.path} about {len(examples):,} training examples")
+        for outputs, weights, _ in answers(engine, examples, facts.inputs, facts.problem, watch):
+            parts.append(facts.problem.mean(outputs.double(), weights).float().cpu())
+    return torch.cat(parts)
+
+
+def _check_experiment(config: Config, data: Data) -> None:
+    """Raises if parts do not fit each other, before the run is asked: that takes time, and writes a file."""
     answers = np.full((len(data.train), len(data.problem.groups)), 1 / len(data.problem.groups), np.float32)
-    here = config.model_copy(update={"teacher": config.teacher.model_copy(update={"answers": "array"})})
-    assemble_experiment(here, build_net(here), build_loss(here), data, answers=answers)
+    trial = config.model_copy(update={"teacher": config.teacher.model_copy(update={"answers": "array"})})
+    assemble_experiment(trial, build_net(trial), build_loss(trial), data, answers=answers)
 
 
-def _config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Config:
+def _make_config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Config:
     teacher.require()
-    there = teacher.read_config()
     keys = {key for override in overrides for key in configs.keys_of(override)}
     if "teacher.answers" in keys:
         raise UserError(
@@ -121,7 +128,7 @@ def _config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Confi
             "fit(net, train=(x, y), teacher=mheads.load(run).answer(x)) does the same; or give data, data.name=npz "
             "data.path=..."
         )
-    if config.data.normalize == "init" and there.data.normalize == "init":
+    if config.data.normalize == "init" and teacher.read_config().data.normalize == "init":
         raise UserError(
             "data.normalize=init is as in the run that training starts from, and this starts from none: give "
             "data.normalize=mean_image or another"
@@ -129,8 +136,8 @@ def _config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> Confi
     return config
 
 
-def _check(facts: DataFacts, data: Data, path: Path) -> None:
-    """Refuses data that the run has no answers for."""
+def _check_data(facts: DataFacts, data: Data, path: Path) -> None:
+    """Raises for data that the run has no answers for."""
     if not is_single_label(facts.problem) or not is_single_label(data.problem):
         other = facts.problem if not is_single_label(facts.problem) else data.problem
         raise UserError(
@@ -148,12 +155,12 @@ def _check(facts: DataFacts, data: Data, path: Path) -> None:
         facts.check(data.seen, data.name)
 
 
-def _is_there(file: Path, marks: dict[str, str], path: Path) -> bool:
-    """Whether the file has the answers of this very run to these very examples; refuses to write over another."""
+def _has_answers(file: Path, marks: dict[str, str], path: Path) -> bool:
+    """Whether the file has the answers of this very run to these very examples; raises if it has others."""
     if not file.exists():
         return False
-    found = {key: str(read_array(file, (key,), "--folder", "answers")) for key in marks}
-    if found != marks:
-        what = "answers of another run than" if found["weights"] != marks["weights"] else "answers to other examples of"
+    known = {key: str(read_array(file, (key,), "--folder", "answers")) for key in marks}
+    if known != marks:
+        what = "answers of another run than" if known["weights"] != marks["weights"] else "answers to other examples of"
         raise UserError(f"{file} holds {what} {path}: give another --folder, or move that file")
     return True

@@ -164,9 +164,9 @@ def evaluate_run(
     kept: list[tuple[np.ndarray, list[np.ndarray]]] = []
     counted: list[np.ndarray] = []
 
-    def keep(found: torch.Tensor, weights: torch.Tensor | None, targets: Value) -> None:
+    def keep(outputs: torch.Tensor, weights: torch.Tensor | None, targets: Value) -> None:
         if outputs_file is not None:
-            kept.append((found.cpu().numpy(), [leaf.cpu().numpy() for leaf in nested_values.leaves(targets)]))
+            kept.append((outputs.cpu().numpy(), [leaf.cpu().numpy() for leaf in nested_values.leaves(targets)]))
             counted.extend([] if weights is None else [weights.cpu().numpy()])
 
     with closing(make_engine(config, net)) as engine:

@@ -122,14 +122,14 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
     if what not in WHAT[:3]:
         _member(what, net.num_members)
     raw = _as_given(run, examples)
-    expected = _expected(run, raw, what)
+    expected = _answer_of_run(run, raw, what)
     hidden = path.with_name(f".{path.stem}.new{path.suffix}")  # the suffix says how it is read again
     with atomic_files.replacing(path, hidden), _quietly():
-        program = _traced(Exported(net, data, what), raw[:2] if len(raw) > 1 else raw.repeat_interleave(2, 0))
-        load = _write_onnx if path.suffix == ".onnx" else _write_pt2
-        found = _in_batches(load(program, hidden, _facts(run, raw, what)), raw, what)
+        program = _trace(Exported(net, data, what), raw[:2] if len(raw) > 1 else raw.repeat_interleave(2, 0))
+        write = _write_onnx if path.suffix == ".onnx" else _write_pt2
+        answers = _answer_in_batches(write(program, hidden, _facts(run, raw, what)), raw, what)
         steps = 0.0 if net.dtype.itemsize >= 4 else 4 * torch.finfo(net.dtype).eps
-        return _difference(found, expected, path, max(TOLERANCE, steps))
+        return _compare(answers, expected, path, max(TOLERANCE, steps))
 
 
 def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = False) -> None:
@@ -149,12 +149,12 @@ def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = 
 
 
 def _member(what: str, members: int) -> int:
-    found = re.fullmatch(r"member:(\d+)", what)
-    if found is None:
+    match = re.fullmatch(r"member:(\d+)", what)
+    if match is None:
         raise UserError(f"what={what!r}: an exported file gives one of {', '.join(WHAT)}")
-    if int(found[1]) >= members:
+    if int(match[1]) >= members:
         raise UserError(f"what={what!r}: there are {members} members, counted from 0 to {members - 1}")
-    return int(found[1])
+    return int(match[1])
 
 
 def _as_given(run: Run, examples: Any) -> Tensor:
@@ -192,12 +192,12 @@ def _own_examples(run: Run) -> Tensor:
         return torch.from_numpy(np.random.default_rng(0).integers(0, int(high) + 1, (EXAMPLES, *run.data.shape)))
     drawn = np.random.default_rng(0).uniform(low, high, (EXAMPLES, *run.data.shape))
     if seen is not None and seen.kind == "uint8":
-        found = torch.from_numpy(drawn.round().astype(np.uint8))
-        return found.permute(0, 2, 3, 1) if found.dim() == 4 else found
+        pixels = torch.from_numpy(drawn.round().astype(np.uint8))
+        return pixels.permute(0, 2, 3, 1) if pixels.dim() == 4 else pixels
     return torch.from_numpy(drawn)
 
 
-def _expected(run: Run, raw: Tensor, what: str) -> Tensor:
+def _answer_of_run(run: Run, raw: Tensor, what: str) -> Tensor:
     """The run's own answers, from its engine."""
     outputs, weights = run.outputs(raw)
     if what == "scored" and weights is None:
@@ -214,7 +214,7 @@ def _facts(run: Run, raw: Tensor, what: str) -> str:
     return json.dumps(facts)
 
 
-def _traced(module: nn.Module, examples: Tensor) -> Any:
+def _trace(module: nn.Module, examples: Tensor) -> Any:
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # where it shows how far it came before it failed
             return torch.export.export(module, (examples,), dynamic_shapes=({0: torch.export.Dim("batch")},))
@@ -253,20 +253,20 @@ def _write_onnx(program: Any, path: Path, facts: str) -> Answers:
     return lambda x: torch.from_numpy(session.run(None, {"examples": x.numpy()})[0])
 
 
-def _in_batches(answers: Answers, raw: Tensor, what: str) -> Tensor:
+def _answer_in_batches(answers: Answers, raw: Tensor, what: str) -> Tensor:
     """Answers to all examples, asked for in several sizes of batch."""
     sizes = [size for i, size in enumerate(BATCHES) if sum(BATCHES[: i + 1]) < len(raw)]
     parts = raw.split([*sizes, len(raw) - sum(sizes)])
     try:
-        found = [answers(part).detach() for part in parts]
+        outputs = [answers(part).detach() for part in parts]
     except Exception as error:  # of what was loaded: it may raise anything
         raise UserError(f"what was written cannot be run for any number of examples: {_first_line(error)}") from error
-    return torch.cat(found, 1 if what == "members" else 0)
+    return torch.cat(outputs, 1 if what == "members" else 0)
 
 
-def _difference(found: Tensor, expected: Tensor, path: Path, tolerance: float) -> float:
+def _compare(answers: Tensor, expected: Tensor, path: Path, tolerance: float) -> float:
     scale = expected.abs().max().item()
-    largest = (found.double() - expected.double()).abs().max().item()
+    largest = (answers.double() - expected.double()).abs().max().item()
     relative = largest / max(scale, 1e-30)
     if not relative <= tolerance:  # NaN as well
         raise UserError(

@@ -213,7 +213,7 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
         watch.say(f"holding out {experiment.data.held_out}")
     before = 0 if folder.exists() else net.trained
     if before:
-        watch.say(f"going on from the weights that {before:,} iterations of an earlier fit left in this net")
+        watch.say(f"starting from the weights that {before:,} iterations of an earlier fit left in this net")
     start = digest_start(net, folder)
     try:
         summary = train_config(config, folder, watch, lambda config: replace(experiment, start=start))

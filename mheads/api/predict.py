@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import IO
 
@@ -38,13 +39,13 @@ WRITTEN = (".csv", ".npz")
 class ImageFiles:
     """Images in files, as a split: they are decoded batch by batch, in threads, when they are read.
 
-    One that was `found` in a folder and cannot be read does not stop the others: it is noted in `unread`, by its row.
+    One from a folder (`optional`) that cannot be read does not stop the others: it is noted in `unread`, by its row.
     """
 
     run: Run
     files: Sequence[Path]
     stretch: bool
-    found: frozenset[Path] = frozenset()
+    optional: frozenset[Path] = frozenset()
     unread: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -67,14 +68,13 @@ class ImageFiles:
             try:
                 out[i] = read_image(file, self.run, self.stretch).transpose(1, 2, 0)
             except UnreadableError as error:
-                if file not in self.found:
+                if file not in self.optional:
                     raise
                 self.unread[int(rows[i])] = str(error)
 
         run_in_threads(decode, len(rows))
-        if rows[0] == 0 and len(
-            good := out[[row not in self.unread for row in rows]]
-        ):  # the first batch stands for all
+        good = out[[row not in self.unread for row in rows]]
+        if rows[0] == 0 and len(good):  # the first batch stands for all
             check_raw_examples(torch.from_numpy(good), self.run.data, "the images")
         return torch.from_numpy(out)
 
@@ -90,22 +90,16 @@ class ImageFiles:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Examples that are asked about together: the rows of a file, or images."""
+class ExampleGroup:
+    """Examples that are predicted together, the rows of a file or images, and the file and row of each."""
 
-    file: Path | None  # of rows
     examples: Unlabelled | ImageFiles
+    names: Sequence[tuple[str, str]]  # an image has no row
 
     @property
     def unread(self) -> dict[int, str]:
         """By row, why an image could not be read; known when it was tried."""
         return self.examples.unread if isinstance(self.examples, ImageFiles) else {}
-
-    def name(self, i: int) -> tuple[str, str]:
-        """File and row of an example; an image has no row."""
-        if isinstance(self.examples, ImageFiles):
-            return str(self.examples.files[i]), ""
-        return str(self.file), str(i)
 
 
 @dataclass(frozen=True)
@@ -113,14 +107,14 @@ class Predicted:
     """What the members of a run answer to examples: outputs [M, N, ...], and weights [M, N] if members have scores."""
 
     run: Run
-    asked: Asked
+    group: ExampleGroup
     outputs: Tensor
     weights: Tensor | None
 
     @property
     def images(self) -> list[Path] | None:
         """The image files that were read, if these are images."""
-        examples = self.asked.examples
+        examples = self.group.examples
         return examples.readable if isinstance(examples, ImageFiles) else None
 
 
@@ -145,94 +139,93 @@ def predict_files(
     if finds_objects(run.data.problem):
         raise UserError(f"{path} finds objects in images: mheads detect show draws them")
     with telling(watch):
-        asked = _asked(run, files, resize)
+        groups = _group_examples(run, files, resize)
         if output is not None:
-            _write(run, asked, output, watch)
-            count = sum(len(part.examples) - len(part.unread) for part in asked)
-            _warn_of_unread(asked, watch, left_out)
+            _write(run, groups, output, watch)
+            count = sum(len(group.examples) - len(group.unread) for group in groups)
+            _warn_of_unread(groups, watch, left_out)
             watch.say(f"{output}: {count:,} example{'s' if count > 1 else ''}")
             return
-        found_for = []
-        for part in asked:
-            _, found, weights = zip(*_answers(run, [part], watch), strict=True)
-            found_for.append((part, torch.cat(found, 1), None if weights[0] is None else torch.cat(weights, 1)))
-        _warn_of_unread(asked, watch, left_out)
-    for part, whole, counted in found_for:
-        yield Predicted(run, part, whole.double(), counted)
+        predictions = []
+        for group in groups:
+            _, outputs, weights = zip(*_answer(run, [group], watch), strict=True)
+            scored = None if weights[0] is None else torch.cat(weights, 1)
+            predictions.append(Predicted(run, group, torch.cat(outputs, 1).double(), scored))
+        _warn_of_unread(groups, watch, left_out)
+    yield from predictions
 
 
-def _warn_of_unread(asked: Sequence[Asked], watch: Watcher, left_out: list[str] | None) -> None:
-    why = [said for part in asked for _, said in sorted(part.unread.items())]
-    for said in why[:WARNED]:
-        watch.warn(f"left out: {said}")
-    if len(why) > WARNED:
-        watch.warn(f"left out: {len(why) - WARNED:,} more")
+def _warn_of_unread(groups: Sequence[ExampleGroup], watch: Watcher, left_out: list[str] | None) -> None:
+    reasons = [reason for group in groups for _, reason in sorted(group.unread.items())]
+    for reason in reasons[:WARNED]:
+        watch.warn(f"left out: {reason}")
+    if len(reasons) > WARNED:
+        watch.warn(f"left out: {len(reasons) - WARNED:,} more")
     if left_out is not None:
-        left_out += why
+        left_out += reasons
 
 
-def _asked(run: Run, files: Sequence[Path], resize: bool) -> list[Asked]:
-    """What there is to ask, in the order of the files; images that follow one another go together."""
-    asked: list[Asked] = []
-    images: list[Path] = []
+def _group_examples(run: Run, files: Sequence[Path], resize: bool) -> list[ExampleGroup]:
+    """The examples in the order of the files; images that follow one another go together."""
+    groups: list[ExampleGroup] = []
     in_folders: set[Path] = set()
-
-    def flush() -> None:
-        if images:
-            asked.append(Asked(None, ImageFiles(run, tuple(images), resize, frozenset(in_folders - set(files)))))
-            images.clear()
-
-    for file in files:
-        if file.suffix.lower() in ARRAYS and not file.is_dir():
-            flush()
-            raw = as_raw_examples(read_examples(file, run), run.data)
-            asked.append(
-                Asked(file, Unlabelled(raw, side=read_side_inputs(read_side(file), len(raw), run.data, str(file))))
-            )
+    for is_array, part in groupby(files, lambda file: file.suffix.lower() in ARRAYS and not file.is_dir()):
+        if is_array:
+            groups += [_read_array_file(run, file) for file in part]
             continue
-        found = _images_in(file) if file.is_dir() else [file]
-        for image in found:
-            _refuse_no_image(image, run)
-        images += found
-        in_folders |= set(found) if file.is_dir() else set()
-    flush()
-    return asked
+        images: list[Path] = []
+        for file in part:
+            listed = _images_in(file) if file.is_dir() else [file]
+            for image in listed:
+                _check_image(image, run)
+            images += listed
+            in_folders |= set(listed) if file.is_dir() else set()
+        examples = ImageFiles(run, tuple(images), resize, frozenset(in_folders - set(files)))
+        groups.append(ExampleGroup(examples, [(str(image), "") for image in images]))
+    return groups
+
+
+def _read_array_file(run: Run, file: Path) -> ExampleGroup:
+    raw = as_raw_examples(read_examples(file, run), run.data)
+    side = read_side_inputs(read_side(file), len(raw), run.data, str(file))
+    return ExampleGroup(Unlabelled(raw, side=side), [(str(file), str(row)) for row in range(len(raw))])
 
 
 def _images_in(folder: Path) -> list[Path]:
-    found = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    if not found:
+    images = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not images:
         raise UserError(f"{folder} holds no image ({', '.join(SUFFIXES)})")
-    return found
+    return images
 
 
-def _answers(run: Run, asked: Sequence[Asked], watch: Watcher) -> Iterator[Answers]:
+def _answer(run: Run, groups: Sequence[ExampleGroup], watch: Watcher) -> Iterator[Answers]:
     """Names, answers [M, b, ...] and, if members have scores, weights [M, b] of a batch after the other.
 
     Images that could not be read are left out; if none could be, that is an error.
     """
     with closing(make_engine(run.config, run.net)) as engine, in_eval_mode([run.net]):
-        for part in asked:
+        for group in groups:
             start = 0
-            for found, weights, _ in answers(engine, part.examples, run.data.inputs, run.data.problem, watch):
-                count = found.shape[1]
-                kept = [i for i in range(count) if start + i not in part.unread]
-                names = [part.name(start + i) for i in kept]
-                yield names, found.cpu()[:, kept], None if weights is None else weights.cpu()[:, kept]
+            for outputs, weights, _ in answers(engine, group.examples, run.data.inputs, run.data.problem, watch):
+                count = outputs.shape[1]
+                kept = [i for i in range(count) if start + i not in group.unread]
+                names = [group.names[start + i] for i in kept]
+                yield names, outputs.cpu()[:, kept], None if weights is None else weights.cpu()[:, kept]
                 start += count
-            if part.unread and len(part.unread) == len(part.examples):
-                raise UserError(f"none of {len(part.unread):,} images can be read: {next(iter(part.unread.values()))}")
+            if group.unread and len(group.unread) == len(group.examples):
+                reason = next(iter(group.unread.values()))
+                raise UserError(f"none of {len(group.unread):,} images can be read: {reason}")
 
 
-def _write(run: Run, asked: Sequence[Asked], path: Path, watch: Watcher) -> None:
+def _write(run: Run, groups: Sequence[ExampleGroup], path: Path, watch: Watcher) -> None:
     def write(file: IO[bytes]) -> None:
-        batches = _answers(run, asked, watch)
+        batches = _answer(run, groups, watch)
         write_csv(run, batches, file) if path.suffix.lower() == ".csv" else write_npz(run, batches, file)
 
     write_atomically(path, write)
 
 
-def _refuse_no_image(path: Path, run: Run) -> None:
+def _check_image(path: Path, run: Run) -> None:
     if len(run.data.shape) != 3 or run.data.shape[0] not in (1, 3):
         raise UserError(f"{run.folder} was trained on examples of shape {run.data.shape}, not on images")
     if not path.is_file():
@@ -241,7 +234,7 @@ def _refuse_no_image(path: Path, run: Run) -> None:
 
 def read_image(path: Path, run: Run, resize: bool) -> np.ndarray:
     """The image as uint8 [C, H, W] of the size that the run was trained on."""
-    _refuse_no_image(path, run)
+    _check_image(path, run)
     # Arrays that Python gave to fit are like those of a file.
     entry = DATASETS.get(run.config.data.name, DATASETS["npz"])
     return entry.example(path, run.data.shape, resize=run.config.data.resize, stretch=resize, where=str(run.folder))

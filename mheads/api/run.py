@@ -92,7 +92,7 @@ class Run:
         tensors = (*self.net.parameters(), *self.net.buffers())  # which statistics of batches change as well
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
-    def _trained(self) -> TreeNet:
+    def _check_weights(self) -> TreeNet:
         """The net; warns if its weights are no longer those of this run."""
         # How often weights were written is known at once; whether others are there now takes reading them all.
         if self._versions_now() != self._versions and fingerprint.weights(self.net.state_dict()) != self._weights:
@@ -121,7 +121,7 @@ class Run:
     def outputs(self, x: Any, side: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor | None]:
         """Outputs [M, N, C] of raw examples, and weights [M, N] if members have scores."""
         raw = as_raw_examples(x, self.data)
-        examples, net = Unlabelled(raw, side=read_side_inputs(side, len(raw), self.data)), self._trained()
+        examples, net = Unlabelled(raw, side=read_side_inputs(side, len(raw), self.data)), self._check_weights()
         with closing(make_engine(self.config, net)) as engine, in_eval_mode([net]):
             return all_answers(engine, examples, self.data.inputs, self.data.problem)[:2]
 
@@ -131,16 +131,16 @@ class Run:
         x and y are arrays as `fit` takes them, with side inputs by name; without y, x is a pair of them, a list of
         pairs, a Dataset or a DataLoader.
         """
-        split, net = self.split_of(x, y, side), self._trained()
+        split, net = self.split_of(x, y, side), self._check_weights()
         with closing(make_engine(self.config, net)) as engine, in_eval_mode([net]):
             return measure(engine, split, self.data.inputs, self.data.problem)
 
     def split_of(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> ArraySplit | DatasetSplit:
-        """Raw examples and targets as `evaluate` takes them, refused if they are not like those of training."""
+        """Raw examples and targets as `evaluate` takes them; raises if they are not like those of training."""
         if y is None and side is not None:
             raise UserError("side goes with arrays: give evaluate(x, y, side), or (x, y, side) as one")
-        given = x if y is None else (x, y) if side is None else (x, y, side)
-        split, _ = make_labelled_split(given, "the examples", self.data.problem)
+        examples = x if y is None else (x, y) if side is None else (x, y, side)
+        split, _ = make_labelled_split(examples, "the examples", self.data.problem)
         if tuple(split.shape) != self.data.shape:
             raise UserError(f"the examples have shape {split.shape}, but the run was trained on {self.data.shape}")
         self.data.check(split.survey("the examples"), "the examples")
@@ -149,7 +149,7 @@ class Run:
 
     def member(self, m: int) -> PreprocessingNetwork:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
-        return PreprocessingNetwork(self._trained().member(m), self.data).eval()
+        return PreprocessingNetwork(self._check_weights().member(m), self.data).eval()
 
     def export(self, path: str | Path, what: str = "mean", examples: Any = None) -> Path:
         """Writes the ensemble and its preprocessing to one .pt2 or .onnx file that needs no mheads: see `export.py`.
@@ -159,7 +159,7 @@ class Run:
         """
         from mheads.api.export import export
 
-        self._trained()
+        self._check_weights()
         export(self, Path(path), what, examples)
         return Path(path)
 
@@ -188,7 +188,7 @@ def open_run(
     warn: Callable[[str], None],
     temporary: Temporary | None = None,
 ) -> Run:
-    """The run in a folder, with its newest weights in the net; `warn` is told if it is unfinished."""
+    """The run in a folder, with its newest weights in the net; warns if it is unfinished."""
     weights = folder.load_weights(net, warn)
     net.eval()
     data = folder.read_data()
@@ -210,13 +210,13 @@ def open_run(
 
 
 def make_labelled_split(
-    given: Any, where: str, problem: Problem | None = None, classes: Sequence[str] | None = None, name: str = "auto"
+    examples: Any, where: str, problem: Problem | None = None, classes: Sequence[str] | None = None, name: str = "auto"
 ) -> tuple[ArraySplit | DatasetSplit, Problem]:
     """Examples with targets of the problem, or of the one with this name, or that they look like.
 
     Labels that are names need a problem that knows them, since a test set may lack some.
     """
-    split = datasets.as_source(given, where)
+    split = datasets.as_source(examples, where)
     if not len(split):
         raise UserError(f"{where}: there are no examples; give at least one")
     if split.targets.dtype.kind == "U" and problem is None and classes is None:
@@ -228,7 +228,7 @@ def make_labelled_split(
             (n for kind in type(problem).__mro__ if (n := getattr(kind, "name", "")) in datasets.TARGET_KINDS), name
         )
         classes = problem.classes if is_single_label(problem) else None
-    splits, found = datasets.pose_targets({where: split}, classes, name)
-    found = problem or found
-    found.check_targets(splits[where].targets, where)
-    return splits[where], found
+    splits, posed = datasets.pose_targets({where: split}, classes, name)
+    problem = problem or posed
+    problem.check_targets(splits[where].targets, where)
+    return splits[where], problem

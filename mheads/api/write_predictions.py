@@ -22,10 +22,10 @@ def write_csv(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
     problem = run.data.problem
     text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="", write_through=True)
     writer = csv.writer(text)
-    for number, (names, found, weights) in enumerate(batches):
-        found = found.double()
-        ensemble = [problem.mean(found)] + ([] if weights is None else [problem.mean(found, weights)])
-        answers = problem.answer_columns(found, ensemble)
+    for number, (names, members, weights) in enumerate(batches):
+        members = members.double()
+        ensemble = [problem.mean(members)] + ([] if weights is None else [problem.mean(members, weights)])
+        answers = problem.answer_columns(members, ensemble)
         if number == 0:
             writer.writerow(map(_cell, ["file", "row", *answers.names]))
         writer.writerows(map(_cell, [*name, *line]) for name, line in zip(names, answers.lines, strict=True))
@@ -50,20 +50,19 @@ def write_npz(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
     """
     names: list[str] = []
     parts: list[Tensor] = []
-    counted: list[Tensor] = []
-    for found_names, found, weights in batches:
-        names += [f"{name}:{row}" if row else name for name, row in found_names]
-        parts.append(found)
-        counted += [] if weights is None else [weights]
-    outputs = torch.cat(parts, 1)
-    arrays = {"outputs": outputs.numpy(), "names": np.array(names)}
+    scores: list[Tensor] = []
+    for places, outputs, weights in batches:
+        names += [f"{name}:{row}" if row else name for name, row in places]
+        parts.append(outputs)
+        scores += [] if weights is None else [weights]
+    arrays = {"outputs": torch.cat(parts, 1).numpy(), "names": np.array(names)}
     problem = run.data.problem
-    if counted:
-        arrays["weights"] = torch.cat(counted, 1).numpy()
+    if scores:
+        arrays["weights"] = torch.cat(scores, 1).numpy()
     if gives_probabilities(problem):
         means = torch.cat([problem.mean(part.double()) for part in parts])
         arrays |= {"probabilities": means.numpy(), "classes": np.array(problem.classes)}
-        if counted:
-            scored = [problem.mean(part.double(), weights) for part, weights in zip(parts, counted, strict=True)]
+        if scores:
+            scored = [problem.mean(part.double(), weights) for part, weights in zip(parts, scores, strict=True)]
             arrays["scored_probabilities"] = torch.cat(scored).numpy()
     np.savez(file, **arrays)  # type: ignore[arg-type]

@@ -36,11 +36,11 @@ def train(
 
     Example: mheads detect train --from runs/caffenet --voc VOCdevkit/VOC2007 -f runs/detector
     """
-    from mheads.api.detector_config import overrides_from
+    from mheads.api.detector_config import make_detector_overrides
     from mheads.cli.train_command import train_recipe
 
     keys = [*(["data.regions.strict=true"] if strict else []), *(overrides or [])]
-    train_recipe(recipe, overrides_from(start, voc, proposals, keys), folder, quiet=quiet)
+    train_recipe(recipe, make_detector_overrides(start, voc, proposals, keys), folder, quiet=quiet)
 
 
 @detect.command(name="eval")

@@ -1,4 +1,4 @@
-"""The parts of an experiment, each made of what a config says of it: network, loss, data and engine."""
+"""Builds the parts of an experiment from a config: network, loss, data and engine."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from mheads.trees.treenet import TreeNet
 
 
 def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[], nn.Module]:
-    """What makes the network of a config. With `as_partial` its identity is that of a partial of its arguments, which
-    `fit` was given."""
+    """The function that makes the network of a config. With `as_partial` its identity is that of a partial of its
+    arguments, as `fit` takes one."""
     function = networks.resolve(config.model)
     try:
         inspect.signature(function).bind(**config.model_args)
@@ -64,7 +64,7 @@ def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[
 
 
 def make_tree(config: Config, **options: Any) -> TreeNet:
-    """The tree that a config asks for, as somebody who writes one means it."""
+    """The tree of a config."""
     return TreeNet(make_network_factory(config), config.members, config.split, **options)
 
 
@@ -91,7 +91,7 @@ def build_net_of_run(
 ) -> TreeNet:
     """The tree of a run, without its weights. Code that only the folder names is run only if it is trusted.
 
-    `warn` is told if the code has changed since: that may be harmless, so it is not refused.
+    Warns if the code has changed since: that may be harmless, so it is not an error.
     """
     if network_factory is None:
         if config.model.startswith("__main__:"):
@@ -108,25 +108,24 @@ def build_net_of_run(
                     f"found in {where} when it was trained. None of it was run. If you trust it, give --trust "
                     "(trust=True in Python), or the factory itself: mheads.load(run, factory)"
                 )
-            _look_in(where, config.model)
+            _add_to_path(where, config.model)
         network_factory = make_network_factory(
             config, as_partial=fingerprint.of_partial(folder.read_identity()["network"]["code"])
         )
     elif config.loss.name == "scored":
         network_factory = with_scores(network_factory)
-    there = folder.read_identity()
-    drawn = there["network"]
+    identity = folder.read_identity()
+    drawn = identity["network"]
     net = TreeNet(network_factory, config.members, tree=config.split, seed=int(drawn["seed"]), init=drawn["init"])
-    if lines := fingerprint.differences(there, {**there, "network": net.identity}):
+    if lines := fingerprint.differences(identity, {**identity, "network": net.identity}):
         warn("\n  ".join([f"the network is not the one that {folder.path} was trained with:", *lines]))
     return net
 
 
-def _look_in(place: str | None, name: str) -> None:
+def _add_to_path(place: str | None, name: str) -> None:
     """Puts the folder that held a run's code when it was trained on the path, unless the module is found without it."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     package = name.partition(":")[0].partition(".")[0]
     if package in sys.modules or importlib.util.find_spec(package) is not None or place is None:
         return
@@ -212,13 +211,13 @@ def load_data(config: Config, only: str | None = None) -> Data:
     options = {**config.data.model_dump(exclude={"reader"}), "only": only}
     if options["normalize"] != "init":
         return datasets.load(options.pop("name"), **options)
-    donor = RunFolder(Path(config.init))
-    if config.init in ("random", "same") or not donor.exists():
+    source = RunFolder(Path(config.init))
+    if config.init in ("random", "same") or not source.exists():
         raise UserError(f"data.normalize=init is for a start from a run, and init is {config.init}: give its folder")
     data = datasets.load(options.pop("name"), **{**options, "normalize": "none"})
-    there = donor.read_data()
-    same = there.shape == tuple(data.train.shape)
-    return replace(data, preprocess=there.preprocess if same else there.preprocess.by_channel())
+    facts = source.read_data()
+    same = facts.shape == tuple(data.train.shape)
+    return replace(data, preprocess=facts.preprocess if same else facts.preprocess.by_channel())
 
 
 def make_engine(config: Config, net: TreeNet, loss: Loss | None = None) -> ThreadsEngine:

@@ -41,12 +41,12 @@ class CollapseWatch:
         """Compares the outputs on a few examples; of several processes all take part, and the main rank warns."""
         for outputs, _ in self._engine.outputs(self._readers):
             answers = self._problem.answer(outputs).detach()
-            found = constant_members(answers)
+            constant = constant_members(answers)
             if self._generalists and iteration >= EARLY and self._problem.unit == "%":
                 with suppress(UserError):  # detections have no mean
                     probabilities = torch.stack([self._problem.mean(answer[None]) for answer in answers])
-                    found = sorted({*found, *constant_members(probabilities, HARDLY, relative=False)})
-            new = [m for m in found if m not in self._constant]
+                    constant = sorted({*constant, *constant_members(probabilities, HARDLY, relative=False)})
+            new = [m for m in constant if m not in self._constant]
             if new and self._inputs_differ():
                 self._constant.update(new)
                 self._warn(_constant_warning(new, iteration))
@@ -54,13 +54,15 @@ class CollapseWatch:
     def judge(self, iteration: int, total: int, result: Result) -> None:
         """Compares the Oracle of an evaluation in the second half of training with that of constant members."""
         early = iteration < max(total / 2, EARLY)
-        found = result.to_dict()
-        if early or self._at_chance or "top_k" not in found or not near_chance(found) or found["oracle_chance"] == 100:
+        figures = result.to_dict()
+        if early or self._at_chance or "top_k" not in figures or not near_chance(figures):
+            return
+        if figures["oracle_chance"] == 100:
             return
         self._at_chance = True
         self._warn(
-            f"iteration {iteration:,}: the Oracle is {found['oracle']:.2f} %, and members that always give one class "
-            f"each have {found['oracle_chance']:.2f} %: have they collapsed? What helps: a lower optim.lr, "
+            f"iteration {iteration:,}: the Oracle is {figures['oracle']:.2f} %, and members that always give one class "
+            f"each have {figures['oracle_chance']:.2f} %: have they collapsed? What helps: a lower optim.lr, "
             "pretrain=500 (all learn first), or more members that learn from each example (a larger loss.k)"
         )
 

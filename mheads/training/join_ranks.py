@@ -18,36 +18,29 @@ if TYPE_CHECKING:
     from mheads.training.experiment import Experiment
 
 
-class OneProcess:
-    """A world of one process."""
-
-    is_main = True
-
-    def build_experiment(self, config: Config) -> Experiment:
-        from mheads.training.experiment import build_experiment
-
-        return build_experiment(config)
-
-
 @dataclass(frozen=True)
-class OneRank:
-    """This process among those of a world."""
+class ThisRank:
+    """This process: one rank of a world, or the only one there is."""
 
-    world: World
+    world: World | None = None
 
     @property
     def is_main(self) -> bool:
-        return self.world.is_main
+        return self.world is None or self.world.is_main
 
     def build_experiment(self, config: Config) -> Experiment:
+        if self.world is None:
+            from mheads.training.experiment import build_experiment
+
+            return build_experiment(config)
         from mheads.training.experiment_on_ranks import build_experiment_on_rank
 
         return build_experiment_on_rank(config, self.world)
 
 
 @contextmanager
-def join_ranks(console: Console, timeout: float | None = None) -> Iterator[OneProcess | OneRank]:
-    """Gives a world of one process, or this rank of the world that a launcher started; ranks meet in `timeout` seconds.
+def join_ranks(console: Console, timeout: float | None = None) -> Iterator[ThisRank]:
+    """Gives the only process, or this rank of the world that a launcher started; ranks meet within `timeout` seconds.
 
     An error inside ends this rank, and the others hear of it. An error that all ranks find is printed once; one that a
     single rank meets is printed with its number.
@@ -56,7 +49,7 @@ def join_ranks(console: Console, timeout: float | None = None) -> Iterator[OnePr
     if launch is None and (advice := hint()):
         console.print(advice, style="yellow", soft_wrap=True)
     if launch is None or launch.size == 1:
-        yield OneProcess()
+        yield ThisRank()
         return
     if not _has_viewer():
         os.environ.setdefault("TTY_COMPATIBLE", "0")  # rich: no bar
@@ -73,7 +66,7 @@ def join_ranks(console: Console, timeout: float | None = None) -> Iterator[OnePr
     try:
         try:
             world.watch.check()
-            yield OneRank(world)
+            yield ThisRank(world)
         except OSError as error:
             raise of_the_system(error) from error
         except BaseException as error:  # Stopped is no Exception

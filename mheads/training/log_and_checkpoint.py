@@ -34,12 +34,12 @@ from mheads.runs.tensorboard import Board
 from mheads.training.collapse import CollapseWatch
 from mheads.training.experiment import Experiment
 from mheads.training.init_weights import compare_with_source
-from mheads.training.train_state import TrainState, part
+from mheads.training.train_state import TrainState, select_prefix
 from mheads.trees.treenet import TreeNet
 
 
 class Recorder:
-    """Opens the run folder, is told of every step, and writes what the config asks for."""
+    """Opens the run folder, takes in every step, and writes what the config asks for."""
 
     def __init__(
         self, experiment: Experiment, folder: RunFolder, state: TrainState, engine: Engine, watch: Watcher
@@ -47,7 +47,7 @@ class Recorder:
         self.experiment, self.folder, self.state = experiment, folder, state
         self.engine, self.watch, self.options = engine, watch, experiment.config.log
         self.checkpoints = Checkpoints(folder.checkpoints, self.options.keep)
-        self.checkpoints.fits = state.refuse_misfits
+        self.checkpoints.fits = state.check_tensors
         self.log: MetricsLog | None = None  # of the main rank
 
     @contextmanager
@@ -74,15 +74,17 @@ class Recorder:
     def open(self) -> bool:
         """Begins the run, or resumes from its newest checkpoint; whether it is finished already."""
         state, folder, checkpoints = self.state, self.folder, self.checkpoints
-        found, tensors = self.engine.agree(lambda: _open(folder, self.experiment, checkpoints, state.total, self.watch))
-        if found["finished"]:
+        opened, tensors = self.engine.agree(
+            lambda: _open_folder(folder, self.experiment, checkpoints, state.total, self.watch)
+        )
+        if opened["finished"]:
             return True
-        if found["state"] is not None:
-            state.restore(found, self.engine.scatter(tensors or {}), self.engine.is_main)
+        if opened["state"] is not None:
+            state.restore(opened["step"], opened["state"], self.engine.scatter(tensors or {}), self.engine.is_main)
         if self.engine.is_main:
             config = self.experiment.config
             checkpoints.config, checkpoints.identity = config.to_yaml(), folder.read_identity()
-            if found["resuming"]:
+            if opened["resuming"]:
                 checkpoints.drop_after(state.step)
                 folder.write_assignments(state.history.arrays())
                 folder.write_config(config)  # more iterations, say
@@ -91,13 +93,13 @@ class Recorder:
             board = Board(folder.path, state.step) if self.options.tensorboard else None
             self.log = MetricsLog(folder.metrics, state.log, self.watch.warn, board)
             if self.log.mended:
-                checkpoints.save(state.step, tensors or {}, {**found["state"], "log": self.log.parts}, again=True)
+                checkpoints.save(state.step, tensors or {}, {**opened["state"], "log": self.log.parts}, again=True)
         self.collapse = CollapseWatch(self.engine, self.experiment, self.watch.warn)
         return False
 
     def check_loss(self, report: StepReport) -> None:
         """Raises an error if the loss is not finite."""
-        _refuse_nonfinite_loss(report, self.state.step + 1, self.checkpoints)
+        _check_finite_loss(report, self.state.step + 1, self.checkpoints)
 
     def log_step(self, report: StepReport, batch: Batch, lr: float, seconds: float) -> None:
         """Takes in a step that is done, and writes its line of metrics.jsonl if one is due."""
@@ -112,7 +114,8 @@ class Recorder:
         state.add(report, batch, seconds)
         self.watch.step(state.step, report.loss, lr, len(batch), state.diagnostics.winners())
         if logged:
-            self.log.write(state.line(lr, [norms[leaf.name].item() for leaf in state.net.tree.leaves]))
+            by_member = [norms[leaf.name].item() for leaf in state.net.tree.leaves]
+            self.log.write(state.diagnostics.line(state.step, lr, by_member))
         if idle := state.diagnostics.fallen_idle(self.options.idle_after):
             self.watch.warn(idle_warning(idle, self.options.idle_after, self.experiment.loss.options))
 
@@ -127,7 +130,7 @@ class Recorder:
         """Saves a checkpoint; returns the tensors in it."""
         tensors = self.engine.gather(self.state.tensors())
         if self.log is not None:
-            _refuse_nonfinite_weights(self.state.net, tensors, self.state.step, self.checkpoints)
+            _check_finite_weights(self.state.net, tensors, self.state.step, self.checkpoints)
             self.checkpoints.save(self.state.step, *self.state.capture(tensors, self.log))
         return tensors
 
@@ -145,7 +148,7 @@ class Recorder:
             self.checkpoints.save(state.step, *state.capture(tensors, self.log), again=True)
         self.checkpoints.wait()
         folder.seal_metrics()
-        folder.write_model(part(tensors, "model/"))
+        folder.write_model(select_prefix(tensors, "model/"))
         done = summary(result, state.net, self.experiment.evaluated_on, state.step, state.seconds)
         folder.write_result({**done, "learning": state.diagnostics.learning, "peak_memory": peak_memory()})
         return folder.read_result()
@@ -162,13 +165,13 @@ class Recorder:
         self.watch.evaluated(self.state.step, result)
 
 
-def _open(
+def _open_folder(
     folder: RunFolder, experiment: Experiment, checkpoints: Checkpoints, total: int, watch: Watcher
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What the run folder holds, as plain data, and the tensors of its newest checkpoint."""
     config, data = experiment.config, experiment.data
     resuming = folder.prepare(config, DataFacts.of(data), experiment.identity(), watch.warn)
-    found: dict[str, Any] = {"resuming": resuming, "finished": False, "step": 0, "state": None}
+    opened: dict[str, Any] = {"resuming": resuming, "finished": False, "step": 0, "state": None}
     if not resuming:
         if experiment.net.origin:
             watch.say(experiment.net.origin)
@@ -176,33 +179,33 @@ def _open(
             watch.say(line)
         if differing := compare_with_source(config, data):
             watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
-        return found, {}
+        return opened, {}
     steps = checkpoints.steps()
     checkpoints.run = folder.read_identity()["run"]
-    found["finished"] = folder.finished(total)
+    opened["finished"] = folder.finished(total)
     for path, problem in folder.problems().items():
-        if found["finished"] and not steps:
+        if opened["finished"] and not steps:
             watch.warn(f"{path} {problem}, and there is no checkpoint to make it anew from")
-        elif found["finished"] or path.exists():  # a file that a killed process had yet to write is not damaged
+        elif opened["finished"] or path.exists():  # a file that a killed process had yet to write is not damaged
             watch.warn(f"{path} {problem}; made anew")
-            found["finished"] = False
-    if found["finished"]:
+            opened["finished"] = False
+    if opened["finished"]:
         for path, problem in checkpoints.damages().items():
             watch.warn(damaged(path, problem))
         watch.finished(folder.path)
-        return found, {}
+        return opened, {}
     if steps and steps[0] > total:
         watch.warn(f"iteration {total} is to be the last: checkpoints after it are removed")
     checkpoint = checkpoints.newest(watch.warn, total)
     if checkpoint is None:
         if experiment.start not in (None, fingerprint.weights(experiment.net.state_dict())):
             raise UserError(
-                f"{folder.path} has no checkpoint to go on from, and this net is not what training started from: "
+                f"{folder.path} has no checkpoint to resume from, and this net is not what training started from: "
                 "build it anew"
             )
-        return found, {}
+        return opened, {}
     state = {key: value for key, value in checkpoint.state.items() if key not in ("config", "identity")}
-    return {**found, "step": checkpoint.step, "state": state}, checkpoint.tensors
+    return {**opened, "step": checkpoint.step, "state": state}, checkpoint.tensors
 
 
 def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: float) -> dict[str, Any]:
@@ -223,21 +226,21 @@ def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: 
     }
 
 
-def _refuse_nonfinite_loss(report: StepReport, iteration: int, checkpoints: Checkpoints) -> None:
+def _check_finite_loss(report: StepReport, iteration: int, checkpoints: Checkpoints) -> None:
     if not math.isfinite(report.loss):
         bad = [m for m, losses in enumerate(report.losses) if not torch.isfinite(losses).all()]
         who = _members(bad) if bad else "the ensemble's mean"
-        raise _diverged(f"the loss became {report.loss} at iteration {iteration}, in {who}", checkpoints)
+        raise _divergence(f"the loss became {report.loss} at iteration {iteration}, in {who}", checkpoints)
 
 
-def _refuse_nonfinite_weights(
+def _check_finite_weights(
     net: TreeNet, tensors: dict[str, torch.Tensor], iteration: int, checkpoints: Checkpoints
 ) -> None:
-    """Refuses to save weights that are not finite: the step before a loss that is not finite may have left some."""
+    """Raises before weights are saved that are not finite: the step before such a loss may have left some."""
     for name, node in net.tree.nodes.items():
-        weights = [t for key, t in part(tensors, f"model/stages.{name}.").items() if net.is_parameter(key)]
+        weights = [t for key, t in select_prefix(tensors, f"model/stages.{name}.").items() if net.is_parameter(key)]
         if not all(torch.isfinite(weight).all() for weight in weights):
-            raise _diverged(
+            raise _divergence(
                 f"weights became infinite or NaN at iteration {iteration}, in {_members(node.members)}", checkpoints
             )
 
@@ -246,7 +249,7 @@ def _members(members: Sequence[int]) -> str:
     return f"member{'s' if len(members) > 1 else ''} {', '.join(map(str, members))}"
 
 
-def _diverged(what: str, checkpoints: Checkpoints) -> UserError:
+def _divergence(what: str, checkpoints: Checkpoints) -> UserError:
     checkpoints.wait()
     steps = checkpoints.steps()
     kept = f"the checkpoint of iteration {steps[0]} stays" if steps else "there was no checkpoint yet: nothing is kept"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -66,9 +65,6 @@ class TrainState:
         self.diagnostics.add(report, batch, seconds)
         self.seconds += seconds
 
-    def line(self, rate: float, norms: Sequence[float]) -> dict[str, Any]:
-        return self.diagnostics.line(self.step, rate, norms)
-
     def add_evaluation(self, result: Result) -> None:
         """Remembers who owned what when the ensemble was evaluated."""
         self.history.append(self.step, np.asarray(result.ownership, float), self.owned)
@@ -93,35 +89,34 @@ class TrainState:
         }
         return tensors | {f"progress/{name}": torch.from_numpy(array) for name, array in arrays.items()}, state
 
-    def refuse_misfits(self, tensors: dict[str, torch.Tensor]) -> None:
+    def check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Raises ValueError unless training can resume from a checkpoint of these tensors."""
-        weights = part(tensors, "model/")
+        weights = select_prefix(tensors, "model/")
         refuse_misfits(self.net.state_dict(), weights)
         if bad := [name for name, _ in self.net.named_parameters() if not torch.isfinite(weights[name]).all()]:
             raise ValueError(f"model/{bad[0]} is not finite, and no training saves that")
-        self.optimizer.refuse_misfits(part(tensors, "optim/"))
-        arrays = {name: tensor.numpy() for name, tensor in part(tensors, "progress/").items()}
+        self.optimizer.refuse_misfits(select_prefix(tensors, "optim/"))
+        arrays = {name: tensor.numpy() for name, tensor in select_prefix(tensors, "progress/").items()}
         members, groups = self.owned.shape
         check_history(arrays, members, groups)
         cells = {name: (members, groups) for name in ("owned", "lately") if name in {"owned", *arrays}}
         check_arrays(arrays, cells | {name: (members,) for name in self.diagnostics.arrays() if name in arrays})
 
-    def restore(self, found: dict[str, Any], tensors: dict[str, torch.Tensor], main_rank: bool) -> None:
-        """Goes back to a checkpoint: its plain data, and the tensors of the stages that are here."""
-        state = found["state"]
-        self.net.load_state_dict(part(tensors, "model/"))
-        self.optimizer.load_state(part(tensors, "optim/"), state["rate"])
+    def restore(self, step: int, state: dict[str, Any], tensors: dict[str, torch.Tensor], main_rank: bool) -> None:
+        """Goes back to the checkpoint of a step: its plain data, and the tensors of the stages of this process."""
+        self.net.load_state_dict(select_prefix(tensors, "model/"))
+        self.optimizer.load_state(select_prefix(tensors, "optim/"), state["rate"])
         self.schedule.load_state(state["schedule"])
-        self.step = found["step"]
+        self.step = step
         self.seconds = state["seconds"]
         self.log = state["log"]
         if main_rank:
-            arrays = {name: tensor.numpy() for name, tensor in part(tensors, "progress/").items()}
+            arrays = {name: tensor.numpy() for name, tensor in select_prefix(tensors, "progress/").items()}
             self.history.load(arrays)
             self.owned = arrays["owned"].copy()
             self.diagnostics.load(arrays, state)
 
 
-def part(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+def select_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     """The tensors whose names begin with the prefix, under the rest of their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

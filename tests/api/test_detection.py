@@ -396,9 +396,9 @@ def test_a_detector_starts_from_colour(tmp_path, mheads):
 
 
 def test_paths_are_taken_as_they_are(tmp_path):
-    from mheads.api.detector_config import overrides_from
+    from mheads.api.detector_config import make_detector_overrides
 
-    given = overrides_from(None, Path("2007"), "{part} #1: x.npz", [])
+    given = make_detector_overrides(None, Path("2007"), "{part} #1: x.npz", [])
     found = configs.load("fast_rcnn", given).data
     assert found.path == Path("2007").absolute()
     assert found.regions.proposals == str(Path("{part} #1: x.npz").absolute())

@@ -66,7 +66,7 @@ def test_fit_shows_its_evaluations_and_the_run_says_what_it_is(notebook):
 def test_a_second_fit_of_the_same_net_says_that_it_goes_on(notebook):
     notebook("net = new(); run = fit(20)")
     shown = notebook("again = fit(10)")
-    assert "going on from the weights that 20 iterations" in shown[0][1]
+    assert "starting from the weights that 20 iterations" in shown[0][1]
 
 
 def test_figures_are_shown_as_pictures(notebook):

@@ -35,7 +35,7 @@ def tables(predicted: Predicted, watch: Watcher) -> Iterator[Group]:
             title = str(image)
             yield answers(title, answer, problem, None, scores) if detail is None else details(title, detail(0))
         return
-    title = str(predicted.asked.file) if images is None else f"{count:,} images"
+    title = predicted.group.names[0][0] if images is None else f"{count:,} images"
     names = None if images is None else [str(image) for image in images[:SHOWN]]
     first, scores = part(slice(SHOWN))
     yield answers(title, first, problem, names, scores)

@@ -84,10 +84,10 @@ def test_the_first_round_trains_on_clusters_of_the_inputs(rounds):
 
 
 def test_rounds_start_from_the_weights_of_the_one_before_in_another_order(rounds):
-    configs = [configs.read(rounds[0] / f"round{n}/config.yaml") for n in range(3)]
-    assert [c.init for c in configs] == ["random", *(str(rounds[0] / f"round{n}") for n in range(2))]
-    assert len({c.seed for c in configs}) == 3
-    assert [c.sampling.name for c in configs] == ["file"] * 3
+    read = [configs.read(rounds[0] / f"round{n}/config.yaml") for n in range(3)]
+    assert [c.init for c in read] == ["random", *(str(rounds[0] / f"round{n}") for n in range(2))]
+    assert len({c.seed for c in read}) == 3
+    assert [c.sampling.name for c in read] == ["file"] * 3
     one, two = (load_file(rounds[0] / f"round{n}/model.safetensors") for n in range(2))
     moved = [(one[name] - two[name]).norm() / one[name].norm() for name in one if name.endswith("weight")]
     assert 0 < max(moved) < 0.5  # other first weights would be as far away as they are long

@@ -17,7 +17,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses import Loss
-from mheads.losses.loss import LossValue
+from mheads.losses.ensemble_loss import LossValue
 
 Terms = list[dict[str, Any]]
 

@@ -16,9 +16,9 @@ from mheads.losses.annealed import annealed as annealed
 from mheads.losses.averaged import prob_averaged as prob_averaged
 from mheads.losses.averaged import score_averaged as score_averaged
 from mheads.losses.confident import confident as confident
+from mheads.losses.ensemble_loss import Loss, LossValue
 from mheads.losses.evolving import evolving as evolving
 from mheads.losses.independent import independent as independent
-from mheads.losses.loss import Loss, LossValue
 from mheads.losses.mcl import assign
 from mheads.losses.mcl import mcl as mcl
 from mheads.losses.relaxed import relaxed as relaxed

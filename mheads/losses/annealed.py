@@ -11,9 +11,10 @@ from torch import Tensor
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
+from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
 from mheads.losses.evolving import Until, check_until
-from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
 from mheads.losses.mcl import mcl
+from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
 from mheads.problems import BaseLoss
 
 
@@ -77,4 +78,4 @@ def _annealed(
     # The lowest loss is taken off first: e^(-l / T) underflows, and l / T may be infinite for all.
     soft = (-(able - able.amin(0)) / temperature).softmax(0).masked_fill(weights == 0, 0.0)
     assignment = soft * weights
-    return LossValue((normalized(assignment, normalize) * losses).sum(), assignment, fixed)
+    return LossValue((normalize_assignment(assignment, normalize) * losses).sum(), assignment, fixed)

@@ -14,7 +14,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
-from mheads.losses.loss import Loss, LossValue
+from mheads.losses.ensemble_loss import Loss, LossValue
 from mheads.problems import BaseLoss, cross_entropies
 
 CAFFE_LOG_THRESHOLD = 1e-20

@@ -12,11 +12,8 @@ from mheads.common.nested_values import Value
 from mheads.problems import BaseLoss
 
 
-def taught(base_loss: BaseLoss, weight: float, temperature: float) -> BaseLoss:
-    """The loss of one member on one example, (1 - weight) l + weight T^2 KL(q || p): see `losses`.
-
-    l is `base_loss`, the loss on the label.
-    """
+def mix_in_teacher(base_loss: BaseLoss, weight: float, temperature: float) -> BaseLoss:
+    """The base loss (1 - weight) l + weight T^2 KL(q || p), where l is the base loss on the label: see `losses`."""
     return partial(losses, base_loss=base_loss, weight=weight, temperature=temperature)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
-from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
+from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
 from mheads.losses.mcl import assign
+from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
 from mheads.problems import BaseLoss
 
 Until = Annotated[
@@ -63,4 +64,4 @@ def _evolving(
     fixed = losses.detach()
     best = assign(fixed, k or len(fixed), sample_weights, ties)
     assignment = best / best.sum(0).clamp_min(1) * ones_or(sample_weights, fixed)
-    return LossValue((normalized(assignment, normalize) * losses).sum(), assignment, fixed)
+    return LossValue((normalize_assignment(assignment, normalize) * losses).sum(), assignment, fixed)

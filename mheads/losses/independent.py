@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
-from mheads.losses.loss import Loss, LossValue, ones_or
+from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
 from mheads.problems import BaseLoss
 
 

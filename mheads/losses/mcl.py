@@ -14,7 +14,8 @@ from torch import Tensor
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
-from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
+from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
+from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
 from mheads.problems import BaseLoss
 
 K = Annotated[int, Field(ge=1, description="how many members learn from each example")]
@@ -95,5 +96,7 @@ def _mcl(
     fixed, weights = losses.detach(), ones_or(sample_weights, losses.detach())
     best = assign(fixed, k, sample_weights, ties)
     assignment = (best + ce_weight) * weights
-    taught = assignment if normalize == "batch" else normalized(best * weights, normalize) + ce_weight * weights
-    return LossValue((taught * losses).sum(), assignment, fixed)
+    summed = assignment
+    if normalize != "batch":
+        summed = normalize_assignment(best * weights, normalize) + ce_weight * weights
+    return LossValue((summed * losses).sum(), assignment, fixed)

@@ -11,8 +11,9 @@ from torch import Tensor
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
-from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
+from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
 from mheads.losses.mcl import assign
+from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
 from mheads.problems import BaseLoss
 
 
@@ -57,4 +58,4 @@ def _relaxed(
     num_others = others.sum(0)
     share = epsilon * (num_others > 0).to(fixed.dtype)  # of each example: there may be nobody else to learn from it
     assignment = (best * (1 - share) + others * (share / num_others.clamp_min(1))) * weights
-    return LossValue((normalized(assignment, normalize) * losses).sum(), assignment, fixed)
+    return LossValue((normalize_assignment(assignment, normalize) * losses).sum(), assignment, fixed)

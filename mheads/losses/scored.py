@@ -12,8 +12,9 @@ from torch import Tensor
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
-from mheads.losses.loss import Loss, LossValue, Normalize, check_normalize, normalized, ones_or
+from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
 from mheads.losses.mcl import K, assign, check_k
+from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
 from mheads.problems import BaseLoss
 from mheads.trees import member_scores
 
@@ -65,5 +66,5 @@ def _scored(
     won = assign(fixed, k, sample_weights, ties)
     learned = F.binary_cross_entropy_with_logits(score, won, reduction="none")
     assignment = won * weights
-    total = (normalized(assignment, normalize) * losses + score_weight * weights * learned).sum()
+    total = (normalize_assignment(assignment, normalize) * losses + score_weight * weights * learned).sum()
     return LossValue(total, assignment, fixed)

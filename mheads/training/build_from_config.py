@@ -26,7 +26,7 @@ from mheads.data import Data
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.losses import LOSSES, Loss
-from mheads.losses.distillation import taught
+from mheads.losses.distillation import mix_in_teacher
 from mheads.runs.folder import RunFolder
 from mheads.training.init_weights import load_init
 from mheads.trees.member_scores import with_scores
@@ -161,7 +161,7 @@ def adapt_loss(loss: Loss, data: Data, config: Config) -> Loss:
             "independent, score_averaged, mcl, relaxed, evolving, annealed or scored"
         )
     assert loss.base_loss_function is not None  # that of the problem, if no other
-    return replace(loss, base_loss=taught(loss.base_loss_function, teacher.weight, teacher.temperature))
+    return replace(loss, base_loss=mix_in_teacher(loss.base_loss_function, teacher.weight, teacher.temperature))
 
 
 def _make_loss(config: Config) -> Loss:

@@ -12,7 +12,7 @@ from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.batches import Batch, Reader
 from mheads.losses import Loss
-from mheads.losses import check as promises
+from mheads.losses.check_promises import check_promises
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.training.build_from_config import count_micro_batches
 from mheads.trees.checks.hidden_randomness_and_state import LayerError
@@ -118,7 +118,7 @@ def check_gradients(
     iterations = config.optim.iterations
     last = loss.at(iterations - 1, iterations, net.num_members)  # it may begin by teaching all alike
     weighted = sample_weights is not None or data.weights is not None
-    gradients = promises.check(last, outputs, batch.targets, net.num_members, weighted)
+    gradients = check_promises(last, outputs, batch.targets, net.num_members, weighted)
     if not all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):
         return  # the loss tells members apart
     for a, b in net.identical_members():

@@ -17,7 +17,7 @@ import mheads
 from mheads.common.errors import UserError
 from mheads.data.readers.digits_images import read_digits
 from mheads.losses import independent, mcl, prob_averaged
-from mheads.losses.distillation import losses, taught
+from mheads.losses.distillation import losses, mix_in_teacher
 from mheads.problems import cross_entropies
 
 TINY = ["data.limit=150", "optim.batch_size=32", "optim.iterations=12", "log.every=1", "log.checkpoint_every=4"]
@@ -101,7 +101,7 @@ def test_answers_of_0_stay_0_at_any_temperature():
 def test_mcl_gives_an_example_to_the_member_nearest_to_label_and_answer():
     answers = torch.tensor([[0.1, 0.9]])
     scores = torch.tensor([[[3.0, 0.0]], [[0.0, 2.0]]])
-    found = mcl(k=1, base_loss=taught(cross_entropies, 1.0, 1.0))(scores, (torch.tensor([0]), answers))
+    found = mcl(k=1, base_loss=mix_in_teacher(cross_entropies, 1.0, 1.0))(scores, (torch.tensor([0]), answers))
     assert found.assignment[:, 0].tolist() == [0, 1]  # though member 0 has the label
 
 

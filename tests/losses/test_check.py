@@ -12,7 +12,7 @@ from torch import nn
 import mheads
 from mheads import TreeNet, UserError, fit, losses
 from mheads.losses import Loss, LossValue
-from mheads.losses import check as promises
+from mheads.losses.check_promises import check_promises
 
 X = np.random.default_rng(0).normal(size=(40, 6)).astype(np.float32)
 Y = np.arange(40) % 3
@@ -114,7 +114,7 @@ BY_WINS = [losses.LOSSES[known.name](normalize="wins") for known in KNOWN if "no
 def test_the_losses_that_there_are_keep_theirs(loss):
     outputs, y = torch.randn(8, 5), torch.arange(8) % 5
     for iteration in (0, 40, 99):
-        (found,) = promises.check(loss.at(iteration, 100, 4), outputs, y, 4, weighted=not loss.averaged)
+        (found,) = check_promises(loss.at(iteration, 100, 4), outputs, y, 4, weighted=not loss.averaged)
         assert found.shape == (4, 32, 5) and found.isfinite().all()  # the examples, again and again
         assert found.any(2).any(0).all()  # each teaches somebody
 

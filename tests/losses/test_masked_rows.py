@@ -10,7 +10,7 @@ import mheads
 from mheads.common.errors import UserError
 from mheads.data.batches import Batch
 from mheads.losses import Loss, LossValue, mcl
-from mheads.losses.loss import ones_or
+from mheads.losses.ensemble_loss import ones_or
 
 M, B, LAMBDA = 4, 40, 0.5
 

@@ -10,6 +10,7 @@ from mheads import TreeNet, UserError, fit, losses
 from mheads.config import read as configs
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
+from mheads.losses.normalize import normalize_assignment
 from mheads.training.build_from_config import count_micro_batches
 from mheads.training.experiment import build_experiment
 
@@ -80,7 +81,7 @@ def test_what_all_members_learn_is_weighted_by_the_sample_weights(name, zeros):
 def test_a_member_that_wins_next_to_nothing_has_numbers(tiny):
     """As under annealed, where the weights of a poor member fall through all sizes."""
     assignment = torch.tensor([[tiny, tiny, 0], [1, 1, 1.0]])
-    weights = losses.loss.normalized(assignment, "wins")
+    weights = normalize_assignment(assignment, "wins")
     torch.testing.assert_close(weights, torch.tensor([[1.5, 1.5, 0], [1, 1, 1.0]]))
 
 

@@ -27,7 +27,7 @@ class File(NamedTuple):
 AREAS: dict[str, list[File]] = {
     "losses": [
         File(
-            "mheads/losses/loss.py",
+            "mheads/losses/normalize.py",
             "tests/losses/test_normalize.py",
             [
                 Bug(
@@ -41,15 +41,21 @@ AREAS: dict[str, list[File]] = {
                     "* assignment.shape[1]  # in this order",
                     "* assignment.shape[0]  # in this order",
                 ),
+            ],
+        ),
+        File(
+            "mheads/losses/ensemble_loss.py",
+            "tests/losses/test_normalize.py",
+            [
                 Bug(
                     "a schedule forgets that it needs the whole batch",
                     "base_loss=base_loss, **kept)",
                     "base_loss=base_loss)",
                 ),
                 Bug(
-                    "the sample weights of a plain function is ignored",
-                    "weights = ones_or(sample_weights, found.detach())",
-                    "weights = ones_or(None, found.detach())",
+                    "the sample weights of a plain function are ignored",
+                    "weights = ones_or(sample_weights, value.detach())",
+                    "weights = ones_or(None, value.detach())",
                     tests="tests/losses/test_losses.py",
                 ),
                 Bug(
@@ -92,8 +98,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "the mixture under wins is not weighted by the sample weights",
-                    "normalized(best * weights, normalize) + ce_weight * weights",
-                    "normalized(best * weights, normalize) + ce_weight",
+                    "normalize_assignment(best * weights, normalize) + ce_weight * weights",
+                    "normalize_assignment(best * weights, normalize) + ce_weight",
                     tests="tests/losses/test_normalize.py",
                 ),
             ],

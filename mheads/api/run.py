@@ -61,7 +61,7 @@ class Run:
     config: Config
     net: TreeNet
     data: DataFacts
-    result: Any  # metrics.Result, or the result of another problem
+    result: Any  # metrics.ClassificationResult, or the result of another problem
     summary: dict[str, Any]
     history: Log = field(default_factory=Log)
     _temporary: Temporary | None = field(default=None, compare=False)

@@ -209,7 +209,7 @@ MAX_ROWS = 10_000_000  # of a step
 class Config(Section):
     """One experiment."""
 
-    model: Annotated[str, AfterValidator(networks.checked)] = option(
+    model: Annotated[str, AfterValidator(networks.check_name)] = option(
         "digits", "a network's name, or package.module:factory of your own"
     )
     model_args: dict[str, Any] = option({}, "arguments of the network's factory")

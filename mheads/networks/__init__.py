@@ -57,7 +57,7 @@ INPUT_SHAPES: dict[str, tuple[int, ...]] = {  # where the factory's defaults dec
 
 _PATHS = {f"{make.__module__}:{make.__qualname__}": name for name, make in NETWORKS.items()}
 
-__all__ = ["INPUT_SHAPES", "NETWORKS", "checked", "import_factory", "is_ours", "named", "resolve"]
+__all__ = ["INPUT_SHAPES", "NETWORKS", "check_name", "import_factory", "is_ours", "name_factory", "resolve"]
 
 
 def is_ours(name: str, args: Mapping[str, Any]) -> bool:
@@ -68,7 +68,7 @@ def is_ours(name: str, args: Mapping[str, Any]) -> bool:
     return name in NETWORKS or name == "mheads.caffe.network:network"
 
 
-def named(factory: Any) -> tuple[str, dict[str, Any]] | None:
+def name_factory(factory: Any) -> tuple[str, dict[str, Any]] | None:
     """What a config calls the network that a factory makes, and its arguments; None where no name says it.
 
     It is a built-in network, such a one with plain arguments in a partial, or made from a config (`parts.factory`).
@@ -83,7 +83,7 @@ def named(factory: Any) -> tuple[str, dict[str, Any]] | None:
     return (name, given) if name is not None and not args and safe_yaml.is_plain(given) else None
 
 
-def checked(name: str) -> str:
+def check_name(name: str) -> str:
     """The name of a network as a config has it: a built-in one by its short name, whoever else's as it is."""
     name = _PATHS.get(name, name)
     if name not in NETWORKS and ":" not in name:

@@ -33,7 +33,7 @@ def conv(
     decay_mult: Pair = (1, 0),
 ) -> nn.Module:
     """A convolution; the multipliers are those of (weight, bias)."""
-    layer = _unfilled(nn.Conv2d, inputs, outputs, kernel, stride=stride, padding=pad, groups=groups)
+    layer = _make_unfilled(nn.Conv2d, inputs, outputs, kernel, stride=stride, padding=pad, groups=groups)
     return _fill(layer, std, bias, lr_mult, decay_mult)
 
 
@@ -47,7 +47,7 @@ def linear(
     decay_mult: Pair = (1, 0),
 ) -> nn.Module:
     """A fully connected layer (Caffe's inner product); the multipliers are those of (weight, bias)."""
-    return _fill(_unfilled(nn.Linear, inputs, outputs), std, bias, lr_mult, decay_mult)
+    return _fill(_make_unfilled(nn.Linear, inputs, outputs), std, bias, lr_mult, decay_mult)
 
 
 def max_pool(kernel: int = 3, stride: int = 2) -> nn.Module:
@@ -70,7 +70,7 @@ def local_response_norm(size: int = 5, alpha: float = 1e-4, beta: float = 0.75) 
     return nn.LocalResponseNorm(size, alpha, beta, k=1.0)
 
 
-def _unfilled(layer: type[nn.Module], *args: int, **kwargs: int) -> nn.Module:
+def _make_unfilled(layer: type[nn.Module], *args: int, **kwargs: int) -> nn.Module:
     """The layer without PyTorch's own initialisation, which would cost as much as the filler."""
     made: nn.Module = skip_init(layer, *args, **kwargs, device=torch.get_default_device())
     return made

@@ -108,15 +108,15 @@ class Dropout(nn.Module):
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """As torch's function of this name, with keyed masks inside an engine."""
-    return _dropped(x, p, training, False)
+    return _drop(x, p, training, False)
 
 
 def channelwise_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """As torch's dropout1d, dropout2d and dropout3d, with keyed masks inside an engine."""
-    return _dropped(x, p, training, True)
+    return _drop(x, p, training, True)
 
 
-def _dropped(x: Tensor, p: float, training: bool, channelwise: bool) -> Tensor:
+def _drop(x: Tensor, p: float, training: bool, channelwise: bool) -> Tensor:
     return x * 0 if training and p >= 1 else Dropout(p, channelwise).train(training)(x)
 
 

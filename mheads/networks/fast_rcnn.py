@@ -57,7 +57,7 @@ def fast_rcnn(
     for _, layer in layers[:whole]:
         _centre(layer)
     scale, channels = _map_of(nn.Sequential(OrderedDict(layers[:whole])), base)
-    grid = pool or _expected(layers[then:last], channels)
+    grid = pool or _find_grid(layers[then:last], channels)
     found = [*layers[:whole], ("regions", RegionPool(grid, scale)), *layers[then:last]]
     features, spatial = _features(nn.Sequential(OrderedDict(layers[then:last])), channels, grid, base)
     if spatial:
@@ -132,7 +132,7 @@ def _inputs(features: nn.Module) -> int:
     return next((m.in_channels for m in convolutions), 3)
 
 
-def _expected(layers: list[tuple[str, nn.Module]], channels: int) -> int:
+def _find_grid(layers: list[tuple[str, nn.Module]], channels: int) -> int:
     """The side of the grid that the first fully connected layer was made for."""
     modules = [module for _, layer in layers for module in layer.modules()]
     first = next((m for m in modules if isinstance(m, (nn.Linear, nn.Conv2d))), None)

@@ -34,7 +34,7 @@ def resnet18(classes: int = 1000, channels: int = 3) -> nn.Sequential:
         flatten=nn.Flatten(),
         fc=nn.Linear(512, classes),
     )
-    return _drawn(made)
+    return _initialise(made)
 
 
 def wide_resnet(
@@ -57,7 +57,7 @@ def wide_resnet(
         flatten=nn.Flatten(),
         fc=nn.Linear(64 * width, classes),
     )
-    return _drawn(made)
+    return _initialise(made)
 
 
 class Block(nn.Module):
@@ -117,7 +117,7 @@ def _cifar_resnet(blocks: int, classes: int, channels: int) -> nn.Sequential:
         flatten=nn.Flatten(),
         fc=nn.Linear(64, classes),
     )
-    return _drawn(made)
+    return _initialise(made)
 
 
 def _blocks(count: int, inputs: int, outputs: int, stride: int, projection: bool = True) -> nn.Sequential:
@@ -134,7 +134,7 @@ def _conv3(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
 
 
-def _drawn(made: nn.Sequential) -> nn.Sequential:
+def _initialise(made: nn.Sequential) -> nn.Sequential:
     """With the weights of He et al. (2015) in its convolutions, which keep the variance through relu layers."""
     for module in made.modules():
         if isinstance(module, nn.Conv2d):

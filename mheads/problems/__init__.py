@@ -10,7 +10,7 @@ example, the metrics, and the groups that ownership counts.
 
 from typing import Any
 
-from mheads.problems.base import Metrics, Problem, Result, widened
+from mheads.problems.base import Metrics, Problem, Result, widen_classes
 from mheads.problems.classification import PROBABILITIES, Classification, are_probabilities
 from mheads.problems.detection import Detection
 from mheads.problems.kinds import finds_objects, gives_probabilities, is_single_label
@@ -45,23 +45,23 @@ __all__ = [
     "SoftLabels",
     "are_probabilities",
     "cross_entropies",
+    "find_problem_type",
     "finds_objects",
     "from_dict",
     "gives_probabilities",
     "is_single_label",
-    "named",
     "squared_errors",
-    "widened",
+    "widen_classes",
 ]
 
 
 def from_dict(facts: dict[str, Any]) -> Problem:
     """The problem that a run folder describes."""
-    problem: Problem = named(facts["name"]).from_dict(facts)
+    problem: Problem = find_problem_type(facts["name"]).from_dict(facts)
     return problem
 
 
-def named(name: str) -> Any:
+def find_problem_type(name: str) -> Any:
     """The kind of problem that a file names."""
     if name not in PROBLEMS:
         raise ValueError(f"problem = {name!r}: there are {', '.join(PROBLEMS)}")

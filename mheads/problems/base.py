@@ -46,7 +46,7 @@ class Problem(Protocol):
     unit: ClassVar[str]  # of the measures in the headline: "%", or nothing
     answer_kind: ClassVar[str]  # what a member gives, in words: "numbers"
     measure: ClassVar[str]  # what is measured in the headline, with its unit
-    result_type: ClassVar[Any]  # a `metrics.PlainResult`
+    result_type: ClassVar[Any]  # a `PlainResult`
     base_losses: ClassVar[tuple[str, ...]]  # those in `member_losses.py` that fit, its own first
 
     @property
@@ -170,7 +170,7 @@ def with_classes(problem: P, count: int) -> P:
     return replace(problem, classes=tuple(map(str, range(count))))
 
 
-def widened(problem: Any, output: Value, network: str) -> Any:
+def widen_classes(problem: Any, output: Value, network: str) -> Any:
     """The problem with as many classes as a Caffe net has scores for: as there, labels need not use them all."""
     scores = nested_values.leaves(output)[0]
     if problem.name not in ("classification", "segmentation") or scores.dim() < 2 or not of_caffe(network):

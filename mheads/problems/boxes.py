@@ -19,13 +19,13 @@ def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Intersection by union of all pairs: [..., N, 4] and [..., K, 4] -> [..., N, K]."""
     a, b = a[..., :, None, :], b[..., None, :, :]
 
-    def shared(first: int) -> np.ndarray:  # one way at a time: several times as fast as pairs of numbers
+    def overlap_along(first: int) -> np.ndarray:  # one way at a time: several times as fast as pairs of numbers
         size: np.ndarray = np.minimum(a[..., first + 2], b[..., first + 2]) - np.maximum(a[..., first], b[..., first])
         size += 1
         np.maximum(size, 0, out=size)
         return size
 
-    common = shared(0) * shared(1)
+    common = overlap_along(0) * overlap_along(1)
     found: np.ndarray = common / (areas(a) + areas(b) - common)
     return found
 

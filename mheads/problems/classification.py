@@ -18,7 +18,7 @@ from mheads.problems.answer_text import AnswerColumns, AnswerDetail, AnswerText
 from mheads.problems.base import ANSWERS, more_classes, number, percent_rows, together, with_classes
 from mheads.problems.baselines import near_chance, top
 from mheads.problems.member_losses import cross_entropies
-from mheads.problems.metrics import Metrics, Result
+from mheads.problems.metrics import ClassificationMetrics, ClassificationResult
 
 SHOWN_K = 5  # the last top-k that a table shows of one network
 RANKS = ("answer", "second", "third")  # the classes that are shown of the answer to one example
@@ -34,7 +34,7 @@ class Classification:
     unit: ClassVar[str] = "%"
     answer_kind: ClassVar[str] = "one class"
     measure: ClassVar[str] = "accuracy, %"
-    result_type: ClassVar[Any] = Result
+    result_type: ClassVar[Any] = ClassificationResult
     base_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     single_label: ClassVar[bool] = True
     gives_probabilities: ClassVar[bool] = True
@@ -84,11 +84,11 @@ class Classification:
                 f"{count - 1} ({len(bad)} such labels); correct the labels or name all classes"
             )
 
-    def metrics(self, members: int, scored: bool = False) -> Metrics:
-        return Metrics(members, len(self.classes), scored, self.of_scores)
+    def metrics(self, members: int, scored: bool = False) -> ClassificationMetrics:
+        return ClassificationMetrics(members, len(self.classes), scored, self.of_scores)
 
-    def unknown(self, members: int) -> Result:
-        return Result.unknown(members, len(self.classes))
+    def unknown(self, members: int) -> ClassificationResult:
+        return ClassificationResult.unknown(members, len(self.classes))
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

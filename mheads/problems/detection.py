@@ -24,7 +24,8 @@ from mheads.problems.answer_text import AnswerColumns, AnswerText, number_column
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
 from mheads.problems.base import number, percent_rows
 from mheads.problems.member_losses import region_losses
-from mheads.problems.metrics import PercentResult, by_predictor, owner_of
+from mheads.problems.metrics import by_predictor, owner_of
+from mheads.problems.plain_result import PercentResult
 
 BACKGROUND = "background"
 BOXES = ("regressed", "proposals")  # what is measured: the boxes that members give, or those that were proposed
@@ -257,7 +258,7 @@ class DetectionMetrics:
         owner, owned = owner_of(region_losses(self._split(answers), targets))
         self.ownership.index_put_((owner[owned], targets[0][owned]), torch.ones((), dtype=torch.int64), accumulate=True)
         found = self.problem.read(answers, regions, truth.width, truth.height)
-        dealt = self.problem.read(self._dealt(answers, targets, image)[None], regions, truth.width, truth.height)
+        dealt = self.problem.read(self._deal_answers(answers, targets, image)[None], regions, truth.width, truth.height)
         probabilities, boxes = (
             np.concatenate([_with_mean_and_oracle(of, owner.numpy()), by_chance])
             for of, by_chance in zip(found, dealt, strict=True)
@@ -271,7 +272,7 @@ class DetectionMetrics:
                 hits = np.where(hits >= 0, hits + self.first[image], hits)
                 self.kept[which, a, c].append(np.stack([left.scores[a, c, stay], hits]))
 
-    def _dealt(self, answers: Tensor, targets: list[Tensor], image: int) -> Tensor:
+    def _deal_answers(self, answers: Tensor, targets: list[Tensor], image: int) -> Tensor:
         """The Oracle's answers [R, ...] where members know nothing: what each says, of any region of the image.
 
         The Oracle looks at the truth, so that it finds objects among answers that have nothing to do with them.

@@ -7,16 +7,17 @@ be recomputed from saved outputs to the last digit shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.common.schemas import Answers, Count, Number, Ranks, check
+from mheads.common.schemas import Answers, Count, Number, Ranks
 from mheads.problems.baselines import chance_of_oracle, top
+from mheads.problems.plain_result import PercentResult
 
 BINS = 15  # of the expected calibration error
 LEAST_K = 10  # top_k goes at least so far, so that one network can be compared with an Oracle of several
@@ -24,77 +25,8 @@ TOGETHER = ("ensemble_mean", "ensemble_scored")  # what the members answer toget
 CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
 
 
-class PlainResult:
-    """A dataclass of numbers in lists and dicts that goes to JSON and back."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields ready for JSON; numbers that are not finite become null."""
-
-        def plain(name: str) -> Any:
-            if isinstance(value := getattr(self, name), str):
-                return value
-            # + 0 turns -0.0 to 0.0
-            return _map(lambda x: self.rounded(name, x) + 0 if math.isfinite(x) else None, value)
-
-        found = [f.name for f in fields(self) if getattr(self, f.name) is not None]  # type: ignore[arg-type]
-        return {name: plain(name) for name in found}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The inverse of `to_dict`, up to its rounding; other keys are ignored, and an older file may lack some.
-
-        Raises ValueError if they are not such values.
-        """
-        found = {name: values[name] for name in (f.name for f in fields(cls)) if name in values}  # type: ignore[arg-type]
-        found = _map(lambda x: math.nan if x is None else x, found)
-        check(cls, found)
-        return cls(**found)
-
-    def check_sizes(self, members: int, groups: int) -> None:
-        """Raises ValueError unless all measures are of so many members, and ownership of so many groups."""
-
-        def each(value: Any, name: str) -> None:
-            for key, part in value.items():
-                if isinstance(part, dict):
-                    each(part, f"{name}{key}.")
-                elif key in ("members", "ownership", "disagreement_pairs") and len(part) != members:
-                    raise ValueError(f"{name}{key} has {len(part)} rows, and the run {members} members")
-
-        each(vars(self), "")
-        for name, width in (("ownership", groups), ("disagreement_pairs", members)):
-            for row in getattr(self, name, ()):
-                if len(row) != width:
-                    raise ValueError(f"{name} has a row of {len(row)} numbers, where {width} should be")
-
-    def rounded(self, name: str, x: float) -> float:
-        """A number of a field, rounded for JSON to six digits."""
-        return x if isinstance(x, int) else float(f"{x:.6g}")
-
-
-class PercentResult(PlainResult):
-    """A result whose measures are in percent."""
-
-    members: list[float]
-    single: float
-    ensemble_mean: float
-    oracle: float
-    ensemble_scored: float | None
-
-    def rounded(self, name: str, x: float) -> float:
-        return round(x, 4)
-
-    def headline(self) -> dict[str, str]:
-        scored = {} if self.ensemble_scored is None else {"Ensemble-Scored": f"{self.ensemble_scored:.2f}"}
-        return {
-            "Ensemble-Mean": f"{self.ensemble_mean:.2f}",
-            **scored,
-            "Oracle": f"{self.oracle:.2f}",
-            "members": " ".join(f"{a:.1f}" for a in self.members),
-        }
-
-
 @dataclass(frozen=True)
-class Result(PercentResult):
+class ClassificationResult(PercentResult):
     """The metrics of one ensemble on one set of examples; accuracies and errors are in percent.
 
     `single` is always the mean over the members, `ensemble_mean` the mean of their probabilities (of members trained on
@@ -120,8 +52,8 @@ class Result(PercentResult):
     ensemble_scored: Number | None = None
     oracle_chance: Number | None = None  # the Oracle of members that always give one class each, see `chance_of_oracle`
 
-    def rounded(self, name: str, x: float) -> float:
-        return round(x, 6) if name == "nll" else super().rounded(name, x)
+    def round_number(self, name: str, x: float) -> float:
+        return round(x, 6) if name == "nll" else super().round_number(name, x)
 
     def headline(self) -> dict[str, str]:
         shown = super().headline()
@@ -135,7 +67,7 @@ class Result(PercentResult):
         return super().from_dict(({"top_k": values["top_m"]} if "top_m" in values else {}) | values)  # as it was called
 
     @classmethod
-    def unknown(cls, members: int, classes: int) -> Result:
+    def unknown(cls, members: int, classes: int) -> ClassificationResult:
         """The result where nothing was evaluated."""
         nan, pair = math.nan, {"single": math.nan, "ensemble_mean": math.nan}
         top = {name: [nan] * min(max(members, LEAST_K), classes) for name in pair}
@@ -143,7 +75,7 @@ class Result(PercentResult):
         return cls([nan] * members, nan, nan, nan, nan, nan, top, pair, pair, nan, square, owned, 0, oracle_chance=nan)
 
 
-class Metrics:
+class ClassificationMetrics:
     """Counts and sums over a stream of outputs.
 
     The members and, as row M, the mean of their probabilities are the M + 1 predictors of the arrays below; with
@@ -151,7 +83,7 @@ class Metrics:
     scores is another.
     """
 
-    result_type: ClassVar[type[Result]] = Result
+    result_type: ClassVar[type[ClassificationResult]] = ClassificationResult
 
     def __init__(self, members: int, classes: int, scored: bool = False, of_scores: bool = False) -> None:
         self.members, self.classes, self.of_scores = members, classes, of_scores
@@ -217,7 +149,7 @@ class Metrics:
         self._right.scatter_add_(1, bins, right.double())
         self._binned.scatter_add_(1, bins, torch.ones_like(confidence))
 
-    def result(self) -> Result:
+    def result(self) -> ClassificationResult:
         """The metrics of all examples so far."""
         if self.examples == 0:
             raise ValueError("no examples to measure")
@@ -268,13 +200,13 @@ class Metrics:
         return 100 * count / self.examples
 
 
-def compute(outputs: Tensor | np.ndarray, y: Tensor | np.ndarray) -> Result:
+def compute(outputs: Tensor | np.ndarray, y: Tensor | np.ndarray) -> ClassificationResult:
     """The metrics of logits [M, N, C] and labels [N]."""
     outputs, y = torch.as_tensor(outputs), torch.as_tensor(y)
     if outputs.dim() != 3 or y.shape != outputs.shape[1:2]:
         shapes = f"{tuple(outputs.shape)} and {tuple(y.shape)}"
         raise ValueError(f"outputs and labels are {shapes}, expected (M, N, C) and (N,)")
-    metrics = Metrics(outputs.shape[0], outputs.shape[2])
+    metrics = ClassificationMetrics(outputs.shape[0], outputs.shape[2])
     for rows, labels in zip(outputs.split(CHUNK, 1), y.split(CHUNK), strict=True):
         metrics.update(rows, labels)
     return metrics.result()
@@ -335,12 +267,3 @@ def by_predictor(values: Sequence[float], scored: bool = False) -> dict[str, Any
     members, together = first[: -1 - scored], first[-1 - scored :]
     single = sum(members) / len(members)
     return {"members": members, "single": single, **dict(zip(TOGETHER, together, strict=False)), "oracle": oracle}
-
-
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies a function to every number in nested dicts and lists."""
-    if isinstance(value, dict):
-        return {key: _map(function, item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_map(function, item) for item in value]
-    return function(value)

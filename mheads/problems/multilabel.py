@@ -18,7 +18,8 @@ from mheads.common.schemas import Count, Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns
 from mheads.problems.base import further_row, more_classes, percent_rows, refuse_other_width, together
 from mheads.problems.member_losses import binary_cross_entropies
-from mheads.problems.metrics import PercentResult, by_predictor, mean_members, owner_of, weighted_mean
+from mheads.problems.metrics import by_predictor, mean_members, owner_of, weighted_mean
+from mheads.problems.plain_result import PercentResult
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from mheads.common.schemas import Count, Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns, number_text
 from mheads.problems.base import further_row, mean_or_weighted
 from mheads.problems.member_losses import absolute_errors, squared_errors
-from mheads.problems.metrics import PlainResult, by_predictor, weighted_mean
+from mheads.problems.metrics import by_predictor, weighted_mean
+from mheads.problems.plain_result import PlainResult
 
 
 @dataclass(frozen=True)

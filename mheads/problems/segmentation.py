@@ -20,7 +20,8 @@ from mheads.common.schemas import Count, Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText
 from mheads.problems.base import further_row, percent_rows, together, with_classes
 from mheads.problems.member_losses import IGNORED, cross_entropies
-from mheads.problems.metrics import PercentResult, add_counts, by_predictor, mean_members, owner_of, weighted_mean
+from mheads.problems.metrics import add_counts, by_predictor, mean_members, owner_of, weighted_mean
+from mheads.problems.plain_result import PercentResult
 
 CHUNK = 2**22  # numbers that are looked at together, to bound the memory
 

@@ -12,19 +12,19 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.problems.base import refuse_other_width
 from mheads.problems.classification import Classification
-from mheads.problems.metrics import Metrics, Result
+from mheads.problems.metrics import ClassificationMetrics, ClassificationResult
 
 TOLERANCE = 1e-3  # of a row's sum: float16 is not more exact
 
 
 @dataclass(frozen=True)
-class SoftLabelsResult(Result):
+class SoftLabelsResult(ClassificationResult):
     """The metrics of classification, with the most probable class for the label."""
 
     problem: ClassVar[str] = "soft_labels"
 
 
-class SoftLabelsMetrics(Metrics):
+class SoftLabelsMetrics(ClassificationMetrics):
     result_type = SoftLabelsResult
 
     def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
@@ -50,7 +50,7 @@ class SoftLabels(Classification):
     def metrics(self, members: int, scored: bool = False) -> SoftLabelsMetrics:
         return SoftLabelsMetrics(members, len(self.classes), scored, self.of_scores)
 
-    def unknown(self, members: int) -> Result:
+    def unknown(self, members: int) -> ClassificationResult:
         return SoftLabelsResult.unknown(members, len(self.classes))
 
 

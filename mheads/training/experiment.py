@@ -21,7 +21,7 @@ from mheads.data.batches import Batches, BatchStream
 from mheads.data.splits import TaughtSplit
 from mheads.engine.interface import Engine
 from mheads.losses import Loss, independent
-from mheads.problems import widened
+from mheads.problems import widen_classes
 from mheads.runs import tensorboard
 from mheads.training import check_experiment as checks
 from mheads.training.build_from_config import adapt_loss, build_loss, build_net, load_data, make_engine
@@ -135,7 +135,7 @@ def assemble_experiment(
     batch, outputs = checks.probe_network(net, loss, data)
     checks.check_single_examples(config, net, data)
     checks.check_rows(net, batch, outputs)
-    data = replace(data, problem=widened(data.problem, outputs, net.network_name))
+    data = replace(data, problem=widen_classes(data.problem, outputs, net.network_name))
     if loss.of_scores and hasattr(data.problem, "of_scores"):
         data = replace(data, problem=replace(data.problem, of_scores=True))  # type: ignore[type-var]
     checks.check_outputs(net, data, outputs)

@@ -71,7 +71,10 @@ class TreeNet(nn.Module):
         self._factory = _Factory(network_factory)
         first = self._draw(0)
         self.network_name = getattr(network_factory, "__name__", type(first).__name__)
-        self.network_path, self.network_args = networks.named(network_factory) or (self._path(network_factory), {})
+        self.network_path, self.network_args = networks.name_factory(network_factory) or (
+            self._path(network_factory),
+            {},
+        )
         self.chain = chain_of(first, split_names(spec))
         self.layers = self.chain.layers
         if isinstance(as_plain(split), int) and str(split) in (layer.name for layer in self.layers):

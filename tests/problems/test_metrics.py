@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mheads.problems import Classification
 from mheads.problems.baselines import near_chance, top
-from mheads.problems.metrics import Metrics, Result, compute
+from mheads.problems.metrics import ClassificationMetrics, ClassificationResult, compute
 
 
 def log_softmax(x):
@@ -199,7 +199,7 @@ def test_a_confidence_at_the_edge_of_two_bins_is_in_the_lower_one(classes):
     """Of equal scores each class has 1 / C: at the upper edge of bin 15 / C, for 3, 5 and 15; 1 is in the last bin."""
     outputs = torch.zeros(1, 4, classes)
     outputs[0, 2:, 0] = 1000.0
-    metrics = Metrics(1, classes)
+    metrics = ClassificationMetrics(1, classes)
     metrics.update(outputs, torch.tensor([0, 1, 0, 1]))
     found = metrics.reliability()["members"]
     expected = [0.0] * 15
@@ -232,7 +232,7 @@ def test_the_cut_of_the_stream_does_not_matter(data):
     if data.draw(st.booleans()):
         outputs = outputs.round()  # many ties
     cuts = data.draw(st.lists(st.integers(0, examples), max_size=8).map(sorted))  # empty pieces too
-    metrics = Metrics(members, classes)
+    metrics = ClassificationMetrics(members, classes)
     for start, stop in zip([0, *cuts], [*cuts, examples], strict=True):
         metrics.update(torch.from_numpy(outputs[:, start:stop]), torch.from_numpy(y[start:stop]))
     assert metrics.result().to_dict() == compute(outputs, y).to_dict()
@@ -247,15 +247,15 @@ def test_strides_and_a_graph_do_not_matter():
 def test_json_round_trip():
     result = compute(*random_case(3, 70, 4))
     values = json.loads(json.dumps({**result.to_dict(), "seconds": 3}, allow_nan=False))
-    assert Result.from_dict(values).to_dict() == result.to_dict()
-    assert Result.from_dict(values).oracle == round(result.oracle, 4)
+    assert ClassificationResult.from_dict(values).to_dict() == result.to_dict()
+    assert ClassificationResult.from_dict(values).oracle == round(result.oracle, 4)
 
 
 def test_json_has_null_for_nan():
     result = compute(torch.full((2, 1, 3), math.nan), torch.tensor([0]))
     values = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert values["nll"]["single"] is None
-    assert math.isnan(Result.from_dict(values).nll["single"])
+    assert math.isnan(ClassificationResult.from_dict(values).nll["single"])
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_mistakes_are_explained(outputs, y, message):
 
 def test_update_refuses_another_shape():
     with pytest.raises(ValueError, match=r"outputs are \(2, 3, 5\), expected \(M, b, C\) = \(2, 3, 4\)"):
-        Metrics(2, 4).update(torch.zeros(2, 3, 5), torch.zeros(3, dtype=torch.long))
+        ClassificationMetrics(2, 4).update(torch.zeros(2, 3, 5), torch.zeros(3, dtype=torch.long))
 
 
 def test_one_network_is_measured_with_as_many_guesses_as_an_ensemble_has_members():
@@ -297,8 +297,8 @@ def test_results_of_earlier_versions_have_their_top_m():
     assert top(old, 4) == kept["ensemble_mean"][3]
     assert top(old, 5) is None
     assert not near_chance(old)
-    assert Result.from_dict(old).top_k == kept
-    assert "top-4" in Result.from_dict(old).headline()
+    assert ClassificationResult.from_dict(old).top_k == kept
+    assert "top-4" in ClassificationResult.from_dict(old).headline()
 
 
 def test_constant_members_have_the_oracle_of_the_most_frequent_classes():

@@ -18,7 +18,7 @@ import mheads
 from mheads import UserError, data, evaluate, problems
 from mheads.losses import independent, mcl, score_averaged
 from mheads.problems import Classification, MultiLabel, Regression, Segmentation, SoftLabels
-from mheads.problems.metrics import Result
+from mheads.problems.metrics import ClassificationResult
 from mheads.problems.metrics import compute as compute_classes
 from mheads.problems.regression import RegressionResult
 
@@ -158,7 +158,7 @@ def test_the_result_of_an_older_run_is_read():
     assert result.mae == {}
     assert Regression.rows(old) == [("RMSE of members", "1")]
     with pytest.raises(ValueError, match="ensemble_mean_scores is missing"):
-        Result.from_dict(old)
+        ClassificationResult.from_dict(old)
 
 
 @pytest.mark.parametrize("ties", [False, True])

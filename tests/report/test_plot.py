@@ -267,7 +267,7 @@ def test_a_run_with_scores_is_drawn_by_them(runs):
 def test_reliability_is_counted_in_bins_of_confidence():
     rng = np.random.default_rng(0)
     outputs, labels = torch.tensor(3 * rng.normal(size=(2, 500, 4))), torch.tensor(rng.integers(4, size=500))
-    found = metrics.Metrics(2, 4)
+    found = metrics.ClassificationMetrics(2, 4)
     found.update(outputs, labels)
     p = outputs.softmax(-1)
     for name, predictors in (("members", list(p)), ("Ensemble-Mean", [p.mean(0)])):

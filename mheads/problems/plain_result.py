@@ -1,0 +1,88 @@
+"""Results as plain data: what every problem's result has in common, and how it is written to JSON and read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Self
+
+from mheads.common.schemas import check
+
+
+class PlainResult:
+    """A dataclass of numbers in lists and dicts that goes to JSON and back."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields ready for JSON; numbers that are not finite become null."""
+
+        def plain(name: str) -> Any:
+            if isinstance(value := getattr(self, name), str):
+                return value
+            # + 0 turns -0.0 to 0.0
+            return _map_numbers(lambda x: self.round_number(name, x) + 0 if math.isfinite(x) else None, value)
+
+        found = [f.name for f in fields(self) if getattr(self, f.name) is not None]  # type: ignore[arg-type]
+        return {name: plain(name) for name in found}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The inverse of `to_dict`, up to its rounding; other keys are ignored, and an older file may lack some.
+
+        Raises ValueError if they are not such values.
+        """
+        found = {name: values[name] for name in (f.name for f in fields(cls)) if name in values}  # type: ignore[arg-type]
+        found = _map_numbers(lambda x: math.nan if x is None else x, found)
+        check(cls, found)
+        return cls(**found)
+
+    def check_sizes(self, members: int, groups: int) -> None:
+        """Raises ValueError unless all measures are of so many members, and ownership of so many groups."""
+
+        def each(value: Any, name: str) -> None:
+            for key, part in value.items():
+                if isinstance(part, dict):
+                    each(part, f"{name}{key}.")
+                elif key in ("members", "ownership", "disagreement_pairs") and len(part) != members:
+                    raise ValueError(f"{name}{key} has {len(part)} rows, and the run {members} members")
+
+        each(vars(self), "")
+        for name, width in (("ownership", groups), ("disagreement_pairs", members)):
+            for row in getattr(self, name, ()):
+                if len(row) != width:
+                    raise ValueError(f"{name} has a row of {len(row)} numbers, where {width} should be")
+
+    def round_number(self, name: str, x: float) -> float:
+        """A number of a field, rounded for JSON to six digits."""
+        return x if isinstance(x, int) else float(f"{x:.6g}")
+
+
+class PercentResult(PlainResult):
+    """A result whose measures are in percent."""
+
+    members: list[float]
+    single: float
+    ensemble_mean: float
+    oracle: float
+    ensemble_scored: float | None
+
+    def round_number(self, name: str, x: float) -> float:
+        return round(x, 4)
+
+    def headline(self) -> dict[str, str]:
+        scored = {} if self.ensemble_scored is None else {"Ensemble-Scored": f"{self.ensemble_scored:.2f}"}
+        return {
+            "Ensemble-Mean": f"{self.ensemble_mean:.2f}",
+            **scored,
+            "Oracle": f"{self.oracle:.2f}",
+            "members": " ".join(f"{a:.1f}" for a in self.members),
+        }
+
+
+def _map_numbers(function: Callable[[Any], Any], value: Any) -> Any:
+    """Applies a function to every number in nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: _map_numbers(function, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_map_numbers(function, item) for item in value]
+    return function(value)

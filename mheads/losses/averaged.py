@@ -55,9 +55,9 @@ def _prob_averaged(
 ) -> LossValue:
     _refuse(sample_weights)
     if y.is_floating_point() or y.dim() != 1:
-        found = "floats (numbers, soft labels or several)" if y.is_floating_point() else "classes of pixels"
+        kind = "floats (numbers, soft labels or several)" if y.is_floating_point() else "classes of pixels"
         raise UserError(
-            f"prob_averaged averages probabilities of one class for each example, and the targets are {found}: "
+            f"prob_averaged averages probabilities of one class for each example, and the targets are {kind}: "
             "use score_averaged"
         )
     if stable:

@@ -58,11 +58,11 @@ def fast_rcnn(
         _centre(layer)
     scale, channels = _map_of(nn.Sequential(OrderedDict(layers[:whole])), base)
     grid = pool or _find_grid(layers[then:last], channels)
-    found = [*layers[:whole], ("regions", RegionPool(grid, scale)), *layers[then:last]]
+    detector = [*layers[:whole], ("regions", RegionPool(grid, scale)), *layers[then:last]]
     features, spatial = _features(nn.Sequential(OrderedDict(layers[then:last])), channels, grid, base)
     if spatial:
-        found += [("average", nn.AdaptiveAvgPool2d(1)), ("together", nn.Flatten())]
-    return nn.Sequential(OrderedDict([*found, ("detect", Detect(features, 1 + classes))]))
+        detector += [("average", nn.AdaptiveAvgPool2d(1)), ("together", nn.Flatten())]
+    return nn.Sequential(OrderedDict([*detector, ("detect", Detect(features, 1 + classes))]))
 
 
 def _row(network: nn.Module, base: str) -> nn.Module:

@@ -36,8 +36,8 @@ class RegionPool(nn.Module):
 
     def forward(self, x: Tensor, regions: Tensor, counts: Tensor) -> Tensor:
         parts = regions.split(counts.tolist())
-        found = [_pool(one, part, self.size, self.scale) for one, part in zip(x, parts, strict=True)]
-        return torch.cat(found) if len(found) != 1 else found[0]
+        pooled = [_pool(one, part, self.size, self.scale) for one, part in zip(x, parts, strict=True)]
+        return torch.cat(pooled) if len(pooled) != 1 else pooled[0]
 
     def extra_repr(self) -> str:
         return f"size={self.size}, scale={self.scale:g}"
@@ -87,9 +87,9 @@ class _Pooled(torch.autograd.Function):
         (where,) = ctx.saved_tensors
         channels, height, width = ctx.shape
         flat = gradients[0].permute(0, 2, 3, 1).reshape(-1, channels)
-        found = flat.new_zeros(height * width + 1, channels)  # the last row is for cells outside of the map
-        found.scatter_add_(0, where.long().remainder(height * width + 1), flat)
-        return found[:-1].view(height, width, channels).permute(2, 0, 1), None, None, None
+        gradient = flat.new_zeros(height * width + 1, channels)  # the last row is for cells outside of the map
+        gradient.scatter_add_(0, where.long().remainder(height * width + 1), flat)
+        return gradient[:-1].view(height, width, channels).permute(2, 0, 1), None, None, None
 
 
 # torch has no annotations for `Function.apply`: its arguments are those of `forward` without `ctx`.
@@ -107,8 +107,8 @@ def _lookups(begin: Tensor, end: Tensor, height: int, width: int) -> tuple[list[
     table = level[0][:, :, None] * levels[1] + level[1][:, None, :]
 
     def rows(down: Tensor, right: Tensor) -> Tensor:
-        found = (table * height + down[:, :, None]) * width + right[:, None, :]
-        return found.flatten().masked_fill(empty, 0)
+        cells = (table * height + down[:, :, None]) * width + right[:, None, :]
+        return cells.flatten().masked_fill(empty, 0)
 
     corners = [(begin[0], begin[1]), (begin[0], again[1]), (again[0], begin[1]), (again[0], again[1])]
     return [rows(*corner) for corner in corners], empty.nonzero()[:, 0], levels
@@ -160,12 +160,12 @@ def _look_up(out: Maxima, tables: Maxima, cells: list[Tensor]) -> None:
     for kind, corners in enumerate(([0], [0, 1], [0, 2], [0, 1, 2, 3])):
         alike = (across + 2 * down == kind).nonzero()[:, 0]
         for part in alike.split(ROWS):
-            found = _rows(tables, cells[0][part])
+            largest = _rows(tables, cells[0][part])
             for corner in corners[1:]:
-                _into(found, found, _rows(tables, cells[corner][part]))
-            out[0].index_copy_(0, part, found[0])
-            if out[1] is not None and found[1] is not None:
-                out[1].index_copy_(0, part, found[1])
+                _into(largest, largest, _rows(tables, cells[corner][part]))
+            out[0].index_copy_(0, part, largest[0])
+            if out[1] is not None and largest[1] is not None:
+                out[1].index_copy_(0, part, largest[1])
 
 
 def _rows(tables: Maxima, rows: Tensor) -> Maxima:

@@ -35,17 +35,17 @@ def matches(boxes: np.ndarray, class_number: int, truth: Truth) -> np.ndarray:
     return np.where(shared.max(1) < OVERLAP, WRONG, np.where(truth.difficult[best], IGNORED, best))
 
 
-def curve(scores: np.ndarray, found: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+def curve(scores: np.ndarray, hits: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Precision and recall after each detection that counts, the best score first; equal scores keep their order.
 
-    `found` [N] says what each found, with a number of its own for every object; only the first to find one is right.
+    `hits` [N] says what each found, with a number of its own for every object; only the first to find one is right.
     """
-    found = found[np.argsort(-scores, kind="stable")]
-    found = found[found != IGNORED]
-    right = np.zeros(len(found))
-    right[np.unique(found, return_index=True)[1]] = 1
-    hits = np.cumsum(right * (found != WRONG))
-    return hits / np.arange(1, len(found) + 1), hits / count
+    hits = hits[np.argsort(-scores, kind="stable")]
+    hits = hits[hits != IGNORED]
+    right = np.zeros(len(hits))
+    right[np.unique(hits, return_index=True)[1]] = 1
+    right_so_far = np.cumsum(right * (hits != WRONG))
+    return right_so_far / np.arange(1, len(hits) + 1), right_so_far / count
 
 
 def eleven_points(precision: np.ndarray, recall: np.ndarray) -> float:
@@ -62,9 +62,9 @@ def all_points(precision: np.ndarray, recall: np.ndarray) -> float:
 MEASURES = {"11-point": eleven_points, "all-point": all_points}
 
 
-def average_precisions(scores: np.ndarray, found: np.ndarray, count: int) -> dict[str, float]:
+def average_precisions(scores: np.ndarray, hits: np.ndarray, count: int) -> dict[str, float]:
     """Both measures of a class with `count` objects to find, in percent; NaN where there is none."""
     if not count:
         return dict.fromkeys(MEASURES, np.nan)
-    precision, recall = curve(scores, found, count)
+    precision, recall = curve(scores, hits, count)
     return {name: 100 * area(precision, recall) for name, area in MEASURES.items()}

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.problems.answer_text import AnswerColumns, AnswerText
+from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns, number_text
 from mheads.problems.metrics import weighted_mean
 
 
@@ -100,6 +101,29 @@ class Problem(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+class ProblemDefaults:
+    """What problems do unless they say otherwise: examples are one group, answers are numbers."""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        return ("all",)
+
+    def group(self, targets: Value) -> Tensor:
+        return torch.zeros(len(targets), dtype=torch.long, device=targets.device)
+
+    def answer(self, outputs: Value) -> Tensor:
+        return nested_values.leaves(outputs)[0]  # the answer comes first
+
+    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
+        return number_text(outputs, ensemble)
+
+    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
+        return number_columns(outputs, ensemble)
+
+    def for_scores(self, count: int) -> Any:
+        return self
+
+
 ANSWERS = {"ensemble_mean": "Ensemble-Mean", "ensemble_scored": "Ensemble-Scored"}  # what tables call them
 
 
@@ -129,14 +153,14 @@ def refuse_other_width(targets: np.ndarray, classes: tuple[str, ...], where: str
 def percent_rows(summary: dict[str, Any], members: str) -> list[tuple[str, str]]:
     """The rows of a table that results in percent have in common; `members` says what of the members is shown."""
     several = len(summary["members"]) > 1
-    found = [(members, "  ".join(number(a) for a in summary["members"]) + (" %" if not several else ""))]
+    rows = [(members, "  ".join(number(a) for a in summary["members"]) + (" %" if not several else ""))]
     if several:
-        found += [
+        rows += [
             ("mean member", f"{number(summary['single'])} %"),
             *((who, f"{number(summary[key])} %") for key, who in ANSWERS.items() if key in summary),
             ("Oracle", f"{number(summary['oracle'])} %"),
         ]
-    return found
+    return rows
 
 
 def further_row(measure: dict[str, Any], form: str = ".2f", unit: str = " %") -> str:

@@ -11,8 +11,8 @@ MOST = np.log(1000 / 16)  # how far a box may grow, as a logarithm: a wild answe
 
 
 def areas(boxes: np.ndarray) -> np.ndarray:
-    found: np.ndarray = (boxes[..., 2] - boxes[..., 0] + 1) * (boxes[..., 3] - boxes[..., 1] + 1)
-    return found
+    sizes: np.ndarray = (boxes[..., 2] - boxes[..., 0] + 1) * (boxes[..., 3] - boxes[..., 1] + 1)
+    return sizes
 
 
 def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -26,8 +26,8 @@ def overlaps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return size
 
     common = overlap_along(0) * overlap_along(1)
-    found: np.ndarray = common / (areas(a) + areas(b) - common)
-    return found
+    ratios: np.ndarray = common / (areas(a) + areas(b) - common)
+    return ratios
 
 
 def encode(boxes: np.ndarray, truths: np.ndarray) -> np.ndarray:
@@ -47,8 +47,8 @@ def decode(boxes: np.ndarray, deltas: np.ndarray) -> np.ndarray:
 
 def clip(boxes: np.ndarray, width: int, height: int) -> np.ndarray:
     """The boxes inside of an image."""
-    found: np.ndarray = np.clip(boxes, 0, np.array([width, height, width, height]) - 1)
-    return found
+    inside: np.ndarray = np.clip(boxes, 0, np.array([width, height, width, height]) - 1)
+    return inside
 
 
 def mirror(boxes: np.ndarray, width: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.problems.answer_text import AnswerColumns, AnswerDetail, AnswerText
-from mheads.problems.base import ANSWERS, more_classes, number, percent_rows, together, with_classes
+from mheads.problems.base import ANSWERS, ProblemDefaults, more_classes, number, percent_rows, together, with_classes
 from mheads.problems.baselines import near_chance, top
 from mheads.problems.member_losses import cross_entropies
 from mheads.problems.metrics import ClassificationMetrics, ClassificationResult
@@ -25,7 +25,7 @@ RANKS = ("answer", "second", "third")  # the classes that are shown of the answe
 
 
 @dataclass(frozen=True)
-class Classification:
+class Classification(ProblemDefaults):
     """Targets are class numbers [B], answers are scores [M, B, C]."""
 
     classes: tuple[str, ...]
@@ -47,9 +47,6 @@ class Classification:
 
     def group(self, targets: Value) -> Tensor:
         return nested_values.leaves(targets)[0]  # labels come first, a teacher's answers serve the loss
-
-    def answer(self, outputs: Value) -> Tensor:
-        return nested_values.leaves(outputs)[0]  # scores come first
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return together(answers, partial(torch.softmax, dim=-1), weights, self.of_scores)
@@ -92,17 +89,17 @@ class Classification:
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-        found = percent_rows(summary, "members") + _fair_rows(summary)
+        rows = percent_rows(summary, "members") + _fair_rows(summary)
         if len(summary["members"]) > 1:
-            found.append(("disagreement", f"{number(summary['disagreement'])} %"))
+            rows.append(("disagreement", f"{number(summary['disagreement'])} %"))
         for key, name, form, unit in (
             ("nll", "negative log-likelihood", ".4f", ""),
             ("calibration_error", "calibration error", ".2f", " %"),
         ):
             said = {who: number(summary[key][who], form) + unit for who in ANSWERS if who in summary[key]}
             scored = f", scored {said['ensemble_scored']}" if "ensemble_scored" in said else ""
-            found.append((name, said["ensemble_mean"] + scored))
-        return found
+            rows.append((name, said["ensemble_mean"] + scored))
+        return rows
 
     def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
         probabilities = outputs.softmax(-1)
@@ -163,11 +160,11 @@ def _fair_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         return [(f"top-2 to top-{1 + len(known)}", "  ".join(map(number, known)) + " %")] if known else []
     who = {"single": "mean member", **ANSWERS}
     named = {name: value for key, name in who.items() if (value := top(summary, m, key)) is not None}
-    found = [(f"top-{m}", ", ".join(f"{name} {number(value)} %" for name, value in named.items()))] if named else []
+    rows = [(f"top-{m}", ", ".join(f"{name} {number(value)} %" for name, value in named.items()))] if named else []
     if near_chance(summary):
         chance = number(summary["oracle_chance"])
-        found.append(("chance", f"{m} members that always give one class each have an Oracle of {chance} %"))
-    return found
+        rows.append(("chance", f"{m} members that always give one class each have an Oracle of {chance} %"))
+    return rows
 
 
 PROBABILITIES = (

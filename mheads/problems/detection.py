@@ -20,9 +20,8 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number, OfClasses, check
 from mheads.problems import boxes as box
-from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns, number_text
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
-from mheads.problems.base import number, percent_rows
+from mheads.problems.base import ProblemDefaults, number, percent_rows
 from mheads.problems.member_losses import region_losses
 from mheads.problems.metrics import by_predictor, owner_of
 from mheads.problems.plain_result import PercentResult
@@ -78,10 +77,10 @@ class DetectionResult(PercentResult):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DetectionResult:
-        found = super().from_dict({"on_proposals": 0.0, "single_on_proposals": 0.0} | values)
-        each = found.further["proposals"]["11-point"]  # of which an older file has no copy
+        result = super().from_dict({"on_proposals": 0.0, "single_on_proposals": 0.0} | values)
+        each = result.further["proposals"]["11-point"]  # of which an older file has no copy
         copies = {"on_proposals": each["ensemble_mean"], "single_on_proposals": each["single"]}
-        return replace(found, **{name: value for name, value in copies.items() if name not in values})
+        return replace(result, **{name: value for name, value in copies.items() if name not in values})
 
     def check_sizes(self, members: int, groups: int) -> None:
         super().check_sizes(members, groups)
@@ -105,7 +104,7 @@ class DetectionResult(PercentResult):
 
 
 @dataclass(frozen=True)
-class Detection:
+class Detection(ProblemDefaults):
     """Targets are, for each region, the class (0: background), what turns it into the object's box, the region itself
     in pixels of the image, and the number of the image. Outputs are scores [M, B, 1 + C] and, normalised by the `means`
     and `deviations` [1 + C, 4] of the training set, what turns a region into a box of each class, [M, B, 4 (1 + C)].
@@ -171,9 +170,9 @@ class Detection:
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-        found = percent_rows(summary, "members, mAP of VOC 2007")
+        rows = percent_rows(summary, "members, mAP of VOC 2007")
         if summary.get("oracle_chance") is not None and len(summary["members"]) > 1:
-            found.append(("Oracle by chance", f"{number(summary['oracle_chance'])} %, of answers dealt at random"))
+            rows.append(("Oracle by chance", f"{number(summary['oracle_chance'])} %, of answers dealt at random"))
         said = summary["further"]
         for which, measure, name in (
             ("regressed", "all-point", "the same, all points"),
@@ -181,19 +180,10 @@ class Detection:
             ("proposals", "all-point", "the same, all points"),
         ):
             each = said[which][measure]
-            found.append(
+            rows.append(
                 (name, f"Ensemble-Mean {number(each['ensemble_mean'])}, mean member {number(each['single'])} %")
             )
-        return found
-
-    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
-        return number_columns(outputs, ensemble)
-
-    def for_scores(self, count: int) -> Detection:
-        return self
-
-    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
-        return number_text(outputs, ensemble)
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         sizes = {"means": [list(row) for row in self.means], "deviations": [list(row) for row in self.deviations]}
@@ -257,11 +247,11 @@ class DetectionMetrics:
         regions = targets[2].double().numpy()
         owner, owned = owner_of(region_losses(self._split(answers), targets))
         self.ownership.index_put_((owner[owned], targets[0][owned]), torch.ones((), dtype=torch.int64), accumulate=True)
-        found = self.problem.read(answers, regions, truth.width, truth.height)
+        by_member = self.problem.read(answers, regions, truth.width, truth.height)
         dealt = self.problem.read(self._deal_answers(answers, targets, image)[None], regions, truth.width, truth.height)
         probabilities, boxes = (
             np.concatenate([_with_mean_and_oracle(of, owner.numpy()), by_chance])
-            for of, by_chance in zip(found, dealt, strict=True)
+            for of, by_chance in zip(by_member, dealt, strict=True)
         )
         proposed = np.broadcast_to(regions[:, None], boxes.shape)
         for which, given in zip(BOXES, (boxes, proposed), strict=True):
@@ -311,9 +301,9 @@ class DetectionMetrics:
 
     def _of_class(self, which: str, predictor: int, c: int) -> dict[str, float]:
         parts = self.kept.get((which, predictor, c))
-        scores, found = np.concatenate(parts, 1) if parts else np.empty((2, 0))
+        scores, hits = np.concatenate(parts, 1) if parts else np.empty((2, 0))
         counts = (((truth.classes == c + 1) & ~truth.difficult).sum() for truth in self.images.values())
-        return average_precisions(scores, found.astype(np.int64), int(sum(counts)))
+        return average_precisions(scores, hits.astype(np.int64), int(sum(counts)))
 
 
 def digest(truths: Iterable[Truth]) -> str:
@@ -323,9 +313,9 @@ def digest(truths: Iterable[Truth]) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(one).digest() for one in sorted(each))).hexdigest()[:16]
 
 
-def _with_mean_and_oracle(found: np.ndarray, owner: np.ndarray) -> np.ndarray:
+def _with_mean_and_oracle(answers: np.ndarray, owner: np.ndarray) -> np.ndarray:
     """What members [M, R, ...] say, then what their mean does, and the owner of each region."""
-    return np.concatenate([found, found.mean(0, keepdims=True), found[owner, np.arange(found.shape[1])][None]])
+    return np.concatenate([answers, answers.mean(0, keepdims=True), answers[owner, np.arange(answers.shape[1])][None]])
 
 
 def _by_predictor(each: list[list[float]]) -> dict[str, Any]:
@@ -335,6 +325,6 @@ def _by_predictor(each: list[list[float]]) -> dict[str, Any]:
 
 def _means(each: dict[str, Any]) -> list[float]:
     """Over the classes that have any."""
-    found = np.array([*each["members"], each["ensemble_mean"], each["oracle"]])
-    there = ~np.isnan(found).all(0)
-    return found[:, there].mean(1).tolist() if there.any() else [math.nan] * len(found)
+    precisions = np.array([*each["members"], each["ensemble_mean"], each["oracle"]])
+    there = ~np.isnan(precisions).all(0)
+    return precisions[:, there].mean(1).tolist() if there.any() else [math.nan] * len(precisions)

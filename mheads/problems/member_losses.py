@@ -44,10 +44,10 @@ def cross_entropies(
     return losses.view(m, b)
 
 
-def mean_of_pixels(found: Tensor, y: Tensor) -> Tensor:
+def mean_of_pixels(values: Tensor, y: Tensor) -> Tensor:
     """The mean over the pixels that count: [M, B, H, W], [B, H, W] -> [M, B]."""
     counts = (y != IGNORED).flatten(1)
-    return (found.flatten(2) * counts).sum(2) / counts.sum(1).clamp_min(1)
+    return (values.flatten(2) * counts).sum(2) / counts.sum(1).clamp_min(1)
 
 
 def binary_cross_entropies(outputs: Value, y: Tensor) -> Tensor:
@@ -62,14 +62,14 @@ def binary_cross_entropies(outputs: Value, y: Tensor) -> Tensor:
 
 def squared_errors(outputs: Value, y: Tensor) -> Tensor:
     """mean_d (output_d - target_d)^2 of every member on every example: [M, B, D], [B, D] -> [M, B]."""
-    found, y = _same_shape("mse", outputs, y)
-    return (found - y).square().mean(-1)
+    answers, y = _same_shape("mse", outputs, y)
+    return (answers - y).square().mean(-1)
 
 
 def absolute_errors(outputs: Value, y: Tensor) -> Tensor:
     """mean_d |output_d - target_d| of every member on every example: [M, B, D], [B, D] -> [M, B]."""
-    found, y = _same_shape("mae", outputs, y)
-    return (found - y).abs().mean(-1)
+    answers, y = _same_shape("mae", outputs, y)
+    return (answers - y).abs().mean(-1)
 
 
 def smooth_absolute_errors(
@@ -78,8 +78,8 @@ def smooth_absolute_errors(
     beta: Annotated[float, Field(gt=0, description="errors below it count by their square")] = 1.0,
 ) -> Tensor:
     """mean_d of e^2 / (2 beta) where e = |output_d - target_d| is below beta, e - beta / 2 elsewhere -> [M, B]."""
-    found, y = _same_shape("smooth_l1", outputs, y)
-    return F.smooth_l1_loss(found, y.to(found.dtype).expand_as(found), reduction="none", beta=beta).mean(-1)
+    answers, y = _same_shape("smooth_l1", outputs, y)
+    return F.smooth_l1_loss(answers, y.to(answers.dtype).expand_as(answers), reduction="none", beta=beta).mean(-1)
 
 
 def gaussian_nlls(outputs: Value, y: Tensor) -> Tensor:
@@ -118,13 +118,13 @@ def region_losses(
 
 def _same_shape(name: str, outputs: Value, y: Tensor) -> tuple[Tensor, Tensor]:
     """The answer and targets of its shape: others would be spread over each other."""
-    found = nested_values.leaves(outputs)[0]
-    if found.shape[1:] != y.shape:
+    answers = nested_values.leaves(outputs)[0]
+    if answers.shape[1:] != y.shape:
         raise UserError(
-            f"{name} compares outputs with targets of their shape, and these are {list(found.shape[1:])} and "
+            f"{name} compares outputs with targets of their shape, and these are {list(answers.shape[1:])} and "
             f"{list(y.shape)}: give [B, D] both"
         )
-    return found, y
+    return answers, y
 
 
 BASE_LOSSES: dict[str, BaseLoss] = {

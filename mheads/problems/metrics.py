@@ -184,12 +184,12 @@ class ClassificationMetrics:
         def of(rows: slice) -> dict[str, list[float]]:
             examples = self._binned[rows].sum(0)
             means = {"confidence": self._confidence, "accuracy": self._right}
-            found = {name: (100 * sums[rows].sum(0) / examples).tolist() for name, sums in means.items()}
-            return found | {"examples": examples.tolist()}
+            shares = {name: (100 * sums[rows].sum(0) / examples).tolist() for name, sums in means.items()}
+            return shares | {"examples": examples.tolist()}
 
         m = self.members
-        found = {"members": of(slice(0, m)), "Ensemble-Mean": of(slice(m, m + 1))}
-        return found if len(self._binned) == m + 1 else found | {"Ensemble-Scored": of(slice(m + 1, m + 2))}
+        bins = {"members": of(slice(0, m)), "Ensemble-Mean": of(slice(m, m + 1))}
+        return bins if len(self._binned) == m + 1 else bins | {"Ensemble-Scored": of(slice(m + 1, m + 2))}
 
     def _by_answer(self, values: Tensor) -> dict[str, float]:
         """[predictors] -> the mean over the members, and the value of each answer of the ensemble."""

@@ -16,7 +16,7 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns
-from mheads.problems.base import further_row, more_classes, percent_rows, refuse_other_width, together
+from mheads.problems.base import ProblemDefaults, further_row, more_classes, percent_rows, refuse_other_width, together
 from mheads.problems.member_losses import binary_cross_entropies
 from mheads.problems.metrics import by_predictor, mean_members, owner_of, weighted_mean
 from mheads.problems.plain_result import PercentResult
@@ -97,8 +97,8 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> float:
     last[:-1] = ranked[:-1] != ranked[1:]
     # The precision of an example is that at the last of its equals.
     steps = places.where(last, torch.tensor(len(labels))).flip(0).cummin(0).values.flip(0)
-    found, there = (right * precision.gather(0, steps)).sum(0), labels.sum(0)
-    return (found / there)[there > 0].mean().item()
+    precisions, there = (right * precision.gather(0, steps)).sum(0), labels.sum(0)
+    return (precisions / there)[there > 0].mean().item()
 
 
 def f1(answers: Tensor, labels: Tensor) -> tuple[float, float]:
@@ -111,8 +111,11 @@ def f1(answers: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class MultiLabel:
-    """Targets are 0 and 1 [B, C], answers are scores [M, B, C], whose sigmoids are probabilities."""
+class MultiLabel(ProblemDefaults):
+    """Targets are 0 and 1 [B, C], answers are scores [M, B, C], whose sigmoids are probabilities.
+
+    Examples are one group: each has several labels, and is owned once.
+    """
 
     classes: tuple[str, ...]
     of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
@@ -126,16 +129,6 @@ class MultiLabel:
     output_form: ClassVar[str] = "logits [B, C]"
     answer_dims: ClassVar[int] = 2
 
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return ("all",)  # an example has several labels, and is owned once
-
-    def group(self, targets: Tensor) -> Tensor:
-        return torch.zeros(len(targets), dtype=torch.long, device=targets.device)
-
-    def answer(self, outputs: Value) -> Tensor:
-        return nested_values.leaves(outputs)[0]
-
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return together(answers, torch.sigmoid, weights, self.of_scores)
 
@@ -143,10 +136,10 @@ class MultiLabel:
         return binary_cross_entropies(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
-        found, count = nested_values.leaves(output)[0], len(self.classes)
-        if found.dim() != 2 or found.shape[1] != count:
+        scores, count = nested_values.leaves(output)[0], len(self.classes)
+        if scores.dim() != 2 or scores.shape[1] != count:
             raise UserError(
-                f"{network} gives outputs of shape {tuple(found.shape[1:])}, but {data} has {count} classes, of "
+                f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {count} classes, of "
                 "which an example may have several; a network gives one score per class "
                 f"({more_classes(network, count)})"
             )
@@ -181,9 +174,6 @@ class MultiLabel:
 
     def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
         return number_columns(outputs.sigmoid(), ensemble, self.classes)  # probabilities, as their mean is
-
-    def for_scores(self, count: int) -> MultiLabel:
-        return self
 
     def _answer_lines(self, given: Tensor, ensemble: Sequence[Tensor]) -> Iterator[list[str]]:
         """From the labels [M, B, C] that members give, and probabilities [B, C] of the ensemble."""

@@ -22,8 +22,8 @@ class PlainResult:
             # + 0 turns -0.0 to 0.0
             return _map_numbers(lambda x: self.round_number(name, x) + 0 if math.isfinite(x) else None, value)
 
-        found = [f.name for f in fields(self) if getattr(self, f.name) is not None]  # type: ignore[arg-type]
-        return {name: plain(name) for name in found}
+        names = [f.name for f in fields(self) if getattr(self, f.name) is not None]  # type: ignore[arg-type]
+        return {name: plain(name) for name in names}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -31,10 +31,10 @@ class PlainResult:
 
         Raises ValueError if they are not such values.
         """
-        found = {name: values[name] for name in (f.name for f in fields(cls)) if name in values}  # type: ignore[arg-type]
-        found = _map_numbers(lambda x: math.nan if x is None else x, found)
-        check(cls, found)
-        return cls(**found)
+        known = {name: values[name] for name in (f.name for f in fields(cls)) if name in values}  # type: ignore[arg-type]
+        known = _map_numbers(lambda x: math.nan if x is None else x, known)
+        check(cls, known)
+        return cls(**known)
 
     def check_sizes(self, members: int, groups: int) -> None:
         """Raises ValueError unless all measures are of so many members, and ownership of so many groups."""

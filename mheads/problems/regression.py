@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,8 +14,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
-from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns, number_text
-from mheads.problems.base import further_row, mean_or_weighted
+from mheads.problems.base import ProblemDefaults, further_row, mean_or_weighted
 from mheads.problems.member_losses import absolute_errors, squared_errors
 from mheads.problems.metrics import by_predictor, weighted_mean
 from mheads.problems.plain_result import PlainResult
@@ -121,7 +119,7 @@ class RegressionMetrics:
 
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(ProblemDefaults):
     """Targets are numbers [B, D], answers are [M, B, D]; the loss is the squared error unless another is named."""
 
     num_values: int
@@ -138,16 +136,6 @@ class Regression:
     def output_form(self) -> str:
         return f"numbers [B, {self.num_values}], as y.reshape(len(y), -1) gives them"
 
-    @property
-    def groups(self) -> tuple[str, ...]:
-        return ("all",)
-
-    def group(self, targets: Tensor) -> Tensor:
-        return torch.zeros(len(targets), dtype=torch.long, device=targets.device)
-
-    def answer(self, outputs: Value) -> Tensor:
-        return nested_values.leaves(outputs)[0]
-
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return mean_or_weighted(answers, weights)
 
@@ -155,18 +143,18 @@ class Regression:
         return squared_errors(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
-        found = nested_values.leaves(output)[0]
-        if found.dim() != 2 or found.shape[1] != self.num_values:
+        answers = nested_values.leaves(output)[0]
+        if answers.dim() != 2 or answers.shape[1] != self.num_values:
             pair = (
-                " (for gaussian_nll a pair of them: x.chunk(2, -1))" if found.shape[-1] == 2 * self.num_values else ""
+                " (for gaussian_nll a pair of them: x.chunk(2, -1))" if answers.shape[-1] == 2 * self.num_values else ""
             )
-            if found[0].numel() == self.num_values:
+            if answers[0].numel() == self.num_values:
                 raise UserError(
-                    f"{network} gives outputs of shape {tuple(found.shape[1:])}, and the targets of {data} are rows of "
-                    f"{self.num_values} numbers: end it with nn.Flatten()"
+                    f"{network} gives outputs of shape {tuple(answers.shape[1:])}, and the targets of {data} are rows "
+                    f"of {self.num_values} numbers: end it with nn.Flatten()"
                 )
             raise UserError(
-                f"{network} gives outputs of shape {tuple(found.shape[1:])}, but the targets of {data} are "
+                f"{network} gives outputs of shape {tuple(answers.shape[1:])}, but the targets of {data} are "
                 f"{self.num_values} number{'s' if self.num_values > 1 else ''} per example: let it give as many{pair}. "
                 "Are they classes? Then give class numbers as integers"
             )
@@ -189,25 +177,16 @@ class Regression:
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         result = RegressionResult.from_dict(summary)
         shown = result.headline()
-        found = [("RMSE of members", shown["members"])]
+        rows = [("RMSE of members", shown["members"])]
         if len(result.members) > 1:
-            found += [
+            rows += [
                 ("mean member", f"{result.single:.4g}"),
                 *((who, text) for who, text in shown.items() if who != "members"),
                 ("spread", f"{result.spread:.4g}, its correlation with the error {result.spread_correlation:.2f}"),
             ]
         if "mae" in summary:  # runs of older versions have none
-            found += [("MAE", further_row(summary["mae"], ".4g", "")), ("R²", further_row(summary["r2"], ".4f", ""))]
-        return found
-
-    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
-        return number_columns(outputs, ensemble)
-
-    def for_scores(self, count: int) -> Regression:
-        return self
-
-    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
-        return number_text(outputs, ensemble)
+            rows += [("MAE", further_row(summary["mae"], ".4g", "")), ("R²", further_row(summary["r2"], ".4f", ""))]
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "num_values": self.num_values}

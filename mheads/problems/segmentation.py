@@ -18,7 +18,7 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText
-from mheads.problems.base import further_row, percent_rows, together, with_classes
+from mheads.problems.base import ProblemDefaults, further_row, percent_rows, together, with_classes
 from mheads.problems.member_losses import IGNORED, cross_entropies
 from mheads.problems.metrics import add_counts, by_predictor, mean_members, owner_of, weighted_mean
 from mheads.problems.plain_result import PercentResult
@@ -129,7 +129,7 @@ def most_frequent(y: Tensor, classes: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Segmentation:
+class Segmentation(ProblemDefaults):
     """Targets are class numbers [B, H, W], -100 where a pixel does not count; answers are scores [M, B, C, H, W]."""
 
     classes: tuple[str, ...]
@@ -151,9 +151,6 @@ class Segmentation:
     def group(self, targets: Tensor) -> Tensor:
         return most_frequent(targets, len(self.classes))
 
-    def answer(self, outputs: Value) -> Tensor:
-        return nested_values.leaves(outputs)[0]
-
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return together(answers, partial(torch.softmax, dim=-3), weights, self.of_scores)
 
@@ -161,10 +158,10 @@ class Segmentation:
         return cross_entropies(outputs, targets)
 
     def check_output(self, output: Value, network: str, data: str) -> None:
-        found, expected = nested_values.leaves(output)[0], (len(self.classes), *self.size)
-        if tuple(found.shape[1:]) != expected:
+        scores, expected = nested_values.leaves(output)[0], (len(self.classes), *self.size)
+        if tuple(scores.shape[1:]) != expected:
             raise UserError(
-                f"{network} gives outputs of shape {tuple(found.shape[1:])}, but {data} has {expected[0]} classes for "
+                f"{network} gives outputs of shape {tuple(scores.shape[1:])}, but {data} has {expected[0]} classes for "
                 f"each of {self.size[0]} x {self.size[1]} pixels; a network gives one score per class and pixel, "
                 f"{expected}"
             )
@@ -177,9 +174,9 @@ class Segmentation:
             raise UserError(f"{where}: classes of {targets.shape[1:]} pixels, but the network gives {self.size}")
         bad = np.flatnonzero((((targets < 0) & (targets != IGNORED)) | (targets >= count)).any((1, 2)))
         if len(bad):
-            found = sorted(set(np.unique(targets[bad[0]]).tolist()) - {IGNORED, *range(count)})
+            wrong = sorted(set(np.unique(targets[bad[0]]).tolist()) - {IGNORED, *range(count)})
             raise UserError(
-                f"{where}: pixels of example {bad[0]} have the class {found[0]}, but the {count} classes are numbered "
+                f"{where}: pixels of example {bad[0]} have the class {wrong[0]}, but the {count} classes are numbered "
                 f"0 to {count - 1}, and {IGNORED} or 255 where a pixel does not count ({len(bad)} such examples)"
             )
         empty = np.flatnonzero((targets == IGNORED).all((1, 2)))
@@ -228,8 +225,8 @@ class Segmentation:
             yield [*answers, f"on {same:.1f}%", *(shares(one) for one in votes[:, row])]
 
     def to_dict(self) -> dict[str, Any]:
-        found = {"name": self.name, "classes": list(self.classes), "size": list(self.size)}
-        return found | ({"of_scores": True} if self.of_scores else {})
+        facts = {"name": self.name, "classes": list(self.classes), "size": list(self.size)}
+        return facts | ({"of_scores": True} if self.of_scores else {})
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Segmentation:

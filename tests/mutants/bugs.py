@@ -967,8 +967,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a class that nobody has counts",
-                    "(found / there)[there > 0].mean()",
-                    "(found / there.clamp_min(1)).mean()",
+                    "(precisions / there)[there > 0].mean()",
+                    "(precisions / there.clamp_min(1)).mean()",
                 ),
             ],
         ),
@@ -998,15 +998,13 @@ AREAS: dict[str, list[File]] = {
             "tests/problems/test_average_precision.py",
             [
                 Bug("an overlap of exactly half is wrong", "shared.max(1) < OVERLAP", "shared.max(1) <= OVERLAP"),
-                Bug(
-                    "an object may be found twice", "right[np.unique(found, return_index=True)[1]] = 1", "right[:] = 1"
-                ),
+                Bug("an object may be found twice", "right[np.unique(hits, return_index=True)[1]] = 1", "right[:] = 1"),
                 Bug(
                     "the precision at a recall is that above it",
                     "precision[recall >= point]",
                     "precision[recall > point]",
                 ),
-                Bug("difficult objects are wrong", "found = found[found != IGNORED]", "found = found.copy()"),
+                Bug("difficult objects are wrong", "hits = hits[hits != IGNORED]", "hits = hits.copy()"),
             ],
         ),
         File(

@@ -5,8 +5,8 @@
     value.total, value.assignment, value.losses
 
 A loss knows nothing of trees, threads or ranks. `LOSSES` turns the name in a config into the function that makes it;
-what of its arguments a config may give, `options.py` says. `BASE_LOSSES` has the losses of one member on one example by
-name, `base_loss="mae"`.
+its arguments that are annotated with a `Field` can be set in a config. `BASE_LOSSES` has the losses of one member on
+one example by name, `base_loss="mae"`. Read `ensemble_loss.py` first, then `mcl.py`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,5 @@
 """Pictures of runs: figures, the HTML page, videos, and what members respond to in images.
 
-`plot.py` draws a figure to a file, `page/` writes `mheads report`, `saliency/` is guided backprop.
+`charts/` describes charts as plain data; `figures/` draws them with matplotlib, `page/` on the page of `mheads report`.
+Read `plot.py` first: its table `FIGURES` is what `mheads plot` knows. `saliency/` is guided backprop.
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import ExifTags
@@ -47,29 +46,28 @@ def find_objects(
         raise UserError(f"{path} is a run that learned {problem.name}: mheads predict shows its answers")
     net = build_net_of_run(folder, config, watch.warn, trust=trust)
     folder.load_weights(net, watch.warn)
-    scene = _scene(image, watch)
+    scene = read_scene(image, watch)
     options = config.data.regions.model_dump(exclude={"objects", "strict"})
-    drawing = RegionSampling(**{**options, "proposals": proposals or options["proposals"]})
-    (given,) = propose_regions(drawing.proposals, [scene], "test", drawing.most, watch.warn)
-    if not len(given):
-        raise UserError(f"no region is proposed in {image} by {drawing.proposals}: give others with --proposals")
+    sampling = RegionSampling(**{**options, "proposals": proposals or options["proposals"]})
+    (regions,) = propose_regions(sampling.proposals, [scene], "test", sampling.most, watch.warn)
+    if not len(regions):
+        raise UserError(f"no region is proposed in {image} by {sampling.proposals}: give others with --proposals")
     sizes = np.array(problem.means), np.array(problem.deviations)
-    split = RegionSplit([scene], [given], np.zeros(1, np.int64), drawing, *sizes, training=False)
+    split = RegionSplit([scene], [regions], np.zeros(1, np.int64), sampling, *sizes, training=False)
     with closing(make_engine(config, net)) as engine:
         ((outputs, _),) = engine.outputs([Reader(split, facts.inputs, np.arange(1))])
-    probabilities, decoded_boxes = problem.read(
-        problem.answer(outputs), given.astype(float), scene.truth.width, scene.truth.height
-    )
+    proposed = regions.astype(float)
+    width, height = scene.truth.width, scene.truth.height
+    probabilities, regressed = problem.read(problem.answer(outputs), proposed, width, height)
     if boxes == "proposals":
-        decoded_boxes = np.broadcast_to(given[:, None].astype(float), decoded_boxes.shape)
-    members = [f"member {m}" for m in range(len(probabilities))]
-    found = {who: (probabilities[m], decoded_boxes[m]) for m, who in enumerate(members)}
-    if len(members) > 1:
-        found = {MEAN: (probabilities.mean(0), decoded_boxes.mean(0)), **found}
-    return decode_image(image), {who: _objects(problem.classes, *answers, least) for who, answers in found.items()}
+        regressed = np.broadcast_to(proposed[:, None], regressed.shape)
+    answers = {f"member {m}": (probabilities[m], regressed[m]) for m in range(len(probabilities))}
+    if len(probabilities) > 1:
+        answers = {MEAN: (probabilities.mean(0), regressed.mean(0)), **answers}
+    return decode_image(image), {who: list_objects(problem.classes, *answer, least) for who, answer in answers.items()}
 
 
-def _scene(path: Path, watch: Watcher) -> Scene:
+def read_scene(path: Path, watch: Watcher) -> Scene:
     with open_image(path) as image:
         width, height = image.size
         turned = image.getexif().get(ORIENTATION, 1) != 1
@@ -79,11 +77,10 @@ def _scene(path: Path, watch: Watcher) -> Scene:
     return Scene(path.stem, path, nothing)
 
 
-def _objects(
+def list_objects(
     classes: Sequence[str], probabilities: np.ndarray, boxes: np.ndarray, least: float
 ) -> list[tuple[str, float, np.ndarray]]:
+    """Class, score and box of each object with a score of at least `least`, the best first."""
     left = Detections.of(probabilities[None], boxes[None], floor=least)
-    found: list[tuple[Any, ...]] = [
-        (classes[c], float(left.scores[0, c, i]), left.boxes[0, c, i]) for c, i in np.argwhere(left.stay[0])
-    ]
-    return sorted(found, key=lambda one: -one[1])
+    objects = [(classes[c], float(left.scores[0, c, i]), left.boxes[0, c, i]) for c, i in np.argwhere(left.stay[0])]
+    return sorted(objects, key=lambda entry: -entry[1])

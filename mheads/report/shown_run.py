@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mheads import networks
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Watcher
 from mheads.config.schema import Config
@@ -77,13 +76,7 @@ class ShownRun:
             return []
 
     def _build_net(self) -> TreeNet:
-        config = self.record.config
-        if not networks.is_ours(config.model, config.model_args) and not self.trust:
-            raise UserError(
-                f"the network is code of the run's own, {config.model}, and none of it was run: if you trust it, give "
-                "--trust"
-            )
-        return build_net_of_run(self.record.folder, config, self.watch.warn, trust=self.trust)
+        return build_net_of_run(self.record.folder, self.record.config, self.watch.warn, trust=self.trust)
 
     def _examine(self) -> Evidence:
         net = self.net

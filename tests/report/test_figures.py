@@ -12,10 +12,11 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from mheads.common.errors import UserError
+from mheads.report.charts import outcomes
 from mheads.report.charts.chart import Line, LineChart
 from mheads.report.charts.outcomes import map_ownership
 from mheads.report.charts.over_training import chart_losses, chart_measures
-from mheads.report.charts.overlaps import Hidden, hidden_parts, name_equal_lines
+from mheads.report.charts.overlaps import Hidden, find_hidden_parts, name_equal_lines
 from mheads.report.figures import draw, figure
 from mheads.report.figures.figure import save
 from mheads.report.figures.suite_rows import draw_suite
@@ -274,7 +275,7 @@ def test_lines_that_lie_on_each_other_are_all_seen():
 def test_hidden_lines_take_turns():
     x = [1, 2, 3, 4]
     lines = [(x, [5, 5, 5, 1]), (x, [5, 5, 5, 9]), (x, [0, 5, 5, None]), (x[1:], [5, 5, 9])]
-    found = {(part.line, part.turn, part.turns, tuple(part.x)): part for part in hidden_parts(lines, 10)}
+    found = {(part.line, part.turn, part.turns, tuple(part.x)): part for part in find_hidden_parts(lines, 10)}
     assert list(found) == [
         (0, 0, 2, (1, 2)),
         (0, 0, 4, (2, 3)), (1, 1, 4, (2, 3)), (2, 2, 4, (2, 3)),
@@ -284,8 +285,8 @@ def test_hidden_lines_take_turns():
     (length, gap), *_ = [part.dashes[1] for key, part in found.items() if key[2] == 4]
     starts = [-part.dashes[0] % (length + gap) for key, part in found.items() if key[2] == 4]
     assert starts == [0, length, 2 * length] and gap == 3 * length
-    assert hidden_parts([([1], [5.0]), ([1], [5.0]), ([1], [6.0])], 10) == [Hidden(0, 0, 2, [1], [5.0])]
-    assert hidden_parts([(x, [5.0] * 4)] * 13, 10) == []
+    assert find_hidden_parts([([1], [5.0]), ([1], [5.0]), ([1], [6.0])], 10) == [Hidden(0, 0, 2, [1], [5.0])]
+    assert find_hidden_parts([(x, [5.0] * 4)] * 13, 10) == []
 
 
 def test_lines_that_are_equal_from_end_to_end_are_named():
@@ -311,3 +312,19 @@ def test_the_lines_of_a_page_are_all_seen_too():
     drawn = draw_lines(*dots)
     widths = re.findall(r'again"><title>.</title><path class="dot" style="stroke-width: (.*?)"', drawn)
     assert widths == ["5.3", "2.7"]  # two thirds and a third of the dot on top
+
+
+def test_every_kind_of_chart_can_stand_on_a_page():
+    def result(value):
+        return {"members": [value], "single": value, "ensemble_mean": value + 1, "oracle": value + 2, "parameters": 5}
+
+    runs = {1: [result(10.0), result(20.0)], 2: [result(30.0)]}
+    drawn = str(svg.draw_chart(outcomes.chart_k(runs, level=("top-4", 35.0))))
+    assert drawn.count('class="dot"') == 3  # the members
+    assert "<title>top-4</title>" in drawn and drawn.count("<title>Oracle</title>") == 3  # the line, and two errors
+    drawn = str(svg.draw_chart(outcomes.chart_splits({"no <layer>": runs[1], "conv1": runs[2]})))
+    assert (
+        drawn.count('<rect class="bar"') == 2 and ">no &lt;layer&gt;</text>" in drawn and "thousand parameters" in drawn
+    )
+    drawn = str(svg.draw_chart(outcomes.chart_answers({"a": (1.0, 2.0), "b": (3.0, 4.0)})))
+    assert [name for name in "ab" if f">{name}</text>" in drawn] == ["a", "b"]

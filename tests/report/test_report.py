@@ -30,7 +30,7 @@ from mheads.report.page import describe, report, several_runs, svg
 from mheads.report.page import html as page
 from mheads.report.page.one_run import make_page, show_saliency
 from mheads.report.page.run_results import tabulate_result
-from mheads.report.page.tree_svg import StageBox, draw_tree, name_members
+from mheads.report.page.stage_tree import box_stages, name_members
 from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
@@ -246,7 +246,7 @@ def test_code_of_the_run_is_called_only_if_it_is_trusted(mheads, tmp_path):
     assert mheads("train", "digits", *given, "-f", folder).code == 0
     assert mheads("report", folder).code == 0
     text = Parsed(folder / "report.html").text
-    assert "none of it was run: if you trust it, give --trust" in text
+    assert "None of it was run. If you trust it, give --trust" in text
     assert "The tree is not drawn" in text
     assert mheads("report", folder, "--trust").code == 0
     found = Parsed(folder / "report.html")
@@ -487,10 +487,17 @@ def test_lines_have_gaps_where_there_is_no_number():
 
 
 def test_many_leaves_that_are_alike_are_drawn_once():
-    stages = {"trunk": StageBox("trunk", ("conv",), tuple(range(40)), tuple(f"b/{m}" for m in range(40)), 5)}
-    stages |= {f"b/{m}": StageBox(f"b/{m}", ("fc",), (m,), (), 7) for m in range(40)}
-    drawn = str(draw_tree(stages, ["trunk"], "3"))
-    assert drawn.count("<rect") == 3 and "members 0 to 39" in drawn
+    nodes = {"trunk": SimpleNamespace(layers=("conv",), members=range(40), children=[f"b/{m}" for m in range(40)])}
+    nodes |= {f"b/{m}": SimpleNamespace(layers=("fc",), members=(m,), children=()) for m in range(40)}
+    (trunk,) = box_stages(nodes, ["trunk"], {"conv": 5, "fc": 7}, {"trunk": 1})
+    assert (trunk.title, trunk.parameters, trunk.note, trunk.colour) == ("trunk", 5, "rank 1", "")
+    (leaf,) = trunk.children
+    assert (leaf.title, leaf.parameters, leaf.note) == ("members 0 to 39", 7, "each with its own")
+    few = {name: node for name, node in nodes.items() if name in ("b/3", "b/9")}
+    assert [(box.title, box.colour) for box in box_stages(few, list(few), {"fc": 7}, {})] == [
+        ("member 3", "s3"),
+        ("member 9", "s1"),
+    ]
     assert [name_members(m) for m in ((3,), (1, 2), (0, 2))] == ["member 3", "members 1 to 2", "members 0, 2"]
 
 

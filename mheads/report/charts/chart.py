@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from mheads.report.charts.overlaps import Hidden, Points, hidden_parts, name_equal_lines
+from mheads.report.charts.overlaps import Hidden, Points, find_hidden_parts, name_equal_lines
 
 NUM_COLOURS = 8  # of members and runs; further ones take them again, dashed
 MANY_MEMBERS = 12  # from here on the lines of members are thin and have no names
@@ -73,8 +73,10 @@ class LineChart:
 
     @property
     def legend(self) -> list[Line]:
-        """The lines that are named."""
-        return [line for line in self.lines if not line.thin] if len(self.lines) > 1 else []
+        """The lines that are named beside the chart, the level among them."""
+        level = [Line(self.level[0], [], [], "faint", "dotted")] if self.level is not None else []
+        lines = [line for line in self.lines if not line.thin and not self.named_points]
+        return [*lines, *level] if len(self.lines) > 1 else []
 
     @property
     def equal_lines(self) -> str:
@@ -82,11 +84,11 @@ class LineChart:
         return name_equal_lines([line.name for line in self.lines], [(line.x, line.y) for line in self.lines])
 
 
-def hidden_lines(lines: Sequence[Line], height: float) -> list[tuple[Line, Hidden]]:
+def find_hidden_lines(lines: Sequence[Line], height: float) -> list[tuple[Line, Hidden]]:
     """The parts of lines that others hide, in a chart whose y axis is so high."""
     joined = [line for line in lines if line.joined]
     points: list[Points] = [(line.x, line.y) for line in joined]
-    return [(joined[part.line], part) for part in hidden_parts(points, height)]
+    return [(joined[part.line], part) for part in find_hidden_parts(points, height)]
 
 
 def spans_decades(lines: Sequence[Line]) -> bool:

@@ -51,7 +51,7 @@ def chart_losses(steps: LogLines) -> LineChart:
         raise UserError(NO_STEP)
     at = [line["iteration"] for line in steps]
     lines = _member_lines(at, [line["member_losses"] for line in steps])
-    if trained := _trained_loss(steps):
+    if trained := _find_trained_loss(steps):
         lines.append(Line(trained[0], at, trained[1], "ink"))
     note = TRAINED if len(lines) > 2 and lines[-1].name == "trained loss" else ""
     chart = LineChart(LOSS.capitalize(), lines, "iteration", LOSS, note=note, size=(4.5, 3.4))
@@ -86,7 +86,7 @@ def _member_lines(at: Sequence[float], values: Sequence[Sequence[float | None]])
     return [Line(f"member {m}", at, [row[m] for row in values], m, thin=many) for m in range(num_members)]
 
 
-def _trained_loss(steps: LogLines) -> tuple[str, list[float]] | None:
+def _find_trained_loss(steps: LogLines) -> tuple[str, list[float]] | None:
     """What the optimizer makes smaller, at each logged step, and what to call it; None in logs that do not have it.
 
     Under MCL that is the winners' losses: it falls while the members' own rise, on examples that are not theirs. Where

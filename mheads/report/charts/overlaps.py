@@ -37,7 +37,7 @@ class Hidden(NamedTuple):
         return 1 - (self.turn + 1) / self.turns
 
 
-def hidden_parts(lines: Sequence[Points], height: float) -> list[Hidden]:
+def find_hidden_parts(lines: Sequence[Points], height: float) -> list[Hidden]:
     """What is hidden of lines that are drawn in this order, in a chart whose y axis is so high."""
     if len(lines) > MOST_LINES:
         return []

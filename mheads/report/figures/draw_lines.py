@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Bbox
 
-from mheads.report.charts.chart import Line, LineChart, Mark, hidden_lines, printable, shorten
+from mheads.report.charts.chart import Line, LineChart, Mark, find_hidden_lines, printable, shorten
 from mheads.report.figures.figure import PALETTE, Figure, label_axes
 
 ROLES = {"ink": "black", "faint": "0.55"}
@@ -138,7 +138,7 @@ def _draw_hidden(panel: Axes, chart: LineChart) -> None:
     """Draws lines that others lie on once more, in wide dashes; the panel has its lines and its range."""
     low, high = np.log10(panel.get_ylim()) if chart.log_scale else panel.get_ylim()
     lines = [line.on_log_scale() if chart.log_scale else line for line in chart.lines]
-    for line, part in hidden_lines(lines, abs(high - low)):
+    for line, part in find_hidden_lines(lines, abs(high - low)):
         offset, dashes = part.dashes
         y = 10 ** np.array(part.y) if chart.log_scale else np.array(part.y)
         style: dict[str, Any] = {"color": _colour(line), "zorder": 4}

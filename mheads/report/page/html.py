@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from markupsafe import Markup
 
 from mheads.common.table import Table
 from mheads.report.charts.chart import HeatMap, LineChart
 from mheads.report.evidence import HardExample
+from mheads.report.page.stage_tree import StageBox
 from mheads.report.page.svg import draw_chart, name_style
 from mheads.report.page.templates import render
 
@@ -46,14 +46,14 @@ class FactList:
 
 
 @dataclass(frozen=True)
-class TreeDrawing:
-    """A drawing that is as wide as it is, and on a small screen at least `least` pixels."""
+class StageTree:
+    """The stages of a network, below an input of this shape."""
 
     title: str
-    svg: Markup
+    shape: str
+    roots: Sequence[StageBox]
     note: str = ""
-    least: int = 0
-    kind: str = "drawing"
+    kind: str = "tree"
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Missing:
     kind: str = "missing"
 
 
-Part = LineChart | HeatMaps | Table | FactList | TreeDrawing | Gallery | Hardest | CodeBlock | Missing
+Part = LineChart | HeatMaps | Table | FactList | StageTree | Gallery | Hardest | CodeBlock | Missing
 
 
 @dataclass(frozen=True)

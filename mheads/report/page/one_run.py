@@ -28,12 +28,12 @@ from mheads.report.page.html import (
     HeatMaps,
     Page,
     Part,
-    TreeDrawing,
+    StageTree,
     thin_out,
 )
 from mheads.report.page.panels import Panel, make_sections
 from mheads.report.page.run_results import tabulate_precisions, tabulate_result
-from mheads.report.page.tree_svg import StageBox, draw_tree
+from mheads.report.page.stage_tree import box_stages
 from mheads.report.saliency.command import describe_energy
 from mheads.report.saliency.members import explain
 from mheads.report.shown_run import ShownRun
@@ -92,28 +92,16 @@ def show_facts(run: ShownRun) -> Sequence[Part]:
 
 
 def show_tree(run: ShownRun) -> Sequence[Part]:
-    net, record = run.net, run.record
-    sizes, tree = net.layer_sizes(), net.tree
-    ranks = record.config.placement if isinstance(record.config.placement, dict) else {}
-    stages = {
-        name: StageBox(
-            name,
-            node.layers,
-            node.members,
-            node.children,
-            sum(sizes[layer] for layer in node.layers),
-            f"rank {ranks[name]}" if name in ranks else "",
-        )
-        for name, node in tree.nodes.items()
-    }
+    net, placement = run.net, run.record.config.placement
+    ranks = placement if isinstance(placement, dict) else {}
+    roots = box_stages(net.tree.nodes, [root.name for root in net.tree.roots], net.layer_sizes(), ranks)
     total, independent = net.num_parameters(), net.num_independent_parameters()
     note = f"{total:,} parameters."
     if independent > total:
         saved = 100 * (1 - total / independent)
         note += f" Independent members would have {independent:,}: sharing saves {saved:.1f} %."
-    drawing = draw_tree(stages, [root.name for root in tree.roots], " × ".join(map(str, record.data.shape)))
-    least = 420 if len(stages) > len(tree.roots) else 0  # several levels are not squeezed until nobody can read them
-    return [TreeDrawing("The tree: which layers are shared by which members", drawing, note, least)]
+    shape = " × ".join(map(str, run.record.data.shape))
+    return [StageTree("The tree: which layers are shared by which members", shape, roots, note)]
 
 
 def show_result(run: ShownRun) -> Sequence[Part]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from markupsafe import Markup
 
-from mheads.report.charts.chart import NUM_COLOURS, Line, LineChart, hidden_lines
+from mheads.report.charts.chart import NUM_COLOURS, Line, LineChart, find_hidden_lines
 from mheads.report.page.templates import render
 
 WIDTH, HEIGHT, LOW_HEIGHT = 520, 300, 150  # of a chart, and of one below another
@@ -27,9 +27,11 @@ def draw_chart(chart: LineChart) -> Markup:
 
 
 def draw_lines(chart: LineChart, height: int = HEIGHT) -> Markup:
-    lines = [_thin_out(line.on_log_scale() if chart.log_scale else line) for line in chart.lines]
-    x0, x1 = chart.x_range or _range([x for line in lines for x in line.x])
-    x0, x1 = (x0, x1) if x1 > x0 else (x0 - 1, x1 + 1)  # one evaluation stands in the middle
+    x0, x1 = chart.x_range or _range([x for line in chart.lines for x in line.x])
+    margin = 0.5 if chart.x_names else 0 if x1 > x0 else 1  # one evaluation stands in the middle
+    x0, x1 = x0 - margin, x1 + margin
+    level = [Line(chart.level[0], [x0, x1], [chart.level[1]] * 2, "faint", "dotted")] if chart.level else []
+    lines = [_thin_out(line.on_log_scale() if chart.log_scale else line) for line in (*chart.lines, *level)]
     low, high = _range([y for line in lines for y in line.y if y is not None and math.isfinite(y)])
     if chart.y_range is not None:
         low, high = chart.y_range[0], high if chart.y_range[1] is None else chart.y_range[1]
@@ -43,12 +45,20 @@ def draw_lines(chart: LineChart, height: int = HEIGHT) -> Markup:
         )
 
     paths = [(name_style(line), line.name, [(kind, "", d) for kind, d in _paths(line, place)]) for line in lines]
-    for line, part in hidden_lines(lines, y1 - y0):
+    for line in lines:
+        spread = zip(line.x, line.y, line.errors, strict=False)  # most lines have no errors
+        errors = [Line("", [x, x], [y - error, y + error]) for x, y, error in spread if y is not None]
+        paths += [(name_style(line), line.name, [("", "", d) for _, d in _paths(error, place)]) for error in errors]
+    for line, part in find_hidden_lines(lines, y1 - y0):
         offset, dashes = part.dashes
         dashed = f"stroke-dasharray: {dashes[0]} {dashes[1]}; stroke-dashoffset: {offset}"
         style = dashed if len(part.x) > 1 else f"stroke-width: {round(DOT * part.size, 1)}"
         ((kind, d),) = _paths(replace(line, x=part.x, y=part.y), place)
         paths.append((f"{name_style(line)} again", line.name, [(kind, style, d)]))
+    ticks: list[tuple[float, str]] = [(x, _number(x)) for x in _ticks(x0, x1) if x0 <= x <= x1]
+    if chart.x_names:
+        ticks = [(float(x), name) for x, name in enumerate(chart.x_names)]
+    bars = chart.bars[1] if chart.bars else ()
     return render(
         "line_chart.svg",
         chart=chart,
@@ -56,7 +66,9 @@ def draw_lines(chart: LineChart, height: int = HEIGHT) -> Markup:
         height=height,
         text=f"{chart.y_label} against {chart.x_label}. {_describe(chart.lines)}",
         rules=[(*place(x0, y), f"{10**y:.6g}" if chart.log_scale else _number(y)) for y in rules],
-        ticks=[(*place(x, y0), _number(x)) for x in _ticks(x0, x1) if x0 <= x <= x1],
+        ticks=[(*place(x, y0), name) for x, name in ticks],
+        bars=[(*place(x - 0.3, y0 + bar / max(bars) * (y1 - y0)), *place(x + 0.3, y0)) for x, bar in enumerate(bars)],
+        points=[(*place(line.x[0], line.y[0] or 0), line.name) for line in chart.lines if chart.named_points],
         left=LEFT,
         right=WIDTH - RIGHT,
         middle=(height - BOTTOM + TOP) / 2,
@@ -90,10 +102,10 @@ def _paths(line: Line, place: Place) -> list[tuple[str, str]]:
     """A class and a path for each part of the line without a gap; a lone point is drawn as a dot."""
     parts: list[list[str]] = [[]]
     for x, y in zip(line.x, line.y, strict=True):
+        if y is None or not math.isfinite(y) or not line.joined:
+            parts.append([])
         if y is not None and math.isfinite(y):
             parts[-1].append("{} {}".format(*place(x, y)))
-        elif parts[-1]:
-            parts.append([])
     return [
         ("" if len(points) > 1 else "dot", f"M{points[0]}L{' '.join(points[1:] or points)}")
         for points in parts

@@ -34,25 +34,19 @@ def saliency(
     other = None if beside is None else load(beside, trust=trust, warn=watch.warn)
     with telling(watch):
         if images:
-            saliency_maps = explain_files(run, images, layer, other, resize)
+            result = explain_files(run, images, layer, other, resize)
         else:
-            saliency_maps = explain(run, None, count, by, layer, other, sample, watch)
+            result = explain(run, None, count, by, layer, other, sample, watch)
     output = output or path / "saliency.png"
-    save(saliency_maps.figure(), output)
-    if not saliency_maps.guided:
+    save(result.figure(), output)
+    if not result.guided:
         where = f"no ReLU comes before {layer}" if layer else "there is a network without ReLU"
         watch.say(f"{where}: its maps are plain gradients")
-    if saliency_maps.energy is not None:
-        count = saliency_maps.energy.examples
-        watch.say(
-            describe_energy(saliency_maps.energy, "the image shown" if count == 1 else f"the {count} images shown")
-        )
-    if saliency_maps.sample is not None:
-        watch.say(
-            describe_energy(
-                saliency_maps.sample, f"{saliency_maps.sample.examples:,} examples that training evaluated on"
-            )
-        )
+    if result.energy is not None:
+        count = result.energy.examples
+        watch.say(describe_energy(result.energy, "the image shown" if count == 1 else f"the {count} images shown"))
+    if result.sample is not None:
+        watch.say(describe_energy(result.sample, f"{result.sample.examples:,} examples that training evaluated on"))
     return output
 
 

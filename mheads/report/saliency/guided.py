@@ -43,10 +43,10 @@ def backprop(
     if x.dtype in (torch.int32, torch.int64):
         raise UserError("tokens have no gradient: saliency is for images and other numbers")
     like = _parameter(network)
-    with torch.inference_mode(False), torch.enable_grad(), in_eval_mode([network]), _kept(network, layer) as kept:
+    with torch.inference_mode(False), torch.enable_grad(), in_eval_mode([network]), _keep(network, layer) as kept:
         start = x.detach().to(like.device, like.dtype, copy=True).requires_grad_()
-        given = start.clone()  # which a network may write into
-        output = network(given) if side is None else network(given, side)
+        inputs = start.clone()  # which a network may write into
+        output = network(inputs) if side is None else network(inputs, side)
         scores = _scores(output, target) if layer is None else _strongest(kept, network, layer, len(x))
         if scores.grad_fn is None:
             raise UserError(f"{type(network).__name__} gives no gradient: is there a no_grad or a detach in it?")
@@ -85,10 +85,10 @@ def _strongest(kept: list[Any], network: nn.Module, layer: str, count: int) -> T
         inside = [f"{layer}.{name}" for name, _ in network.get_submodule(layer).named_modules() if name]
         hint = f"give a layer in it, such as {inside[-1]}" if inside else "give another"
         raise UserError(f"layer {layer!r} is not called by itself in this network: {hint}")
-    found = nested_values.leaves(kept[-1])[0]
-    if not found.is_floating_point() or found.shape[:1] != (count,):
-        raise UserError(f"layer {layer!r} gives {tuple(found.shape)} for {count} examples: give another layer")
-    units = found.reshape(count, -1)
+    activations = nested_values.leaves(kept[-1])[0]
+    if not activations.is_floating_point() or activations.shape[:1] != (count,):
+        raise UserError(f"layer {layer!r} gives {tuple(activations.shape)} for {count} examples: give another layer")
+    units = activations.reshape(count, -1)
     # The first of several that are equal; `amax` would share the gradient out among them.
     return units.gather(1, units.argmax(1, keepdim=True))[:, 0]
 
@@ -104,11 +104,11 @@ def find_layer(network: nn.Module, layer: str) -> nn.Module:
 
 
 @contextmanager
-def _kept(network: nn.Module, layer: str | None) -> Iterator[list[Any]]:
-    """What a layer gives while the network runs in this thread."""
-    found: list[Any] = []
+def _keep(network: nn.Module, layer: str | None) -> Iterator[list[Any]]:
+    """The outputs of a layer while the network runs in this thread."""
+    outputs: list[Any] = []
     if layer is None:
-        yield found
+        yield outputs
         return
     module = find_layer(network, layer)
     thread = threading.get_ident()
@@ -116,23 +116,23 @@ def _kept(network: nn.Module, layer: str | None) -> Iterator[list[Any]]:
     def keep(_: nn.Module, args: Any, output: Any) -> Any:
         if threading.get_ident() != thread:
             return None
-        found.append(output)
+        outputs.append(output)
         return nested_values.map_leaves(torch.clone, output)  # what follows may write into it
 
     handle = module.register_forward_hook(keep)
     try:
-        yield found
+        yield outputs
     finally:
         handle.remove()
 
 
 def _nodes(end: Node) -> set[Node]:
     """All nodes of the graph that ends here."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     ahead = [end]
     while ahead:
         node = ahead.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             ahead += [before for before, _ in node.next_functions if before is not None]
-    return found
+    return nodes

@@ -84,7 +84,7 @@ class Saliency:
     def figure(self) -> Figure:
         count = 3 if self.maps.shape[2] >= 3 else 1
         maps = self.maps[:, :, :count].transpose(0, 1, 3, 4, 2)
-        shown = _shown_columns(self.columns, self.owners)
+        shown = _choose_columns(self.columns, self.owners)
         owners = np.array([shown.index(k) if k in shown else -1 for k in self.owners])
         note = [self.caption] if self.caption else []
         if len(shown) < len(self.columns):
@@ -95,7 +95,7 @@ class Saliency:
         )
 
 
-def _shown_columns(columns: Sequence[str], owners: np.ndarray) -> list[int]:
+def _choose_columns(columns: Sequence[str], owners: np.ndarray) -> list[int]:
     """The first column, and those that own most of the images."""
     owned = Counter(owners.tolist())
     order = sorted(range(1, len(columns)), key=lambda k: -owned[k])
@@ -122,7 +122,7 @@ def explain(
     """
     if by not in BY:
         raise UserError(f"--by {by}: there are {' and '.join(BY)}")
-    _check(run, beside, layer)
+    check_runs(run, beside, layer)
     watch = watch or Silent()
     split, where = _split(run, examples)
     targets = torch.from_numpy(np.array(split.targets))
@@ -143,20 +143,20 @@ def explain(
         wide = energy_of(run, split, some, owners[some], layer, watch)
     raw, side = split.read(rows, None), split.read_targets(rows, None).side
     caption = f"Below each map: the probability of the true class.{where}"
-    return _explained(run, raw, labels[rows], outputs[:, rows], owners[rows], layer, beside, wide, caption, side)
+    return _make_saliency(run, raw, labels[rows], outputs[:, rows], owners[rows], layer, beside, wide, caption, side)
 
 
 def explain_files(
     run: Run, files: Sequence[Path], layer: str | None = None, beside: Run | None = None, resize: bool = False
 ) -> Saliency:
     """Of images in files; the class is the one that the ensemble answers."""
-    _check(run, beside, layer)
+    check_runs(run, beside, layer)
     pixels = np.stack([read_image(file, run, resize) for file in files])
     outputs = run.predict(pixels).double()
     targets = run.data.problem.mean(outputs).argmax(-1)
     raw = torch.from_numpy(pixels).permute(0, 2, 3, 1)
     caption = "Below each map: the probability of the class that the ensemble answers."
-    return _explained(run, raw, targets, outputs, _owners(run, outputs, targets), layer, beside, None, caption)
+    return _make_saliency(run, raw, targets, outputs, _owners(run, outputs, targets), layer, beside, None, caption)
 
 
 def _split(run: Run, examples: Any) -> tuple[Split, str]:
@@ -208,15 +208,15 @@ def maps_of(
     x = run.data.inputs(raw, run.net.dtype)
     rows = rows_of(x.shape[1:])
     parts = [slice(start, start + rows) for start in range(0, len(x), rows)]
-    found, guided = [], True
+    gradients, guided = [], True
     for m in range(run.net.num_members) if members is None else members:
         network = run.net.member(m)
         for part in parts:
             cut = nested_values.map_leaves(lambda value, part=part: value[part], side) if side else None
             gradient, relus = backprop(network, x[part], targets[part] if layer is None else None, layer, cut)
-            found.append(gradient.float().cpu().numpy())
+            gradients.append(gradient.float().cpu().numpy())
             guided = guided and relus
-    maps = np.concatenate(found).reshape(-1, *x.shape)
+    maps = np.concatenate(gradients).reshape(-1, *x.shape)
     return maps[:, :, ::-1] if run.data.preprocess.bgr else maps, guided
 
 
@@ -234,16 +234,16 @@ def energy_of(
 ) -> Energy:
     """The energy of owners [N] and others on these rows of a split."""
     batch = rows_of(examples.shape)
-    found = []
+    batches = []
     with (watch or Silent()).evaluating(len(rows)) as advance:
         for start in range(0, len(rows), batch):
             some = rows[start : start + batch]
             targets = run.data.problem.group(torch.from_numpy(examples.targets[some]))
             side = examples.read_targets(some, None).side
             maps, _ = maps_of(run, examples.read(some, None), targets, layer, side=side)
-            found.append(energies(maps))
+            batches.append(energies(maps))
             advance(len(some))
-    return Energy.of(np.concatenate(found, 1), owners)
+    return Energy.of(np.concatenate(batches, 1), owners)
 
 
 def energies(maps: np.ndarray) -> np.ndarray:
@@ -252,7 +252,7 @@ def energies(maps: np.ndarray) -> np.ndarray:
     return means
 
 
-def _explained(
+def _make_saliency(
     run: Run,
     raw: Tensor,
     targets: Tensor,
@@ -306,21 +306,20 @@ def _pictures(run: Run, raw: Tensor) -> np.ndarray:
     return np.clip((pixels - low) / max(high - low, 1e-12), 0, 1)
 
 
-def _check(run: Run, beside: Run | None, layer: str | None) -> None:
-    """Refuses what has no images, no classes or no such layer, and runs that do not go together."""
-    for one in (run, beside):
-        if one is None:
-            continue
-        if not is_single_label(one.data.problem):
-            raise UserError(f"{one.folder} is {one.data.problem.name}: saliency is about the scores of classes")
-        if len(one.data.shape) != 3:
-            raise UserError(f"{one.folder} was trained on examples of shape {one.data.shape}, not on images")
+def check_runs(run: Run, beside: Run | None, layer: str | None) -> None:
+    """Raises for runs without images, classes or such a layer, and for runs that do not go together."""
+    for each in (run,) if beside is None else (run, beside):
+        data = each.data
+        if not is_single_label(data.problem):
+            raise UserError(f"{each.folder} is {data.problem.name}: saliency is about the scores of classes")
+        if len(data.shape) != 3:
+            raise UserError(f"{each.folder} was trained on examples of shape {data.shape}, not on images")
+        if data.shape != run.data.shape:
+            raise UserError(
+                f"{each.folder} was trained on images of shape {data.shape}, {run.folder} on {run.data.shape}: "
+                "give a run on the same images beside it"
+            )
+        if data.problem.groups != run.data.problem.groups:
+            raise UserError(f"{each.folder} and {run.folder} have other classes: give a run of the same beside it")
         if layer is not None:
-            find_layer(one.net.member(0), layer)
-    if beside is not None and beside.data.shape != run.data.shape:
-        raise UserError(
-            f"{beside.folder} was trained on images of shape {beside.data.shape}, {run.folder} on {run.data.shape}: "
-            "give a run on the same images beside it"
-        )
-    if beside is not None and beside.data.problem.groups != run.data.problem.groups:
-        raise UserError(f"{beside.folder} and {run.folder} have other classes: give a run of the same beside it")
+            find_layer(each.net.member(0), layer)

@@ -3,13 +3,11 @@
 A description is plain data, kept readable in the run folder:
 
     structure(network)   {"conv2": "Conv2d(16, 32, kernel_size=(3, 3), stride=(1, 1)); weight float32[32, 16, 3, 3]"}
-    code(factory)        {"my_nets:small": {"code": "3.11 9f86d081884c7d65", "source": [...], "values": {"K": "16"}}}
+    code(factory)        {"my_nets:small": {"source": ["def small():", ...], "values": {"K": "16"}}}
 
 `code` follows what the user's own functions and classes use: other functions and classes of theirs, global constants,
-what closures and partials hold. It is the digest of the instructions, which comments and docstrings do not
-change, and which says what runs even if the file was edited since. They depend on Python's version: between two of
-them the source, without comments and docstrings, is compared instead. Torch, mheads and installed packages are not
-followed.
+what closures and partials hold. Each is its source without comments and docstrings, or the digest of its instructions
+where there is no source (`"code": "3.11 9f86d081884c7d65"`). Torch, mheads and installed packages are not followed.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from torch.nn.parameter import is_lazy
 
 Code = dict[str, dict[str, Any]]
 _PARSER = threading.Lock()  # Python 3.11 counts the depth of its parser for all threads together
-_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _ARGUMENTS = "arguments of "  # of a partial
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -49,79 +46,72 @@ def structure(network: nn.Module) -> dict[str, str]:
 
 def _module(module: nn.Module) -> str:
     try:
-        said = re.sub(r"0x[0-9a-f]+", "0x", module.extra_repr())  # addresses differ from process to process
+        options = re.sub(r"0x[0-9a-f]+", "0x", module.extra_repr())  # addresses differ from process to process
     except Exception as error:  # the user's module may raise anything, and need not be printed
-        said = type(error).__name__
-    parts = [f"{type(module).__name__}({said})"]
+        options = type(error).__name__
+    parts = [f"{type(module).__name__}({options})"]
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
             shape = "" if is_lazy(tensor) else list(tensor.shape)
             fixed = " fixed" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
             parts.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}{shape}{fixed}")
     if _own(type(module).__module__):
-        found = {name: _value(value) for name, value in vars(module).items() if name[0] != "_" and name != "training"}
-        parts += [f"{name}={value}" for name, value in found.items() if value is not None]
+        own = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "training"}
+        parts += [f"{name}={value}" for name, value in _values(own).items()]
     return "; ".join(parts)
 
 
 def code(*roots: Any) -> Code:
     """Describes functions, classes, modules and partials, and the user's code that they use."""
-    found: Code = {}
+    entries: Code = {}
     seen: list[Any] = []  # keeps objects alive, so that no id is used twice
-
-    def add(name: str, entry: dict[str, Any]) -> None:
-        numbered = (name if n == 1 else f"{name} ({n})" for n in range(1, len(found) + 2))
-        found[next(key for key in numbered if key not in found)] = {k: v for k, v in entry.items() if v}
 
     def walk(thing: Any) -> None:
         if any(thing is other for other in seen):
             return
         seen.append(thing)
-        if isinstance(thing, functools.partial):
-            held = {str(i): value for i, value in enumerate(thing.args)} | thing.keywords
-            add(f"{_ARGUMENTS}{_name(thing.func)}", {"values": _values(held, mutable=True)})
-            for inner in (thing.func, *held.values()):
-                walk(inner)
-        elif isinstance(thing, types.MethodType):
-            walk(thing.__func__)
-            walk(thing.__self__)
-        elif isinstance(thing, types.FunctionType | functools._lru_cache_wrapper):
-            wrapped = inspect.unwrap(thing)
-            if wrapped is not thing:
-                walk(wrapped)
-            if isinstance(thing, types.FunctionType) and _own(thing.__module__):
-                values, inner = _surroundings(thing)
-                add(_name(thing), {"code": _digest([thing]), "source": _source(thing), "values": values})
-                for other in inner:
-                    walk(other)
-        elif isinstance(thing, type):
-            if _own(thing.__module__):
-                methods = _methods(thing)
-                constants = {k: v for k, v in vars(thing).items() if not k.startswith("__")}
-                surroundings = [_surroundings(method) for method in methods]
-                values = _values(constants)
-                for found_there, _ in surroundings:
-                    values |= found_there
-                add(_name(thing), {"code": _digest(methods), "source": _source(thing), "values": values})
-                for other in (*thing.__bases__, *(other for _, inner in surroundings for other in inner)):
-                    walk(other)
-        elif isinstance(thing, nn.Module):
-            for kind in dict.fromkeys(type(module) for module in thing.modules()):
-                walk(kind)
-        elif _own(type(thing).__module__) and not isinstance(thing, types.ModuleType):
-            fixed = {k: v for k, v in getattr(thing, "__dict__", {}).items() if k not in _assigned(type(thing))}
-            add(f"a {_name(type(thing))}", {"values": _values(fixed)})
-            for inner in (type(thing), *fixed.values()):
-                walk(inner)
+        if isinstance(thing, types.FunctionType | functools._lru_cache_wrapper):
+            walk(inspect.unwrap(thing))  # before its wrapper, which has the same name
+        name, entry, used = _describe(thing)
+        if entry is not None:
+            numbered = (name if n == 1 else f"{name} ({n})" for n in range(1, len(entries) + 2))
+            entries[next(key for key in numbered if key not in entries)] = {k: v for k, v in entry.items() if v}
+        for part in used:
+            walk(part)
 
     for root in roots:
         walk(root)
-    return found
+    return entries
 
 
-def of_partial(found: Code) -> bool:
+def _describe(thing: Any) -> tuple[str, dict[str, Any] | None, list[Any]]:
+    """The name and the entry of something, None if it is not the user's own, and what it uses."""
+    if isinstance(thing, functools.partial):
+        held = {str(i): value for i, value in enumerate(thing.args)} | thing.keywords
+        return f"{_ARGUMENTS}{_name(thing.func)}", {"values": _values(held, mutable=True)}, [thing.func, *held.values()]
+    if isinstance(thing, types.MethodType):
+        return "", None, [thing.__func__, thing.__self__]
+    if isinstance(thing, types.FunctionType) and _own(thing.__module__):
+        values, used = _surroundings(thing)
+        return _name(thing), {**_text_of(thing, [thing]), "values": values}, used
+    if isinstance(thing, type) and _own(thing.__module__):
+        methods = _methods(thing)
+        values, used = _values({k: v for k, v in vars(thing).items() if not k.startswith("__")}), [*thing.__bases__]
+        for values_of_method, used_by_method in map(_surroundings, methods):
+            values |= values_of_method
+            used += used_by_method
+        return _name(thing), {**_text_of(thing, methods), "values": values}, used
+    if isinstance(thing, nn.Module):
+        return "", None, list(dict.fromkeys(type(module) for module in thing.modules()))
+    if _own(type(thing).__module__) and not isinstance(thing, types.ModuleType | type):
+        fixed = {k: v for k, v in getattr(thing, "__dict__", {}).items() if k not in _assigned(type(thing))}
+        return f"a {_name(type(thing))}", {"values": _values(fixed)}, [type(thing), *fixed.values()]
+    return "", None, []
+
+
+def is_partial(description: Code) -> bool:
     """Whether what was described is a partial, and not a function that uses one."""
-    return next(iter(found), "").startswith(_ARGUMENTS)
+    return next(iter(description), "").startswith(_ARGUMENTS)
 
 
 def modules(*roots: Any) -> dict[str, str]:
@@ -129,26 +119,22 @@ def modules(*roots: Any) -> dict[str, str]:
 
     Of a network the seed decides that; of a loss nothing else does.
     """
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     usual = set(vars(nn.Module()))
-
-    def walk(thing: Any) -> None:
+    waiting = list(reversed(roots))
+    while waiting:
+        thing = waiting.pop()
         if isinstance(thing, functools.partial):
-            for inner in (thing.func, *thing.args, *thing.keywords.values()):
-                walk(inner)
+            waiting += reversed((thing.func, *thing.args, *thing.keywords.values()))
         elif isinstance(thing, nn.Module):
             kind = type(thing).__name__
             for name, module in thing.named_modules():
                 held = _values({k: v for k, v in vars(module).items() if k not in usual}, mutable=True)
-                said = ", ".join(f"{key}={value}" for key, value in held.items())
-                found[f"{kind}.{name}" if name else kind] = f"{type(module).__name__}({said})"
-            tensors = {**dict(thing.named_parameters()), **dict(thing.named_buffers())}
-            if tensors:
-                found[f"tensors of {kind}"] = weights(tensors)
-
-    for root in roots:
-        walk(root)
-    return found
+                options = ", ".join(f"{key}={value}" for key, value in held.items())
+                lines[f"{kind}.{name}" if name else kind] = f"{type(module).__name__}({options})"
+            if tensors := {**dict(thing.named_parameters()), **dict(thing.named_buffers())}:
+                lines[f"tensors of {kind}"] = weights(tensors)
+    return lines
 
 
 def weights(tensors: Mapping[str, Tensor]) -> str:
@@ -234,7 +220,10 @@ def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
             yield from _instructions(instruction.argval)
 
 
-def _digest(functions: list[types.FunctionType]) -> str:
+def _text_of(thing: Any, functions: list[types.FunctionType]) -> dict[str, Any]:
+    """The source of a function or class; where there is none, the digest of the instructions of its functions."""
+    if source := _source(thing):
+        return {"source": source}
     lines = []
     for function in sorted(functions, key=lambda f: f.__qualname__):
         lines.append(function.__qualname__)
@@ -245,7 +234,8 @@ def _digest(functions: list[types.FunctionType]) -> str:
             elif isinstance(value, frozenset):
                 value = sorted(map(repr, value))  # whose order differs from process to process
             lines.append(f"{i.opname} {value!r}")
-    return f"{_PYTHON} {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return {"code": f"{sys.version_info.major}.{sys.version_info.minor} {digest}"}
 
 
 def _source(thing: Any) -> list[str]:
@@ -301,8 +291,8 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
             if there.get(key) != now.get(key):
                 lines.append(f"{key} of the {what}: {there.get(key)} there, {now.get(key)} now")
         if there.get("iterations") != now.get("iterations"):
-            there_now = [f"{one.get('iterations', 'no')} iterations" for one in (there, now)]
-            lines.append(f"the {what} follows a schedule of {there_now[0]} there, of {there_now[1]} now")
+            lengths = [f"{part.get('iterations', 'no')} iterations" for part in (there, now)]
+            lines.append(f"the {what} follows a schedule of {lengths[0]} there, of {lengths[1]} now")
         layers, layers_now = there.get("layers", {}), now.get("layers", {})
         for name in dict.fromkeys([*layers, *layers_now]):
             before, after = layers.get(name, "nothing"), layers_now.get(name, "nothing")
@@ -344,8 +334,9 @@ def _code_differences(old: Code, new: Code) -> list[str]:
 
 
 def _same_code(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    one: str = before.get("code", "")
-    other: str = after.get("code", "")
-    if one.split()[:1] == other.split()[:1]:
-        return one == other
-    return before.get("source") == after.get("source")  # of another version of Python
+    if "source" in before and "source" in after:
+        return bool(before["source"] == after["source"])
+    if "code" in before and "code" in after:
+        versions = [entry["code"].partition(" ")[0] for entry in (before, after)]
+        return bool(before["code"] == after["code"]) or versions[0] != versions[1]  # which cannot be compared
+    return not {"source", "code"} & (before.keys() | after.keys())  # of a partial or an object only values count

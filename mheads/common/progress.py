@@ -2,100 +2,97 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mheads.common.errors import warn
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
 
     from mheads.problems import Result
 
 
-class Watcher(Protocol):
-    """Is told of the progress of training."""
+class Watcher:
+    """Is told of the progress of training, and shows nothing of it but warnings."""
 
-    def built(self, folder: Path) -> None: ...
-    def training(self, total: int, done: int) -> AbstractContextManager[None]: ...
-    def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None: ...
-    def evaluating(self, examples: int) -> AbstractContextManager[Callable[[int], None]]: ...
-    def evaluated(self, step: int, result: Result) -> None: ...
-    def resumed(self, step: int, total: int) -> None: ...
-    def finished(self, folder: Path) -> None: ...
-    def say(self, message: str) -> None: ...
-    def warn(self, message: str) -> None: ...
-
-
-class Silent:
-    """Shows nothing but warnings."""
-
-    def built(self, folder: Path) -> None:
-        pass
+    def on_build(self, folder: Path) -> None:
+        """The experiment is built, and goes into this folder."""
 
     def training(self, total: int, done: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
-        pass
+        """A step is done, at this learning rate."""
 
     def evaluating(self, examples: int) -> AbstractContextManager[Callable[[int], None]]:
         return nullcontext(lambda count: None)
 
-    def evaluated(self, step: int, result: Result) -> None:
-        pass
+    def on_evaluation(self, step: int, result: Result) -> None:
+        """The ensemble was evaluated."""
 
-    def resumed(self, step: int, total: int) -> None:
-        pass
+    def on_resume(self, step: int, total: int) -> None:
+        self.say(f"resuming at iteration {step} of {total}")
 
-    def finished(self, folder: Path) -> None:
-        pass
+    def on_finished(self, folder: Path) -> None:
+        """The run in the folder is finished already."""
 
     def say(self, message: str) -> None:
-        pass
+        """Shows a message."""
 
     def warn(self, message: str) -> None:
         warn(message)
 
 
+class Silent(Watcher):
+    """Shows nothing but warnings."""
+
+
 @contextmanager
 def telling(watch: Watcher) -> Iterator[None]:
     """Inside, Python's warnings go to the watcher."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    for warning in said:
+    for warning in caught:
         watch.warn(str(warning.message))
 
 
-class Terminal:
+def step_bar(console: Console, *columns: ProgressColumn, show: bool = True) -> Progress:
+    """A bar of steps with a label, these columns and a text behind it; only a terminal shows it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.table import Column
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24 if console.width >= 110 else 6),
+        MofNCompleteColumn(),
+        *columns,
+        TextColumn("{task.fields[info]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+        console=console,
+        transient=True,
+        refresh_per_second=4,
+        disable=not (show and console.is_terminal),
+    )
+
+
+class Terminal(Watcher):
     """A progress bar, and a line for each evaluation; with `folder`, one that says where the run is."""
 
     def __init__(self, console: Console, label: str = "train", bar: bool = True, folder: bool = False) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.table import Column
+        from rich.progress import TimeRemainingColumn
 
-        self.console = console
-        self.label = label
-        self._folder = folder
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24 if console.width >= 110 else 6),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[info]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            console=console,
-            transient=True,
-            refresh_per_second=4,
-            disable=not (bar and console.is_terminal),
-        )
+        self.console, self.label, self._folder = console, label, folder
+        self._bar = step_bar(console, TimeRemainingColumn(compact=True), show=bar)
 
-    def built(self, folder: Path) -> None:
+    def on_build(self, folder: Path) -> None:
         if self._folder:
             self.say(f"run folder {folder}")
 
@@ -109,10 +106,10 @@ class Terminal:
 
     def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
         if self._bar.disable:
-            self._foretell(step)
+            self._say_duration(step)
         self._bar.update(self._task, completed=step, info=step_line(loss, rate, self._pace.add(images), shares))
 
-    def _foretell(self, step: int) -> None:
+    def _say_duration(self, step: int) -> None:
         """Says in one line how long training will take, if no bar is shown and it takes more than a minute."""
         done, began = self._first
         if step - done == 3:  # the first steps are the slowest
@@ -133,15 +130,11 @@ class Terminal:
             if not running:
                 self._bar.stop()
 
-    def evaluated(self, step: int, result: Result) -> None:
+    def on_evaluation(self, step: int, result: Result) -> None:
         self.say(evaluation_line(step, result))
 
-    def resumed(self, step: int, total: int) -> None:
-        self.say(f"resuming at iteration {step} of {total}")
-
-    def finished(self, folder: Path) -> None:
-        text = f"{folder} is finished: nothing to do (give more optim.iterations to go on)"
-        self.say(text)
+    def on_finished(self, folder: Path) -> None:
+        self.say(f"{folder} is finished: nothing to do (give more optim.iterations to go on)")
 
     def say(self, message: str) -> None:
         self.console.print(message, highlight=False, markup=False, soft_wrap=True)
@@ -150,7 +143,7 @@ class Terminal:
         self.console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
-class Notebook:
+class Notebook(Watcher):
     """A bar and the evaluations so far, in the output of the cell."""
 
     def __init__(self, label: str = "train") -> None:
@@ -165,24 +158,21 @@ class Notebook:
 
     def _repr_html_(self) -> str:
         """What the cell shows: the bar, a table of the evaluations, and the messages."""
-        found = [{"iteration": f"{step:,}", **result.headline()} for step, result in self._evaluations]
-        rows = "".join(f"<tr>{''.join(f'<td>{text}</td>' for text in row.values())}</tr>" for row in found)
-        head = "".join(f"<th>{name}</th>" for name in found[0]) if found else ""
+        evaluations = [{"iteration": f"{step:,}", **result.headline()} for step, result in self._evaluations]
+        rows = "".join(f"<tr>{''.join(f'<td>{text}</td>' for text in row.values())}</tr>" for row in evaluations)
+        head = "".join(f"<th>{name}</th>" for name in evaluations[0]) if evaluations else ""
         table = f"<table><tr>{head}</tr>{rows}</table>" if rows else ""
         return "".join(f"<div>{escape(line)}</div>" for line in self._lines) + self._bar + table
 
     def __repr__(self) -> str:
         """What is shown where the output is plain text, as in a console or a saved log."""
-        return "\n".join([*self._lines, *(evaluation_line(*found) for found in self._evaluations)]) or self.label
+        return "\n".join([*self._lines, *(evaluation_line(*pair) for pair in self._evaluations)]) or self.label
 
     def _show(self, at_once: bool = True) -> None:
         now = time.monotonic()
         if at_once or now - self._shown_at > 0.25:  # a browser need not redraw every step
             self._shown_at = now
             self._output.update(self)
-
-    def built(self, folder: Path) -> None:
-        pass
 
     @contextmanager
     def training(self, total: int, done: int) -> Iterator[None]:
@@ -201,17 +191,11 @@ class Notebook:
         self._bar = f"<progress value={step} max={self._total}></progress> {escape(line)}"
         self._show(at_once=False)
 
-    def evaluating(self, examples: int) -> AbstractContextManager[Callable[[int], None]]:
-        return nullcontext(lambda count: None)
-
-    def evaluated(self, step: int, result: Result) -> None:
+    def on_evaluation(self, step: int, result: Result) -> None:
         self._evaluations.append((step, result))
         self._show()
 
-    def resumed(self, step: int, total: int) -> None:
-        self.say(f"resuming at iteration {step} of {total}")
-
-    def finished(self, folder: Path) -> None:
+    def on_finished(self, folder: Path) -> None:
         self.say(f"{folder} is finished: nothing to do (give more iterations to go on)")
 
     def say(self, message: str) -> None:
@@ -245,16 +229,12 @@ def evaluation_line(step: int, result: Result) -> str:
 
 def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook, whose cells show HTML."""
-    import sys
-
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
 def watcher(show: bool | None) -> Watcher:
     """Where the progress of Python calls is shown: a notebook's cell, a terminal, or nowhere if nobody looks."""
-    import sys
-
     if show is None:
         show = in_notebook() or sys.stderr.isatty()
     if not show:

@@ -8,16 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Column
 
 from mheads.common.number_words import duration
-from mheads.common.progress import Pace, Silent, step_line
+from mheads.common.progress import Pace, Watcher, step_bar, step_line
 from mheads.problems.baselines import top
 from mheads.suites.jobs import SuiteJob
 
 
-class Overview(Silent):
+class Overview(Watcher):
     """Watches each run. Without a terminal it shows one line for each finished run."""
 
     def __init__(self, console: Console, label: str, jobs: list[SuiteJob]) -> None:
@@ -26,16 +24,7 @@ class Overview(Silent):
         self._left = sum(job.total - job.steps_done() for job in jobs)  # steps of all runs
         self._done = 0  # runs
         self._seconds, self._steps = 0.0, 0  # what steps have taken so far
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24 if console.width >= 110 else 6),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[info]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            console=console,
-            transient=True,
-            refresh_per_second=4,
-            disable=not console.is_terminal,
-        )
+        self._bar = step_bar(console)
 
     def begin(self, job: SuiteJob) -> None:
         self._name = job.name
@@ -68,6 +57,9 @@ class Overview(Silent):
         if self.console.width >= 110:  # else there is room for the bar alone
             info += f", {step_line(loss, rate, pace, shares)}"
         self._bar.update(self._task, completed=step, info=info)
+
+    def on_resume(self, step: int, total: int) -> None:
+        pass
 
     def say(self, message: str) -> None:
         self.console.print(message, markup=False, soft_wrap=True)

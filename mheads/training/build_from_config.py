@@ -110,7 +110,7 @@ def build_net_of_run(
                 )
             _add_to_path(where, config.model)
         network_factory = make_network_factory(
-            config, as_partial=fingerprint.of_partial(folder.read_identity()["network"]["code"])
+            config, as_partial=fingerprint.is_partial(folder.read_identity()["network"]["code"])
         )
     elif config.loss.name == "scored":
         network_factory = with_scores(network_factory)

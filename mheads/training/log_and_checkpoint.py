@@ -88,7 +88,7 @@ class Recorder:
                 checkpoints.drop_after(state.step)
                 folder.write_assignments(state.history.arrays())
                 folder.write_config(config)  # more iterations, say
-                self.watch.resumed(state.step, state.total)
+                self.watch.on_resume(state.step, state.total)
             folder.manifest.forget(folder.metrics)  # until its last line is written
             board = Board(folder.path, state.step) if self.options.tensorboard else None
             self.log = MetricsLog(folder.metrics, state.log, self.watch.warn, board)
@@ -162,7 +162,7 @@ class Recorder:
         self.folder.write_assignments(self.state.history.arrays())
         split = self.experiment.evaluated_on
         log.write({"iteration": self.state.step, "split": split, "result": result.to_dict()})
-        self.watch.evaluated(self.state.step, result)
+        self.watch.on_evaluation(self.state.step, result)
 
 
 def _open_folder(
@@ -192,7 +192,7 @@ def _open_folder(
     if opened["finished"]:
         for path, problem in checkpoints.damages().items():
             watch.warn(damaged(path, problem))
-        watch.finished(folder.path)
+        watch.on_finished(folder.path)
         return opened, {}
     if steps and steps[0] > total:
         watch.warn(f"iteration {total} is to be the last: checkpoints after it are removed")

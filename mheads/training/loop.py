@@ -42,7 +42,7 @@ def train_config(
     """Trains the run of a config; parts that do not fit each other raise before anything is written."""
     with telling(watcher):
         experiment = build(config)
-    watcher.built(folder.path)
+    watcher.on_build(folder.path)
     return train(experiment, folder, watcher)
 
 

@@ -250,6 +250,7 @@ def test_another_version_of_python_is_compared_by_source():
     assert changes(there, {name: entry}) == []
     changed = {name: {**there[name], "source": [*entry["source"], "    pass"]}}
     assert len(changes(changed, {name: entry})) == 1
+    assert changes(fingerprint.code(functools.partial(small, 3)), fingerprint.code(functools.partial(small, 3))) == []
 
 
 def test_ranks_know_the_whole_network_and_resume_what_one_process_began(tmp_path, mheads):

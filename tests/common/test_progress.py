@@ -22,7 +22,7 @@ def shown(monkeypatch):
             for step in range(1, min(total, 10) + 1):
                 clock[0] += seconds
                 terminal.step(step, 1.0, 0.1, 32, [0.5, 0.5])
-        terminal.evaluated(10, ClassificationResult.unknown(2, 3))
+        terminal.on_evaluation(10, ClassificationResult.unknown(2, 3))
         return out.getvalue()
 
     return train

@@ -17,7 +17,7 @@ from mheads.problems.base import number
 class RoundTerminal(Terminal):
     """Shows the training of a round; one that is finished has a line of its own already."""
 
-    def finished(self, folder: Path) -> None:
+    def on_finished(self, folder: Path) -> None:
         pass
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from mheads.common import atomic_files, seeds
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
-from mheads.common.safe_yaml import sealed, unsealed
+from mheads.common.safe_yaml import seal, unseal
 from mheads.common.signals import handling
 from mheads.config import schema
 from mheads.config.schema import Config, Sampling
@@ -238,7 +238,7 @@ def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
             raise UserError(f"{folder} is not empty and has no {SUMMARY}: give another --folder")
         return []
     try:
-        content = unsealed(atomic_files.read(path))
+        content = unseal(atomic_files.read(path))
         known, old = list(content["rounds"]), dict(content["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}): bring it back, or give another --folder") from error
@@ -269,7 +269,7 @@ def _summary(config: Config, entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _write(folder: Path, config: Config, entries: list[dict[str, Any]]) -> None:
-    atomic_files.write_atomically(folder / SUMMARY, sealed(_summary(config, entries), indent=1))
+    atomic_files.write_atomically(folder / SUMMARY, seal(_summary(config, entries), indent=1))
 
 
 def _decides(key: str, config: Config) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
-from mheads.common.progress import Watcher, telling
+from mheads.common.progress import Watcher, forward_warnings
 from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.data import Data
@@ -61,7 +61,7 @@ def distil(
         )
     net = build_net_of_run(teacher, teacher.read_config(), watch.warn, trust=trust)
     teacher.load_weights(net, watch.warn, final=True)
-    with telling(watch):
+    with forward_warnings(watch):
         data = load_data(config)
     facts = teacher.read_data()
     _check_data(facts, data, path)

@@ -21,7 +21,7 @@ from mheads.common import nested_values
 from mheads.common.atomic_files import check_place, write_atomically
 from mheads.common.errors import UserError, warn
 from mheads.common.nested_values import Value
-from mheads.common.progress import Watcher, telling
+from mheads.common.progress import Watcher, forward_warnings
 from mheads.common.safe_yaml import as_plain, short
 from mheads.data import Preprocess
 from mheads.data.batches import Batch
@@ -159,7 +159,7 @@ def evaluate_run(
         check_place(outputs_file)
     net = build_net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
-    with telling(watch):
+    with forward_warnings(watch):
         data, examples, split = load_examples_of_run(folder, overrides, split)
     kept: list[tuple[np.ndarray, list[np.ndarray]]] = []
     counted: list[np.ndarray] = []

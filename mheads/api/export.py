@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from mheads.api.load import load
 from mheads.caffe import weights as blobs
 from mheads.common import atomic_files
-from mheads.common.errors import UserError, named
+from mheads.common.errors import UserError, describe_error
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher
 from mheads.data.catalog import DATASETS
@@ -277,7 +277,7 @@ def _compare(answers: Tensor, expected: Tensor, path: Path, tolerance: float) ->
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or named(error)).split("\n")[0]
+    return (str(error).strip() or describe_error(error)).split("\n")[0]
 
 
 @contextlib.contextmanager

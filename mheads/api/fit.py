@@ -29,7 +29,7 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Watcher, watcher
 from mheads.common.safe_yaml import as_plain
 from mheads.config import schema
-from mheads.config.options_without_effect import refuse_idle_keys
+from mheads.config.options_without_effect import check_idle_keys
 from mheads.config.read import validate
 from mheads.config.schema import Config
 from mheads.distributed.launcher import detect
@@ -202,7 +202,7 @@ def _check_idle_keys(config: Config, folder: RunFolder | None) -> None:
     """Raises for options that would do nothing, unless a run that an older version began resumes with them."""
     if folder is None or not folder.exists():
         keys = schema.differing(config, Config())
-        refuse_idle_keys(config, [key for key in keys if not key.startswith("loss.")])  # of a loss that is made
+        check_idle_keys(config, [key for key in keys if not key.startswith("loss.")])  # of a loss that is made
 
 
 def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> Run:

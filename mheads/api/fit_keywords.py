@@ -159,7 +159,7 @@ def translate_keys(message: str) -> str:
 
     def translate(match: re.Match[str]) -> str:
         section, _, name = match[0].rpartition(".")
-        if match[0] not in schema.known_keys():
+        if match[0] not in schema.all_keys():
             return match[0]
         if section in ("optim.schedule", "log", "sampling", "teacher"):
             keyword = section.removeprefix("optim.")

@@ -20,7 +20,7 @@ from mheads.api.write_predictions import Answers, write_csv, write_npz
 from mheads.common import packed_arrays
 from mheads.common.atomic_files import check_place, write_atomically
 from mheads.common.errors import UserError
-from mheads.common.progress import Watcher, telling
+from mheads.common.progress import Watcher, forward_warnings
 from mheads.data.arrays import Unlabelled
 from mheads.data.catalog import DATASETS
 from mheads.data.readers.image_crops import run_in_threads
@@ -138,7 +138,7 @@ def predict_files(
     run = load(path, trust=trust, warn=watch.warn)
     if finds_objects(run.data.problem):
         raise UserError(f"{path} finds objects in images: mheads detect show draws them")
-    with telling(watch):
+    with forward_warnings(watch):
         groups = _group_examples(run, files, resize)
         if output is not None:
             _write(run, groups, output, watch)
@@ -261,7 +261,7 @@ def read_side(path: Path) -> dict[str, np.ndarray]:
     if path.suffix.lower() != ".npz":
         return {}
     try:
-        with packed_arrays.opened(path) as file:
+        with packed_arrays.open_arrays(path) as file:
             keys = [key for key in file if key.startswith("side_") and not key.endswith("_train")]
             return {key.removeprefix("side_").removesuffix("_test"): file[key] for key in keys}
     except ValueError as error:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.common.packed_arrays import refuse_too_large
-from mheads.common.protobuf import BYTES, FIXED32, FIXED64, VARINT, encoded, field, fields, packed
+from mheads.common.protobuf import BYTES, FIXED32, FIXED64, VARINT, encode, field, fields, read_packed
 
 BINARY, HDF5 = (".caffemodel",), (".h5", ".hdf5")
 SUFFIXES = (*BINARY, *HDF5)
@@ -143,7 +143,7 @@ def _read_blob(data: memoryview) -> np.ndarray:
         elif number == 7 and kind == BYTES:
             shape = []
             for _, form, dim in fields(value):
-                shape += [dim] if form == VARINT else packed(dim)
+                shape += [dim] if form == VARINT else read_packed(dim)
         elif number in (5, 8) and kind in (BYTES, FIXED32, FIXED64):
             parts.append(np.frombuffer(value, "<f4" if number == 5 else "<f8"))
     values = np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
@@ -156,7 +156,7 @@ def _binary(blobs: Blobs, types: Mapping[str, str]) -> bytes:
     for name, arrays in blobs.items():
         parts = [field(1, name.encode()), field(2, types.get(name, "").encode())]
         for array in arrays:
-            shape = field(1, b"".join(map(encoded, array.shape)))
+            shape = field(1, b"".join(map(encode, array.shape)))
             parts.append(field(7, field(5, np.ascontiguousarray(array, "<f4").tobytes()) + field(7, shape)))
         out.append(field(100, b"".join(parts)))
     return b"".join(out)

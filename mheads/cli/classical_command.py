@@ -31,10 +31,10 @@ def classical(
     config = configs.load(recipe, overrides or [])
     from mheads.api.classical_mcl import train_rounds
     from mheads.cli.printing.rounds import RoundTerminal, rounds_table
-    from mheads.config.options_without_effect import refuse_idle
+    from mheads.config.options_without_effect import check_idle_options
 
     path = folder.expanduser() if folder else Path("runs") / f"classical-{Path(recipe).stem}-{config.digest()}"
     if not path.exists():
-        refuse_idle(config, overrides or [])
+        check_idle_options(config, overrides or [])
     summary = train_rounds(config, path, lambda label: RoundTerminal(console, label, bar=not quiet), rounds, tolerance)
     console.print(rounds_table(summary))

@@ -22,7 +22,7 @@ def config(
 
     loaded = configs.load(recipe, overrides or [])
     from mheads.cli.printing.recipes import annotate
-    from mheads.config.options_without_effect import refuse_idle
+    from mheads.config.options_without_effect import check_idle_options
 
-    refuse_idle(loaded, overrides or [])
+    check_idle_options(loaded, overrides or [])
     console.print(annotate(loaded) if describe else loaded.to_yaml().rstrip(), soft_wrap=True)

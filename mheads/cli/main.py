@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from mheads.cli.shared import console, errors
-from mheads.common.errors import UserError, of_the_system
+from mheads.common.errors import UserError, as_user_error
 
 # By panel of the help: `mheads NAME` is NAME in NAME_command.py, a function or the Typer of a group of commands.
 COMMANDS = {
@@ -95,7 +95,7 @@ def main() -> None:
             sys.exit(128 + signal.SIGPIPE)
         raise
     except OSError as error:
-        mistake = of_the_system(error)
+        mistake = as_user_error(error)
         if mistake is error:
             raise
         errors.complain(str(mistake))

@@ -71,7 +71,7 @@ def train_recipe(
         # After the config, so that its mistakes are reported at once: importing torch takes a second.
         from mheads.cli.printing.result_tables import result_table
         from mheads.common.progress import Silent, Terminal
-        from mheads.config.options_without_effect import refuse_idle
+        from mheads.config.options_without_effect import check_idle_options
         from mheads.runs.folder import RunFolder
         from mheads.training.loop import train_config
 
@@ -79,7 +79,7 @@ def train_recipe(
         if force and folder.path.exists():
             folder = folder.beside()
         if not folder.exists():  # a run that was begun with such options resumes
-            refuse_idle(config, overrides)
+            check_idle_options(config, overrides)
         watch = Terminal(console, bar=not quiet, folder=True) if world.is_main else Silent()
         for note in notes:
             watch.say(note)

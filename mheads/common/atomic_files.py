@@ -78,7 +78,7 @@ def write_atomically(path: Path, content: bytes | str | Callable[[IO[bytes]], No
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def hold_lock(folder: Path) -> Iterator[None]:
     """Inside, no other process is at the folder that asks for the same lock. It ends with the process."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -130,7 +130,7 @@ def open_in_place(path: Path) -> int:
 
 
 def open_file(path: Path, flags: int = 0) -> io.BufferedReader:
-    """Opens a file that somebody hands in; what is none is refused, since reading a pipe may never end."""
+    """Opens a file that somebody hands in; a pipe and the like raise an error, since reading one may never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)  # without it, opening a pipe waits for a writer
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind == stat.S_IFREG:
@@ -138,8 +138,8 @@ def open_file(path: Path, flags: int = 0) -> io.BufferedReader:
     os.close(descriptor)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    said = f"it is a {SPECIAL.get(kind, 'special file')}, not a file: give a copy of what it holds"
-    raise SpecialFileError(errno.EINVAL, said, str(path))
+    message = f"it is a {SPECIAL.get(kind, 'special file')}, not a file: give a copy of what it holds"
+    raise SpecialFileError(errno.EINVAL, message, str(path))
 
 
 def read_text(path: Path, encoding: str = "utf-8", most: int = -1) -> str:

@@ -46,12 +46,12 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def named(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The type and the text of an error that somebody else's code raised."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def of_the_system(error: OSError) -> Exception:
+def as_user_error(error: OSError) -> Exception:
     """A UserError for what a user can fix (disks, rights, paths); any other error is returned as it is."""
     if error.errno not in _OF_THE_SYSTEM and not isinstance(error, SpecialFileError):
         return error

@@ -104,7 +104,7 @@ def _describe(thing: Any) -> tuple[str, dict[str, Any] | None, list[Any]]:
     if isinstance(thing, nn.Module):
         return "", None, list(dict.fromkeys(type(module) for module in thing.modules()))
     if _own(type(thing).__module__) and not isinstance(thing, types.ModuleType | type):
-        fixed = {k: v for k, v in getattr(thing, "__dict__", {}).items() if k not in _assigned(type(thing))}
+        fixed = {k: v for k, v in getattr(thing, "__dict__", {}).items() if k not in _changing_attributes(type(thing))}
         return f"a {_name(type(thing))}", {"values": _values(fixed)}, [type(thing), *fixed.values()]
     return "", None, []
 
@@ -182,7 +182,7 @@ def _methods(kind: type) -> list[types.FunctionType]:
     return [f for f in plain if isinstance(f, types.FunctionType) and f.__module__ == kind.__module__]
 
 
-def _assigned(kind: type) -> set[str]:
+def _changing_attributes(kind: type) -> set[str]:
     """Attributes that change while an object is used: those assigned in methods other than `__init__`."""
     methods = [m for k in kind.__mro__ if _own(k.__module__) for m in _methods(k) if m.__name__ != "__init__"]
     return {i.argval for m in methods for i in _instructions(m.__code__) if i.opname == "STORE_ATTR"}

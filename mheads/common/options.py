@@ -48,7 +48,7 @@ def option(default: Any, description: str, **limits: Any) -> Any:
     return Field(default, description=description, **limits)
 
 
-def named_section(value: Any) -> Any:
+def expand_name(value: Any) -> Any:
     """Turns `bagging` into `{name: bagging}`, which it is short for."""
     return {"name": value} if isinstance(value, str) else value
 
@@ -64,7 +64,7 @@ def one_of(entries: Mapping[str, Any], what: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def chosen_options(section: Section, factory: Callable[..., Any]) -> dict[str, Any]:
+def select_options(section: Section, factory: Callable[..., Any]) -> dict[str, Any]:
     """The arguments that a section gives to the factory of the entry that it names."""
     return {key: getattr(section, key) for key in options_of(factory)}
 
@@ -130,7 +130,7 @@ def _kind(declared: Option | SharedOption) -> str:
     return f"{declared.type.__origin__} {' '.join(parts)} = {declared.default!r}"
 
 
-def section_of(name: str, base: type[S], factories: Factories) -> type[S]:
+def make_section(name: str, base: type[S], factories: Factories) -> type[S]:
     """A section with a field for each option of any entry; all are checked, whichever entry is named.
 
     It is to be bound to this name in the module of the base, so that configs can be pickled.

@@ -31,6 +31,15 @@ _UNREADABLE = (
 )  # fmt: skip
 
 
+@contextmanager
+def _as_value_errors() -> Iterator[None]:
+    """Inside, whatever a damaged file makes a reader raise becomes a ValueError."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        raise ValueError(str(error) or type(error).__name__) from error
+
+
 class Arrays(Mapping[str, np.ndarray]):
     """The arrays of an .npz file by name, or of an .npy file the one under no name; each is read when it is asked for.
 
@@ -40,7 +49,7 @@ class Arrays(Mapping[str, np.ndarray]):
     def __init__(self, stream: IO[bytes], path: Path) -> None:
         self.path, self._stream = path, stream
         single = stream.read(len(MAGIC)) == MAGIC
-        self._zip = None if single else _opened_zip(stream)
+        self._zip = None if single else _open_zip(stream)
         names = [""] if self._zip is None else self._zip.namelist()
         self._members = {name.removesuffix(".npy"): name for name in names}
         self._unpacked = 0
@@ -56,24 +65,19 @@ class Arrays(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         member = self._members[name]
-        try:
+        with _as_value_errors():
             self._check(name, member)
             with self._open(member) as stream:
                 return np.lib.format.read_array(stream, allow_pickle=False)
-        except _UNREADABLE as error:
-            raise ValueError(str(error) or type(error).__name__) from error
 
     def header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
         """The shape and type of an array, which is not read."""
-        try:
-            with self._open(self._members[name]) as stream:
-                return _header(stream)[:2]
-        except _UNREADABLE as error:
-            raise ValueError(str(error) or type(error).__name__) from error
+        with _as_value_errors(), self._open(self._members[name]) as stream:
+            return _read_header(stream)[:2]
 
     def _check(self, name: str, member: str) -> None:
         with self._open(member) as stream:
-            shape, dtype, begin = _header(stream)
+            shape, dtype, begin = _read_header(stream)
         if dtype.hasobject:
             raise ValueError(f"the array {name or 'in it'} is one of objects, which may be any code")
         size = math.prod(shape) * dtype.itemsize
@@ -99,7 +103,7 @@ class Arrays(Mapping[str, np.ndarray]):
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Arrays]:
+def open_arrays(path: Path) -> Iterator[Arrays]:
     """The arrays in an .npz or .npy file, while it is open."""
     with atomic_files.open_file(path) as stream:
         yield Arrays(stream, path)
@@ -120,7 +124,7 @@ def refuse_zip_bomb(path: Path) -> None:
     """Refuses a file of zipped parts, as torch.save writes them, that would become too large; others are left alone."""
     with atomic_files.open_file(path) as stream:
         if is_zipfile(stream):
-            refuse_too_large(sum(part.file_size for part in _opened_zip(stream).infolist()), path)
+            refuse_too_large(sum(part.file_size for part in _open_zip(stream).infolist()), path)
 
 
 def say_bytes(count: float) -> str:
@@ -143,15 +147,13 @@ def most_of(packed: int) -> float:
     return min(max(ENOUGH, TIMES * packed), max(ENOUGH, memory))
 
 
-def _opened_zip(stream: IO[bytes]) -> ZipFile:
+def _open_zip(stream: IO[bytes]) -> ZipFile:
     stream.seek(0)
-    try:
+    with _as_value_errors():
         return ZipFile(stream)
-    except _UNREADABLE as error:
-        raise ValueError(str(error) or type(error).__name__) from error
 
 
-def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype, int]:
+def _read_header(stream: Any) -> tuple[tuple[int, ...], np.dtype, int]:
     """Shape, type, and the place where the numbers begin."""
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

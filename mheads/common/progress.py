@@ -56,7 +56,7 @@ class Silent(Watcher):
 
 
 @contextmanager
-def telling(watch: Watcher) -> Iterator[None]:
+def forward_warnings(watch: Watcher) -> Iterator[None]:
     """Inside, Python's warnings go to the watcher."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

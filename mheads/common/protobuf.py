@@ -46,7 +46,7 @@ def varint(data: memoryview, at: int) -> tuple[int, int]:
             return value, at
 
 
-def packed(data: memoryview) -> list[int]:
+def read_packed(data: memoryview) -> list[int]:
     """The numbers of a packed list."""
     found, at = [], 0
     while at < len(data):
@@ -55,7 +55,7 @@ def packed(data: memoryview) -> list[int]:
     return found
 
 
-def encoded(value: int) -> bytes:
+def encode(value: int) -> bytes:
     """A number as it is written."""
     out = bytearray()
     while value > 0x7F:
@@ -67,5 +67,5 @@ def encoded(value: int) -> bytes:
 def field(number: int, content: bytes | int) -> bytes:
     """A field as it is written: bytes, or a number."""
     if isinstance(content, int):
-        return encoded(number << 3 | VARINT) + encoded(content)
-    return encoded(number << 3 | BYTES) + encoded(len(content)) + content
+        return encode(number << 3 | VARINT) + encode(content)
+    return encode(number << 3 | BYTES) + encode(len(content)) + content

@@ -36,19 +36,19 @@ def from_yaml(text: str) -> Any:
 
 
 def from_json(text: str | bytes) -> Any:
-    """The value of a JSON text; one that is nested too deeply is refused."""
+    """The value of a JSON text; raises ValueError if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def sealed(value: dict[str, Any], **form: Any) -> str:
-    """A JSON text of a mapping and of its checksum, by which `unsealed` notices damage."""
+def seal(value: dict[str, Any], **form: Any) -> str:
+    """A JSON text of a mapping and of its checksum, by which `unseal` notices damage."""
     return json.dumps({**value, SEAL: _checksum(value)}, **form) + "\n"
 
 
-def unsealed(text: str | bytes) -> dict[str, Any]:
+def unseal(text: str | bytes) -> dict[str, Any]:
     """The mapping in a JSON text, checked if it has a checksum: files of earlier versions have none."""
     found = from_json(text)
     if not isinstance(found, dict):
@@ -67,7 +67,7 @@ def _checksum(value: dict[str, Any]) -> str:
 
 
 class _Refused(yaml.YAMLError):
-    """Valid YAML that is still refused."""
+    """Valid YAML beyond our limits."""
 
 
 def _read_int(text: str) -> int:
@@ -147,20 +147,20 @@ class _Loader(yaml.SafeLoader):
         return _FORMS[kind][1](text)
 
 
-class _Dumper(yaml.SafeDumper):
+class _QuotingDumper(yaml.SafeDumper):
     """YAML's safe dumper, which puts into quotes what either version of YAML would not read as text."""
 
 
 for _kind, (_form, _) in _FORMS.items():
     _Loader.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"({_form})$"), None)
     _Loader.add_constructor(f"{_TAG}{_kind}", _Loader.construct_plain)
-    _Dumper.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"({_form})$"), None)
+    _QuotingDumper.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"({_form})$"), None)
 _Loader.add_implicit_resolver(f"{_TAG}merge", re.compile("<<$"), ["<"])
 
 
 def to_yaml(value: Any) -> str:
     """The YAML text of a value, in the order of its keys; `from_yaml` is the inverse."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(value, Dumper=_QuotingDumper, sort_keys=False)
 
 
 def _count(node: yaml.Node, sizes: dict[int, int | None]) -> int:

@@ -109,7 +109,7 @@ class Summary(BaseModel):
     peak_memory: Count | None = None
 
 
-class Step(BaseModel):
+class StepLine(BaseModel):
     """A line of metrics.jsonl about the iterations since the line before."""
 
     iteration: Count
@@ -124,7 +124,7 @@ class Step(BaseModel):
     images_per_second: Number = 0
 
 
-class Evaluation(BaseModel):
+class EvaluationLine(BaseModel):
     """A line of metrics.jsonl about an evaluation."""
 
     iteration: Count
@@ -172,7 +172,7 @@ class _ProblemFacts(BaseModel):
     deviations: list[Annotated[list[Finite], Field(min_length=4, max_length=4)]] = []
 
 
-class Facts(BaseModel):
+class StoredFacts(BaseModel):
     """What data.safetensors holds beside tensors."""
 
     name: str
@@ -193,7 +193,7 @@ class _Schedule(BaseModel):
     previous: Number | None
 
 
-class State(BaseModel):
+class CheckpointState(BaseModel):
     """What state.json of a checkpoint holds."""
 
     step: Count
@@ -221,9 +221,9 @@ def check(schema: Any, value: Any) -> None:
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
             raise ValueError(f"{key} is missing") from None
-        said = re.sub(r" or instance of \w+", "", first["msg"].removeprefix("Value error, "))
-        said = said[:1].lower() + said[1:]
-        raise ValueError(f"{f'{key} = ' if key else ''}{short(first['input'])}: {said}") from None
+        message = re.sub(r" or instance of \w+", "", first["msg"].removeprefix("Value error, "))
+        message = message[:1].lower() + message[1:]
+        raise ValueError(f"{f'{key} = ' if key else ''}{short(first['input'])}: {message}") from None
 
 
 # arrays

@@ -42,7 +42,7 @@ def numpy_generator(*key: int | str) -> np.random.Generator:
 
 
 @contextmanager
-def seeded(*key: int | str) -> Iterator[None]:
+def seed_generators(*key: int | str) -> Iterator[None]:
     """Inside, the global generators of torch, numpy and `random` start from this key; then they are put back.
 
     For code that is not ours and draws from them, such as factories of networks. Other threads wait for their turn.

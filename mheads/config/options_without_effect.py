@@ -37,12 +37,12 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 SAID = {"loss.name": ("the loss", "loss"), "data.name": ("data.name", "data")}
 
 
-def refuse_idle(config: Config, overrides: Sequence[str]) -> None:
+def check_idle_options(config: Config, overrides: Sequence[str]) -> None:
     """Refuses options among `key=value` that would do nothing."""
-    refuse_idle_keys(config, [key for given in overrides for key in keys_of(given)])
+    check_idle_keys(config, [key for given in overrides for key in keys_of(given)])
 
 
-def refuse_idle_keys(config: Config, given: Iterable[str]) -> None:
+def check_idle_keys(config: Config, given: Iterable[str]) -> None:
     """Refuses options of something else than what the config has chosen."""
     chosen = flatten(config)
     for key in given:

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 
 from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
-from mheads.common.options import named_section
+from mheads.common.options import expand_name
 from mheads.config.aliases import rename_key, rename_keys
-from mheads.config.schema import SECTIONS, Config, known_keys
+from mheads.config.schema import SECTIONS, Config, all_keys
 from mheads.config.unknown_keys import suggest
 
 
@@ -127,9 +127,9 @@ def override(tree: dict[str, Any], given: str) -> None:
     for section in sections:
         child = tree.get(section)
         if isinstance(child, str):
-            child = named_section(child)  # `loss: mcl` in the file, `loss.k=2` on the command line
+            child = expand_name(child)  # `loss: mcl` in the file, `loss.k=2` on the command line
         tree[section] = tree = dict(child) if isinstance(child, dict) else {}
-    before = named_section(tree.get(last))
+    before = expand_name(tree.get(last))
     if isinstance(value, dict) and isinstance(before, dict) and key in SECTIONS:
         value = before | value  # keys that are not given stay as they were, unless the section's name changes
         if before.get("name") != value.get("name"):
@@ -148,7 +148,7 @@ def keys_of(given: str) -> list[str]:
 
 def keys_in(key: str, value: Any) -> list[str]:
     """The keys that this value of a key sets."""
-    inner = named_section(value) if key in SECTIONS else value
+    inner = expand_name(value) if key in SECTIONS else value
     if key not in SECTIONS or not isinstance(inner, dict):
         return [key]
     return [leaf for name, part in inner.items() for leaf in keys_in(rename_key(f"{key}.{name}"), part)]
@@ -173,14 +173,14 @@ def _explain(problem: Any) -> tuple[str, str]:
     """The place with its value, and what is wrong with it."""
     where = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {'.'.join(where)!r}", f"; {suggest(where, known_keys())}"
+        return f"unknown key {'.'.join(where)!r}", f"; {suggest(where, all_keys())}"
     # Pydantic appends the branch of a union that it tried: keep what is a key.
-    while len(where) > 1 and ".".join(where) not in known_keys():
+    while len(where) > 1 and ".".join(where) not in all_keys():
         where.pop()
     key = ".".join(where)
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type"):
-        inside = [k for k in known_keys() if k.startswith(f"{key}.")]
+        inside = [k for k in all_keys() if k.startswith(f"{key}.")]
         message = f"it is a section with keys of its own: {', '.join(inside)}"
     if not key:
         return "", message

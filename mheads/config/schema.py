@@ -20,12 +20,12 @@ from mheads.common.options import (
     Location,
     Section,
     absolute_path,
-    chosen_options,
-    named_section,
+    expand_name,
+    make_section,
     one_of,
     option,
     options_by_key,
-    section_of,
+    select_options,
 )
 from mheads.data import resampling
 from mheads.data.resampling import SAMPLINGS
@@ -46,13 +46,13 @@ class SamplingSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        return chosen_options(self, self.entry.make)
+        return select_options(self, self.entry.make)
 
 
 if TYPE_CHECKING:
     Sampling = SamplingSection
 else:
-    Sampling = section_of("Sampling", SamplingSection, resampling.FACTORIES)
+    Sampling = make_section("Sampling", SamplingSection, resampling.FACTORIES)
 
 
 def _no_truth_value(value: Any) -> Any:
@@ -62,7 +62,7 @@ def _no_truth_value(value: Any) -> Any:
     return value
 
 
-def _named_stages(value: Any) -> Any:
+def _stage_names_as_text(value: Any) -> Any:
     """Turns names of stages into text: the roots of a forest are called 0, 1, ..., which YAML reads as numbers."""
     return {str(key): rank for key, rank in value.items()} if isinstance(value, dict) else value
 
@@ -116,13 +116,13 @@ class LossSection(Section):
         """The arguments for the factory of the loss."""
         if self.name not in LOSSES:
             return self.args
-        return chosen_options(self, LOSSES[self.name])
+        return select_options(self, LOSSES[self.name])
 
 
 if TYPE_CHECKING:
     LossOptions = LossSection
 else:
-    LossOptions = section_of("LossOptions", LossSection, LOSSES)
+    LossOptions = make_section("LossOptions", LossSection, LOSSES)
 
 
 class RegionOptions(Section):
@@ -229,14 +229,14 @@ class Config(Section):
     freeze: list[str] = option(
         [], "stages, layers or modules inside that do not learn: [trunk], [conv1], [..conv3] up to it"
     )
-    sampling: Annotated[Sampling, BeforeValidator(named_section)] = option(Sampling(), "who learns from which examples")
-    loss: Annotated[LossOptions, BeforeValidator(named_section)] = option(LossOptions(), "the loss")
+    sampling: Annotated[Sampling, BeforeValidator(expand_name)] = option(Sampling(), "who learns from which examples")
+    loss: Annotated[LossOptions, BeforeValidator(expand_name)] = option(LossOptions(), "the loss")
     teacher: TeacherOptions = option(TeacherOptions(), "whose answers are learned beside the labels")
     pretrain: int = option(0, "iterations of independent, each member by itself, before the loss takes over", ge=0)
-    data: Annotated[DataOptions, BeforeValidator(named_section)] = option(DataOptions(), "the data")
+    data: Annotated[DataOptions, BeforeValidator(expand_name)] = option(DataOptions(), "the data")
     engine: EngineSection = option(EngineSection(), "how the work is cut and spread")
     placement: Annotated[
-        Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_named_stages)
+        Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_stage_names_as_text)
     ] = option(
         "default", "ranks: trunk on 0 and branches spread; auto: the fastest by measured costs; or {stage: rank}"
     )
@@ -349,5 +349,5 @@ SECTIONS = ("sampling", "loss", "teacher", "data", "data.regions", "engine", "op
 
 
 @cache
-def known_keys() -> list[str]:
+def all_keys() -> list[str]:
     return list(flatten(Config()))

@@ -13,7 +13,7 @@ from typing import Any
 
 from mheads.common.atomic_files import open_file
 from mheads.common.errors import UserError
-from mheads.common.safe_yaml import sealed, unsealed
+from mheads.common.safe_yaml import seal, unseal
 from mheads.data.readers import cache
 
 Entry = list[Any]  # digest, size, mtime, ctime: as JSON has them
@@ -85,7 +85,7 @@ def _read_store(store: Path | None) -> dict[str, Entry]:
         if store is None:
             return {}
         cache.recover(store)
-        return {name: entry for name, entry in unsealed(store.read_text())["files"].items() if len(entry) == 4}
+        return {name: entry for name, entry in unseal(store.read_text())["files"].items() if len(entry) == 4}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # reading all files again is never wrong
 
@@ -93,7 +93,7 @@ def _read_store(store: Path | None) -> dict[str, Entry]:
 def _write_store(store: Path | None, entries: dict[str, Entry]) -> None:
     with suppress(OSError), _writing:  # without it, only the next start is slower
         if store is not None:
-            content = sealed({"files": _read_store(store) | entries})  # two splits may share a folder
+            content = seal({"files": _read_store(store) | entries})  # two splits may share a folder
             cache.store(store, content.encode())
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from mheads.common.options import Section, chosen_options, named_section, one_of, option, section_of
+from mheads.common.options import Section, expand_name, make_section, one_of, option, select_options
 from mheads.optim.optimizers import FACTORIES, OPTIMIZERS, OptimizerEntry
 from mheads.optim.schedules import ScheduleOptions
 
@@ -24,7 +24,7 @@ class OptimSection(Section):
     batch_size: int = option(100, "examples per batch", ge=1, le=1_000_000)
     accumulate: int = option(1, "batches per step: gradients are averaged over them", ge=1, le=100_000)
     iterations: int = option(500, "steps", ge=1)
-    schedule: Annotated[ScheduleOptions, BeforeValidator(named_section)] = option(
+    schedule: Annotated[ScheduleOptions, BeforeValidator(expand_name)] = option(
         ScheduleOptions(), "how the learning rate falls"
     )
 
@@ -34,10 +34,10 @@ class OptimSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        return chosen_options(self, self.entry.make)
+        return select_options(self, self.entry.make)
 
 
 if TYPE_CHECKING:
     OptimOptions = OptimSection
 else:
-    OptimOptions = section_of("OptimOptions", OptimSection, FACTORIES)
+    OptimOptions = make_section("OptimOptions", OptimSection, FACTORIES)

@@ -29,14 +29,14 @@ def sgd(
     nesterov: Nesterov = False,
     caffe_momentum: CaffeMomentum = False,  # stage_updates.py sees to it where the learning rate changes
 ) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_fused(groups))
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=nesterov, fused=_can_fuse(groups))
 
 
 def adamw(groups: Groups, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=lr, fused=_fused(groups))
+    return torch.optim.AdamW(groups, lr=lr, fused=_can_fuse(groups))
 
 
-def _fused(groups: Groups) -> bool:
+def _can_fuse(groups: Groups) -> bool:
     """On the CPU torch's fused SGD leaves most weights of 16 bits as they are."""
     return all(p.dtype in (torch.float32, torch.float64) for group in groups for p in group["params"])
 

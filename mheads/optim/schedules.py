@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from mheads.common.options import Section, chosen_options, one_of, option, section_of
+from mheads.common.options import Section, make_section, one_of, option, select_options
 
 Factor = Callable[[int, int], float]
 
@@ -146,13 +146,13 @@ class ScheduleSection(Section):
 
     @property
     def options(self) -> dict[str, Any]:
-        return chosen_options(self, self.entry.make)
+        return select_options(self, self.entry.make)
 
 
 if TYPE_CHECKING:
     ScheduleOptions = ScheduleSection
 else:
-    ScheduleOptions = section_of("ScheduleOptions", ScheduleSection, FACTORIES)
+    ScheduleOptions = make_section("ScheduleOptions", ScheduleSection, FACTORIES)
 
 
 class Schedule:

@@ -30,22 +30,22 @@ class Optimizer:
         self.names = {id(p): name for name, p in net.named_parameters()}
 
     def set_rate(self, rate: float) -> None:
-        """Sets the rate of the next update; each layer's own multiplier applies on top."""
+        """Sets the learning rate of the next update; each layer's own multiplier applies on top."""
         for optimizer in self.stages.values():
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["lr_mult"]
             if self.options.options.get("caffe_momentum") and rate > 0 and self.rate not in (0.0, rate):
-                # Caffe's momentum remembers steps, rate included; torch's remembers gradients. They part only here.
+                # Caffe's momentum holds steps, learning rate included; torch's holds gradients. They differ only here.
                 for state in optimizer.state.values():
                     if state.get("momentum_buffer") is not None:
                         ratio = min(self.rate / rate, HUGE)
                         state["momentum_buffer"].mul_(ratio)
-                        if ratio > 1.05:  # a rate that falls faster than momentum fades would end at infinity
+                        if ratio > 1.05:  # a learning rate that falls faster than momentum fades would end at infinity
                             state["momentum_buffer"].clamp_(-HUGE, HUGE)
         self.rate = rate
 
     def update(self, stage: str, gradients: list[Tensor]) -> None:
-        """Takes one step of a stage. A member that learned nothing still decays and keeps its momentum."""
+        """Takes one step of a stage. A member that learned nothing still has weight decay and momentum."""
         if stage not in self.stages:
             return
         for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):
@@ -87,8 +87,8 @@ class Optimizer:
                 tensor = tensors.get(f"{name}:{what}")
                 wanted = torch.Size([]) if what == "step" else shape
                 if tensor is None or tensor.shape != wanted or not tensor.is_floating_point():
-                    said = "is missing" if tensor is None else f"is {tensor.dtype} {list(tensor.shape)}"
-                    raise ValueError(f"optim/{name}:{what} {said}, where floats {list(wanted)} should be")
+                    problem = "is missing" if tensor is None else f"is {tensor.dtype} {list(tensor.shape)}"
+                    raise ValueError(f"optim/{name}:{what} {problem}, where floats {list(wanted)} should be")
 
     def load_state(self, tensors: dict[str, Tensor], rate: float) -> None:
         found: dict[str, dict[str, Tensor]] = defaultdict(dict)

@@ -11,7 +11,7 @@ import torch
 
 from mheads.api.examples_of_run import load_examples_of_run
 from mheads.common.errors import UserError
-from mheads.common.progress import Watcher, telling
+from mheads.common.progress import Watcher, forward_warnings
 from mheads.data.splits import Split
 from mheads.engine.measure import answers, in_eval_mode
 from mheads.problems import is_single_label
@@ -63,7 +63,7 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
     if not is_single_label(problem):
         raise UserError(f"this is about classes, and {record.folder.path} is {problem.name}")
     record.folder.load_weights(net, lambda message: None)  # whoever shows the run reports how far it is
-    with telling(watch):
+    with forward_warnings(watch):
         facts, examples, _ = load_examples_of_run(record.folder)
     names, members = problem.groups, net.num_members
     together, metrics, confusion = ["Ensemble-Mean"], None, torch.empty(0)

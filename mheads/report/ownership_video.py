@@ -22,7 +22,7 @@ def make_video(path: Path, output: Path | None, pictures: str, seconds: float, w
     check_file(output)
     if not record.finished:
         watch.warn(f"{path} is not finished: this shows it up to iteration {record.iteration:,}")
-    moments, counts = record.learned()
+    moments, counts = record.read_learning()
     count, classes = max(2, round(seconds * RATE)), record.data.problem.groups
     if not len(moments):
         raise UserError(f"{path} has recorded nothing of its classes yet: let it train on")

@@ -59,14 +59,14 @@ def ownership(runs: Sequence[ShownRun]) -> Sequence[Chart]:
             raise UserError(
                 f"{record.folder.path} and {records[0].folder.path} have other classes: plot them one by one"
             )
-    counts = {record.title: np.asarray(record.evaluated()["ownership"]) for record in records}
+    counts = {record.title: np.asarray(record.require_result()["ownership"]) for record in records}
     return outcomes.map_ownership(counts if len(counts) > 1 else {"": counts[records[0].title]}, groups)
 
 
 def history(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     """The training loss and each member's own; members, Ensemble-Mean and Oracle at each evaluation; of one run."""
     record = runs[0].record
-    record.evaluated()
+    record.require_result()
     losses = [over_training.chart_losses(record.log.steps)] if record.log.steps else []
     if losses and not record.log.evaluations:
         return losses
@@ -90,7 +90,7 @@ def k(runs: Sequence[ShownRun]) -> Sequence[Chart]:
         loss = record.config.loss
         if "k" not in loss.options and loss.name != "independent":
             raise UserError(f"{record.folder.path} was trained with {loss.name}, which has no k: leave it out")
-        results[loss.options.get("k", record.config.members)].append(record.evaluated())
+        results[loss.options.get("k", record.config.members)].append(record.require_result())
     return [outcomes.chart_k(results, records[0].data.problem.measure, find_level(records))]
 
 
@@ -103,7 +103,7 @@ def splits(runs: Sequence[ShownRun]) -> Sequence[Chart]:
             raise UserError(f"{record.folder.path} is not finished: plot splits of finished runs")
         split = record.config.split
         name = "none" if isinstance(split, int | None) else str(split)
-        results["single" if record.config.members == 1 and split is None else name].append(record.evaluated())
+        results["single" if record.config.members == 1 and split is None else name].append(record.require_result())
     order = sorted(results, key=lambda name: -results[name][0]["parameters"])  # who shares more has fewer
     return [outcomes.chart_splits({name: results[name] for name in order}, records[0].data.problem.measure)]
 
@@ -112,7 +112,7 @@ def answers(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     """The Oracle of each run against its one answer: Ensemble-Mean (dots), or Ensemble-Scored (squares)."""
     records = [run.record for run in runs]
     check_alike(records, name_examples)
-    results = {record.title: record.evaluated() for record in records}
+    results = {record.title: record.require_result() for record in records}
     pairs = {name: (r.get("ensemble_scored", r["ensemble_mean"]), r["oracle"]) for name, r in results.items()}
     points = {name: tuple(np.array(pair, float)) for name, pair in pairs.items()}  # None, not finite, becomes NaN
     scored = [name for name, result in results.items() if "ensemble_scored" in result]
@@ -125,12 +125,14 @@ def disagreement(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     if not records:
         raise UserError(f"{runs[0].record.folder.path} has one member, which cannot differ: give a run of several")
     for record in records:
-        if "disagreement_pairs" not in record.evaluated():
+        if "disagreement_pairs" not in record.require_result():
             raise UserError(
                 f"{record.folder.path} is {record.data.problem.name}: its members give no class to differ in"
             )
     return [
-        outcomes.map_disagreement(record.evaluated()["disagreement_pairs"], record.title if len(records) > 1 else "")
+        outcomes.map_disagreement(
+            record.require_result()["disagreement_pairs"], record.title if len(records) > 1 else ""
+        )
         for record in records
     ]
 
@@ -179,9 +181,8 @@ def name_task(record: Record) -> str:
 
 def name_examples(record: Record) -> str:
     """What a run was measured on; shown only where something in it differs."""
-    return (
-        f"the {record.evaluated()['split']} set of {record.data.name} ({record.measured}), {record.data.problem.name}"
-    )
+    split = record.require_result()["split"]
+    return f"the {split} set of {record.data.name} ({record.measured}), {record.data.problem.name}"
 
 
 def check_alike(records: Sequence[Record], describe: Callable[[Record], str]) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from mheads.common import atomic_files
 from mheads.common.atomic_files import saving
 from mheads.common.safe_yaml import from_json
-from mheads.common.schemas import State, check, check_arrays
+from mheads.common.schemas import CheckpointState, check, check_arrays
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError)
 TENSORS = "tensors.safetensors"
@@ -47,7 +47,7 @@ class _Written(BaseModel):
 
 
 class Checkpoints:
-    """The checkpoints of a run folder; written by a thread of their own, so that training goes on meanwhile.
+    """The checkpoints of a run folder; written by a thread of their own, so that training continues meanwhile.
 
     Each holds the `config` and the `identity` of its run. Where `run` is known, those of other runs are not read.
     """
@@ -82,7 +82,7 @@ class Checkpoints:
             pending.result()
 
     def check(self) -> None:
-        """Raises the error of a save that has failed, so that training does not go on for nothing."""
+        """Raises the error of a save that has failed, so that training does not continue for nothing."""
         if self._pending is not None and self._pending.done():
             self.wait()
 
@@ -100,7 +100,7 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}"
 
     def newest(self, warn: Callable[[str], None], limit: int | None = None) -> Checkpoint | None:
-        """The newest checkpoint that is whole, of those up to step `limit`; `warn` is told of damaged ones."""
+        """The newest checkpoint that is whole, of those up to step `limit`; warns of damaged ones."""
         steps = [step for step in self.steps() if limit is None or step <= limit]
         for i, step in enumerate(steps):
             try:
@@ -155,7 +155,7 @@ class Checkpoints:
             raise ValueError(f"it is that of iteration {state['step']}, renamed")
         if self.run is not None and state["identity"]["run"] != self.run:
             raise ValueError("it belongs to another run")
-        check(State, state)
+        check(CheckpointState, state)
         return state
 
     def _write(self, step: int, tensors: bytes, state: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ class DataFacts:
         with safe_open(path, "pt") as file:
             facts = from_json((file.metadata() or {})["facts"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        schemas.check(schemas.Facts, facts)
+        schemas.check(schemas.StoredFacts, facts)
         shape = tuple(facts["shape"])
         _check_tensors(tensors, shape)
         preprocess = Preprocess.from_tensors(tensors, facts["scale"], facts.get("bgr", False))

@@ -86,7 +86,7 @@ class RunFiles:
         readers = {
             self.config: self.read_config, self.identity: self.read_identity, self.data: self.read_data,
             self.result: self.read_result, self.metrics: self.read_metrics, self.assignments: self.read_assignments,
-            self.model: self._look_at_model,
+            self.model: self._check_model,
         }  # fmt: skip
         if found := self.manifest.problem(path):
             return found
@@ -104,7 +104,7 @@ class RunFiles:
         self.manifest.expect(path, content)
         atomic_files.write_atomically(path, content)
 
-    def _checked(self, path: Path, read: Callable[[], T]) -> T:
+    def _read_checked(self, path: Path, read: Callable[[], T]) -> T:
         """What a file holds, if it is what was written and makes sense."""
         self.manifest.check(path)
         try:
@@ -127,16 +127,16 @@ class RunFiles:
             self.write(self.config, content)
 
     def read_identity(self) -> dict[str, Any]:
-        return self._checked(self.identity, lambda: _json_of(self.identity, schemas.Identity))
+        return self._read_checked(self.identity, lambda: _json_of(self.identity, schemas.Identity))
 
     def read_data(self) -> DataFacts:
-        return self._checked(self.data, lambda: DataFacts.read(self.data))
+        return self._read_checked(self.data, lambda: DataFacts.read(self.data))
 
     def write_result(self, result: dict[str, Any]) -> None:
         self.write(self.result, as_json(result))
 
     def read_result(self) -> dict[str, Any]:
-        problem, members = self._measured()
+        problem, members = self._problem_and_members()
 
         def read() -> dict[str, Any]:
             result = _json_of(self.result, schemas.Summary)
@@ -145,21 +145,21 @@ class RunFiles:
             problem.result_type.from_dict(result).check_sizes(members, len(problem.groups))
             return {**result, "seconds": float(result["seconds"])}
 
-        return self._checked(self.result, read)
+        return self._read_checked(self.result, read)
 
-    def _measured(self) -> tuple[Problem, int]:
+    def _problem_and_members(self) -> tuple[Problem, int]:
         """What measures of this run are about: the problem, and how many members."""
         return self.read_data().problem, self.read_config().members
 
     def write_model(self, weights: dict[str, Tensor]) -> None:
         self.write(self.model, to_bytes(weights))
 
-    def _look_at_model(self) -> None:
+    def _check_model(self) -> None:
         def look() -> None:
             with safe_open(self.model, "pt"):
                 pass
 
-        self._checked(self.model, look)
+        self._read_checked(self.model, look)
 
     def read_metrics(self, known: list[list[Any]] | None = None) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl: of a finished run all, else those in the parts that a checkpoint knows."""
@@ -168,10 +168,10 @@ class RunFiles:
             if bad:
                 raise DamageError(self.metrics, "is damaged", hint=AGAIN)
             return self._lines(content)
-        return self._checked(self.metrics, lambda: self._lines(atomic_files.read(self.metrics)))
+        return self._read_checked(self.metrics, lambda: self._lines(atomic_files.read(self.metrics)))
 
     def _lines(self, content: bytes) -> list[dict[str, Any]]:
-        problem, members = self._measured()
+        problem, members = self._problem_and_members()
         lines = content.splitlines()
         return [check_line(line, f"line {number}", problem, members) for number, line in enumerate(lines, 1)]
 
@@ -181,7 +181,7 @@ class RunFiles:
             content = atomic_files.read(self.metrics)
         except FileNotFoundError:
             return []
-        problem, members = self._measured()
+        problem, members = self._problem_and_members()
         found = []
         for number, line in enumerate(content.splitlines(keepends=True), 1):
             try:
@@ -207,15 +207,15 @@ class RunFiles:
 
     def read_assignments(self) -> dict[str, np.ndarray]:
         """iterations [T], test and train [T, M, C]: see History."""
-        problem, members = self._measured()
+        problem, members = self._problem_and_members()
 
         def read() -> dict[str, np.ndarray]:
-            with packed_arrays.opened(self.assignments) as file:
+            with packed_arrays.open_arrays(self.assignments) as file:
                 found = dict(file)
             schemas.check_history(found, members, len(problem.groups))
             return found
 
-        return self._checked(self.assignments, read)
+        return self._read_checked(self.assignments, read)
 
 
 def _json_of(path: Path, schema: Any) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class RunFolder(RunFiles):
 
     def discard(self) -> None:
         """Removes what this process began here: a run without a first checkpoint leaves nothing."""
-        if not self._begun or not self.lock.held or self.lock.lost():
+        if not self._begun or not self.lock.held or self.lock.is_lost():
             return
         for path in (*vars(self).values(), self.manifest.path, self.lock.path):
             if isinstance(path, Path) and path != self.path:
@@ -131,8 +131,8 @@ class RunFolder(RunFiles):
         self.lock.release()
 
     def refuse_if_gone(self) -> None:
-        """Refuses to go on if the folder that this process trains in was removed, renamed or replaced meanwhile."""
-        if self.lock.lost() or not self.exists():
+        """Raises UserError if the folder that this process trains in was removed, renamed or replaced meanwhile."""
+        if self.lock.is_lost() or not self.exists():
             raise UserError(
                 f"the run folder {self.path} is gone: it was removed, renamed or replaced while training went on. "
                 "That stops here and writes nothing. If it was renamed, give the same command with its new name to go "
@@ -205,7 +205,7 @@ class RunFolder(RunFiles):
             return
         total = config.pretrain + new
         steps = Checkpoints(self.checkpoints).steps()
-        finished = self.finished(config.pretrain + old)
+        finished = self.is_finished(config.pretrain + old)
         if not finished and (not steps or steps[0] <= total or total in steps):
             return
         there = "is finished" if finished else f"has checkpoints of iterations {', '.join(map(str, reversed(steps)))}"
@@ -225,7 +225,7 @@ class RunFolder(RunFiles):
 
     # Its state.
 
-    def finished(self, total: int) -> bool:
+    def is_finished(self, total: int) -> bool:
         """Whether it was trained for `total` iterations; a run that gets more keeps its old result until the end."""
         sound = not any(self.problem(path) for path in (self.result, self.model))
         return sound and self.read_result()["iterations"] == total
@@ -242,7 +242,7 @@ class RunFolder(RunFiles):
                 "give the command that trained it again, and it goes on to the end"
             )
         result = self.read_result()
-        tensors = self._checked(self.model, lambda: load_file(self.model))
+        tensors = self._read_checked(self.model, lambda: load_file(self.model))
         return Weights(self.model, tensors, result["iterations"], result["seconds"], True, None)
 
     def newest_weights(self, warn: Warn) -> Weights:
@@ -253,7 +253,7 @@ class RunFolder(RunFiles):
         missing = [path for path in (self.model, self.result) if not path.is_file()]
         if not missing and not (steps and steps[0] > self.read_result()["iterations"]):
             for path, problem in checkpoints.damages().items():
-                warn(damaged(path, problem))
+                warn(describe_damage(path, problem))
             return self.final_weights()
         found = checkpoints.newest(warn)
         if found is None:
@@ -296,7 +296,7 @@ def without_force() -> Iterator[None]:
         raise
 
 
-def damaged(checkpoint: Path, problem: str) -> str:
+def describe_damage(checkpoint: Path, problem: str) -> str:
     """What there is to say of a damaged checkpoint of a run that is finished."""
     return f"checkpoint {checkpoint} is damaged ({problem}): the run is whole without it, but could not go on from it"
 

@@ -32,7 +32,7 @@ class Lock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether the folder is gone, or another one stands in its place: its lock is then not the one that is held."""
         if self._descriptor is None:
             return False

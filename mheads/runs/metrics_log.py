@@ -111,10 +111,10 @@ def check_line(line: bytes, where: str, problem: Problem, members: int) -> dict[
     try:
         found: dict[str, Any] = from_json(line)
         if isinstance(found, dict) and "result" in found:
-            schemas.check(schemas.Evaluation, found)
+            schemas.check(schemas.EvaluationLine, found)
             problem.result_type.from_dict(found["result"]).check_sizes(members, len(problem.groups))
             return found
-        schemas.check(schemas.Step, found)
+        schemas.check(schemas.StepLine, found)
         for key, value in found.items():
             if isinstance(value, list) and len(value) != members:
                 raise ValueError(f"{key} has {len(value)} numbers, and the run {members} members")

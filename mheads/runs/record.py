@@ -31,10 +31,10 @@ class Record:
 
     @staticmethod
     def read(path: Path, title: str | None = None, lenient: bool = False) -> Record:
-        """The run in a folder; `lenient` leaves a damaged log or result out, where they are else refused."""
+        """The run in a folder; `lenient` leaves a damaged log or result out, which else raise an error."""
         folder = RunFolder(path)
         config = folder.read_config()
-        data, finished = folder.read_data(), folder.finished(config.pretrain + config.optim.iterations)
+        data, finished = folder.read_data(), folder.is_finished(config.pretrain + config.optim.iterations)
         if finished:
             log = Log([], []) if lenient and folder.manifest.problem(folder.metrics) else folder.read_log()
         else:
@@ -49,7 +49,7 @@ class Record:
         """The last one that is known of."""
         return max((line["iteration"] for lines in self.log for line in lines), default=0)
 
-    def evaluated(self) -> dict[str, Any]:
+    def require_result(self) -> dict[str, Any]:
         """The result; refuses a run that has none."""
         if self.result is None:
             raise UserError(
@@ -71,20 +71,20 @@ class Record:
         where = [str(part) for part in (data.path, data.test_path, data.root, data.limit) if part is not None]
         return f"{count}{data.validation:,} held out of {', '.join(where) or data.name}"
 
-    def assignments(self) -> dict[str, np.ndarray]:
+    def read_assignments(self) -> dict[str, np.ndarray]:
         """Who owned which class at each evaluation, see `log.History`."""
         if not self.folder.assignments.is_file():
-            self.evaluated()
+            self.require_result()
         return self.folder.read_assignments()
 
-    def owned(self) -> tuple[np.ndarray, np.ndarray]:
+    def read_ownership(self) -> tuple[np.ndarray, np.ndarray]:
         """Who owned which class of the examples evaluated on: iterations [T], owned examples [T, M, C]."""
-        found = self.assignments()
+        found = self.read_assignments()
         return found["iterations"], found["test"]
 
-    def learned(self) -> tuple[np.ndarray, np.ndarray]:
+    def read_learning(self) -> tuple[np.ndarray, np.ndarray]:
         """Who learned from which class over training, as finely as it is known: moments [T], assignment [T, M, C]."""
-        found = self.assignments()
+        found = self.read_assignments()
         fine = len(found.get("moments", ())) > len(found["iterations"])
         return (found["moments"], found["steps"]) if fine else (found["iterations"], found["train"])
 

@@ -107,7 +107,7 @@ class SuiteJob:
             return False
         try:
             self._check_config(folder)
-            return folder.finished(self.total) and folder.manifest.problem(folder.metrics) is None
+            return folder.is_finished(self.total) and folder.manifest.problem(folder.metrics) is None
         except DamageError:  # training makes it anew, or says why it cannot
             return False
 

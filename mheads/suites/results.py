@@ -202,7 +202,7 @@ class _Document(_Model):
 
 def load(path: Path) -> Document:
     try:
-        document: Document = safe_yaml.unsealed(atomic_files.read_text(path))
+        document: Document = safe_yaml.unseal(atomic_files.read_text(path))
         schemas.check(_Document, document)
         return document
     except (OSError, ValueError) as error:
@@ -230,7 +230,7 @@ def load_all(folder: Path, warn: Callable[[str], None]) -> dict[Path, Document]:
 
 
 def save(document: Document, path: Path) -> None:
-    atomic_files.write_atomically(path, safe_yaml.sealed(document, indent=1, ensure_ascii=False))
+    atomic_files.write_atomically(path, safe_yaml.seal(document, indent=1, ensure_ascii=False))
 
 
 def check_writable(path: Path) -> None:
@@ -248,5 +248,5 @@ def lock(folder: Path) -> Iterator[None]:
     """Makes a folder of results; inside, no other process writes to it."""
     with atomic_files.saving(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with atomic_files.locked(folder):
+    with atomic_files.hold_lock(folder):
         yield

@@ -19,7 +19,7 @@ from mheads import data as datasets
 from mheads import networks
 from mheads.common import fingerprint, safe_yaml
 from mheads.common.device import default_workers, resolve
-from mheads.common.errors import UserError, named, warn
+from mheads.common.errors import UserError, describe_error, warn
 from mheads.common.precision import PRECISIONS, reason_against
 from mheads.config.schema import Config
 from mheads.data import Data
@@ -51,7 +51,7 @@ def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[
             raise
         except (Exception, SystemExit) as error:  # the user's function may raise anything
             called = f"model {config.model!r} with model_args = {config.model_args!r}"
-            raise UserError(f"{called} failed with {named(error)}") from error
+            raise UserError(f"{called} failed with {describe_error(error)}") from error
         if not isinstance(network, nn.Module):
             raise UserError(f"model {config.model!r} gives {network!r}, not a torch.nn.Module")
         return network
@@ -182,7 +182,7 @@ def _make_loss(config: Config) -> Loss:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # the user's function may raise anything
-        raise UserError(f"loss {name!r} with loss.args = {args!r} failed with {named(error)}") from error
+        raise UserError(f"loss {name!r} with loss.args = {args!r} failed with {describe_error(error)}") from error
     if not isinstance(loss, Loss):
         raise UserError(
             f"loss.name = {name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss; name a function "

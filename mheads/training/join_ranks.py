@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mheads.common.errors import UserError, of_the_system
+from mheads.common.errors import UserError, as_user_error
 from mheads.distributed.launcher import detect, hint
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def join_ranks(console: Console, timeout: float | None = None) -> Iterator[ThisR
             world.watch.check()
             yield ThisRank(world)
         except OSError as error:
-            raise of_the_system(error) from error
+            raise as_user_error(error) from error
         except BaseException as error:  # Stopped is no Exception
             if getattr(error, "exit_code", None) is None:
                 raise

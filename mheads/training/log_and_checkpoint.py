@@ -28,7 +28,7 @@ from mheads.engine.training_step import StepReport
 from mheads.problems import Result
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.data_facts import DataFacts
-from mheads.runs.folder import RunFolder, damaged
+from mheads.runs.folder import RunFolder, describe_damage
 from mheads.runs.metrics_log import MetricsLog
 from mheads.runs.tensorboard import Board
 from mheads.training.collapse import CollapseWatch
@@ -182,7 +182,7 @@ def _open_folder(
         return opened, {}
     steps = checkpoints.steps()
     checkpoints.run = folder.read_identity()["run"]
-    opened["finished"] = folder.finished(total)
+    opened["finished"] = folder.is_finished(total)
     for path, problem in folder.problems().items():
         if opened["finished"] and not steps:
             watch.warn(f"{path} {problem}, and there is no checkpoint to make it anew from")
@@ -191,7 +191,7 @@ def _open_folder(
             opened["finished"] = False
     if opened["finished"]:
         for path, problem in checkpoints.damages().items():
-            watch.warn(damaged(path, problem))
+            watch.warn(describe_damage(path, problem))
         watch.on_finished(folder.path)
         return opened, {}
     if steps and steps[0] > total:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from mheads.common.progress import Silent, Watcher, telling
+from mheads.common.progress import Silent, Watcher, forward_warnings
 from mheads.common.signals import handling
 from mheads.config.schema import Config
 from mheads.engine.diagnostics import clip_scale
@@ -40,7 +40,7 @@ def train_config(
     config: Config, folder: RunFolder, watcher: Watcher, build: Callable[[Config], Experiment] = build_experiment
 ) -> dict[str, Any]:
     """Trains the run of a config; parts that do not fit each other raise before anything is written."""
-    with telling(watcher):
+    with forward_warnings(watcher):
         experiment = build(config)
     watcher.on_build(folder.path)
     return train(experiment, folder, watcher)

@@ -137,7 +137,7 @@ class TreeNet(nn.Module):
 
     def _draw(self, member: int) -> nn.Module:
         """The network that a member's own stages come from; only the seed and the member decide its weights."""
-        with seeds.seeded(self.seed, "weights", 0 if self.init == "same" else member):
+        with seeds.seed_generators(self.seed, "weights", 0 if self.init == "same" else member):
             self._refuse_arguments()
             network = self._factory()
         if not isinstance(network, nn.Module):

@@ -444,7 +444,7 @@ def test_batch_norm_gathers_statistics_as_caffe_does_and_uses_them_in_testing():
 
 def test_dropout_drops_its_part_and_scales_the_rest():
     text = 'input: "x"\n' + layer("d", "Dropout", "x", "y", "dropout_param { dropout_ratio: 0.3 }")
-    with seeds.seeded(0, "dropout"):
+    with seeds.seed_generators(0, "dropout"):
         y = Blobs(text, {"x": (100, 100)})(x=torch.ones(100, 100))["y"]
     assert y.unique().tolist() == pytest.approx([0.0, 1 / 0.7])
     assert 0.28 < (y == 0).float().mean() < 0.32
@@ -459,7 +459,7 @@ def filled(text, shape):
     text_format.Parse(text, made, descriptor_pool=message_schema.pool())
     tensor = torch.empty(shape)
     check_filler(made, shape, CaffeLayer(message("LayerParameter")(name="it", type="Convolution"), "net", 1, 1))
-    with seeds.seeded(0, "filler"):
+    with seeds.seed_generators(0, "filler"):
         fill(tensor, made)
     return tensor.double().numpy()
 

@@ -55,7 +55,7 @@ def test_stock_nets_train_a_step(name):
     net = TreeNet(lambda: network(text, shape), members=1)
     optimizer = Optimizer(net, OptimOptions(lr=1e-4, caffe_momentum=True))
     if name in ("R-CNN", "FCN"):  # which start from trained weights, their own fillers being zeros
-        with torch.no_grad(), seeds.seeded(0, "trained"):
+        with torch.no_grad(), seeds.seed_generators(0, "trained"):
             for parameter in net.parameters():
                 parameter.copy_(torch.randn_like(parameter) / parameter[0].numel() ** 0.5)
     outputs = net(torch.randn(2, *shape))
@@ -80,9 +80,9 @@ def test_stock_nets_train_a_step(name):
 def test_the_weights_of_a_stock_net_begin_as_our_own_network_of_that_name():
     from mheads.networks import NETWORKS
 
-    with seeds.seeded(3, "weights", 0):
+    with seeds.seed_generators(3, "weights", 0):
         ours = NETWORKS["cifar10_quick"]()
-    with seeds.seeded(3, "weights", 0):
+    with seeds.seed_generators(3, "weights", 0):
         read = network(nets.cifar10_quick(), (3, 32, 32))
     assert list(read.state_dict()) == list(ours.state_dict())
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), ours.parameters(), strict=True))
@@ -138,7 +138,7 @@ def residual():
 def test_opencv_reads_our_weights_and_gives_the_same_outputs(make, shape, tmp_path):
     cv2 = pytest.importorskip("cv2")
     text = deployed(make(), shape)
-    with seeds.seeded(0, "weights"):
+    with seeds.seed_generators(0, "weights"):
         net = Blobs(text, {"data": (2, *shape)}, "TEST")
         for buffer in net.buffers():
             buffer.uniform_(0.5, 1.5)

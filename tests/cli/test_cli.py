@@ -219,10 +219,10 @@ def test_the_options_that_the_config_describes_as_somebodys_are_refused_for_othe
     for chooser, options in options_without_effect.OPTIONS.items():
         for key, owners in options.items():
             with pytest.raises(package.UserError, match=f"{key} is an option of {', '.join(owners)}"):
-                options_without_effect.refuse_idle_keys(load("digits", NOBODY), [key])
+                options_without_effect.check_idle_keys(load("digits", NOBODY), [key])
             if chooser not in ("sampling.name", "data.name"):  # which want files
                 for name in owners:
-                    options_without_effect.refuse_idle_keys(load("digits", [*NOBODY, f"{chooser}={name}"]), [key])
+                    options_without_effect.check_idle_keys(load("digits", [*NOBODY, f"{chooser}={name}"]), [key])
 
 
 def test_an_option_that_did_nothing_does_not_keep_a_run_from_going_on(tmp_path, monkeypatch, mheads):

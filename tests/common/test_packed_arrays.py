@@ -80,7 +80,7 @@ def test_what_several_arrays_become_together_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(packed_arrays, "ENOUGH", 10**5)
     path = tmp_path / "many.npz"
     np.savez_compressed(path, **{f"image{i}": np.zeros((1000, 4)) for i in range(5)})  # 32 kB each
-    with packed_arrays.opened(path) as file:
+    with packed_arrays.open_arrays(path) as file:
         assert [file[f"image{i}"].nbytes for i in range(3)] == [32000] * 3
         with pytest.raises(UserError, match="would become 128 kB"):
             file["image3"]
@@ -125,14 +125,14 @@ def test_arrays_read_as_numpy_reads_them(tmp_path):
         "e.f": np.array([1 + 2j]),
     }
     np.savez_compressed(tmp_path / "x.npz", **arrays)
-    with packed_arrays.opened(tmp_path / "x.npz") as found, np.load(tmp_path / "x.npz") as known:
+    with packed_arrays.open_arrays(tmp_path / "x.npz") as found, np.load(tmp_path / "x.npz") as known:
         assert list(found) == list(known)
         for name in known:
             assert found[name].dtype == known[name].dtype
             assert found.header(name) == (known[name].shape, known[name].dtype)
             np.testing.assert_array_equal(found[name], known[name])
     np.save(tmp_path / "x.npy", arrays["b"])
-    with packed_arrays.opened(tmp_path / "x.npy") as found:
+    with packed_arrays.open_arrays(tmp_path / "x.npy") as found:
         np.testing.assert_array_equal(found[""], arrays["b"])
 
 

@@ -12,7 +12,7 @@ from mheads.config import schema
 from mheads.config.schema import Config
 
 DEEP = 3000
-KEYS = schema.known_keys()
+KEYS = schema.all_keys()
 ODD = [
     "0", "-1", "1", "2", "0.5", "1e-320", "1e308", "1e400", "-1e400", ".inf", "-.inf", ".nan", "0x10", "0o17", "1_000",
     "1:30", "9" * 25, "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000, "0." + "1" * 5000, "1e" + "9" * 400, "2147483648",

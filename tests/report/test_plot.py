@@ -286,7 +286,7 @@ def test_result_and_log_of_a_finished_run_are_those_of_its_files(runs):
     record = Record.read(runs["single"])
     assert record.finished
     assert record.result["oracle"] == json.loads((runs["single"] / "result.json").read_text())["oracle"]
-    assert record.assignments()["test"].shape == (2, 1, 10)
+    assert record.read_assignments()["test"].shape == (2, 1, 10)
 
 
 def test_figures_of_an_oracle_show_the_guesses_of_one_network(runs):

@@ -136,7 +136,7 @@ def test_the_numbers_are_those_of_the_result(runs):
     np.testing.assert_array_equal(page.cells(owned)[-1], np.round(100 * counts / counts.sum(0)))
     assert owned.moments == ["iteration 3", "iteration 6"]
     assert learned.moments == [f"iteration {i}" for i in (2, 3, 5, 6)]
-    steps = record.assignments()["steps"]
+    steps = record.read_assignments()["steps"]
     totals = steps[0].sum(0)
     there = totals > 0
     np.testing.assert_array_equal(page.cells(learned)[0][:, there], np.round(100 * steps[0][:, there] / totals[there]))

@@ -90,7 +90,7 @@ def test_an_mp4_plays_and_shows_the_frames(mheads, run, tmp_path):
     from mheads.runs.record import Record
 
     record = Record.read(run)
-    found = record.assignments()
+    found = record.read_assignments()
     pictures = picture_classes(record, "typical")
     made = list(ownership_frames(found["moments"], found["steps"], pictures, record.data.problem.groups, 50))
     assert len(made) == 50

@@ -75,8 +75,8 @@ def load(run, watch):
 
 def show(run, watch):
     record = Record.read(run)
-    assert len(record.owned()[1]) >= 0
-    assert len(record.learned()[1]) >= 0
+    assert len(record.read_ownership()[1]) >= 0
+    assert len(record.read_learning()[1]) >= 0
     if record.finished:
         result_table(record.result)
         comparison_table({"run": record.result})
@@ -233,7 +233,7 @@ def test_what_is_wrong_is_said_with_file_and_key_and_training_again_mends_it(tra
     put_back(run, contents)
     FORGED[words](run)
     with pytest.raises(UserError) as refused:
-        Record.read(run).assignments()
+        Record.read(run).read_assignments()
         package.load(run)
     assert f"{run}/{words}" in str(refused.value)
     assert "the command that trained the run, given again, makes it anew" in str(refused.value)
@@ -242,7 +242,7 @@ def test_what_is_wrong_is_said_with_file_and_key_and_training_again_mends_it(tra
     assert any(str(run / words.split()[0]) in line and "anew" in line for line in watch.said)
     for name in ("model.safetensors", "identity.json", "data.safetensors"):
         assert (run / name).read_bytes() == contents[run / name]
-    Record.read(run).assignments()
+    Record.read(run).read_assignments()
     put_back(run, contents)
 
 
@@ -300,7 +300,7 @@ def test_a_pipe_in_place_of_a_file_of_a_run_is_a_message(trained, name):
     (run / name).unlink()
     os.mkfifo(run / name)
     with pytest.raises(UserError, match=f"{run / name} .*it is a named pipe"):
-        Record.read(run).assignments()
+        Record.read(run).read_assignments()
         package.load(run)
     (run / name).unlink()
     put_back(run, contents)

@@ -171,7 +171,7 @@ def read_proposals(path: Path, scenes: Sequence[Scene], names: Sequence[str] = (
         if path.suffix == ".mat":
             boxes = _read_release(path, names or [scene.name for scene in scenes])
         else:
-            with packed_arrays.opened(path) as arrays:
+            with packed_arrays.open_arrays(path) as arrays:
                 boxes = dict(arrays)
     except (OSError, ValueError, NotImplementedError) as error:  # SciPy does not read MATLAB's version 7.3
         raise UserError(f"data.regions.proposals = {path} cannot be read: {error}") from error

@@ -85,7 +85,7 @@ def scratch(target: Path) -> Iterator[Path]:
     is removed after a day. If one was killed while it replaced `target`, that is put back first.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_files.locked(target.parent):  # which keeps others from removing the folder before it is locked
+    with atomic_files.hold_lock(target.parent):  # which keeps others from removing the folder before it is locked
         _sweep(target)
         work = Path(tempfile.mkdtemp(SUFFIX, _own(target), target.parent))
         held = os.open(work, os.O_RDONLY)
@@ -100,7 +100,7 @@ def scratch(target: Path) -> Iterator[Path]:
 
 def recover(target: Path) -> None:
     """Removes what processes left that were killed while they made `target`, and puts back what they had moved."""
-    with suppress(OSError), atomic_files.locked(target.parent):
+    with suppress(OSError), atomic_files.hold_lock(target.parent):
         _sweep(target)
 
 

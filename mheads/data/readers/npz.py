@@ -53,7 +53,7 @@ def read_npz(
 def open_arrays(path: Path, hint: str | None = None) -> Iterator[packed_arrays.Arrays]:
     """The arrays of an .npz or .npy file; what cannot be read is a UserError that ends with the hint."""
     try:
-        with packed_arrays.opened(path) as arrays:
+        with packed_arrays.open_arrays(path) as arrays:
             yield arrays
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist: there is no file of that name", hint=hint) from error
@@ -74,7 +74,7 @@ def npz_shape(path: Path | None) -> tuple[int, ...] | None:
     if path is None or not path.is_file():
         return None
     try:
-        with packed_arrays.opened(path) as file:
+        with packed_arrays.open_arrays(path) as file:
             shape, _ = file.header("x_train")
     except (ValueError, OSError) as error:
         raise UserError(f"{path} has no array x_train to take the shape of an example from ({error})") from error

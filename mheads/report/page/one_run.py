@@ -134,7 +134,7 @@ def map_run(record: Record, name: str, title: str, pictures: Sequence[str], trai
     groups = record.data.problem.groups
     if not groups:
         raise UserError("There are no classes to own")
-    moments, counts = record.learned() if training else record.owned()
+    moments, counts = record.read_learning() if training else record.read_ownership()
     if not len(moments):
         raise UserError("There was no evaluation yet")
     return thin_out(

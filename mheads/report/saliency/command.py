@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mheads.api.load import load
 from mheads.common.atomic_files import check_output
-from mheads.common.progress import Watcher, telling
+from mheads.common.progress import Watcher, forward_warnings
 from mheads.report.figures.figure import SUFFIXES, save
 from mheads.report.saliency.members import SAMPLE, Energy, explain, explain_files
 
@@ -32,7 +32,7 @@ def saliency(
         check_output(output, SUFFIXES)
     run = load(path, trust=trust, warn=watch.warn)
     other = None if beside is None else load(beside, trust=trust, warn=watch.warn)
-    with telling(watch):
+    with forward_warnings(watch):
         if images:
             result = explain_files(run, images, layer, other, resize)
         else:

@@ -38,7 +38,7 @@ def apart() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with seeds.seeded("probe"):
+        with seeds.seed_generators("probe"):
             yield
     finally:
         torch.set_num_threads(threads)

@@ -25,7 +25,7 @@ from mheads.caffe.data_sources import (
 from mheads.caffe.layers.layer_modules import Shape
 from mheads.caffe.member_trees import plan_of
 from mheads.caffe.net_plan import NetPlan
-from mheads.caffe.prototxt import CaffeLayer, is_solver, read_net, read_solver
+from mheads.caffe.prototxt import CaffeLayer, Solver, is_solver, read_net, read_solver
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.config import read as configs
@@ -81,14 +81,7 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
     said = dict(tree["data"])
     tree["optim"] = {"batch_size": batch} if batch else {}
     if given is not None:
-        tree["optim"] |= solver.optim_of(given)
-        tree["log"] = solver.log_of(given)
-        if (seed := solver.seed_of(given)) is not None:
-            tree["seed"] = seed
-        if given.message.weights:
-            if len(given.message.weights) > 1 or "," in given.message.weights[0]:
-                raise given.refuse("weights", "several files: give one, or merge them")
-            tree["init"] = given.message.weights[0]
+        _add_solver(tree, given)
     for override in overrides:
         key, equals, value = override.partition("=")
         short = key in ("data", "loss", "optim.schedule") and not value.lstrip().startswith("{")
@@ -119,6 +112,18 @@ def convert(net_file: str | Path, solver_file: str | Path | None = None, overrid
         _note_zeros(plan, notes)
     _note_tree(plan, notes)
     return converted
+
+
+def _add_solver(tree: dict[str, Any], given: Solver) -> None:
+    """The keys that a solver sets."""
+    tree["optim"] |= solver.optim_of(given)
+    tree["log"] = solver.log_of(given)
+    if (seed := solver.seed_of(given)) is not None:
+        tree["seed"] = seed
+    if given.message.weights:
+        if len(given.message.weights) > 1 or "," in given.message.weights[0]:
+            raise given.refuse("weights", "several files: give one, or merge them")
+        tree["init"] = given.message.weights[0]
 
 
 def _state(state: Any) -> dict[str, Any]:
@@ -186,9 +191,7 @@ def _note_accuracies(tree: dict[str, Any], plan: NetPlan, classes: dict[str, int
 
 def _mix_losses(said: dict[str, Any], plan: NetPlan, base_loss: dict[str, Any], notes: list[str]) -> None:
     """Makes a loss that the user names one over the net's own, if it takes one for each example."""
-    if (
-        not base_loss or "base_loss" in said or plan.combine == "probabilities"
-    ):  # the cross-entropy is all that there is
+    if not base_loss or "base_loss" in said or plan.combine == "probabilities":  # plain cross-entropy is all there is
         return
     name = str(said["name"])
     if name in LOSSES and LOSSES[name]().takes_base_loss:

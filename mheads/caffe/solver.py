@@ -14,11 +14,10 @@ ADAPTIVE = {"Adam": "adam", "AdaGrad": "adagrad", "RMSProp": "rmsprop", "AdaDelt
 def optim_of(solver: Solver) -> dict[str, Any]:
     """The `optim` section, without the size of a batch, which the net says."""
     s, kind = solver.message, _type(solver)
-    _need(solver, "base_lr", s.base_lr > 0, "give a rate above 0")
+    _need(solver, "base_lr", s.base_lr > 0, "give a learning rate above 0")
     _need(solver, "max_iter", s.max_iter > 0, "give the number of iterations, above 0")
-    _check(solver, "momentum", 0 <= s.momentum < 1, "give 0 or more, below 1")
-    _check(solver, "momentum2", 0 <= s.momentum2 < 1, "give 0 or more, below 1")
-    _check(solver, "rms_decay", 0 <= s.rms_decay < 1, "give 0 or more, below 1")
+    for key in ("momentum", "momentum2", "rms_decay"):
+        _check(solver, key, 0 <= getattr(s, key) < 1, "give 0 or more, below 1")
     _check(solver, "weight_decay", s.weight_decay >= 0, "give 0 or more")
     _check(solver, "delta", s.delta > 0, "give a number above 0")
     _check(solver, "iter_size", s.iter_size > 0, "give 1 or more")

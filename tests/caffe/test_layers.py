@@ -533,7 +533,7 @@ def test_a_filler_that_cannot_be_is_refused(text, shape, part):
         ("Exp", "exp_param { base: -2 }", [IMAGE], "base: -2: give a number above 0"),
         ("Crop", "crop_param { offset: 3 }", [IMAGE, IMAGE], "more than the 7 that are there"),
         ("SoftmaxWithLoss", "", [IMAGE, (2,)], "a label for each place"),
-        ("BatchNorm", "param { lr_mult: 1 }", [IMAGE], "statistics, which no rate applies to"),
+        ("BatchNorm", "param { lr_mult: 1 }", [IMAGE], "statistics, which no learning rate applies to"),
         ("Convolucion", "", [IMAGE], "there is no layer of type 'Convolucion' here; did you mean 'Convolution'?"),
         ("LSTM", "", [IMAGE], "there is no layer of type 'LSTM' here: there are Convolution"),
     ],

@@ -120,7 +120,7 @@ BASE = conv("conv1", "data", 4, 3)
         (data() + layer("s", "Split", "data", ["a", "a"]), "its top 'a' is there twice"),
         (data() + BASE.replace("top:", "include { phase: TRAIN } exclude { phase: TEST } top:"), "both include and exclude"),
         (data() + layer("n", "BatchNorm", "data", None, "param { name: 'mean' lr_mult: 0 }"), "it shares 'mean': statistics cannot be shared here"),
-        (data() + layer("n", "BatchNorm", "data", None, "param { lr_mult: 1 }"), "which no rate applies to"),
+        (data() + layer("n", "BatchNorm", "data", None, "param { lr_mult: 1 }"), "which no learning rate applies to"),
         (data() + layer("c", "convolution", "data"), "there is no layer of type 'convolution' here; did you mean 'Convolution'?"),
         (data() + layer("c", "INNER_PRODUCT", "data"), "did you mean 'InnerProduct'?"),
         (data() + layer("c", "Convolutional", "data"), "did you mean 'Convolution'?"),

@@ -906,7 +906,7 @@ def test_what_else_a_solver_says():
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ('lr_policy: "fixed" max_iter: 1', "base_lr: it is missing: give a rate above 0"),
+        ('lr_policy: "fixed" max_iter: 1', "base_lr: it is missing: give a learning rate above 0"),
         ('base_lr: 0.1\nmax_iter: 1', "lr_policy: it is missing: give one of fixed, step"),
         ('base_lr: 0.1\nlr_policy: "cosine" max_iter: 1', "line 2, column 1: lr_policy: there is no policy 'cosine'"),
         ('base_lr: 0.1 lr_policy: "step" gamma: 0.1 max_iter: 1', "stepsize: it is missing: lr_policy step takes one"),

@@ -139,9 +139,11 @@ def batch_norm(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     if not p.eps > 0:
         raise layer.refuse(f"eps: {p.eps:g}: give a number above 0")
     params = layer.message.param
-    # Of three Caffe takes the rates for 0, whatever they say.
+    # Of three Caffe takes the learning rates for 0, whatever they say.
     if len(params) != 3 and any(spec.HasField("lr_mult") and spec.lr_mult for spec in params):
-        raise layer.refuse("its blobs are statistics, which no rate applies to: give lr_mult: 0, or leave param out")
+        raise layer.refuse(
+            "its blobs are statistics, which no learning rate applies to: give lr_mult: 0, or leave param out"
+        )
     if shared := [spec.name for spec in params if spec.name]:
         raise layer.refuse(f"it shares {shared[0]!r}: statistics cannot be shared here: leave the names out")
     fixed = p.use_global_stats if p.HasField("use_global_stats") else None

@@ -26,8 +26,9 @@ from mheads.distributed.step_time.workload import Workload
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.training_step import cuts
 from mheads.networks import INPUT_SHAPES, NETWORKS
+from mheads.trees.splitting.make_chain import make_chain
 from mheads.trees.tree_spec import Tree, parse
-from mheads.trees.treenet import TreeNet, describe
+from mheads.trees.treenet import TreeNet
 
 RANKS = 2
 
@@ -45,7 +46,7 @@ class Case:
     @cached_property
     def tree(self) -> Tree:
         with torch.device("meta"):  # without weights
-            layers = describe(NETWORKS[self.model]())
+            layers = make_chain(NETWORKS[self.model]()).layers
         return parse({self.split: self.members}, layers, self.members, self.model)
 
     @property

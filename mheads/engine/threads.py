@@ -259,7 +259,7 @@ def auto_micro_batches(batch_size: int, net: TreeNet) -> int:
     """
     if net.batch_statistics_layers():
         return 1
-    if "counts" in net.side_inputs:
+    if "counts" in net.facts.side_inputs:
         return batch_size
     count: int = 2 ** max(0, round(math.log2(batch_size / 80)))
     return count

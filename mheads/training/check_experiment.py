@@ -16,6 +16,7 @@ from mheads.losses.check_promises import check_promises
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.training.build_from_config import count_micro_batches
 from mheads.trees.checks.hidden_randomness_and_state import LayerError
+from mheads.trees.identical_members import are_parted_by_dropout, are_parted_by_freezing, find_identical_members
 from mheads.trees.member_scores import OWN, check_order
 from mheads.trees.treenet import TreeNet
 
@@ -121,10 +122,10 @@ def check_gradients(
     gradients = check_promises(last, outputs, batch.targets, net.num_members, weighted)
     if not all(torch.allclose(g, g[:1], rtol=1e-5) for g in gradients):
         return  # the loss tells members apart
-    for a, b in net.identical_members():
+    for a, b in find_identical_members(net):
         if sample_weights is not None and not np.array_equal(sample_weights[a], sample_weights[b]):
             continue
-        if not net.parted_by_dropout(a, b) and not net.parted_by_freezing(a, b):
+        if not are_parted_by_dropout(net, a, b) and not are_parted_by_freezing(net, a, b):
             raise _identical_members(net, loss, a, b)
 
 

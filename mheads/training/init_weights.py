@@ -21,6 +21,7 @@ from mheads.data import Data
 from mheads.problems import finds_objects, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
+from mheads.trees.copy_weights import take_weights
 from mheads.trees.tree_spec import parse, whole_spec
 from mheads.trees.treenet import TreeNet
 
@@ -51,7 +52,7 @@ def load_init(
     try:
         # The tree of the source run over the layers of this network: nothing that the source run names is built.
         tree = parse(whole_spec(config.members, config.split), net.layers, config.members, net.network_name)
-        net.take_weights(tree, source.final_weights().tensors, members)
+        take_weights(net, tree, source.final_weights().tensors, members)
     except UserError as error:
         raise UserError(f"init = {init!r}: {error}") from error
     if config.members == 1 if members is None else len(set(members)) == 1:
@@ -207,7 +208,7 @@ def load_into(
     }
     names = list(dict.fromkeys(wanted.values()))
     found, missing = [name for name in names if name in sources], sorted(name for name in names if name not in sources)
-    needed = {name for full, name in wanted.items() if not net.is_fresh(_name_in_network(full))} & set(missing)
+    needed = {name for full, name in wanted.items() if _name_in_network(full) not in net.facts.fresh} & set(missing)
     if partly:
         _check_whole_layers(found, sorted(needed), where)
     if needed and not ((renamed or partly) and found):

@@ -238,7 +238,9 @@ def _check_finite_weights(
 ) -> None:
     """Raises before weights are saved that are not finite: the step before such a loss may have left some."""
     for name, node in net.tree.nodes.items():
-        weights = [t for key, t in select_prefix(tensors, f"model/stages.{name}.").items() if net.is_parameter(key)]
+        weights = [
+            t for key, t in select_prefix(tensors, f"model/stages.{name}.").items() if key in net.facts.parameters
+        ]
         if not all(torch.isfinite(weight).all() for weight in weights):
             raise _divergence(
                 f"weights became infinite or NaN at iteration {iteration}, in {_members(node.members)}", checkpoints

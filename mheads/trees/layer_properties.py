@@ -15,50 +15,53 @@ from mheads.trees.tree_spec import Node
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """Facts about the layers of every member, found by looking at one."""
+    """Facts about the layers of every member, read from one network; parameters have their names in the network."""
 
-    names: frozenset[str]  # of the parameters
-    trainable: frozenset[str]  # of those that learn
-    fresh: frozenset[str]  # of those that start anew where weights from elsewhere have none: scores, say
-    layer_of: dict[str, str]  # of parameters and buffers
-    parameters: dict[str, dict[int, int]]  # of each layer: identity -> size, since layers may share a weight
+    parameters: frozenset[str]  # names of all parameters, without buffers
+    trainable: frozenset[str]  # names of the parameters that learn
+    fresh: frozenset[str]  # names of what starts anew where weights from elsewhere have none: scores, say
+    layer_of: dict[str, str]  # the layer of each parameter and buffer
+    sizes: dict[str, dict[int, int]]  # of each layer: identity -> size of its parameters, since layers may share one
     statistics: dict[str, list[str]]  # of each layer: the modules in it that need the whole batch
-    dropout: frozenset[str]
-    side_inputs: frozenset[str]  # names of those that some layer takes
+    dropout: frozenset[str]  # layers that draw masks
+    side_inputs: frozenset[str]  # names of the side inputs that some layer takes
     dtype: torch.dtype
     sequential: bool  # calling the network is calling its children one after the other: nothing else can happen
-    hooked: bool  # the network itself, which a tree never calls
+    hooked: bool  # hooks on the network itself, which a tree never calls
 
     @staticmethod
     def of(network: nn.Module, chain: Chain) -> LayerFacts:
         layers = {layer.name: chain.stage([layer.name], network) for layer in chain.layers}
+        modules = [pair for layer in layers.values() for pair in layer.named_modules()]
+        parameters = {key: p for layer in layers.values() for key, p in layer.named_parameters()}
+        takes = [getattr(module, "takes", ()) for module in network.modules()]
         return LayerFacts(
-            frozenset(key for layer in layers.values() for key, _ in layer.named_parameters()),
-            frozenset(key for layer in layers.values() for key, p in layer.named_parameters() if p.requires_grad),
-            frozenset(
-                f"{path}.{key}"
-                for layer in layers.values()
-                for path, module in layer.named_modules()
-                if getattr(module, "fresh", False)
-                for key in module.state_dict()
-            ),
-            {key: name for name, layer in layers.items() for key in layer.state_dict()},
-            {name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers.items()},
-            {n: [key for key, m in layer.named_modules() if takes_statistics(m)] for n, layer in layers.items()},
-            chain.drops | {n for n, layer in layers.items() if any(_drops(m) for m in layer.modules())},
-            frozenset(name for module in network.modules() for name in _taken(module)),
-            next(network.parameters()).dtype,
-            is_sequential(network) and isinstance(chain, SequentialChain),
-            is_hooked(network) and "forward" not in network.__dict__,
+            parameters=frozenset(parameters),
+            trainable=frozenset(key for key, p in parameters.items() if p.requires_grad),
+            fresh=frozenset(f"{path}.{key}" for path, m in modules if _is_fresh(m) for key in m.state_dict()),
+            layer_of={key: name for name, layer in layers.items() for key in layer.state_dict()},
+            sizes={name: {id(p): p.numel() for p in layer.parameters()} for name, layer in layers.items()},
+            statistics={
+                name: [key for key, m in layer.named_modules() if takes_statistics(m)] for name, layer in layers.items()
+            },
+            dropout=chain.drops | {name for name, layer in layers.items() if any(map(_drops, layer.modules()))},
+            side_inputs=frozenset(n for names in takes for n in ((names,) if isinstance(names, str) else names)),
+            dtype=next(network.parameters()).dtype,
+            sequential=is_sequential(network) and isinstance(chain, SequentialChain),
+            hooked=is_hooked(network) and "forward" not in network.__dict__,
         )
 
-    def size(self, node: Node) -> int:
-        return sum({k: v for name in node.layers for k, v in self.parameters[name].items()}.values())
+    def layer_sizes(self) -> dict[str, int]:
+        """The number of parameters of each layer."""
+        return {name: sum(sizes.values()) for name, sizes in self.sizes.items()}
+
+    def stage_size(self, node: Node) -> int:
+        """The number of parameters of a stage."""
+        return sum({key: size for name in node.layers for key, size in self.sizes[name].items()}.values())
 
 
-def _taken(module: nn.Module) -> tuple[str, ...]:
-    found = getattr(module, "takes", ())
-    return (found,) if isinstance(found, str) else tuple(found)
+def _is_fresh(module: nn.Module) -> bool:
+    return bool(getattr(module, "fresh", False))
 
 
 def _drops(module: nn.Module) -> bool:

@@ -6,32 +6,35 @@ Each gives a new tree with weights of its own; the one that it was made of stays
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import as_plain
+from mheads.trees.copy_weights import non_persistent_buffers, take_weights
 from mheads.trees.tree_spec import Node, Spec
-from mheads.trees.treenet import TreeNet, unsaved_buffers
+
+if TYPE_CHECKING:
+    from mheads.trees.treenet import TreeNet
 
 Sources = list[int | None]  # the member that each member of the new tree comes from, None for one that is new
 
 
 def keep(net: TreeNet, members: Collection[int]) -> TreeNet:
     """These members alone, in this order. Stages that only one goes through become one stage."""
-    members = _checked_all(net, members)
+    members = _read_members(net, members)
     if not members:
         raise UserError(f"a tree needs at least one member: keep some of the {net.num_members}")
     if twice := [m for i, m in enumerate(members) if m in members[:i]]:
         raise UserError(f"keep: member {twice[0]} is there twice; net.with_members(1, like={twice[0]}) copies one")
-    spec, sources = _grown(net, members)
+    spec, sources = _make_spec(net, members)
     if sources != members:
         raise UserError(f"keep({members}): members that share layers stand side by side, as in {sources}")
-    return _rebuilt(net, spec, sources, net.seed, net.init)
+    return _rebuild(net, sources, tree=spec, seed=net.seed, init=net.init)
 
 
 def without(net: TreeNet, members: Collection[int]) -> TreeNet:
     """All members but these."""
-    gone = _checked_all(net, members)
+    gone = _read_members(net, members)
     return keep(net, [m for m in range(net.num_members) if m not in gone])
 
 
@@ -49,40 +52,38 @@ def with_members(
         raise UserError(f"with_members({n!r}): give how many, at least 1")
     everyone = range(net.num_members)
     if at is None:
-        spec, sources = _grown(net, everyone, {None: n})
+        spec, sources = _make_spec(net, everyone, {None: n})
     elif net.num_members == 1:
         spec, sources = {at: n + 1}, [0, *[None] * n]
     else:
-        spec, sources = _grown(net, everyone, {_split_at(net, at): n})
+        spec, sources = _make_spec(net, everyone, {_split_at(net, at): n})
     if like is not None:
-        like = _checked(net, like)
+        like = _read_member(net, like)
         sources = [like if source is None else source for source in sources]
     # The next seed, because a new member must not start where one of those that are there did.
-    return _rebuilt(net, spec, sources, net.seed + 1 if seed is None else seed, "random")
+    return _rebuild(net, sources, tree=spec, seed=net.seed + 1 if seed is None else seed, init="random")
 
 
 def fork(net: TreeNet, members: int, split: Spec | str | None = None) -> TreeNet:
     """One trained network as the start of many members; what parts them is the loss, the sampling or dropout."""
     if net.num_members != 1:
         raise UserError(f"fork copies one network, and this tree has {net.num_members}: net.keep([0]).fork({members})")
-    made = TreeNet(net.factory, members, split, seed=net.seed, init="same")
-    return _filled(made, net, [0] * made.num_members)
+    return _rebuild(net, None, members=members, split=split, seed=net.seed, init="same")
 
 
 def split_names(net: TreeNet, node: Node) -> list[str]:
     """The names of the layer after which the children of a stage part: its own, and others for the same place."""
-    ends = (layer for layer in reversed(net.layers) if layer.has_parameters or getattr(layer, "ends", False))
-    found = next(layer for layer in ends if layer.name in node.layers)
-    return [found.name, *getattr(found, "also", ())]
+    last = next(layer for layer in reversed(net.layers) if layer.splittable and layer.name in node.layers)
+    return [last.name, *last.also]
 
 
-def _checked_all(net: TreeNet, members: Any) -> list[int]:
+def _read_members(net: TreeNet, members: Any) -> list[int]:
     if not isinstance(members, Iterable):
         raise UserError(f"members {members!r}: give a list of their numbers, such as [{members!r}]")
-    return [_checked(net, m) for m in members]
+    return [_read_member(net, m) for m in members]
 
 
-def _checked(net: TreeNet, member: int) -> int:
+def _read_member(net: TreeNet, member: int) -> int:
     member = as_plain(member)
     if isinstance(member, bool) or not isinstance(member, int) or not 0 <= member < net.num_members:
         raise UserError(f"member {member!r} of {net.num_members}: they are counted from 0 to {net.num_members - 1}")
@@ -91,16 +92,16 @@ def _checked(net: TreeNet, member: int) -> int:
 
 def _split_at(net: TreeNet, at: str) -> str:
     inner = {node.name: split_names(net, node) for node in net.tree.nodes.values() if node.children}
-    found = [name for name, names in inner.items() if at in (name, *names)]
-    if not found:
+    stages = [name for name, names in inner.items() if at in (name, *names)]
+    if not stages:
         splits = ", ".join(dict.fromkeys(names[0] for names in inner.values())) or "nowhere"
         raise UserError(f"at={at!r}: members of this tree part at {splits}; None adds members with nothing in common")
-    if len(found) > 1:
-        raise UserError(f"at={at!r} is where {len(found)} stages end: name one of them, {', '.join(found)}")
-    return found[0]
+    if len(stages) > 1:
+        raise UserError(f"at={at!r} is where {len(stages)} stages end: name one of them, {', '.join(stages)}")
+    return stages[0]
 
 
-def _grown(net: TreeNet, members: Sequence[int], more: dict[str | None, int] | None = None) -> tuple[Spec, Sources]:
+def _make_spec(net: TreeNet, members: Sequence[int], more: dict[str | None, int] | None = None) -> tuple[Spec, Sources]:
     """The specification of a tree with these of its members and `more` below some stages, and where each comes from.
 
     Members come in the given order, as far as those that share a stage stand side by side.
@@ -111,7 +112,7 @@ def _grown(net: TreeNet, members: Sequence[int], more: dict[str | None, int] | N
     def first(node: Node) -> int:
         return min((places[m] for m in node.members if m in places), default=-1)
 
-    def of(nodes: Sequence[Node], parent: str | None) -> Spec:
+    def join(nodes: Sequence[Node], parent: str | None) -> Spec:
         parts = [below(node) for node in sorted(nodes, key=first) if first(node) >= 0]
         new = (more or {}).get(parent, 0)
         sources.extend([None] * new)
@@ -120,20 +121,32 @@ def _grown(net: TreeNet, members: Sequence[int], more: dict[str | None, int] | N
 
     def below(node: Node) -> Spec:
         if node.children:
-            return {split_names(net, node)[0]: of([net.tree.nodes[child] for child in node.children], node.name)}
+            return {split_names(net, node)[0]: join([net.tree.nodes[child] for child in node.children], node.name)}
         sources.append(node.members[0])
         return 1
 
-    return of(net.tree.roots, None), sources
+    return join(net.tree.roots, None), sources
 
 
-def _rebuilt(net: TreeNet, spec: Spec, sources: Sources, seed: int, init: str) -> TreeNet:
-    return _filled(TreeNet(net.factory, tree=spec, seed=seed, init=init), net, sources)
+def _rebuild(net: TreeNet, sources: Sources | None, **options: Any) -> TreeNet:
+    """A tree of the same networks, each member with the weights of its source; None for member 0 as the only one."""
+    from mheads.trees.treenet import TreeNet
+
+    made = TreeNet(net.factory, **options)
+    sources = [0] * made.num_members if sources is None else sources
+    first = next(net.parameters())
+    made.to(device=first.device, dtype=first.dtype)
+    take_weights(made, net.tree, net.state_dict() | non_persistent_buffers(net), sources)
+    made.trained = net.trained
+    _freeze_alike(made, net, sources)
+    if "preprocessing" in net.__dict__:  # of the run that it was trained in
+        made.__dict__["preprocessing"] = net.__dict__["preprocessing"]
+    return made.train(net.training)
 
 
 def _freeze_alike(made: TreeNet, net: TreeNet, sources: Sources) -> None:
     """What did not learn does not learn in the new tree either; what is new learns."""
-    owner = {(m, layer): n.name for n in net.tree.nodes.values() for m in n.members for layer in n.layers}
+    owner = net.tree.owners()
     stages = net.tree.nodes.keys() & set(net.frozen)
     numbered = [layer.name for layer in net.layers]  # a stage and a layer may both be called 0
     names = [name for name in net.frozen if name not in stages or name in numbered]
@@ -146,8 +159,8 @@ def _freeze_alike(made: TreeNet, net: TreeNet, sources: Sources) -> None:
         for layer in node.layers:
             frozen[node.name, layer] = owner[source, layer] in stages
         for key, parameter in made.stage(node.name).named_parameters():
-            there = owner[source, made.layer_of(key)]
-            free = f"stages.{there}.{key}" in net._froze  # which `freeze` took, and gives back
+            there = owner[source, made.facts.layer_of[key]]
+            free = f"stages.{there}.{key}" in net.frozen_parameters  # which `freeze` took, and gives back
             parameter.requires_grad_(free or net.stage(there).get_parameter(key).requires_grad)
         if all(frozen[node.name, layer] for layer in node.layers):
             names.append(node.name)  # else its layers by their names, below
@@ -160,14 +173,3 @@ def _freeze_alike(made: TreeNet, net: TreeNet, sources: Sources) -> None:
             )
         names.append(layer)
     made.freeze(names)
-
-
-def _filled(made: TreeNet, net: TreeNet, sources: Sources) -> TreeNet:
-    first = next(net.parameters())
-    made.to(device=first.device, dtype=first.dtype)
-    made.take_weights(net.tree, net.state_dict() | unsaved_buffers(net), sources)
-    made.trained = net.trained
-    _freeze_alike(made, net, sources)
-    if "preprocessing" in net.__dict__:  # of the run that it was trained in
-        made.__dict__["preprocessing"] = net.__dict__["preprocessing"]
-    return made.train(net.training)

@@ -11,7 +11,7 @@ so that `1` is a single model, and an int or a list at the top is a forest. `spl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +20,7 @@ from mheads.common.safe_yaml import as_plain
 from mheads.trees.splitting.cut_sequential import ChainLayer
 
 Spec = Any  # int | dict[str, Spec] | list[Spec]
+Part = tuple[Any, Spec] | None  # a layer with what is below it, or a leaf
 LAYER = (
     'the layer {0} is split="{0}", in quotes that a shell leaves (\'split="{0}"\'), since a number says how many '
     "members share nothing"
@@ -58,106 +59,128 @@ class Tree:
 
     def path(self, member: int) -> list[Node]:
         """The stages of a member, root first."""
-        node: Node | None = self.leaves[member]
-        found: list[Node] = []
-        while node is not None:
-            found.append(node)
-            node = None if node.parent is None else self.nodes[node.parent]
-        return found[::-1]
+        path = [self.leaves[member]]
+        while (parent := path[0].parent) is not None:
+            path.insert(0, self.nodes[parent])
+        return path
+
+    def owners(self) -> dict[tuple[int, str], str]:
+        """The stage of each (member, layer)."""
+        return {(m, layer): node.name for node in self.nodes.values() for m in node.members for layer in node.layers}
 
 
 def parse(spec: Spec, layers: Sequence[ChainLayer], members: int | None = None, network: str = "the network") -> Tree:
     """The tree of a specification over these layers; `members`, where given, must be its number of leaves."""
-    names = [layer.name for layer in layers]
-    splittable = [layer.name for layer in layers if layer.has_parameters or layer.ends]
-    places = {name: layer.name for layer in layers for name in (layer.name, *layer.also)}
-    refused = {name: (i, reason) for i, layer in enumerate(layers) for name, reason in layer.refused}
-    nodes: dict[str, Node] = {}
-    num_leaves = 0
+    if not any(layer.splittable for layer in layers):
+        raise UserError(f"{network} has no layer with parameters")
+    tree = _Parser(layers, network).grow_forest(spec)
+    if members is not None and tree.num_members != members:
+        names = [layer.name for layer in layers]
+        hint = f"; {LAYER.format(spec)}" if isinstance(spec, int) and str(spec) in names else ""
+        raise UserError(
+            f"the tree {spec!r} has {tree.num_members} leaves, but members is {members}: they must be equal{hint}"
+        )
+    return tree
 
-    def last_shared(name: Any, start: int) -> int:
-        """The index after the last layer of a stage that ends at layer `name`."""
-        place = places.get(name)
-        if place is None and name in refused:
-            i, reason = refused[name]
-            before = [f"{n!r} before it" for n in names[:i] if n in splittable][-1:]
-            after = [f"{n!r} after it" for n in names[i:-1] if n in splittable][:1]
-            nearest = " and ".join(before + after)
-            instead = f"the nearest cuts are {nearest}" if nearest else "it cannot be split anywhere"
-            raise UserError(f"{network} cannot be split at {name!r}: {reason}; {instead}")
-        if place is None:
+
+class _Parser:
+    """Grows the stages of a specification over the layers of a network."""
+
+    def __init__(self, layers: Sequence[ChainLayer], network: str) -> None:
+        self.layers, self.network = layers, network
+        self.names = [layer.name for layer in layers]
+        self.places = {name: i for i, layer in enumerate(layers) for name in (layer.name, *layer.also)}
+        self.nodes: dict[str, Node] = {}
+        self.num_leaves = 0
+
+    def grow_forest(self, spec: Spec) -> Tree:
+        roots = list_parts(spec)
+        for i, root in enumerate(roots):
+            self.grow(root, "trunk" if len(roots) == 1 else str(i), 0, None)
+        return Tree(self.nodes)
+
+    def grow(self, part: Part, name: str, start: int, parent: str | None) -> tuple[int, ...]:
+        """Adds the stage of a part that begins at layer `start`, and all below it; returns its members."""
+        stop, parts = start, [part]
+        while len(parts) == 1 and parts[0] is not None:  # a stage with one child is one longer stage
+            layer, below = parts[0]
+            stop, parts = self.stop_after(layer, stop), list_parts(below)
+        if len(parts) == 1:
+            self.num_leaves += 1
+            self.nodes[name] = Node(name, tuple(self.names[start:]), (self.num_leaves - 1,), parent, ())
+            return self.nodes[name].members
+        called = str(layer).replace(".", "-")  # names of modules hold no dots
+        prefix = called if name == "trunk" else f"{name}/{called}"
+        children = tuple(f"{prefix}/{i}" for i in range(len(parts)))
+        self.nodes[name] = node = Node(name, tuple(self.names[start:stop]), (), parent, children)
+        members = [m for child, below in zip(children, parts, strict=True) for m in self.grow(below, child, stop, name)]
+        self.nodes[name] = replace(node, members=tuple(members))
+        return self.nodes[name].members
+
+    def stop_after(self, name: Any, start: int) -> int:
+        """The index after the last layer of a stage that begins at `start` and ends at layer `name`."""
+        self.check_split(name, start)
+        stop = end_of_stage(self.layers, self.places[name])
+        if not any(layer.has_parameters for layer in self.layers[stop:]):
+            usable = ", ".join(self.splittable[:-1])
+            raise UserError(f"split {name!r} leaves no layer with parameters to the members; use one of {usable}")
+        return stop
+
+    @property
+    def splittable(self) -> list[str]:
+        return [layer.name for layer in self.layers if layer.splittable]
+
+    def check_split(self, name: Any, start: int) -> None:
+        """Raises an error if a stage that begins at `start` cannot end at layer `name`."""
+        network, splittable = self.network, self.splittable
+        for i, layer in enumerate(self.layers):
+            reason = dict(layer.refused).get(name)
+            if reason is not None and name not in self.places:
+                before = [f"{n!r} before it" for n in self.names[:i] if n in splittable][-1:]
+                after = [f"{n!r} after it" for n in self.names[i:-1] if n in splittable][:1]
+                nearest = " and ".join(before + after)
+                instead = f"the nearest cuts are {nearest}" if nearest else "it cannot be split anywhere"
+                raise UserError(f"{network} cannot be split at {name!r}: {reason}; {instead}")
+        if name not in self.places:
             hint = " (in YAML a colon needs a space after it)" if ":" in str(name) else ""
             raise UserError(
                 f"split {name!r} is not a layer of {network}; layers with parameters: {', '.join(splittable)}{hint}"
             )
-        if place not in splittable:
+        if not self.layers[self.places[name]].splittable:
             raise UserError(
                 f"split {name!r} has no parameters, so sharing up to it means nothing of its own; "
                 f"{network} can be split at {', '.join(splittable[:-1]) or 'no layer'}"
             )
-        stop = names.index(place) + 1
-        if stop <= start:
-            above = next(n for n in reversed(names[:start]) if n in splittable)
+        if self.places[name] < start:
+            above = next(n for n in reversed(self.names[:start]) if n in splittable)
             raise UserError(f"split {name!r} lies before its parent's split {above!r}; splits go downwards")
-        # Layers without parameters give every child the same values: computed once, with the stage.
-        # Not dropout: each branch draws masks of its own.
-        while stop < len(layers) and not layers[stop].has_parameters and not layers[stop].is_dropout:
-            stop += 1
-        if not any(layer.has_parameters for layer in layers[stop:]):
-            usable = ", ".join(splittable[:-1])
-            raise UserError(f"split {name!r} leaves no layer with parameters to the members; use one of {usable}")
-        return stop
 
-    def children_of(spec: Spec) -> list[Spec]:
-        """The parts side by side in a specification: None for a leaf, (layer, spec) for a stage that splits again."""
-        if isinstance(spec, bool) or not isinstance(spec, int | dict | list | tuple):
-            raise UserError(f"a tree is made of numbers, {{layer: tree}} and lists, not {spec!r}")
-        if isinstance(spec, int):
-            if spec < 1:
-                raise UserError(f"a tree needs at least one member at each split, not {spec}")
-            return [None] * spec
-        if not spec:
-            raise UserError("an empty list or mapping in a tree: give the number of members there")
-        if isinstance(spec, dict):
-            return list(spec.items())
-        return [part for item in spec for part in children_of(item)]
 
-    def grow(part: Any, name: str, start: int, parent: str | None) -> tuple[int, ...]:
-        """Adds the stage `part` that begins at layer `start`, and all below it; returns its members."""
-        nonlocal num_leaves
-        if part is None:
-            num_leaves += 1
-            nodes[name] = Node(name, tuple(names[start:]), (num_leaves - 1,), parent, ())
-            return (num_leaves - 1,)
-        layer, below = part
-        stop = last_shared(layer, start)
-        parts = children_of(below)
-        while len(parts) == 1:  # a stage with one child is one longer stage
-            if parts[0] is None:
-                return grow(None, name, start, parent)
-            layer, below = parts[0]
-            stop = last_shared(layer, stop)
-            parts = children_of(below)
-        called = str(layer).replace(".", "-")  # names of modules hold no dots
-        prefix = called if name == "trunk" else f"{name}/{called}"
-        child_names = tuple(f"{prefix}/{i}" for i in range(len(parts)))
-        nodes[name] = Node(name, tuple(names[start:stop]), (), parent, child_names)
-        below_members = [grow(p, c, stop, name) for p, c in zip(parts, child_names, strict=True)]
-        members = tuple(m for ms in below_members for m in ms)
-        nodes[name] = Node(name, tuple(names[start:stop]), members, parent, child_names)
-        return members
+def end_of_stage(layers: Sequence[ChainLayer], last: int) -> int:
+    """The index after the last layer that a stage computes if it is split after layer number `last`.
 
-    if not splittable:
-        raise UserError(f"{network} has no layer with parameters")
-    roots = children_of(spec)
-    for i, root in enumerate(roots):
-        grow(root, "trunk" if len(roots) == 1 else str(i), 0, None)
-    if members is not None and num_leaves != members:
-        hint = f"; {LAYER.format(spec)}" if isinstance(spec, int) and str(spec) in names else ""
-        raise UserError(
-            f"the tree {spec!r} has {num_leaves} leaves, but members is {members}: they must be equal{hint}"
-        )
-    return Tree(nodes)
+    Layers without parameters give every child the same values, so they are computed once, with the stage. Not dropout:
+    each branch draws masks of its own.
+    """
+    stop = last + 1
+    while stop < len(layers) and not layers[stop].has_parameters and not layers[stop].is_dropout:
+        stop += 1
+    return stop
+
+
+def list_parts(spec: Spec) -> list[Part]:
+    """The parts side by side in a specification: None for a leaf, (layer, spec) for a stage that splits again."""
+    if isinstance(spec, bool) or not isinstance(spec, int | dict | list | tuple):
+        raise UserError(f"a tree is made of numbers, {{layer: tree}} and lists, not {spec!r}")
+    if isinstance(spec, int):
+        if spec < 1:
+            raise UserError(f"a tree needs at least one member at each split, not {spec}")
+        return [None] * spec
+    if not spec:
+        raise UserError("an empty list or mapping in a tree: give the number of members there")
+    if isinstance(spec, dict):
+        return list(spec.items())
+    return [part for item in spec for part in list_parts(item)]
 
 
 def whole_spec(members: int | None, split: Spec | str | None) -> Spec:

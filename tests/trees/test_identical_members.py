@@ -10,6 +10,7 @@ from torch import nn
 
 import mheads
 from mheads import TreeNet, UserError, losses
+from mheads.trees.identical_members import find_identical_members
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
 Y = np.arange(60) % 3
@@ -84,7 +85,7 @@ def test_members_that_anything_parts_are_trained():
         mheads.fit(TreeNet(with_a_buffer_of_its_own, members=2), **DATA),
         mheads.fit(TreeNet(seeds_torch, members=2), losses.Loss("uneven", takes_the_first), **DATA),
     ]
-    assert all(list(run.net.identical_members()) == [] for run in parted)
+    assert all(list(find_identical_members(run.net)) == [] for run in parted)
     assert mheads.fit(TreeNet(seeds_torch, members=1), **DATA).net.num_members == 1
 
 
@@ -103,9 +104,9 @@ def test_init_same_is_refused_where_the_loss_gives_all_members_the_same(loss):
 
 
 def test_members_in_other_processes_are_drawn_to_compare():
-    assert list(TreeNet(seeds_torch, members=3, only=["2"]).identical_members()) == [(0, 1)]
-    assert list(TreeNet(network, members=3, only=["2"]).identical_members()) == []
-    assert list(TreeNet(network, members=3, split="a", only=["trunk"], init="same").identical_members()) == [(0, 1)]
+    assert list(find_identical_members(TreeNet(seeds_torch, members=3, only=["2"]))) == [(0, 1)]
+    assert list(find_identical_members(TreeNet(network, members=3, only=["2"]))) == []
+    assert list(find_identical_members(TreeNet(network, members=3, split="a", only=["trunk"], init="same"))) == [(0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,10 @@ from mheads.engine.engine_options import EngineOptions
 from mheads.engine.stages import StageFacts
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, record
 from mheads.engine.threads import ThreadsEngine
-from mheads.trees.splitting.cut_traced_graph import GraphStage
+from mheads.trees.identical_members import are_parted_by_dropout
 from mheads.trees.splitting.find_cuts import find_cuts
-from mheads.trees.treenet import describe
+from mheads.trees.splitting.graph_chain import GraphStage
+from mheads.trees.splitting.make_chain import make_chain
 
 IMAGES = torch.randn(14, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TOKENS = torch.randint(12, (14, 7), generator=torch.Generator().manual_seed(0))
@@ -159,8 +160,8 @@ def test_functional_dropout_belongs_to_the_branches_and_parts_members():
     net = TreeNet(ResNet, members=2, split="layer4")
     assert net.tree.nodes["trunk"].layers[-1] == "layer4"
     assert net.tree.nodes["layer4/0"].layers == ("dropout", "fc")
-    assert net.parted_by_dropout(0, 1)
-    assert not TreeNet(ViT, members=2, split="norm").parted_by_dropout(0, 1)
+    assert are_parted_by_dropout(net, 0, 1)
+    assert not are_parted_by_dropout(TreeNet(ViT, members=2, split="norm"), 0, 1)
 
 
 def test_mcl_recomputes_the_rows_that_learn_and_batch_statistics_see_whole_batches():
@@ -376,7 +377,7 @@ class AsksForTheType(Noise):
 
 
 def test_weights_that_are_used_twice_stay_together():
-    assert [layer.name for layer in describe(Tied())] == ["first", "last"]
+    assert [layer.name for layer in make_chain(Tied()).layers] == ["first", "last"]
     with pytest.raises(UserError, match=r"'again': first.weight is used both up to there and after it"):
         TreeNet(Tied, members=2, split="again")
     net = TreeNet(Tied, members=2, split="first")

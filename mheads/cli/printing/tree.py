@@ -29,7 +29,7 @@ def draw(config: Config, ranks: int | None = None) -> Group:
     on_ranks = None if ranks is None else _place(config, ranks)
     # No stage is built: one network is enough to know all layers.
     net = make_tree(config, only=()) if on_ranks is None else on_ranks[0].net
-    sizes, tree = net.layer_sizes(), net.tree
+    sizes, tree = net.facts.layer_sizes(), net.tree
     title = f"{config.model}, {count(tree.num_members, 'member')}"
     drawing = Drawing(Text(title, style="bold"), guide_style="dim")
 

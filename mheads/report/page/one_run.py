@@ -94,7 +94,7 @@ def show_facts(run: ShownRun) -> Sequence[Part]:
 def show_tree(run: ShownRun) -> Sequence[Part]:
     net, placement = run.net, run.record.config.placement
     ranks = placement if isinstance(placement, dict) else {}
-    roots = box_stages(net.tree.nodes, [root.name for root in net.tree.roots], net.layer_sizes(), ranks)
+    roots = box_stages(net.tree.nodes, [root.name for root in net.tree.roots], net.facts.layer_sizes(), ranks)
     total, independent = net.num_parameters(), net.num_independent_parameters()
     note = f"{total:,} parameters."
     if independent > total:

@@ -35,6 +35,10 @@ class ChainLayer:
     refused: tuple[tuple[str, str], ...] = ()
     ends: bool = False
 
+    @property
+    def splittable(self) -> bool:
+        return self.has_parameters or self.ends
+
 
 class Freezable(nn.Module):
     """A stage in which frozen layers stay in eval mode: their statistics do not change."""

@@ -15,7 +15,9 @@ from mheads.networks.dropout import replace_dropout
 from mheads.trees.checks.compare_with_forward import compare_with_forward
 from mheads.trees.multiply_adds import make_example, multiply_adds
 from mheads.trees.splitting.cut_sequential import Chain
-from mheads.trees.splitting.cut_traced_graph import GraphChain, finest_chain
+from mheads.trees.splitting.graph_chain import GraphChain
+from mheads.trees.splitting.make_chain import make_finest_chain
+from mheads.trees.tree_spec import end_of_stage
 from mheads.trees.treenet import TreeNet
 
 MEMBERS = 4  # the number for which the cost of a split is reported
@@ -71,7 +73,7 @@ def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
     net = TreeNet(make, members=1, only=())
     network = net.network()
     x = example = _example(net, shape)
-    chain = finest_chain(network)
+    chain = make_finest_chain(network)
     parts, shapes = [], []
     for layer in chain.layers:
         stage = chain.stage([layer.name], network)
@@ -81,11 +83,9 @@ def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
     whole = sum(parts, Part(0, 0))
     cuts = []
     for i, layer in enumerate(chain.layers):
-        stop = i + 1
-        while stop < len(parts) and not chain.layers[stop].has_parameters and not chain.layers[stop].is_dropout:
-            stop += 1  # as a tree does
+        stop = end_of_stage(chain.layers, i)
         below = sum(parts[stop:], Part(0, 0))
-        if (layer.has_parameters or layer.ends) and below.parameters and _holds(net, chain, stop, example):
+        if layer.splittable and below.parameters and _holds(net, chain, stop, example):
             above = sum(parts[:stop], Part(0, 0))
             cuts.append(Cut(layer.name, layer.also, above, below, shapes[stop - 1]))
     return Cuts(net.network_name, whole, cuts, chain.why)

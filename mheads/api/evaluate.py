@@ -87,7 +87,7 @@ def _list_models(models: Any, batch_size: Any) -> list[Model]:
     if wrong := [model for model in members if not callable(model)]:
         raise UserError(f"evaluate takes a TreeNet, a model or a list of models that give logits, not {wrong[0]!r}")
     for model in members:
-        if preprocessing := getattr(model, "preprocessing", ""):
+        if preprocessing := model.history.preprocessing if isinstance(model, TreeNet) else "":
             warn(
                 f"the network was trained on examples {preprocessing}, and gets these as they are: "
                 "run.evaluate(x, y) and run.member(m) bring the preprocessing of the run"

@@ -211,22 +211,22 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
     folder = folder or RunFolder(temporary.path / "run")  # type: ignore[union-attr]
     if experiment.data.held_out is not None:
         watch.say(f"holding out {experiment.data.held_out}")
-    before = 0 if folder.exists() else net.trained
+    before = 0 if folder.exists() else net.history.iterations
     if before:
         watch.say(f"starting from the weights that {before:,} iterations of an earlier fit left in this net")
     start = digest_start(net, folder)
     try:
         summary = train_config(config, folder, watch, lambda config: replace(experiment, start=start))
-        net.trained = before + summary["iterations"]
+        net.history.iterations = before + summary["iterations"]
         return open_run(folder, config, net, watch.warn, temporary)
     except KeyboardInterrupt:  # before the first step, or for the second time
         raise Interrupted("interrupted outside of a step: nothing was saved by it", None) from None
     except Stopped as stop:
-        net.trained = before + stop.iteration
+        net.history.iterations = before + stop.iteration
         so_far = open_run(folder, config, net, lambda message: None, temporary)
         raise Interrupted(f"{stop} after iteration {stop.iteration}", so_far) from None
     except UserError:
-        net.failed = start != fingerprint.weights(net.state_dict())
+        net.history.failed = start != fingerprint.weights(net.state_dict())
         raise
     finally:
         remember_start(net, folder, start, config.init)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from mheads.api.run import Run
 from mheads.common import fingerprint
@@ -23,10 +22,6 @@ from mheads.runs.folder import RunFolder
 from mheads.training.init_weights import check_state_dict, load_init, load_into
 from mheads.trees.treenet import TreeNet
 
-# For each net, a digest of the weights that fit or load left in it; and for each of its folders the weights that
-# training started from there, as a digest and as the config's `init`.
-_left: WeakKeyDictionary[TreeNet, tuple[str, dict[Path, tuple[str | None, str]]]] = WeakKeyDictionary()
-
 
 def set_init(
     net: TreeNet, init: Any, folder: RunFolder | None, watch: Watcher, renamed: Mapping[str, str | None] | None
@@ -35,9 +30,8 @@ def set_init(
     if renamed and (init is None or isinstance(init, Run | TreeNet)):
         raise UserError("init_map renames what is in a file of weights or a state dict: give one of these as init")
     if init is None:
-        _, starts = _left.get(net, ("", {}))
-        return net.init if folder is None else starts.get(folder.path.resolve(), (None, net.init))[1]
-    net.trained, net.failed = 0, False
+        return net.init if folder is None else net.history.starts.get(folder.path.resolve(), (None, net.init))[1]
+    net.history.iterations, net.history.failed = 0, False
     if isinstance(init, Run):
         init = init.net
     if isinstance(init, TreeNet):
@@ -63,18 +57,18 @@ def set_init(
 def digest_start(net: TreeNet, folder: RunFolder) -> str | None:
     """A digest of the weights that training in this folder starts from: the net's, unless it has started already."""
     now = fingerprint.weights(net.state_dict())
-    left, starts = _left.get(net, ("", {}))
-    return starts.get(folder.path.resolve(), (now, ""))[0] if now == left and _resumes(folder) else now
+    resumes = now == net.history.weights and _resumes(folder)
+    return net.history.starts.get(folder.path.resolve(), (now, ""))[0] if resumes else now
 
 
 def remember_start(net: TreeNet, folder: RunFolder, start: str | None, init: str) -> None:
-    _, starts = _left.get(net, ("", {}))
-    _left[net] = fingerprint.weights(net.state_dict()), {**starts, folder.path.resolve(): (start, init)}
+    net.history.weights = fingerprint.weights(net.state_dict())
+    net.history.starts[folder.path.resolve()] = start, init
 
 
 def check_not_failed(net: TreeNet, folder: RunFolder | None) -> None:
     """Raises for a net whose weights an earlier fit has ruined, before anything is tried with them."""
-    if net.failed and (folder is None or not _resumes(folder)):
+    if net.history.failed and (folder is None or not _resumes(folder)):
         raise UserError(
             "an earlier fit of this net failed after it had changed the weights: build it anew, or give init="
         )

@@ -9,7 +9,6 @@ from collections import OrderedDict
 
 import torch
 from torch import nn
-from torch.nn.utils import skip_init
 
 Pair = tuple[float, float]
 
@@ -72,7 +71,9 @@ def local_response_norm(size: int = 5, alpha: float = 1e-4, beta: float = 0.75) 
 
 def _make_unfilled(layer: type[nn.Module], *args: int, **kwargs: int) -> nn.Module:
     """The layer without PyTorch's own initialisation, which would cost as much as the filler."""
-    made: nn.Module = skip_init(layer, *args, **kwargs, device=torch.get_default_device())
+    made = layer(*args, **kwargs, device="meta")  # not skip_init, which imports sympy
+    for name, parameter in made.named_parameters():
+        made.register_parameter(name, nn.Parameter(torch.empty(parameter.shape)))
     return made
 
 

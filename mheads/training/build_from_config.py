@@ -75,7 +75,7 @@ def build_net(config: Config, only: Collection[str] | None = None) -> TreeNet:
     seed = config.seed + (None in (config.init_members or ()))
     net = make_tree(config, seed=seed, init=init, only=only)
     if config.init not in ("random", "same"):
-        net.origin = load_init(net, config.init, config.init_map, config.init_members)
+        net.history.origin = load_init(net, config.init, config.init_map, config.init_members)
     elif config.init_map or config.init_members is not None:
         raise UserError(f"init_map and init_members are about weights to start from, but init is {config.init}")
     net.freeze(config.freeze)

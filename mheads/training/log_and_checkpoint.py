@@ -173,8 +173,8 @@ def _open_folder(
     resuming = folder.prepare(config, DataFacts.of(data), experiment.identity(), watch.warn)
     opened: dict[str, Any] = {"resuming": resuming, "finished": False, "step": 0, "state": None}
     if not resuming:
-        if experiment.net.origin:
-            watch.say(experiment.net.origin)
+        if experiment.net.history.origin:
+            watch.say(experiment.net.history.origin)
         for line in experiment.describe_specialists():
             watch.say(line)
         if differing := compare_with_source(config, data):

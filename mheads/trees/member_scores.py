@@ -116,18 +116,18 @@ def with_scores(network: Callable[[], nn.Module] | nn.Module) -> Any:
     All that the network has keeps its name; `score` is the layer that gives it, a part of the last layer.
     """
     if isinstance(network, nn.Module):
-        return _scored(copy.deepcopy(network))
+        return _ensure_score(copy.deepcopy(network))
 
     def make() -> nn.Module:
         made = network()
-        return _scored(made) if isinstance(made, nn.Module) else made  # what it is otherwise, a tree refuses
+        return _ensure_score(made) if isinstance(made, nn.Module) else made  # what it is otherwise, a tree refuses
 
     make.__name__ = getattr(network, "__name__", type(network).__name__)
     make.__wrapped__ = network  # type: ignore[attr-defined]  # identity.py describes it
     return make
 
 
-def _scored(network: nn.Module) -> nn.Module:
+def _ensure_score(network: nn.Module) -> nn.Module:
     if not any(getattr(module, "gives_score", False) for module in network.modules()):
         _add(network, type(network).__name__)
     return network

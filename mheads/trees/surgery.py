@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import as_plain
 from mheads.trees.copy_weights import non_persistent_buffers, take_weights
+from mheads.trees.training_history import TrainingHistory
 from mheads.trees.tree_spec import Node, Spec
 
 if TYPE_CHECKING:
@@ -137,10 +138,8 @@ def _rebuild(net: TreeNet, sources: Sources | None, **options: Any) -> TreeNet:
     first = next(net.parameters())
     made.to(device=first.device, dtype=first.dtype)
     take_weights(made, net.tree, net.state_dict() | non_persistent_buffers(net), sources)
-    made.trained = net.trained
+    made.history = TrainingHistory(net.history.iterations, preprocessing=net.history.preprocessing)
     _freeze_alike(made, net, sources)
-    if "preprocessing" in net.__dict__:  # of the run that it was trained in
-        made.__dict__["preprocessing"] = net.__dict__["preprocessing"]
     return made.train(net.training)
 
 

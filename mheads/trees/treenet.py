@@ -28,6 +28,7 @@ from mheads.trees.network_factory import NetworkFactory
 from mheads.trees.splitting.cut_sequential import Freezable
 from mheads.trees.splitting.graph_chain import GraphChain
 from mheads.trees.splitting.make_chain import make_chain
+from mheads.trees.training_history import TrainingHistory
 from mheads.trees.tree_spec import LAYER, Node, Spec, parse, split_names, whole_spec
 
 
@@ -58,9 +59,7 @@ class TreeNet(nn.Module):
             raise UserError(f"init is 'random' or 'same', not {init!r}")
         self.spec = whole_spec(members, tree if tree is not None else split)
         self.seed, self.init = seed, init
-        self.trained = 0  # iterations that have changed its weights
-        self.failed = False  # whether training ended by an error, somewhere on the way
-        self.origin = ""  # what there is to say of where its weights come from
+        self.history = TrainingHistory()
         self.frozen: tuple[str, ...] = ()  # stages and layers that do not learn
         self.frozen_parameters: set[str] = set()  # those that would learn otherwise
         self._factory = NetworkFactory(network_factory, seed, init)

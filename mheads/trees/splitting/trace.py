@@ -46,19 +46,18 @@ class CannotFollowError(Exception):
 
 def trace(network: nn.Module, inside: bool = True) -> Traced:
     """The graph of a network; with `inside`, that of the classes in it too. Raises CannotFollowError."""
-    shape = _shape_of(network)
     whole: set[type[nn.Module]] = set()
     while True:
         tracer = _Tracer(whole, inside)
         try:
-            with _PATCHES, _makers_followed(), torch.no_grad():
-                graph = tracer.trace(shape())
+            with _PATCHES, _follow_makers(), torch.no_grad():
+                graph = tracer.trace(_copy_without_values(network))
         except Exception as error:  # the user's forward may raise anything when it is given no tensor
             if tracer.failed is None or tracer.failed in whole:
                 raise CannotFollowError(_place(error)) from error
             whole.add(tracer.failed)
             continue
-        changed = _assigned_buffer(tracer.root)
+        changed = _find_assigned_buffer(tracer.root)
         if changed is not None:
             if changed[0] is tracer.root:
                 raise CannotFollowError(f"it assigns its buffer {changed[1]!r}, which a graph does not show")
@@ -110,14 +109,14 @@ class _Tracer(fx.Tracer):
         path = self.path_of_module(m)
         self._inside.append(path)
         try:
-            found = super().call_module(m, forward, args, kwargs)
+            output = super().call_module(m, forward, args, kwargs)
         except Exception:
             self.failed = self.failed or type(m)
             raise
         finally:
             self._inside.pop()
         self.ends.append((path, next(iter(reversed(self.graph.nodes)))))
-        return found
+        return output
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -166,31 +165,27 @@ class _Weight(fx.Proxy):
         return self.shape[0]
 
 
-def _assigned_buffer(root: nn.Module) -> tuple[nn.Module, str] | None:
+def _find_assigned_buffer(root: nn.Module) -> tuple[nn.Module, str] | None:
     """A module whose forward put something else in the place of a buffer, and its name."""
-    found = ((m, name) for m in root.modules() for name, b in m._buffers.items() if isinstance(b, fx.Proxy))
-    return next(found, None)
+    buffers = ((m, name, buffer) for m in root.modules() for name, buffer in m._buffers.items())
+    return next(((m, name) for m, name, buffer in buffers if isinstance(buffer, fx.Proxy)), None)
 
 
-def _shape_of(network: nn.Module) -> Callable[[], nn.Module]:
-    """Makes copies of a network that hold no values: tracing leaves its marks on what it looks at."""
-
-    def make() -> nn.Module:
-        memo: dict[int, Any] = {}
-        for p in network.parameters():
-            memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-        for b in network.buffers():
-            memo[id(b)] = b.detach().to("meta")
-        return copy.deepcopy(network, memo)
-
-    return make
+def _copy_without_values(network: nn.Module) -> nn.Module:
+    """A copy that holds no values: tracing leaves its marks on what it looks at."""
+    memo: dict[int, Any] = {}
+    for p in network.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+    for b in network.buffers():
+        memo[id(b)] = b.detach().to("meta")
+    return copy.deepcopy(network, memo)
 
 
 @contextmanager
-def _makers_followed() -> Iterator[None]:
+def _follow_makers() -> Iterator[None]:
     """Inside, functions that make tensors from numbers are followed if a number is one of the graph's."""
 
-    def followed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def follow(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def make(*args: Any, **kwargs: Any) -> Any:
             proxies: list[fx.Proxy] = []
@@ -204,7 +199,7 @@ def _makers_followed() -> Iterator[None]:
     kept = {name: getattr(torch, name) for name in _MAKERS}
     try:
         for name, function in kept.items():
-            setattr(torch, name, followed(function))
+            setattr(torch, name, follow(function))
         yield
     finally:
         for name, function in kept.items():
@@ -215,8 +210,8 @@ def _place(error: BaseException) -> str:
     """The line of the user's code that an error comes from, and what it says."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent / "trace.py"), str(Path(copy.__file__)))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    said = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if not frames:
-        return said
+        return message
     last = frames[-1]
-    return f"{last.filename}, line {last.lineno}, in {last.name}: `{last.line}` ({said})"
+    return f"{last.filename}, line {last.lineno}, in {last.name}: `{last.line}` ({message})"

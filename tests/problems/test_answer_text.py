@@ -2,7 +2,6 @@
 
 import io
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -73,7 +72,7 @@ def test_a_new_problem_prints_as_it_says(monkeypatch):
         weights=None,
         images=None,
         run=SimpleNamespace(data=SimpleNamespace(problem=Clock(1))),
-        asked=SimpleNamespace(file=Path("times.csv")),
+        group=SimpleNamespace(names=[("times.csv", 0)]),
     )
     for table in tables(predicted, None):
         console.print(table)

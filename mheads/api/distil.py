@@ -28,8 +28,9 @@ from mheads.data.sample_weights import read_array
 from mheads.distributed.launcher import detect
 from mheads.engine.measure import answers
 from mheads.problems import is_single_label
+from mheads.runs.check_resume import without_force
 from mheads.runs.data_facts import DataFacts
-from mheads.runs.folder import RunFolder, without_force
+from mheads.runs.folder import RunFolder
 from mheads.runs.record import titles
 from mheads.training.build_from_config import build_loss, build_net, build_net_of_run, load_data, make_engine
 from mheads.training.experiment import assemble_experiment

@@ -17,7 +17,7 @@ from mheads.common.errors import UserError
 from mheads.common.options import Section
 from mheads.config import schema
 from mheads.config.unknown_keys import EPOCHS, meaning
-from mheads.runs.folder import without_force
+from mheads.runs.check_resume import without_force
 
 F = TypeVar("F", bound=Callable[..., Any])
 

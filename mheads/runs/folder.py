@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import difflib
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mheads.common import atomic_files
-from mheads.common import fingerprint as identity
 from mheads.common.errors import DamageError, UserError
-from mheads.config import schema
 from mheads.config.schema import Config
+from mheads.runs.check_resume import ELSEWHERE_OR_FORCE, check_resume
 from mheads.runs.checkpoint import TENSORS, Checkpoint, Checkpoints, refuse_misfits
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.files import RunFiles, as_json
@@ -30,8 +27,6 @@ from mheads.runs.manifest import AGAIN
 from mheads.trees.treenet import TreeNet
 
 Warn = Callable[[str], None]
-ELSEWHERE = "give another run folder"
-ELSEWHERE_OR_FORCE = f"{ELSEWHERE}, or --force to start afresh beside it"
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ class RunFolder(RunFiles):
         if self.exists():
             self._acquire()
             self._mend(data, warn)
-            self._refuse_differences(config, data, what)
+            check_resume(self, config, data, what)
             return True
         self.refuse_other_content()
         try:
@@ -169,53 +164,6 @@ class RunFolder(RunFiles):
                 state = checkpoint.state
                 self.write(path, state["config"].encode() if path == self.config else as_json(state["identity"]))
 
-    def _refuse_differences(self, config: Config, data: DataFacts, what: dict[str, Any]) -> None:
-        before, there = self.read_config(), self.read_identity()
-        old, new = schema.flatten(before), schema.flatten(config)
-        # What a path leads to is known by its digest: it may lie elsewhere now.
-        alike = ["init"] * (what["start"] is not None and there.get("start") == what["start"])
-        if what["sampling"] and identity.same_sampling(there, what):
-            alike += ["sampling.generalist", "sampling.path", "teacher.answers"]
-        if before.model.startswith("__main__:<"):  # no name at all, as built-in networks with arguments had once:
-            alike += ["model", "model_args"]  # the identity below tells them apart
-        lines = [
-            _difference(k, old[k], new[k])
-            for k in schema.differing(before, config)
-            if not schema.is_free(k, config) and k not in alike
-        ]
-        if lines:
-            shown = "\n".join(f"  {line}" for line in lines)
-            raise UserError(f"{self.path} holds a run of another config:\n{shown}", hint=ELSEWHERE_OR_FORCE)
-        if there["data"] != data.fingerprint:
-            raise UserError(
-                f"{self.path} was trained on other data: checksum {there['data']} there, {data.fingerprint} now",
-                hint=ELSEWHERE_OR_FORCE,
-            )
-        if lines := identity.differences(there, what):
-            shown = "\n".join(f"  {line}" for line in lines)
-            raise UserError(
-                f"{self.path} holds a run of other code, weights or sample weights:\n{shown}", hint=ELSEWHERE_OR_FORCE
-            )
-        self._refuse_shortening(before, config)
-
-    def _refuse_shortening(self, before: Config, config: Config) -> None:
-        """Refuses fewer iterations if the run is finished, or is past that end and has no checkpoint exactly there."""
-        old, new = before.optim.iterations, config.optim.iterations
-        if new >= old:
-            return
-        total = config.pretrain + new
-        steps = Checkpoints(self.checkpoints).steps()
-        finished = self.is_finished(config.pretrain + old)
-        if not finished and (not steps or steps[0] <= total or total in steps):
-            return
-        there = "is finished" if finished else f"has checkpoints of iterations {', '.join(map(str, reversed(steps)))}"
-        remedy = "give no fewer" if finished else "end at one of these, or later"
-        raise UserError(
-            f"{self.path} holds a run of another config:\n  optim.iterations: {old} in the folder, {new} now\n"
-            f"and {there}: {remedy}, or",
-            hint=ELSEWHERE_OR_FORCE,
-        )
-
     def beside(self) -> RunFolder:
         """A run folder of the first free name beside this one."""
         number = 2
@@ -285,30 +233,6 @@ class RunFolder(RunFiles):
         return found
 
 
-@contextmanager
-def without_force() -> Iterator[None]:
-    """Inside, no error advises --force, which `mheads train` alone has."""
-    try:
-        yield
-    except UserError as error:
-        if error.hint == ELSEWHERE_OR_FORCE:
-            error.hint = ELSEWHERE
-        raise
-
-
 def describe_damage(checkpoint: Path, problem: str) -> str:
     """What there is to say of a damaged checkpoint of a run that is finished."""
     return f"checkpoint {checkpoint} is damaged ({problem}): the run is whole without it, but could not go on from it"
-
-
-def _difference(key: str, old: Any, new: Any) -> str:
-    """How a key differs: of texts, such as a whole specification, the lines that do."""
-    if isinstance(old, dict) and isinstance(new, dict) and len(repr(old)) + len(repr(new)) > 400:
-        names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
-        return "\n  ".join(_difference(f"{key}.{name}", old.get(name), new.get(name)) for name in names)
-    if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
-        diff = difflib.unified_diff(old.splitlines(), new.splitlines(), "in the folder", "now", lineterm="", n=0)
-        shown = [line[:200] for line in diff][2:]
-        more = [f"... {len(shown) - 12} more lines"] if len(shown) > 12 else []
-        return "\n    ".join([f"{key} differs (- in the folder, + now):", *shown[:12], *more])
-    return f"{key}: {old!r} in the folder, {new!r} now"

@@ -657,6 +657,19 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
+            "mheads/runs/check_resume.py",
+            "tests/runs/test_checkpoint.py",
+            [
+                Bug("a run goes on with other data", 'if there["data"] != data.fingerprint', "if False"),
+                Bug(
+                    "a run cannot end at its checkpoint",
+                    "steps[0] <= total or total in steps",
+                    "steps[0] < total",
+                    tests='tests/runs/test_folder.py -k "fewer_iterations"',
+                ),
+            ],
+        ),
+        File(
             "mheads/runs/folder.py",
             "tests/runs/test_checkpoint.py",
             [
@@ -666,7 +679,6 @@ AREAS: dict[str, list[File]] = {
                     "return sound",
                     tests='tests/training/test_resume.py -k "more_iterations or extended"',
                 ),
-                Bug("a run goes on with other data", 'if there["data"] != data.fingerprint', "if False"),
                 Bug(
                     "a run that somebody else began is discarded",
                     "if not self._begun or not self.lock.held",
@@ -676,12 +688,6 @@ AREAS: dict[str, list[File]] = {
                     "the result of fewer iterations is taken for the newest weights",
                     'if not missing and not (steps and steps[0] > self.read_result()["iterations"])',
                     "if not missing",
-                ),
-                Bug(
-                    "a run cannot end at its checkpoint",
-                    "steps[0] <= total or total in steps",
-                    "steps[0] < total",
-                    tests='tests/runs/test_folder.py -k "fewer_iterations"',
                 ),
             ],
         ),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mheads import losses
+from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.distributed.launcher import Launch
@@ -24,7 +25,6 @@ from mheads.distributed.step_time.placement_search import Edge
 from mheads.distributed.step_time.stage_loads import StageLoad, measure_loads
 from mheads.distributed.step_time.workload import Workload
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.training_step import cuts
 from mheads.networks import INPUT_SHAPES, NETWORKS
 from mheads.trees.splitting.make_chain import make_chain
 from mheads.trees.tree_spec import Tree, parse

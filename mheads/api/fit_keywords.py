@@ -49,7 +49,9 @@ class ConfigKeywords(TypedDict, total=False):
     validation: int
     workers: int | str
     micro_batches: int | str
+    stack: str
     device: str
+    precision: str
     seed: int
 
 
@@ -133,7 +135,7 @@ ABSENT = {
     "log={'evaluate_every': ...} shows how it goes, and Ctrl-C saves and returns the run so far",
     "metrics compile scoring": "all that the problem has is measured, and in run.result",
     "shuffle drop_last": "examples are always drawn anew for each batch, by the seed",
-    "precision amp fp16 bf16": "weights are trained in the precision that the factory gives them",
+    "amp fp16 bf16": "precision='bf16' computes in bfloat16",
     "dropout": "dropout is a layer of the network",
     "deterministic": "the same call always gives the same bits",
 }

@@ -184,6 +184,9 @@ class DataOptions(Section):
 class EngineSection(Section):
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = option("auto", "threads; never changes a result")
     micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = option("auto", "parts that a batch is cut into")
+    stack: Literal["never", "auto", "always"] = option(
+        "never", "run sibling stages of one structure as one batched stage; auto: where they are small"
+    )
 
 
 class LogOptions(Section):

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
+from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.distributed import tensor_messages
 from mheads.distributed.communication_layers import Broadcast, Gather
 from mheads.distributed.process_group import World
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine
-from mheads.engine.training_step import StepReport, cuts
+from mheads.engine.training_step import StepReport
 from mheads.losses import Loss
 from mheads.networks.dropout import Dropout, keyed_masks, skip_mask
 from mheads.trees.treenet import TreeNet

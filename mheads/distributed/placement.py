@@ -7,8 +7,8 @@ slots, and takes an equal share of the micro-batches. Ranks beyond the mesh have
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from mheads.common.errors import UserError
 from mheads.engine.gradient_sums import divides_evenly
@@ -43,6 +43,18 @@ class Placement:
     def loss_rank(self, tree: Tree, replica: int = 0) -> int:
         """Where the outputs are gathered for losses that need all members: beside the first root."""
         return self.rank(tree.roots[0].name, replica)
+
+
+def place_stacks_whole(tree: Tree, stacked: Sequence[Sequence[str]], place: Callable[[Tree], Placement]) -> Placement:
+    """Places a tree in which each stack of stages is one stage, and puts the stages of a stack where it is."""
+    others = {name: names[0] for names in stacked for name in names[1:]}
+    kept = {
+        name: replace(node, children=tuple(child for child in node.children if child not in others))
+        for name, node in tree.nodes.items()
+        if name not in others
+    }
+    placement = place(Tree(kept))
+    return replace(placement, stages={name: placement.stages[others.get(name, name)] for name in tree.nodes})
 
 
 def num_first_together(slots: Sequence[int]) -> int:

@@ -14,12 +14,12 @@ from safetensors.torch import save as save_tensors
 from mheads import problems
 from mheads.common import nested_values
 from mheads.common.nested_values import Value
+from mheads.common.number_ranges import cuts
 from mheads.data import Data, Preprocess
 from mheads.data.batches import Batch, BatchStream
 from mheads.data.splits import TargetRows
 from mheads.distributed.placement import Placement
 from mheads.distributed.process_group import World
-from mheads.engine.training_step import cuts
 from mheads.trees.tree_spec import Tree
 
 if TYPE_CHECKING:

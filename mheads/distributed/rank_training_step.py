@@ -11,10 +11,11 @@ from torch import Tensor
 
 from mheads.common import nested_values
 from mheads.common.nested_values import Value
+from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.distributed.placement import num_first_together
 from mheads.engine.gradient_sums import Gradients, PairwiseSum
-from mheads.engine.training_step import ForwardPass, TrainingStep, add_in_order, cuts
+from mheads.engine.training_step import ForwardPass, TrainingStep, add_in_order
 from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
 
@@ -57,11 +58,11 @@ class RankStep(TrainingStep):
             i, name = rest
             super().hand_down(i, self.tree.nodes[name], value)
         elif kind == "over":
-            i, member = rest
-            super().hand_over(i, member, value)
+            i, name = rest
+            super().hand_over(i, self.stages.nodes[name], value)
         elif kind == "back":
             i, name = rest
-            super().hand_back(i, self.tree.nodes[name], value["d"], value.get("learn"))
+            super().hand_back(i, self.stages.nodes[name], value["d"], value.get("learn"))
         elif kind == "up":
             i, name, children = rest
             self.collect(i, self.tree.nodes[name], {c: value if c == children[0] else None for c in children})
@@ -81,11 +82,11 @@ class RankStep(TrainingStep):
             self._send(rank, ["down", i, node.name], output)  # once, however many children are there
         super().hand_down(i, node, output)
 
-    def hand_over(self, i: int, member: int, output: Value) -> None:
+    def hand_over(self, i: int, leaf: Node, output: Value) -> None:
         if self.loss_rank == self.me:
-            super().hand_over(i, member, output)
+            super().hand_over(i, leaf, output)
         else:
-            self._send(self.loss_rank, ["over", i, member], output)
+            self._send(self.loss_rank, ["over", i, leaf.name], output)
 
     def apply_loss(self, i: int) -> None:
         super().apply_loss(i)
@@ -195,7 +196,7 @@ class RankPass(ForwardPass):
         elif kind == "down":
             super().hand_down(self.stages.tree.nodes[rest[0]], value["x"], value["side"])
         else:
-            self.spawn((self.index, 0), super().hand_over, rest[0], value)
+            self.spawn((self.index, 0), super().hand_over, self.stages.nodes[rest[0]], value)
 
     def _send(self, to: int, key: list[Any], value: Value) -> None:
         self.engine.courier.send(to, [self.channel, *key], value)
@@ -206,11 +207,11 @@ class RankPass(ForwardPass):
             self._send(rank, ["down", self.index, node.name], {"x": output, "side": side})
         super().hand_down(node, output, side)
 
-    def hand_over(self, member: int, output: Value) -> None:
+    def hand_over(self, leaf: Node, output: Value) -> None:
         if self.engine.is_main:
-            super().hand_over(member, output)
+            super().hand_over(leaf, output)
         else:
-            self._send(0, ["over", self.index, member], output)
+            self._send(0, ["over", self.index, leaf.name], output)
 
 
 def move_to_device(value: Value, device: torch.device) -> Value:

@@ -121,14 +121,19 @@ def entropy(parts: Sequence[float]) -> float:
 
 def gradient_norms(engine: Engine) -> dict[str, Tensor]:
     """The norm of the last step's gradient for each stage, on the main rank; called by all processes."""
-    found: dict[str, Tensor] = {}
+    norms: dict[str, Tensor] = {}
 
     def measure(stage: str, gradients: list[Tensor]) -> None:
+        if stage in engine.stacks:
+            rows = [gradient.double().square().flatten(1).sum(1).cpu() for gradient in gradients]
+            each = torch.stack(rows).sum(0).sqrt() if rows else torch.zeros(len(engine.stacks[stage]))
+            norms.update(zip(engine.stacks[stage].names, each.double(), strict=True))
+            return
         squares = [gradient.double().square().sum().cpu() for gradient in gradients]
-        found[stage] = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
+        norms[stage] = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
 
     engine.update(measure)  # by the workers: a sum on more threads would have other bits
-    return engine.gather(found)
+    return engine.gather(norms)
 
 
 def clip_scale(engine: Engine, most: float) -> float:

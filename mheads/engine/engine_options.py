@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 class EngineOptions:
     """`workers` are threads and never change a result. Each batch is cut into `micro_batches`, and a step takes
     `accumulate` batches. `seed` is that of the dropout masks. `precision` is what stages compute in: in bfloat16,
-    weights, losses, statistics and sums stay in float32."""
+    weights, losses, statistics and sums stay in float32. `stacked` names the sibling stages that run as one."""
 
     workers: int
     micro_batches: int
@@ -21,3 +21,4 @@ class EngineOptions:
     accumulate: int = 1
     device: torch.device = CPU
     precision: torch.dtype = torch.float32
+    stacked: tuple[tuple[str, ...], ...] = ()

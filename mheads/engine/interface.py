@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
+from mheads.engine.stacked_stages import StackedStage
 from mheads.engine.training_step import StepReport
 from mheads.losses import Loss
 from mheads.trees.treenet import TreeNet
@@ -21,6 +22,10 @@ class Engine(Protocol):
 
     net: TreeNet  # the stages that are here
     is_main: bool  # keeps the run folder: of several processes, one
+
+    @property
+    def stacks(self) -> dict[str, StackedStage]:
+        """By the name of the first: stages that run as one, and are updated as one."""
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         """Computes the gradients of one step on all its examples; `update` then uses them."""

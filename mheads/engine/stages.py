@@ -6,16 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from mheads.common.errors import UserError
 from mheads.common.modules import has_batch_statistics, trainable
 from mheads.common.nested_values import Value
 from mheads.engine import row_backward
 from mheads.engine.engine_options import EngineOptions
-from mheads.trees.tree_spec import Node
+from mheads.engine.stacked_stages import StackedStage
+from mheads.trees.tree_spec import Node, Tree
 from mheads.trees.treenet import TreeNet
 
 
@@ -27,7 +29,7 @@ class StageFacts:
     its operations are cast to; None to leave them as they are.
     """
 
-    module: nn.Module
+    module: Any  # an nn.Module, or a StackedStage
     parameters: Sequence[Tensor]
     known: bool
     mixing: bool
@@ -40,6 +42,12 @@ class StageFacts:
         sided = any(hasattr(module, "takes") for module in stage.modules())
         known, mixing = row_backward.supports(stage), has_batch_statistics(stage)
         return StageFacts(stage, trainable(stage), known, mixing, sided, threads, autocast)
+
+    @staticmethod
+    def of_stack(stack: StackedStage, autocast: tuple[str, torch.dtype] | None) -> StageFacts:
+        parameters = [p for p in stack.parameters.values() if p.requires_grad]
+        mixing = has_batch_statistics(stack.stages[0])
+        return StageFacts(stack, parameters, known=False, mixing=mixing, sided=False, threads=1, autocast=autocast)
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -81,16 +89,31 @@ def threads_of(net: TreeNet) -> dict[str, int]:
 
 
 class Stages:
-    """The stages of a tree that are here, by name, and what is known of the tree."""
+    """The stages of a tree that are here, by name, and what is known of the tree.
+
+    Siblings that are stacked stand here as one: under the name of the first, as a leaf of all their members.
+    """
 
     def __init__(self, net: TreeNet, options: EngineOptions) -> None:
         self.net, self.tree = net, net.tree
         threads = threads_of(net)
         lower = options.precision != torch.float32
         autocast = (options.device.type, options.precision) if lower else None
-        self.facts = {name: StageFacts.of(net.stage(name), threads[name], autocast) for name in net.stages}
+        self.stacks = {
+            names[0]: StackedStage(names, [net.stage(name) for name in names]) for names in _stacks_here(net, options)
+        }
+        stack_of = {name: names for names in options.stacked for name in names}
+        first = {name for name in net.tree.nodes if name == stack_of.get(name, (name,))[0]}
+        self.nodes = {name: _join_members(net.tree, name, stack_of) for name in net.tree.nodes if name in first}
+        self.facts = {
+            name: StageFacts.of_stack(self.stacks[name], autocast)
+            if name in self.stacks
+            else StageFacts.of(net.stage(name), threads[name], autocast)
+            for name in net.stages
+            if name in first
+        }
         self._evaluating = {name: replace(facts, threads=1) for name, facts in self.facts.items()}
-        self.roots = [root for root in net.tree.roots if root.name in self.facts]
+        self.roots = self.here(tuple(root.name for root in net.tree.roots))
         self.statistics = bool(net.batch_statistics_layers())
         learns = {name: net.learns(name) for name, node in net.tree.nodes.items() if node.children}
         self.groups: dict[str, int] = {}  # the number of the root above each stage
@@ -112,9 +135,33 @@ class Stages:
         return self._evaluating[name]
 
     def here(self, names: tuple[str, ...]) -> list[Node]:
-        """The stages among these that are here."""
-        return [self.tree.nodes[name] for name in names if name in self.facts]
+        """The stages among these that are here; of those that are stacked, the stack."""
+        return [self.nodes[name] for name in names if name in self.facts]
+
+    def close(self) -> None:
+        """Gives stages that were stacked tensors of their own."""
+        for stack in self.stacks.values():
+            stack.release()
 
     def gradients(self) -> dict[str, list[Tensor]]:
         """Tensors to hold the gradients of each stage."""
         return {name: [torch.zeros_like(p) for p in facts.parameters] for name, facts in self.facts.items()}
+
+
+def _join_members(tree: Tree, name: str, stack_of: dict[str, tuple[str, ...]]) -> Node:
+    """The node of a stage; of the first of a stack, with the members of all."""
+    stages = [tree.nodes[other] for other in stack_of.get(name, (name,))]
+    return replace(tree.nodes[name], members=tuple(member for stage in stages for member in stage.members))
+
+
+def _stacks_here(net: TreeNet, options: EngineOptions) -> Iterator[tuple[str, ...]]:
+    for names in options.stacked:
+        here = [name in net.stages for name in names]
+        if any(here) and not all(here):
+            raise UserError(
+                f"the stages {names[0]} to {names[-1]} are stacked, and some of them are on other ranks: place them "
+                "together, or use engine.stack=never",
+                key="engine.stack",
+            )
+        if all(here):
+            yield names

@@ -43,9 +43,10 @@ class Context:
     side: dict[str, Value]
     input_gradient: bool
     rows: Tensor | None = None
+    stacked: tuple[str, ...] = ()  # the names of stages that run as one: each has masks of its own
 
     def masks(self) -> AbstractContextManager[None]:
-        return keyed_masks(self.key, self.num_rows, self.rows)
+        return keyed_masks(self.key, self.num_rows, self.rows, self.stacked)
 
     def only(self, index: Tensor) -> Context:
         return replace(self, rows=index if self.rows is None else self.rows[index])

@@ -19,6 +19,7 @@ from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.memory import keep_freed_memory
+from mheads.engine.stacked_stages import StackedStage
 from mheads.engine.stages import Stages
 from mheads.engine.training_step import ForwardPass, StepReport, TrainingStep
 from mheads.losses import Loss
@@ -228,8 +229,14 @@ class ThreadsEngine:
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors
 
+    @property
+    def stacks(self) -> dict[str, StackedStage]:
+        """By the name of the first: stages that run as one, and are updated as one."""
+        return self.stages.stacks
+
     def close(self) -> None:
         self.workers.close()
+        self.stages.close()
 
 
 def check_micro_batches(net: TreeNet, micro_batches: int) -> None:

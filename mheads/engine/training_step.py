@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,13 +18,15 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
+from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.gradient_sums import Gradients, PairwiseSum
 from mheads.engine.rows import Rows
+from mheads.engine.stacked_stages import repeat_for
 from mheads.engine.stages import Stages
 from mheads.engine.tape import Context, Tape, record
-from mheads.losses import Loss
+from mheads.losses import Loss, LossValue
 from mheads.trees.tree_spec import Node
 
 # Phases of a micro-batch, the most advanced first: tasks that free memory go before those that take it.
@@ -49,13 +50,6 @@ class StepReport:
     losses: Tensor
     assignment: Tensor
     stop: int = 0
-
-
-def cuts(num_rows: int, parts: int) -> list[tuple[int, int]]:
-    """Consecutive slices whose sizes differ by at most one, the larger ones first."""
-    size, extra = divmod(num_rows, parts)
-    stops = [(i + 1) * size + min(i + 1, extra) for i in range(parts)]
-    return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 class TrainingStep:
@@ -94,7 +88,7 @@ class TrainingStep:
         self.share = min(1.0, (loss.winners or members) / members)
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
-        self._outputs: dict[int, dict[int, Value]] = defaultdict(dict)
+        self._outputs: dict[int, list[tuple[Node, Value]]] = defaultdict(list)
         self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
         self._roots_left = dict.fromkeys(self.mine, len(stages.roots))
         self.totals: dict[tuple[int, int], float] = {}
@@ -122,36 +116,37 @@ class TrainingStep:
             self._spawn(FORWARD, i, root, self.forward, x)
 
     def forward(self, i: int, node: Node, x: Value) -> None:
-        batch, facts = self.batches[i], self.stages[node.name]
+        batch, facts, stack = self.batches[i], self.stages[node.name], self.stages.stacks.get(node.name)
         num_rows, rows = nested_values.num_rows(x), None
-        # Rows can be left out where those of the input are those of the loss.
-        by_row = not node.children and not facts.sided and num_rows == batch.num_rows
+        # Rows can be left out where those of the input are those of the loss; stacked stages compute all of them.
+        by_row = not node.children and not facts.sided and num_rows == batch.num_rows and stack is None
         if by_row and batch.sample_weights is not None and self.loss.skips_rows:
             rows = Rows.where(batch.sample_weights[node.members[0]] > 0, exactly=facts.mixing)
         key = (self.options.seed, "dropout", self.step, i, node.name)
         wanted = self.stages.wanted[node.name]
         context = Context(key, num_rows, batch.side_inputs(), wanted)
+        if stack is not None:
+            x, context = repeat_for(stack, x), replace(context, key=key[:-1], stacked=stack.names)
         share = self.share if by_row and not facts.mixing else 1.0
         tape = record(facts, x, context, rows, share)
         if node.children:
             self._tapes[node.name, i] = tape
             self.hand_down(i, node, tape.output)
         elif self.loss.separable:
-            member = node.members[0]
-            d_outputs = self._apply_loss(i, member, [tape.output])
-            self._take_back(i, node, tape, nested_values.map_leaves(lambda t: t[0], d_outputs))
+            d_output = self._apply_loss(i, node.members, self._members_first(node, tape.output))
+            self._take_back(i, node, tape, self._as_output(node, d_output))
         else:
             self._tapes[node.name, i] = tape
-            self.hand_over(i, node.members[0], tape.output)
+            self.hand_over(i, node, self._members_first(node, tape.output))
 
     def apply_loss(self, i: int) -> None:
-        outputs = self._outputs.pop(i)
-        d_outputs = self._apply_loss(i, None, [outputs[m] for m in range(len(outputs))])
+        parts = sorted(self._outputs.pop(i), key=lambda part: part[0].members)
+        d_outputs = self._apply_loss(i, None, join_members(parts))
         learn = self.assignment[:, self.slices[i]] > 0 if self.share < 1 else None
-        for leaf in self.tree.leaves:
-            m = leaf.members[0]
-            d_output = nested_values.map_leaves(lambda t, m=m: t[m], d_outputs)
-            self.hand_back(i, leaf, d_output, None if learn is None else learn[m])
+        for leaf, _ in parts:
+            which = slice(leaf.members[0], leaf.members[-1] + 1)
+            d_output = nested_values.map_leaves(lambda t, which=which: t[which], d_outputs)
+            self.hand_back(i, leaf, d_output, None if learn is None else learn[which])
 
     def backward(self, i: int, node: Node, d_output: Value, learn: Tensor | None = None) -> None:
         self._take_back(i, node, self._tapes.pop((node.name, i)), d_output, learn)
@@ -165,7 +160,7 @@ class TrainingStep:
         if total is not None:
             self.keep(node.name, total)
         if node.parent is not None:
-            self.hand_up(i, node, () if d_input is None else d_input)  # whoever is above waits, learning or not
+            self._hand_up_each(i, node, () if d_input is None else d_input)  # whoever is above waits, learning or not
             return
         with self._lock:
             self._roots_left[i] -= 1
@@ -180,18 +175,37 @@ class TrainingStep:
         for child in self.stages.here(node.children):
             self._spawn(FORWARD, i, child, self.forward, output)
 
-    def hand_over(self, i: int, member: int, output: Value) -> None:
-        """Gives the output of a member to the loss."""
+    def hand_over(self, i: int, leaf: Node, output: Value) -> None:
+        """Gives the outputs of a leaf's members, M first, to the loss."""
         with self._lock:
-            outputs = self._outputs[i]
-            outputs[member] = output
-            complete = len(outputs) == self.tree.num_members
+            parts = self._outputs[i]
+            parts.append((leaf, output))
+            complete = sum(len(part.members) for part, _ in parts) == self.tree.num_members
         if complete:
             self._spawn(LOSS, i, None, self.apply_loss)
 
     def hand_back(self, i: int, leaf: Node, d_output: Value, learn: Tensor | None) -> None:
-        """Gives a member the gradient of its output from the loss; `learn` marks the rows that have one."""
-        self._spawn(BACKWARD, i, leaf, self.backward, d_output, learn)
+        """Gives a leaf the gradients of its members' outputs from the loss; `learn` marks the rows that have one."""
+        rows = None if learn is None or leaf.name in self.stages.stacks else learn[0]
+        self._spawn(BACKWARD, i, leaf, self.backward, self._as_output(leaf, d_output), rows)
+
+    def _members_first(self, leaf: Node, output: Value) -> Value:
+        """The output of a leaf as the loss takes it; a stack gives it so."""
+        if leaf.name in self.stages.stacks:
+            return output
+        return nested_values.map_leaves(lambda t: t.unsqueeze(0), output)
+
+    def _as_output(self, leaf: Node, d_outputs: Value) -> Value:
+        return d_outputs if leaf.name in self.stages.stacks else nested_values.map_leaves(lambda t: t[0], d_outputs)
+
+    def _hand_up_each(self, i: int, node: Node, d_input: Value) -> None:
+        stack = self.stages.stacks.get(node.name)
+        if stack is None:
+            self.hand_up(i, node, d_input)
+            return
+        for j, name in enumerate(stack.names):
+            d = () if d_input == () else nested_values.map_leaves(lambda t, j=j: t[j], d_input)
+            self.hand_up(i, self.tree.nodes[name], d)
 
     def hand_up(self, i: int, node: Node, d_input: Value) -> None:
         """Gives the gradient of a stage's input to its parent.
@@ -221,14 +235,12 @@ class TrainingStep:
         for kept, gradient in zip(self.gradients[name], total, strict=True):
             kept.fill_(-0.0) if gradient is None else kept.copy_(gradient)
 
-    def _apply_loss(self, i: int, member: int | None, outputs: Sequence[Value]) -> Value:
-        """The gradient of the loss with respect to the outputs of all members, or of one if the loss is separable."""
+    def _apply_loss(self, i: int, members: tuple[int, ...] | None, outputs: Value) -> Value:
+        """The gradient of the loss with respect to the outputs of all members, or of some if the loss is separable."""
         batch = self.batches[i]
-        which = slice(None) if member is None else slice(member, member + 1)
+        which = slice(None) if members is None else slice(members[0], members[-1] + 1)
         with torch.enable_grad():
-            stacked = nested_values.map_leaves(
-                lambda *members: stack_members(self.dtype, *members).detach().requires_grad_(), *outputs
-            )
+            stacked = nested_values.map_leaves(lambda t: t.detach().to(self.dtype).requires_grad_(), outputs)
             value = self.loss(
                 stacked,
                 batch.targets,
@@ -237,11 +249,19 @@ class TrainingStep:
             )
             leaves = nested_values.leaves(stacked)
             gradients = torch.autograd.grad(value.total, leaves, self._of_mean.to(value.total), allow_unused=True)
-        self.totals[member or 0, i] = value.total.item()
+        if members is None or len(members) == 1:
+            self.totals[members[0] if members else 0, i] = value.total.item()
+        else:
+            self.totals |= {(m, i): total for m, total in zip(members, self._member_totals(value), strict=True)}
         self.losses[which, self.slices[i]] = value.losses
         self.assignment[which, self.slices[i]] = value.assignment
         filled = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
         return nested_values.rebuild(stacked, filled)
+
+    def _member_totals(self, value: LossValue) -> list[float]:
+        """What each member adds to the total of a separable loss."""
+        totals: list[float] = (value.assignment * value.losses).sum(1).tolist()
+        return totals
 
     def report(self, stop: int = 0) -> StepReport:
         """The report of the step, once no task is left."""
@@ -262,7 +282,7 @@ class ForwardPass:
         self.device = device
         self.targets: Value = None
         self._lock = threading.Lock()
-        self._outputs: dict[int, Value] = {}
+        self._outputs: list[tuple[Node, Value]] = []
         self.outputs: Value = None
 
     def start(self) -> None:
@@ -281,29 +301,35 @@ class ForwardPass:
 
     @torch.inference_mode()
     def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:
-        y = self.stages.for_evaluation(node.name).outputs(nested_values.map_leaves(canonical, x), side)
+        x, stack = nested_values.map_leaves(canonical, x), self.stages.stacks.get(node.name)
+        y = self.stages.for_evaluation(node.name).outputs(x if stack is None else repeat_for(stack, x), side)
         if node.children:
             self.hand_down(node, y, side)
         else:
-            self.hand_over(node.members[0], y)
+            self.hand_over(node, y if stack is not None else nested_values.map_leaves(lambda t: t.unsqueeze(0), y))
 
     def hand_down(self, node: Node, output: Value, side: dict[str, Value]) -> None:
         for child in self.stages.here(node.children):
             self.spawn((self.index, FORWARD), self.forward, child, output, side)
 
-    def hand_over(self, member: int, output: Value) -> None:
+    def hand_over(self, leaf: Node, output: Value) -> None:
         with self._lock:
-            self._outputs[member] = output
-            complete = len(self._outputs) == self.stages.tree.num_members
+            self._outputs.append((leaf, output))
+            complete = sum(len(part.members) for part, _ in self._outputs) == self.stages.tree.num_members
         if complete:
-            parts = [self._outputs[m] for m in range(self.stages.tree.num_members)]
-            self._outputs = {}
-            self.outputs = nested_values.map_leaves(partial(stack_members, self.stages.net.dtype), *parts)
+            parts, self._outputs = sorted(self._outputs, key=lambda part: part[0].members), []
+            dtype = self.stages.net.dtype
+            self.outputs = nested_values.map_leaves(lambda t: t.to(dtype), join_members(parts))
 
 
-def stack_members(dtype: torch.dtype, *members: Tensor) -> Tensor:
-    """The outputs of members, M first, in the precision of the loss."""
-    return (members[0].unsqueeze(0) if len(members) == 1 else torch.stack(members)).to(dtype)
+def join_members(parts: Sequence[tuple[Node, Value]]) -> Value:
+    """The outputs of all members, M first, of leaves in member order."""
+    if len(parts) == 1:
+        return parts[0][1]
+    outputs = [output for _, output in parts]
+    if all(len(leaf.members) == 1 for leaf, _ in parts):  # stack and cat lay out images in other strides
+        return nested_values.map_leaves(lambda *ts: torch.stack([t[0] for t in ts]), *outputs)
+    return nested_values.map_leaves(lambda *ts: torch.cat(ts), *outputs)
 
 
 def add_in_order(*terms: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ class _Masks:
     key: tuple[int | str, ...]
     num_rows: int
     rows: Tensor | None
+    stacked: tuple[str, ...] = ()
     drawn: int = 0
 
 
@@ -30,14 +31,18 @@ _local = threading.local()
 
 
 @contextmanager
-def keyed_masks(key: tuple[int | str, ...], num_rows: int, rows: Tensor | None = None) -> Iterator[None]:
+def keyed_masks(
+    key: tuple[int | str, ...], num_rows: int, rows: Tensor | None = None, stacked: tuple[str, ...] = ()
+) -> Iterator[None]:
     """Inside, the i-th dropout that this thread applies draws its mask from the key `(*key, i)`.
+
+    Of stages that run `stacked`, each has the key `(*key, its name, i)`, as when it runs by itself.
 
     `rows` are the computed ones of `num_rows`, None for all. Masks are drawn for all rows and then cut to `rows`, so
     that an example meets the same mask whether its neighbours are computed or not.
     """
     previous = getattr(_local, "masks", None)
-    _local.masks = _Masks(key, num_rows, rows)
+    _local.masks = _Masks(key, num_rows, rows, stacked)
     try:
         yield
     finally:
@@ -52,8 +57,15 @@ def draw_mask(shape: torch.Size, p: float, like: Tensor) -> Tensor | None:
     masks: _Masks | None = getattr(_local, "masks", None)
     if masks is None:
         return None
-    generator = seeds.generator(*masks.key, masks.drawn)
-    masks.drawn += 1
+    number, masks.drawn = masks.drawn, masks.drawn + 1
+    if masks.stacked:
+        generators = [seeds.generator(*masks.key, name, number) for name in masks.stacked]
+        stacked: Tensor = _StackedMasks.apply(like, generators, shape, p)  # type: ignore[no-untyped-call]
+        return stacked
+    return _draw(masks, seeds.generator(*masks.key, number), shape, p, like)
+
+
+def _draw(masks: _Masks, generator: torch.Generator, shape: torch.Size, p: float, like: Tensor) -> Tensor:
     computed, each = (shape[0], 1) if masks.rows is None else (len(masks.rows), shape[0] // len(masks.rows))
     if computed * each != shape[0]:
         raise UserError(
@@ -68,6 +80,26 @@ def draw_mask(shape: torch.Size, p: float, like: Tensor) -> Tensor | None:
     if masks.rows is not None:
         mask = mask[masks.rows] if each == 1 else mask.unflatten(0, (-1, each))[masks.rows].flatten(0, 1)
     return mask.to(like.device)
+
+
+class _StackedMasks(torch.autograd.Function):
+    """Inside vmap, gives each of the stacked stages the mask of its own key."""
+
+    @staticmethod
+    def forward(like: Tensor, generators: list[torch.Generator], shape: torch.Size, p: float) -> Tensor:
+        raise RuntimeError("masks of stacked stages are drawn inside vmap alone")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, like: Tensor, generators: list[torch.Generator], shape: torch.Size, p: float
+    ) -> tuple[Tensor, int]:
+        masks: _Masks = _local.masks
+        drawn = [_draw(masks, generator, shape, p, like) for generator in generators]
+        return torch.stack((drawn * info.batch_size)[: info.batch_size]), 0
 
 
 def skip_mask() -> None:

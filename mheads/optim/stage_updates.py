@@ -3,31 +3,53 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mheads.common.errors import UserError
-from mheads.common.modules import trainable
 from mheads.optim.optim_section import OptimSection
 from mheads.trees.treenet import TreeNet
 
 HUGE = 1e37  # that float32 still holds
 
 
-class Optimizer:
-    """Updates stages, each by itself: an engine may do so in any order and place."""
+class Stack(Protocol):
+    """Stages that are updated as one: their weights are views of stacked parameters [S, ...]."""
 
-    def __init__(self, net: TreeNet, options: OptimSection) -> None:
+    names: tuple[str, ...]
+    stages: list[nn.Module]
+    parameters: dict[str, nn.Parameter]
+
+
+class Optimizer:
+    """Updates stages, each by itself: an engine may do so in any order and place.
+
+    Those of a stack are updated as one, under the name of the first; in a checkpoint each has its own state.
+    """
+
+    def __init__(self, net: TreeNet, options: OptimSection, stacks: Mapping[str, Stack] | None = None) -> None:
         self.options = options
         self.rate = 0.0
         self.scale = 1.0  # of the next gradients: below 1 where they are clipped
-        self.parameters = {name: trainable(stage) for name, stage in net.stages.items()}
+        stacks = stacks or {}
+        inside = {name for stack in stacks.values() for name in stack.names}
+        named = {name: dict(net.stage(name).named_parameters()) for name in net.stages if name not in inside}
+        named |= {name: dict(stack.parameters) for name, stack in stacks.items()}
+        self.parameters = {name: [p for p in found.values() if p.requires_grad] for name, found in named.items()}
         # A stage whose layers are all frozen has nothing to update.
-        self.stages = {name: _optimizer(net.stage(name), options) for name, found in self.parameters.items() if found}
-        self.names = {id(p): name for name, p in net.named_parameters()}
+        self.stages = {
+            name: _optimizer(net.stage(name), named[name], options) for name, found in self.parameters.items() if found
+        }
+        # The names of a parameter: one, or those of all stages of a stack.
+        self.names = {
+            id(parameter): [f"stages.{stage}.{key}" for stage in (stacks[name].names if name in stacks else (name,))]
+            for name, found in named.items()
+            for key, parameter in found.items()
+        }
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate of the next update; each layer's own multiplier applies on top."""
@@ -46,7 +68,7 @@ class Optimizer:
 
     def update(self, stage: str, gradients: list[Tensor]) -> None:
         """Takes one step of a stage. A member that learned nothing still has weight decay and momentum."""
-        if stage not in self.stages:
+        if not self.parameters[stage]:
             return
         for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):
             parameter.grad = gradient if self.scale == 1.0 else gradient * self.scale
@@ -70,18 +92,26 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """`parameter name:what` -> tensor, the same names for any tree of processes."""
-        return {
-            f"{self.names[id(parameter)]}:{what}": tensor
-            for optimizer in self.stages.values()
-            for parameter, state in optimizer.state.items()
-            for what, tensor in state.items()
-            if isinstance(tensor, Tensor)
-        }
+        tensors: dict[str, Tensor] = {}
+        for optimizer in self.stages.values():
+            for parameter, state in optimizer.state.items():
+                names = self.names[id(parameter)]
+                for what, tensor in state.items():
+                    if isinstance(tensor, Tensor):
+                        stacked = len(names) > 1 and tensor.shape == parameter.shape
+                        parts = tensor.unbind() if stacked else [tensor] * len(names)
+                        tensors |= {f"{name}:{what}": part for name, part in zip(names, parts, strict=True)}
+        return tensors
 
     def refuse_misfits(self, tensors: dict[str, Tensor]) -> None:
         """Raises ValueError if these are no state of the parameters here: each has the same, as all are updated."""
         for optimizer in self.stages.values():
-            shapes = {self.names[id(p)]: p.shape for group in optimizer.param_groups for p in group["params"]}
+            shapes = {
+                name: p.shape[1:] if len(self.names[id(p)]) > 1 else p.shape
+                for group in optimizer.param_groups
+                for p in group["params"]
+                for name in self.names[id(p)]
+            }
             kinds = {key.rpartition(":")[2] for key in tensors if key.rpartition(":")[0] in shapes}
             for what, (name, shape) in product(sorted(kinds), shapes.items()):
                 tensor = tensors.get(f"{name}:{what}")
@@ -91,37 +121,42 @@ class Optimizer:
                     raise ValueError(f"optim/{name}:{what} {problem}, where floats {list(wanted)} should be")
 
     def load_state(self, tensors: dict[str, Tensor], rate: float) -> None:
-        found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        states: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in tensors.items():
             name, _, what = key.rpartition(":")
-            found[name][what] = tensor
+            states[name][what] = tensor
         for optimizer in self.stages.values():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    for what, tensor in found[self.names[id(parameter)]].items():
-                        fits = what != "step" and tensor.shape == parameter.shape  # a count needs all its digits
-                        # Copied into the parameter's own strides: strides decide bits.
-                        optimizer.state[parameter][what] = (
-                            torch.empty_like(parameter).copy_(tensor)
-                            if fits
-                            else tensor.to(parameter.device, copy=True)
-                        )
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                names = self.names[id(parameter)]
+                for what, first in states[names[0]].items():
+                    count = what == "step"  # which needs all its digits, and is the same for all of a stack
+                    tensor = first if count or len(names) == 1 else torch.stack([states[name][what] for name in names])
+                    # Copied into the parameter's own strides: strides decide bits.
+                    optimizer.state[parameter][what] = (
+                        torch.empty_like(parameter).copy_(tensor)
+                        if not count and tensor.shape == parameter.shape
+                        else tensor.to(parameter.device, copy=True)
+                    )
         self.rate = rate
 
 
-def _optimizer(stage: nn.Module, options: OptimSection) -> torch.optim.Optimizer:
+def _optimizer(
+    stage: nn.Module, parameters_by_name: Mapping[str, nn.Parameter], options: OptimSection
+) -> torch.optim.Optimizer:
+    """The optimizer of a stage, or of the stacked parameters of several that have its layers."""
     groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
     seen: set[int] = set()  # a weight that two layers share is one weight
-    for module in stage.modules():
+    for path, module in stage.named_modules():
         multipliers = getattr(module, "multipliers", {})
         known = [name for name, _ in module.named_parameters(recurse=False)]
         if unknown := [name for name in multipliers if name not in known and getattr(module, name, ...) is ...]:
             raise UserError(
                 f"multipliers of a {type(module).__name__} name {unknown[0]!r}; its parameters are {', '.join(known)}"
             )
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in seen:
-                seen.add(id(parameter))
+        for name, own in module.named_parameters(recurse=False):
+            if own.requires_grad and id(own) not in seen:
+                seen.add(id(own))
+                parameter = parameters_by_name[f"{path}.{name}" if path else name]
                 groups[multipliers.get(name, (1.0, 1.0))].append(parameter)
     decay_of = "l1" if options.regularization == "l1" else "weight_decay"
     parameters: list[dict[str, Any]] = [

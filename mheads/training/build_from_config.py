@@ -24,6 +24,7 @@ from mheads.common.precision import PRECISIONS, reason_against
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.engine.engine_options import EngineOptions
+from mheads.engine.stacked_stages import all_small, siblings_to_stack
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.losses import LOSSES, Loss
 from mheads.losses.distillation import mix_in_teacher
@@ -240,13 +241,23 @@ def make_engine_options(
         accumulate=config.optim.accumulate,
         device=device,
         precision=PRECISIONS[precision],
+        stacked=find_stacks(config, net, loss),
     )
+
+
+def find_stacks(config: Config, net: TreeNet, loss: Loss | None = None) -> tuple[tuple[str, ...], ...]:
+    """The names of the stages that run as one; with `auto` none where some are frozen, since siblings may differ."""
+    if config.freeze and config.engine.stack == "auto":
+        return ()
+    rows = -(-config.optim.batch_size // count_micro_batches(config, net, loss))
+    groups = siblings_to_stack(net, rows, config.engine.stack)
+    return tuple(tuple(leaf.name for leaf in leaves) for leaves in groups)
 
 
 def count_micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) -> int:
     """How many micro-batches a batch is cut into; a loss of the user's own may need whole batches."""
     asked = config.engine.micro_batches
     whole = config.loss.whole_batch or (loss is not None and (loss.whole_batch or loss.base_loss_of_whole_batch))
-    if asked == "auto" and whole:
+    if asked == "auto" and (whole or (config.engine.stack != "never" and all_small(net, config.optim.batch_size))):
         return 1
     return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked

@@ -52,7 +52,8 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
     Of several processes each runs this loop on its stages, and the main rank alone keeps the folder and the log.
     """
     options, log, watch = experiment.config.optim, experiment.config.log, watcher or Silent()
-    state, engine = TrainState(experiment), experiment.make_engine()
+    engine = experiment.make_engine()
+    state = TrainState(experiment, engine.stacks)
     record = Recorder(experiment, folder, state, engine, watch)
     with record.closing(), closing(experiment.batches(engine)) as batches:
         if record.open():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,14 @@ from mheads.common.atomic_files import write_atomically
 from mheads.common.errors import UserError
 from mheads.config.schema import Config
 from mheads.data import DATASETS
-from mheads.distributed.placement import Placement, default, explicit
+from mheads.distributed.placement import Placement, default, explicit, place_stacks_whole
 from mheads.distributed.step_time.placement_search import Prediction, auto, predict
 from mheads.distributed.step_time.stage_loads import StageLoad, count_loads, measure_loads
 from mheads.distributed.step_time.workload import Cluster, Workload
 from mheads.networks import INPUT_SHAPES
-from mheads.training.build_from_config import build_loss, count_micro_batches, make_tree
+from mheads.training.build_from_config import build_loss, count_micro_batches, find_stacks, make_tree
 from mheads.trees.multiply_adds import make_example
+from mheads.trees.tree_spec import Tree
 from mheads.trees.treenet import TreeNet
 
 
@@ -35,6 +36,7 @@ class ConfigWorkload(Workload):
 
     config: Config = field(kw_only=True)
     net: TreeNet = field(kw_only=True)
+    stacked: tuple[tuple[str, ...], ...] = field(default=(), kw_only=True)
 
     @cached_property
     def example(self) -> Tensor:
@@ -66,7 +68,8 @@ def make_workload(config: Config) -> ConfigWorkload:
     parts = min(count_micro_batches(config, net, loss) * config.optim.accumulate, rows)
     share = min(1.0, (loss.winners or tree.num_members) / tree.num_members)
     in_order = bool(net.batch_statistics_layers())
-    return ConfigWorkload(tree, rows, parts, loss.separable, share, in_order, config=config, net=net)
+    stacked = find_stacks(config, net, loss)
+    return ConfigWorkload(tree, rows, parts, loss.separable, share, in_order, config=config, net=net, stacked=stacked)
 
 
 def place(
@@ -76,13 +79,19 @@ def place(
     loads: Mapping[str, StageLoad] | None = None,
 ) -> Placement:
     """The placement that a config names: default, auto (by these loads, or measured ones), or a rank for each stage."""
-    if how == "default":
-        return default(workload.tree, cluster.ranks, workload.divisible)
     if isinstance(how, Mapping):
         return explicit(workload.tree, how, cluster.ranks, workload.divisible)
-    if how != "auto":
+    if how not in ("default", "auto"):
         raise UserError(f"the placement is default or auto, not {how!r}")
-    return auto(workload, cluster, workload.measure_loads() if loads is None else loads)
+    if how == "auto" and loads is None:
+        loads = workload.measure_loads()
+
+    def place_tree(tree: Tree) -> Placement:
+        if loads is None or how == "default":
+            return default(tree, cluster.ranks, workload.divisible)
+        return auto(replace(workload, tree=tree), cluster, loads)
+
+    return place_stacks_whole(workload.tree, workload.stacked, place_tree)
 
 
 def input_shape(config: Config) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from mheads.common.schemas import check_arrays, check_history
 from mheads.data.batches import Batch
 from mheads.engine.diagnostics import Diagnostics
+from mheads.engine.stacked_stages import StackedStage
 from mheads.engine.training_step import StepReport
 from mheads.optim.schedules import Schedule
 from mheads.optim.stage_updates import Optimizer
@@ -25,10 +27,10 @@ class TrainState:
     All of it is in a checkpoint.
     """
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, stacks: Mapping[str, StackedStage] | None = None) -> None:
         config, net = experiment.config, experiment.net
         self.net, self.problem = net, experiment.data.problem
-        self.optimizer = Optimizer(net, config.optim)
+        self.optimizer = Optimizer(net, config.optim, stacks)
         lr = config.optim.lr
         if experiment.loss.averaged and config.loss.scale_rate and config.optim.entry.linear:
             lr *= net.num_members  # averaging divides every member's gradient by M, which does not change Adam's step

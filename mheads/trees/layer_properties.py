@@ -9,7 +9,7 @@ from torch import nn
 
 from mheads.common.modules import is_hooked, takes_statistics
 from mheads.networks.dropout import CHANNELWISE, Dropout
-from mheads.trees.splitting.cut_sequential import Chain, SequentialChain, is_sequential
+from mheads.trees.splitting.cut_sequential import Chain, SequentialChain, SequentialStage, is_sequential
 from mheads.trees.tree_spec import Node
 
 
@@ -28,6 +28,7 @@ class LayerFacts:
     dtype: torch.dtype
     sequential: bool  # calling the network is calling its children one after the other: nothing else can happen
     hooked: bool  # hooks on the network itself, which a tree never calls
+    products: dict[str, int | None]  # multiply-adds per example of a layer that batches over members; None for others
 
     @staticmethod
     def of(network: nn.Module, chain: Chain) -> LayerFacts:
@@ -49,6 +50,7 @@ class LayerFacts:
             dtype=next(network.parameters()).dtype,
             sequential=is_sequential(network) and isinstance(chain, SequentialChain),
             hooked=is_hooked(network) and "forward" not in network.__dict__,
+            products={name: _count_products(layer) for name, layer in layers.items()},
         )
 
     def layer_sizes(self) -> dict[str, int]:
@@ -58,6 +60,26 @@ class LayerFacts:
     def stage_size(self, node: Node) -> int:
         """The number of parameters of a stage."""
         return sum({key: size for name in node.layers for key, size in self.sizes[name].items()}.values())
+
+    def stage_products(self, node: Node) -> int | None:
+        """Multiply-adds of a stage on one example if its layers batch over members; None if some do not."""
+        counts = [self.products[name] for name in node.layers]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+
+# Layers that torch.func batches over members at little cost.
+BATCHING = (
+    nn.Linear, nn.Embedding, nn.Identity, nn.Flatten, nn.LayerNorm, nn.ReLU, nn.LeakyReLU, nn.ELU,
+    nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, Dropout, nn.Sequential, SequentialStage,
+)  # fmt: skip
+
+
+def _count_products(layer: nn.Module) -> int | None:
+    modules = list(layer.modules())
+    if any(type(m) not in BATCHING or is_hooked(m) for m in modules):
+        return None
+    return sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
 
 
 def _is_fresh(module: nn.Module) -> bool:

@@ -159,7 +159,7 @@ HINTS = {  # what users of other libraries try, and what it is here
     "max_epochs": "epochs", "max_steps": "iterations", "gradient_clip_val": "clip", "accelerator": "device",
     "accumulate_grad_batches": "accumulate", "log_every_n_steps": "log={'every'", "default_root_dir": "run",
     "check_val_every_n_epoch": "log={'evaluate_every'", "val_dataloaders": "test=", "train_dataloader": "train=",
-    "datamodule": "train=", "ckpt_path": "init", "num_workers": "workers", "precision": "precision",
+    "datamodule": "train=", "ckpt_path": "init", "num_workers": "workers", "fp16": "precision",
     "deterministic": "same bits", "model": "TreeNet",  # Lightning
     "val": "test=", "preprocess": "normalize", "transform": "pad and mirror", "betas": "momentum", "eps": "delta",
     "scheduler": "schedule", "warmup_steps": "schedule={'warmup'", "learn_rate": "lr", "momentun": "momentum",

@@ -139,7 +139,9 @@ def test_gradients_are_scaled_only_where_their_norm_is_above_the_limit(most, exp
             each(stage, found)
 
     net = SimpleNamespace(tree=SimpleNamespace(nodes=gradients))
-    engine = SimpleNamespace(update=update, gather=lambda found: found, agree=lambda decide: decide(), net=net)
+    engine = SimpleNamespace(
+        update=update, gather=lambda found: found, agree=lambda decide: decide(), net=net, stacks={}
+    )
     assert clip_scale(engine, most) == pytest.approx(expected, rel=1e-12)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from mheads import TreeNet, UserError, losses
 from mheads.common.memory_layout import canonical
+from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.engine import row_backward
 from mheads.engine.engine_options import EngineOptions
@@ -26,7 +27,7 @@ from mheads.engine.rows import Rows
 from mheads.engine.stages import StageFacts, Stages
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
-from mheads.engine.training_step import ForwardPass, TrainingStep, cuts
+from mheads.engine.training_step import ForwardPass, TrainingStep
 from mheads.networks.dropout import Dropout, keyed_masks
 from mheads.trees.splitting.cut_sequential import SequentialStage
 

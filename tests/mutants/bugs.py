@@ -203,6 +203,17 @@ AREAS: dict[str, list[File]] = {
     ],
     "engine": [
         File(
+            "mheads/common/number_ranges.py",
+            "tests/engine/test_engine.py -k cuts_cover",
+            [
+                Bug(
+                    "the larger cuts come last",
+                    "stops = [(i + 1) * size + min(i + 1, extra) for i in range(parts)]",
+                    "stops = [(i + 1) * size + max(0, i + 1 - parts + extra) for i in range(parts)]",
+                ),
+            ],
+        ),
+        File(
             "mheads/engine/training_step.py",
             "tests/engine/test_engine.py -k 'autograd'",
             [
@@ -226,14 +237,14 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "outputs go to the loss as they come",
-                    "[outputs[m] for m in range(len(outputs))]",
-                    "list(outputs.values())",
+                    "parts = sorted(self._outputs.pop(i), key=lambda part: part[0].members)",
+                    "parts = self._outputs.pop(i)",
                     tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(
                     "outputs of an evaluation are stacked as they come",
-                    "parts = [self._outputs[m] for m in range(self.stages.tree.num_members)]",
-                    "parts = list(self._outputs.values())",
+                    "parts, self._outputs = sorted(self._outputs, key=lambda part: part[0].members), []",
+                    "parts, self._outputs = self._outputs, []",
                     tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(
@@ -265,12 +276,6 @@ AREAS: dict[str, list[File]] = {
                     "None if batch.sample_weights is None else batch.sample_weights[which]",
                     "None if batch.sample_weights is None else batch.sample_weights[:1]",
                     tests="tests/engine/test_engine.py -k with_sample_weights",
-                ),
-                Bug(
-                    "the larger cuts come last",
-                    "stops = [(i + 1) * size + min(i + 1, extra) for i in range(parts)]",
-                    "stops = [(i + 1) * size + max(0, i + 1 - parts + extra) for i in range(parts)]",
-                    tests="tests/engine/test_engine.py -k cuts_cover",
                 ),
                 Bug(
                     "rows are left out of a leaf with side inputs",
@@ -465,8 +470,8 @@ AREAS: dict[str, list[File]] = {
                 Bug("masks are not scaled", ".mul_(1 / (1 - p))", ""),
                 Bug(
                     "all layers have the first mask",
-                    "generator = seeds.generator(*masks.key, masks.drawn)",
-                    "generator = seeds.generator(*masks.key, 0)",
+                    "return _draw(masks, seeds.generator(*masks.key, number), shape, p, like)",
+                    "return _draw(masks, seeds.generator(*masks.key, 0), shape, p, like)",
                 ),
             ],
         ),
@@ -755,8 +760,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "load_state drops the rate",
-                    "                        )\n        self.rate = rate",
-                    "                        )",
+                    "                    )\n        self.rate = rate",
+                    "                    )",
                 ),
                 Bug(
                     "Caffe's momentum is scaled the wrong way",
@@ -785,8 +790,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a weight that two layers share is stepped twice",
-                    "if parameter.requires_grad and id(parameter) not in seen",
-                    "if parameter.requires_grad",
+                    "if own.requires_grad and id(own) not in seen",
+                    "if own.requires_grad",
                 ),
                 Bug(
                     "what is loaded is what was saved, not a copy",

@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
+from mheads.common.number_ranges import cuts
 from mheads.distributed.placement import Placement, num_first_together
 from mheads.distributed.step_time.stage_loads import StageLoad
 from mheads.distributed.step_time.workload import Workload
-from mheads.engine.training_step import BACKWARD, FORWARD, LOSS, cuts
+from mheads.engine.training_step import BACKWARD, FORWARD, LOSS
 
 
 class Simulation:

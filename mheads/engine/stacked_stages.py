@@ -1,0 +1,164 @@
+"""Sibling stages of one structure, run as one batched stage.
+
+A small network costs more by the number of its operations than by its arithmetic. The branches of a tree, or
+independent members, that have the same layers keep their weights in tensors [S, ...], and one operation computes all.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from mheads.common import nested_values
+from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
+from mheads.common.number_ranges import cuts
+from mheads.trees.tree_spec import Node
+from mheads.trees.treenet import TreeNet
+
+# Multiply-adds of a stage on a micro-batch up to which stacking is faster than running the stages side by side.
+SMALL = 16_000_000
+MOST = 64  # stages of a stack
+
+
+class StackedStage:
+    """S stages of one structure; called with what one of them takes, S first where `each` has its own.
+
+    The parameters and buffers of the stages become views of stacked tensors, so that whoever asks a stage for its
+    weights still gets them. `release` gives the stages tensors of their own again.
+    """
+
+    def __init__(self, names: Sequence[str], stages: Sequence[nn.Module]) -> None:
+        self.names, self.stages = tuple(names), list(stages)
+        self._local = threading.local()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+        for name, first in stages[0].named_parameters():
+            parts = [stage.get_parameter(name) for stage in stages]
+            whole = torch.stack([part.detach() for part in parts])
+            for part, view in zip(parts, whole, strict=True):
+                part.data = view
+            self.parameters[name] = nn.Parameter(whole, requires_grad=first.requires_grad)
+        for name, _ in stages[0].named_buffers():
+            whole = torch.stack([stage.get_buffer(name) for stage in stages])
+            for stage, view in zip(stages, whole, strict=True):
+                _set_buffer(stage, name, view)
+            self.buffers[name] = whole
+        # What autocast would cast; vmap hides the operations from it.
+        products = (nn.Linear, nn.Embedding, nn.Bilinear)
+        self._cast = {
+            f"{path}.{key}" if path else key
+            for path, module in stages[0].named_modules()
+            if isinstance(module, products)
+            for key, _ in module.named_parameters(recurse=False)
+        }
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __call__(self, x: Value, side: dict[str, Value] | None = None) -> Value:
+        """Outputs [S, b, ...] of inputs [S, b, ...]."""
+        tensors: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        device = next(iter(tensors.values())).device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            tensors = {name: t.to(dtype) if name in self._cast else t for name, t in tensors.items()}
+            x = nested_values.map_leaves(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, x)
+
+        layers = self._layers_of_this_thread()
+
+        def run_one(tensors: dict[str, Tensor], x: Any) -> Any:
+            return functional_call(layers, tensors, (x, side))
+
+        return vmap(run_one)(tensors, x)
+
+    def _layers_of_this_thread(self) -> nn.Module:
+        """Layers without weights of their own: functional_call puts tensors into a module for the time of the call."""
+        if not hasattr(self._local, "layers"):
+            self._local.layers = copy.deepcopy(self.stages[0]).to("meta")
+        layers: nn.Module = self._local.layers
+        if layers.training != self.stages[0].training:
+            layers.train(self.stages[0].training)
+        return layers
+
+    def release(self) -> None:
+        for stage in self.stages:
+            for parameter in stage.parameters():
+                parameter.data = parameter.data.clone()
+            for name, buffer in list(stage.named_buffers()):
+                _set_buffer(stage, name, buffer.clone())
+
+
+def repeat_for(stack: StackedStage, x: Value) -> Value:
+    """The same input for every stage of a stack, [b, ...] -> [S, b, ...], without a copy."""
+    return nested_values.map_leaves(lambda t: t.unsqueeze(0).expand(len(stack), *t.shape), x)
+
+
+def _set_buffer(stage: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, key = name.rpartition(".")
+    stage.get_submodule(path)._buffers[key] = tensor
+
+
+def siblings_to_stack(net: TreeNet, rows: int, mode: str) -> list[list[Node]]:
+    """The sibling leaves that are stacked, each list in member order: a rule on the tree, its layers and sizes.
+
+    At most MOST are in one stack: operations on many have other last bits than on few, so a stack is always whole, on
+    one rank, and many members need several.
+
+    `mode` is `engine.stack`. With `auto`, leaves of few multiply-adds on so many rows whose layers are known to batch
+    well; with `always`, all siblings that are alike, and an error where some are not.
+    """
+    if mode == "never":
+        return []
+    families: dict[str | None, list[Node]] = {}
+    for leaf in net.tree.leaves:
+        families.setdefault(leaf.parent, []).append(leaf)
+    groups = [leaves for leaves in families.values() if len(leaves) > 1]
+    if mode == "auto":
+        groups = [leaves for leaves in groups if is_small(net, leaves[0], rows)]
+    elif not groups:
+        raise UserError("engine.stack = always, and no two members are siblings: use auto or never", key="engine.stack")
+    else:
+        for leaves in groups:
+            check_alike(net, leaves)
+    return [leaves[a:b] for leaves in groups for a, b in cuts(len(leaves), -(-len(leaves) // MOST))]
+
+
+def is_small(net: TreeNet, leaf: Node, rows: int) -> bool:
+    products = net.facts.stage_products(leaf)
+    return products is not None and products * rows <= SMALL
+
+
+def all_small(net: TreeNet, rows: int) -> bool:
+    """Whether cutting a batch of so many rows into micro-batches would cost more than it gives."""
+    return all(is_small(net, node, rows) for node in net.tree.nodes.values())
+
+
+def check_alike(net: TreeNet, leaves: Sequence[Node]) -> None:
+    if layers := net.batch_statistics_layers():
+        raise UserError(
+            f"engine.stack = always, but {layers[0]} takes statistics over the rows that a member learns from, and "
+            "stacked stages compute all rows: use auto or never",
+            key="engine.stack",
+        )
+    here = [leaf for leaf in leaves if leaf.name in net.stages]
+    for leaf in here[1:]:
+        first, other = (net.stage(node.name) for node in (here[0], leaf))
+        if _structure(first) != _structure(other):
+            raise UserError(
+                f"engine.stack = always, but the stages {here[0].name} and {leaf.name} differ (in layers, shapes or "
+                "what is frozen), and only stages of one structure can be stacked: use auto or never",
+                key="engine.stack",
+            )
+
+
+def _structure(stage: nn.Module) -> list[Any]:
+    modules = [(name, type(module), module.extra_repr()) for name, module in stage.named_modules()]
+    tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in stage.named_parameters()]
+    return [*modules, *tensors, *((name, b.shape, b.dtype) for name, b in stage.named_buffers())]

@@ -50,16 +50,16 @@ def seal(value: dict[str, Any], **form: Any) -> str:
 
 def unseal(text: str | bytes) -> dict[str, Any]:
     """The mapping in a JSON text, checked if it has a checksum: files of earlier versions have none."""
-    found = from_json(text)
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds {short(found)}")
-    seal = found.pop(SEAL, None)
-    if seal is not None and seal != _checksum(found):
+    document = from_json(text)
+    if not isinstance(document, dict):
+        raise ValueError(f"it holds {short(document)}")
+    seal = document.pop(SEAL, None)
+    if seal is not None and seal != _checksum(document):
         raise ValueError(
             f"it was altered since it was written and has another {SEAL} than {short(seal)}, which you take out of it "
             "if you changed it yourself"
         )
-    return found
+    return document
 
 
 def _checksum(value: dict[str, Any]) -> str:
@@ -130,8 +130,8 @@ class _Loader(yaml.SafeLoader):
             if key.tag == f"{_TAG}int":
                 key.tag = f"{_TAG}str"  # the roots of a forest are called 0, 1, ...
             if key.tag != f"{_TAG}str":
-                found = short(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
-                raise _Refused(f"keys are text, not {found}: put it in quotes{key.start_mark}")
+                shown = short(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+                raise _Refused(f"keys are text, not {shown}: put it in quotes{key.start_mark}")
             if key.value in seen:
                 raise _Refused(f"the key {short(key.value)} is there twice{key.start_mark}")
             seen.add(key.value)

@@ -234,10 +234,10 @@ def check_arrays(arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int | Non
     for name, shape in shapes.items():
         if name not in arrays:
             raise ValueError(f"{name} is missing")
-        found = tuple(arrays[name].shape)
-        if len(found) != len(shape) or any(n not in (None, m) for n, m in zip(shape, found, strict=True)):
+        actual = tuple(arrays[name].shape)
+        if len(actual) != len(shape) or any(n not in (None, m) for n, m in zip(shape, actual, strict=True)):
             wanted = ", ".join("any" if n is None else str(n) for n in shape)
-            raise ValueError(f"{name} has shape {list(found)}, where [{wanted}] should be")
+            raise ValueError(f"{name} has shape {list(actual)}, where [{wanted}] should be")
 
 
 def check_history(arrays: Mapping[str, np.ndarray], members: int, groups: int) -> None:

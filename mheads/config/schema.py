@@ -184,9 +184,7 @@ class DataOptions(Section):
 class EngineSection(Section):
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = option("auto", "threads; never changes a result")
     micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = option("auto", "parts that a batch is cut into")
-    stack: Literal["never", "auto", "always"] = option(
-        "never", "run sibling stages of one structure as one batched stage; auto: where they are small"
-    )
+    stack: Literal["never", "auto", "always"] = option("never", "run sibling stages as one; auto: where small")
 
 
 class LogOptions(Section):
@@ -240,16 +238,12 @@ class Config(Section):
     engine: EngineSection = option(EngineSection(), "how the work is cut and spread")
     placement: Annotated[
         Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_stage_names_as_text)
-    ] = option(
-        "default", "ranks: trunk on 0 and branches spread; auto: the fastest by measured costs; or {stage: rank}"
-    )
+    ] = option("default", "ranks: trunk on 0, branches spread; auto: fastest by measured costs; or {stage: rank}")
     timeout: float = option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
     optim: OptimOptions = option(OptimOptions(), "optimizer and schedule")
     log: LogOptions = option(LogOptions(), "logging, evaluation, checkpoints")
     device: str = option("auto", "cpu, cuda or cuda:N; auto: a GPU if torch sees one (untested), else the CPU")
-    precision: Literal["float32", "bf16"] = option(
-        "float32", "what stages compute in; bf16: autocast to bfloat16, weights, losses and sums stay in float32"
-    )
+    precision: Literal["float32", "bf16"] = option("float32", "of stages; weights, losses and sums stay in float32")
     seed: int = option(0, "everything random follows from it", ge=0)
 
     @model_validator(mode="after")

@@ -62,7 +62,7 @@ class Diagnostics:
         parts: list[float] = (self.wins / max(self.wins.sum(), 1)).tolist()
         return parts
 
-    def fallen_idle(self, after: int) -> list[int]:
+    def find_idle(self, after: int) -> list[int]:
         """The members that have now won nothing for exactly so many iterations."""
         return np.flatnonzero(self.idle == after).tolist()
 

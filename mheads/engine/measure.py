@@ -70,15 +70,15 @@ def measure(
 ) -> Result | None:
     """All metrics, which the main rank gets; `keep` is given the answers, weights and targets on the way."""
     metrics = None
-    for found, weights, targets in answers(engine, examples, inputs, problem, watch, rows):
+    for outputs, weights, targets in answers(engine, examples, inputs, problem, watch, rows):
         if weights is None:  # a problem of one's own need not know of scores
-            metrics = metrics or problem.metrics(len(found))
-            metrics.update(found, targets)
+            metrics = metrics or problem.metrics(len(outputs))
+            metrics.update(outputs, targets)
         else:
-            metrics = metrics or problem.metrics(len(found), scored=True)
-            metrics.update(found, targets, weights)
+            metrics = metrics or problem.metrics(len(outputs), scored=True)
+            metrics.update(outputs, targets, weights)
         if keep is not None:
-            keep(found, weights, targets)
+            keep(outputs, weights, targets)
     return metrics.result() if metrics is not None else None
 
 

@@ -45,7 +45,7 @@ def conv2d(layer: nn.Conv2d, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
             layer.groups,
             [input_gradient, layer.weight.requires_grad, layer.bias is not None and layer.bias.requires_grad],
         )
-        return d_x, _learned(layer, d_weight, d_bias)
+        return d_x, _pair_gradients(layer, d_weight, d_bias)
 
     return y, backward
 
@@ -62,7 +62,7 @@ def linear(layer: nn.Linear, x: Tensor, owned: bool) -> tuple[Tensor, Backward]:
         flat = d_y.flatten(0, -2)
         d_weight = flat.t() @ pick(x).flatten(0, -2) if layer.weight.requires_grad else None
         d_bias = flat.sum(0) if layer.bias is not None and layer.bias.requires_grad else None
-        return d_y @ weight if input_gradient else None, _learned(layer, d_weight, d_bias)
+        return d_y @ weight if input_gradient else None, _pair_gradients(layer, d_weight, d_bias)
 
     return y, backward
 
@@ -185,12 +185,12 @@ def supports(stage: nn.Module) -> bool:
     """Whether every layer of the stage has its step here, and nobody's hooks want to see it run."""
     if not isinstance(stage, nn.Sequential):
         return False  # a graph does more than its modules
-    found = list(layers(stage))
-    parameters = [id(p) for layer in found for p in layer.parameters()]
+    parts = list(layers(stage))
+    parameters = [id(p) for layer in parts for p in layer.parameters()]
     tied = len(set(parameters)) < len(parameters)
     if tied or any(p._backward_hooks for p in stage.parameters()) or any(is_hooked(m) for m in stage.modules()):
         return False
-    return all(type(layer) in STEPS and _plain(layer) for layer in found)
+    return all(type(layer) in STEPS and _plain(layer) for layer in parts)
 
 
 def takes(x: object) -> bool:
@@ -232,14 +232,14 @@ def outputs(stage: nn.Module, x: Tensor) -> Tensor:
     owned = False
     for layer in layers(stage):
         if isinstance(layer, nn.MaxPool2d) and not any(_pair(layer.padding)) and _pair(layer.dilation) == [1, 1]:
-            x = pooled_maxima(x, _pair(layer.kernel_size), _pair(layer.stride), layer.ceil_mode)
+            x = max_pool_values(x, _pair(layer.kernel_size), _pair(layer.stride), layer.ceil_mode)
         else:
             x, _ = STEPS[type(layer)](layer, x, owned)
         owned = isinstance(layer, GIVES_AWAY)
     return x
 
 
-def pooled_maxima(x: Tensor, kernel: list[int], stride: list[int], ceil_mode: bool) -> Tensor:
+def max_pool_values(x: Tensor, kernel: list[int], stride: list[int], ceil_mode: bool) -> Tensor:
     """Max pooling of channels-last images in two passes, down and across: half the time of the one with indices."""
     t = x.permute(0, 2, 3, 1)
     for dim, k, s in zip((1, 2), kernel, stride, strict=True):
@@ -282,7 +282,7 @@ def backward(
     return d_x if input_gradient else None, learned
 
 
-def _learned(layer: nn.Conv2d | nn.Linear, d_weight: Tensor | None, d_bias: Tensor | None) -> Learned:
+def _pair_gradients(layer: nn.Conv2d | nn.Linear, d_weight: Tensor | None, d_bias: Tensor | None) -> Learned:
     pairs = ((layer.weight, d_weight), (layer.bias, d_bias))
     return [(p, d.to(p.dtype)) for p, d in pairs if p is not None and p.requires_grad and d is not None]
 

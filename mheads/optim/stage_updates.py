@@ -39,16 +39,16 @@ class Optimizer:
         inside = {name for stack in stacks.values() for name in stack.names}
         named = {name: dict(net.stage(name).named_parameters()) for name in net.stages if name not in inside}
         named |= {name: dict(stack.parameters) for name, stack in stacks.items()}
-        self.parameters = {name: [p for p in found.values() if p.requires_grad] for name, found in named.items()}
+        self.parameters = {name: [p for p in own.values() if p.requires_grad] for name, own in named.items()}
         # A stage whose layers are all frozen has nothing to update.
         self.stages = {
-            name: _optimizer(net.stage(name), named[name], options) for name, found in self.parameters.items() if found
+            name: _optimizer(net.stage(name), named[name], options) for name, own in self.parameters.items() if own
         }
         # The names of a parameter: one, or those of all stages of a stack.
         self.names = {
             id(parameter): [f"stages.{stage}.{key}" for stage in (stacks[name].names if name in stacks else (name,))]
-            for name, found in named.items()
-            for key, parameter in found.items()
+            for name, own in named.items()
+            for key, parameter in own.items()
         }
 
     def set_rate(self, rate: float) -> None:

@@ -116,7 +116,7 @@ class Recorder:
         if logged:
             by_member = [norms[leaf.name].item() for leaf in state.net.tree.leaves]
             self.log.write(state.diagnostics.line(state.step, lr, by_member))
-        if idle := state.diagnostics.fallen_idle(self.options.idle_after):
+        if idle := state.diagnostics.find_idle(self.options.idle_after):
             self.watch.warn(idle_warning(idle, self.options.idle_after, self.experiment.loss.options))
 
     def evaluate(self) -> None:

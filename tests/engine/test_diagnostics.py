@@ -71,7 +71,7 @@ def test_a_win_is_not_a_matter_of_what_an_example_weighs():
     assert found.line(1, 0.1, [0, 0, 0])["wins"] == [0.75, 0.25, 0.5]
     found.add(report_of(sample_weights.tolist()), batch_of(4, sample_weights), 1.0)  # all learn from all that they may
     assert found.line(2, 0.1, [0, 0, 0])["wins"] == [1.0, 0.5, 0.75]
-    assert found.fallen_idle(1) == []
+    assert found.find_idle(1) == []
 
 
 def test_wins_are_of_rows_where_examples_have_several():

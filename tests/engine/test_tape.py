@@ -246,7 +246,7 @@ def test_pooling_in_two_passes_gives_the_same_maxima(height, width, kernel, stri
     assume(kernel <= min(height, width))
     x = canonical(torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(height * width)))
     expected = nn.functional.max_pool2d(x, kernel, stride, ceil_mode=ceil_mode)
-    got = row_backward.pooled_maxima(x, [kernel, kernel], [stride, stride], ceil_mode)
+    got = row_backward.max_pool_values(x, [kernel, kernel], [stride, stride], ceil_mode)
     assert torch.equal(got, expected)
 
 

@@ -154,6 +154,8 @@ def _results(run: nn.Module, module: nn.Module, x: Value, strides: torch.memory_
             outputs = nested_values.leaves(run(nested_values.map_leaves(lambda t: t.clone(memory_format=strides), x)))
             ys = [y for y in outputs if y.requires_grad]
             ds = [trial_run.noise(y, generator) for y in ys]
-            found = torch.autograd.grad(ys, weights, ds, allow_unused=True) if ys and weights else [None] * len(weights)
-        gradients = [torch.zeros_like(w) if g is None else g.to_dense() for w, g in zip(weights, found, strict=True)]
+            computed = (
+                torch.autograd.grad(ys, weights, ds, allow_unused=True) if ys and weights else [None] * len(weights)
+            )
+        gradients = [torch.zeros_like(w) if g is None else g.to_dense() for w, g in zip(weights, computed, strict=True)]
         return [y.detach() for y in outputs], gradients, list(trial_run.buffers(module).values())

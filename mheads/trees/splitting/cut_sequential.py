@@ -95,8 +95,8 @@ class SequentialChain:
             )
 
     def stage(self, layers: Sequence[str], *sources: nn.Module) -> SequentialStage:
-        found = {name: child for source in sources for name, child in children(source)}
-        stage = SequentialStage(OrderedDict((name, replace_dropout(found[name])) for name in layers))
+        by_name = {name: child for source in sources for name, child in children(source)}
+        stage = SequentialStage(OrderedDict((name, replace_dropout(by_name[name])) for name in layers))
         stage.holds_fixed = any(map(has_fixed_statistics, stage.modules()))
         return stage
 

@@ -110,7 +110,7 @@ def of_model(model: str, model_args: Sequence[str]) -> Config:
     tree: dict[str, Any] = {"model": model}
     for argument in model_args:
         override(tree, f"model_args.{argument}")
-    return validate(tree, "the arguments")
+    return validate(tree, "the network")
 
 
 def override(tree: dict[str, Any], given: str) -> None:

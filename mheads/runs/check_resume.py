@@ -69,7 +69,7 @@ def _check_iterations(folder: RunFolder, before: Config, config: Config) -> None
     remedy = "give no fewer" if finished else "end at one of these, or later"
     raise UserError(
         f"{folder.path} holds a run of another config:\n  optim.iterations: {old} in the folder, {new} now\n"
-        f"and {state}: {remedy}, or",
+        f"and {state}: {remedy}",
         hint=ELSEWHERE_OR_FORCE,
     )
 

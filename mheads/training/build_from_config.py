@@ -187,24 +187,25 @@ def _make_loss(config: Config) -> Loss:
     if not isinstance(loss, Loss):
         raise UserError(
             f"loss.name = {name!r} gives a {type(loss).__name__}, not an mheads.losses.Loss; name a function "
-            "that makes one, or one of (outputs, y) that returns the losses [M, B]"
+            "that makes one, or one of (outputs, y[, sample_weights, ties]) that returns the losses [M, B]"
         )
     return loss
 
 
 def _is_plain_loss(function: Callable[..., Any], args: dict[str, Any]) -> bool:
-    """Whether this function is itself a loss of (outputs, y), instead of making one."""
-    try:
-        inspect.signature(function).bind(**args)
-    except TypeError:
+    """Whether this function is itself a loss of (outputs, y[, sample_weights[, ties]]), instead of making one."""
+
+    def takes(count: int) -> bool:
         try:
-            inspect.signature(function).bind(None, None, **args)
+            inspect.signature(function).bind(*[None] * count, **args)
         except TypeError:
             return False
         return True
+
+    try:
+        return not takes(0) and any(takes(count) for count in (2, 3, 4))
     except ValueError:  # not written in Python
         return False
-    return False
 
 
 def load_data(config: Config, only: str | None = None) -> Data:

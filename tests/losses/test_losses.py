@@ -233,6 +233,13 @@ def test_a_plain_function_of_outputs_and_labels_is_a_loss():
         torch.testing.assert_close(*gradients)
 
 
+def test_a_function_of_four_arguments_is_a_loss_and_not_a_factory():
+    loss = build_loss(configs.load("digits", ["loss.name=user_networks:weighted_squares"]))
+    outputs, y = problem(14)
+    expected = np.abs(softmax(outputs.numpy()) - np.eye(C)[y]) ** 2
+    assert loss(outputs, y).total.item() == pytest.approx(expected.sum())
+
+
 @pytest.mark.parametrize("power", [1, 2])
 def test_a_config_may_name_a_plain_function(power):
     config = configs.load("digits", ["loss.name=user_networks:squared", f"loss.args.power={power}"])

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from mheads.common.atomic_files import open_file
 from mheads.common.errors import UserError
@@ -23,7 +23,8 @@ class UnreadableError(UserError):
 
     def __init__(self, path: Path, error: Exception) -> None:
         missing = isinstance(error, FileNotFoundError)
-        reason = f"{path} cannot be read as an image ({error}); replace it or take it out"
+        cause = "it is no image of a known format" if isinstance(error, UnidentifiedImageError) else error
+        reason = f"{path} cannot be read as an image ({cause}); replace it or take it out"
         super().__init__(f"there is no image {path}" if missing else reason)
 
 

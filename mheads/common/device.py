@@ -1,4 +1,4 @@
-"""Everything that depends on the device is here; a GPU is untested so far."""
+"""Which device a name means, and what the machine has of memory."""
 
 from __future__ import annotations
 
@@ -7,31 +7,44 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mheads.common.errors import UserError
 
+CPU = torch.device("cpu")
+ACCELERATORS = ("cuda", "hpu", "mps", "mtia", "xpu")
+
 
 def resolve(name: str, local_rank: int = 0) -> torch.device:
-    """The device of this name; `auto` is a GPU where there is one, and ranks on one machine share its GPUs evenly."""
+    """The device of this name; `auto` is an accelerator where there is one, and ranks on one machine share its devices
+    evenly."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if accelerator is not None else 0
     if name == "auto":
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
+        return CPU if accelerator is None else torch.device(accelerator.type, local_rank % count)
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"device = {name!r}: give auto, cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device = {name!r}: give auto, cpu, cuda or cuda:N")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device = {name!r}, but torch sees no GPU here; use device=cpu or auto")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device = {name!r}, but the GPUs here are cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+        device = torch.device("meta")
+    if device.type == "cpu":
+        return device
+    if accelerator is None or device.type != accelerator.type:
+        if device.type not in ACCELERATORS:
+            raise UserError(f"device = {name!r}: give auto, cpu, cuda, cuda:N or another accelerator that torch sees")
+        there = "no accelerator" if accelerator is None else f"only {accelerator.type}"
+        raise UserError(f"device = {name!r}, but torch sees {there} here; use device=cpu or auto")
+    if (device.index or 0) >= count:
+        raise UserError(f"device = {name!r}, but the devices here are {device.type}:0 to {device.type}:{count - 1}")
     return device
 
 
+def widen(t: Tensor) -> Tensor:
+    """A tensor in the precision of sums: float64, which Apple's device lacks."""
+    return t.float() if t.device.type == "mps" else t.double()
+
+
 def default_workers(device: torch.device, cores: int) -> int:
-    """How many worker threads there are by default: one per core, or one to feed a GPU."""
+    """How many worker threads there are by default: one per core, or one to feed an accelerator."""
     return cores if device.type == "cpu" else 1
 
 

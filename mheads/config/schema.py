@@ -242,7 +242,7 @@ class Config(Section):
     timeout: float = option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
     optim: OptimOptions = option(OptimOptions(), "optimizer and schedule")
     log: LogOptions = option(LogOptions(), "logging, evaluation, checkpoints")
-    device: str = option("auto", "cpu, cuda or cuda:N; auto: a GPU if torch sees one (untested), else the CPU")
+    device: str = option("auto", "cpu, or an accelerator that torch sees: cuda, cuda:N, xpu; auto: that, else cpu")
     precision: Literal["float32", "bf16"] = option("float32", "of stages; weights, losses and sums stay in float32")
     seed: int = option(0, "everything random follows from it", ge=0)
 

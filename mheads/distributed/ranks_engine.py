@@ -86,6 +86,7 @@ class RanksEngine(ThreadsEngine):
         Reports go up a binary tree of the ranks and the decision down, so that a thousand ranks do not queue at one.
         """
         stop = self.asked_to_stop
+        task.bring_to_host()
         above, below = relatives(self.world.rank, self.world.size)
         places = sorted(task.totals)
         totals: list[list[Any]] = [[*place, task.totals[place]] for place in places]

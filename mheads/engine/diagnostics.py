@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mheads.common.device import widen
 from mheads.data.batches import Batch
 from mheads.engine.interface import Engine
 from mheads.engine.training_step import StepReport
@@ -36,9 +37,9 @@ class Diagnostics:
         self.member_losses, self.seen, self.assigned, self.wins, self.effective = (np.zeros(members) for _ in range(5))
 
     def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
-        assignment = report.assignment.double().cpu()  # [M, B]
+        assignment = report.assignment.cpu().double()  # [M, B]
         sample_weights = (
-            torch.ones_like(assignment) if batch.sample_weights is None else batch.sample_weights.double().cpu()
+            torch.ones_like(assignment) if batch.sample_weights is None else batch.sample_weights.cpu().double()
         )
         learned = assignment / sample_weights.where(sample_weights > 0, 1.0)
         most = learned.amax(0)
@@ -49,7 +50,7 @@ class Diagnostics:
         self.effective += effective_examples(assignment).numpy()
         # Of the examples that a member may learn from: the others were not computed for it.
         seen = (sample_weights > 0).double()
-        self.member_losses += (report.losses.double().cpu() * seen).sum(1).numpy()
+        self.member_losses += (report.losses.cpu().double() * seen).sum(1).numpy()
         self.seen += seen.sum(1).numpy()
         self.loss += report.loss
         self.count += 1
@@ -125,14 +126,18 @@ def gradient_norms(engine: Engine) -> dict[str, Tensor]:
 
     def measure(stage: str, gradients: list[Tensor]) -> None:
         if stage in engine.stacks:
-            rows = [gradient.double().square().flatten(1).sum(1).cpu() for gradient in gradients]
+            rows = [widen(gradient).square().flatten(1).sum(1) for gradient in gradients]
             each = torch.stack(rows).sum(0).sqrt() if rows else torch.zeros(len(engine.stacks[stage]))
-            norms.update(zip(engine.stacks[stage].names, each.double(), strict=True))
+            norms.update(zip(engine.stacks[stage].names, each.cpu().double(), strict=True))
             return
-        squares = [gradient.double().square().sum().cpu() for gradient in gradients]
+        squares = [widen(gradient).square().sum() for gradient in gradients]
         norms[stage] = torch.stack(squares).sum().sqrt() if squares else torch.zeros((), dtype=torch.float64)
 
     engine.update(measure)  # by the workers: a sum on more threads would have other bits
+    elsewhere = [stage for stage, norm in norms.items() if norm.device.type != "cpu"]
+    if elsewhere:  # one copy for all
+        together = torch.stack([norms[stage] for stage in elsewhere]).cpu().double()
+        norms |= zip(elsewhere, together.unbind(), strict=True)
     return engine.gather(norms)
 
 

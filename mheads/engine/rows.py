@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,9 @@ class Rows:
             return None
         filler = index.new_full((padded - count,), int(index[0]) if count else 0)
         return Rows(torch.cat([index, filler]), count, total)
+
+    def to(self, device: torch.device) -> Rows:
+        return replace(self, index=self.index.to(device, non_blocking=True))
 
     def pick(self, t: Tensor) -> Tensor:
         """These rows of a tensor with canonical strides, in canonical strides: one copy of each row."""

@@ -86,12 +86,17 @@ class TrainingStep:
         # The part of the examples that a member learns from, where the loss tells.
         members = self.tree.num_members
         self.share = min(1.0, (loss.winners or members) / members)
+        # An accelerator takes all rows back: to choose some, the host would have to wait for it.
+        self.on_host = options.device.type == "cpu"
+        if not self.on_host:
+            self.share = 1.0
+        self.sample_weights = batch.sample_weights  # on the host, which chooses rows by them
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
         self._outputs: dict[int, list[tuple[Node, Value]]] = defaultdict(list)
         self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
         self._roots_left = dict.fromkeys(self.mine, len(stages.roots))
-        self.totals: dict[tuple[int, int], float] = {}
+        self.totals: dict[tuple[int, int], float | Tensor] = {}  # on an accelerator, tensors until the report
         self.losses = torch.zeros(members, self.num_rows, dtype=self.dtype, device=options.device)
         self.assignment = torch.zeros_like(self.losses)
         self._of_mean = self.losses.new_ones(()) / max(1, self.num_rows)  # the gradient of the rows' mean by their sum
@@ -120,8 +125,10 @@ class TrainingStep:
         num_rows, rows = nested_values.num_rows(x), None
         # Rows can be left out where those of the input are those of the loss; stacked stages compute all of them.
         by_row = not node.children and not facts.sided and num_rows == batch.num_rows and stack is None
-        if by_row and batch.sample_weights is not None and self.loss.skips_rows:
-            rows = Rows.where(batch.sample_weights[node.members[0]] > 0, exactly=facts.mixing)
+        if by_row and self.sample_weights is not None and self.loss.skips_rows:
+            may_learn = self.sample_weights[node.members[0], self.slices[i]] > 0
+            rows = Rows.where(may_learn, exactly=facts.mixing)
+            rows = None if rows is None else rows.to(self.options.device)
         key = (self.options.seed, "dropout", self.step, i, node.name)
         wanted = self.stages.wanted[node.name]
         context = Context(key, num_rows, batch.side_inputs(), wanted)
@@ -250,7 +257,7 @@ class TrainingStep:
             leaves = nested_values.leaves(stacked)
             gradients = torch.autograd.grad(value.total, leaves, self._of_mean.to(value.total), allow_unused=True)
         if members is None or len(members) == 1:
-            self.totals[members[0] if members else 0, i] = value.total.item()
+            self.totals[members[0] if members else 0, i] = value.total.item() if self.on_host else value.total.detach()
         else:
             self.totals |= {(m, i): total for m, total in zip(members, self._member_totals(value), strict=True)}
         self.losses[which, self.slices[i]] = value.losses
@@ -258,15 +265,29 @@ class TrainingStep:
         filled = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
         return nested_values.rebuild(stacked, filled)
 
-    def _member_totals(self, value: LossValue) -> list[float]:
+    def _member_totals(self, value: LossValue) -> Sequence[float | Tensor]:
         """What each member adds to the total of a separable loss."""
-        totals: list[float] = (value.assignment * value.losses).sum(1).tolist()
-        return totals
+        totals = (value.assignment * value.losses).sum(1)
+        return totals.tolist() if self.on_host else totals.detach().unbind()
 
     def report(self, stop: int = 0) -> StepReport:
         """The report of the step, once no task is left."""
-        total = sum(self.totals[key] for key in sorted(self.totals))  # an order of its own, as every sum
+        self.bring_to_host()
+        total = sum(float(self.totals[key]) for key in sorted(self.totals))  # an order of its own, as every sum
         return StepReport(total / max(1, self.num_rows), self.losses, self.assignment, stop)
+
+    def bring_to_host(self) -> None:
+        """Brings what the step reports from an accelerator, in one copy: each would make the host wait."""
+        if self.on_host:
+            return
+        places = sorted(self.totals)
+        totals = [torch.as_tensor(self.totals[place]) for place in places]
+        together = torch.cat([t.flatten() for t in (self.losses, self.assignment, *totals)]).cpu()
+        sizes = [self.losses.numel(), self.assignment.numel(), len(totals)]
+        losses, assignment, sums = together.split(sizes)
+        self.losses, self.assignment = (t.to(self.dtype).view_as(self.losses) for t in (losses, assignment))
+        self.totals = dict(zip(places, sums.tolist(), strict=True))
+        self.on_host = True
 
 
 class ForwardPass:

@@ -77,9 +77,10 @@ def _draw(masks: _Masks, generator: torch.Generator, shape: torch.Size, p: float
     if mask.dim() == 4:
         mask = mask.to(memory_format=torch.channels_last)
     mask.bernoulli_(1 - p, generator=generator).mul_(1 / (1 - p))
+    mask = mask.to(like.device, non_blocking=True)
     if masks.rows is not None:
         mask = mask[masks.rows] if each == 1 else mask.unflatten(0, (-1, each))[masks.rows].flatten(0, 1)
-    return mask.to(like.device)
+    return mask
 
 
 class _StackedMasks(torch.autograd.Function):

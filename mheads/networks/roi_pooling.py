@@ -66,10 +66,11 @@ class _Pooled(torch.autograd.Function):
         height, width = x.shape[1:]
         begin, end = windows(regions.cpu(), size, scale, height, width)
         cells, empty, levels = _lookups(begin, end, height, width)
+        empty = empty.to(x.device, non_blocking=True)
         places = x.permute(1, 2, 0)
         out = x.new_empty(len(regions), size, size, len(x))
         flat = out.view(-1, len(x))
-        where = torch.empty(flat.shape, dtype=torch.int32) if ctx.needs_input_grad[0] else None
+        where = torch.empty_like(flat, dtype=torch.int32) if ctx.needs_input_grad[0] else None
         step = max(1, TABLE // (levels[0] * levels[1] * height * width))
         for first in range(0, len(x), step):
             channels = slice(first, first + step)
@@ -124,8 +125,8 @@ def _tables(x: Tensor, levels: tuple[int, int], indexed: bool) -> Maxima:
     values[0, 0] = x
     indices = None
     if indexed:
-        indices = torch.empty(values.shape, dtype=torch.int32)
-        indices[0, 0] = torch.arange(height * width, dtype=torch.int32).view(height, width, 1)
+        indices = torch.empty_like(values, dtype=torch.int32)
+        indices[0, 0] = torch.arange(height * width, dtype=torch.int32, device=x.device).view(height, width, 1)
     for i, j in itertools.product(range(levels[0]), range(levels[1])):
         if (i, j) != (0, 0):
             # Of two windows half as high or, in the first row of tables, half as wide.
@@ -163,6 +164,7 @@ def _look_up(out: Maxima, tables: Maxima, cells: list[Tensor]) -> None:
             largest = _rows(tables, cells[0][part])
             for corner in corners[1:]:
                 _into(largest, largest, _rows(tables, cells[corner][part]))
+            part = part.to(out[0].device, non_blocking=True)
             out[0].index_copy_(0, part, largest[0])
             if out[1] is not None and largest[1] is not None:
                 out[1].index_copy_(0, part, largest[1])
@@ -170,4 +172,5 @@ def _look_up(out: Maxima, tables: Maxima, cells: list[Tensor]) -> None:
 
 def _rows(tables: Maxima, rows: Tensor) -> Maxima:
     values, indices = tables
+    rows = rows.to(values.device, non_blocking=True)
     return values.index_select(0, rows), None if indices is None else indices.index_select(0, rows)

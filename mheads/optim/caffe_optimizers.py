@@ -51,7 +51,7 @@ def adam(
 
     def rule(g: Tensor, state: State) -> Tensor:
         m, v = _mean(state, "mean", g, b1), _mean(state, "squares", g.square(), b2)
-        t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float64)) + 1
+        t = state["step"] = state.get("step", torch.zeros((), dtype=torch.float64)).cpu() + 1
         correction = math.sqrt(1 - b2 ** t.item()) / (1 - b1 ** t.item())
         update: Tensor = m / v.sqrt().add_(delta) * correction
         return update

@@ -61,7 +61,7 @@ class TrainState:
 
     def add(self, report: StepReport, batch: Batch, seconds: float) -> None:
         owned = torch.zeros(self.owned.shape, dtype=torch.float64)
-        owned.index_add_(1, self.problem.group(batch.targets).cpu(), report.assignment.double().cpu())
+        owned.index_add_(1, self.problem.group(batch.targets).cpu(), report.assignment.cpu().double())
         self.owned += owned.numpy()
         self.history.note(self.step, owned.numpy())
         self.diagnostics.add(report, batch, seconds)

@@ -249,8 +249,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "the loss of a step is added as it comes",
-                    "total = sum(self.totals[key] for key in sorted(self.totals))",
-                    "total = sum(self.totals.values())",
+                    "total = sum(float(self.totals[key]) for key in sorted(self.totals))",
+                    "total = sum(map(float, self.totals.values()))",
                     tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(

@@ -144,7 +144,7 @@ def test_ranks_of_a_graph_of_layers_agree_on_the_loss_and_on_the_signal_of_any(a
     assert found == [[0.5, max(asked.values(), default=0)]] * 3
 
 
-@pytest.mark.parametrize("learn", [None, torch.tensor([True, False, True])], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("learn", [None, torch.tensor([[True, False, True]])], ids=["all rows", "some rows"])
 def test_a_member_elsewhere_is_told_which_rows_learn(learn):
     """From where the loss is to where the member is, as if it were here."""
     tree = parse({"a": 2}, LAYERS)
@@ -152,16 +152,16 @@ def test_a_member_elsewhere_is_told_which_rows_learn(learn):
     here, there = (RankStep.__new__(RankStep) for _ in range(2))
     for rank, step in enumerate((here, there)):
         step.me, step.replica, step.channel, step.tree = rank, 0, "step 7", tree
-        step.options = EngineOptions(1, 1)
+        step.options, step.stages = EngineOptions(1, 1), SimpleNamespace(nodes=tree.nodes, stacks={})
         step.placement = Placement({"trunk": 0, "a/0": 0, "a/1": 1}, 2)
     here.courier = SimpleNamespace(send=lambda to, key, value: sent.append((to, key, value)))
     there._spawn = lambda phase, i, node, function, *args: spawned.append((i, node.name, args))
-    d_output = torch.randn(3, 5)
+    d_output = torch.randn(1, 3, 5)  # of one member
     here.hand_back(4, tree.nodes["a/1"], d_output, learn)
     ((to, (channel, *key), value),) = sent
     assert (to, channel) == (1, "step 7")
     there.receive(key, value)
     ((i, name, (d, rows)),) = spawned
     assert (i, name) == (4, "a/1")
-    assert torch.equal(d, d_output)
-    assert rows is learn
+    assert torch.equal(d, d_output[0])
+    assert rows is None if learn is None else torch.equal(rows, learn[0])

@@ -14,8 +14,9 @@ from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.distributed.placement import num_first_together
+from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.gradient_sums import Gradients, PairwiseSum
-from mheads.engine.training_step import ForwardPass, TrainingStep, add_in_order
+from mheads.engine.training_step import TrainingStep, add_in_order
 from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
 

@@ -18,10 +18,11 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
+from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.stacked_stages import StackedStage
 from mheads.engine.stages import Stages
-from mheads.engine.training_step import ForwardPass, StepReport, TrainingStep
+from mheads.engine.training_step import StepReport, TrainingStep
 from mheads.losses import Loss
 from mheads.trees.treenet import TreeNet
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from mheads.common import nested_values
-from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
@@ -288,59 +287,6 @@ class TrainingStep:
         self.losses, self.assignment = (t.to(self.dtype).view_as(self.losses) for t in (losses, assignment))
         self.totals = dict(zip(places, sums.tolist(), strict=True))
         self.on_host = True
-
-
-class ForwardPass:
-    """Outputs of all members on one batch without graph, for evaluation; `outputs` [M, b, C] when all is done."""
-
-    def __init__(
-        self, stages: Stages, read: Callable[[], Batch], index: int, spawn: Spawn, device: torch.device
-    ) -> None:
-        self.stages = stages
-        self.read = read
-        self.index = index
-        self.spawn = spawn
-        self.device = device
-        self.targets: Value = None
-        self._lock = threading.Lock()
-        self._outputs: list[tuple[Node, Value]] = []
-        self.outputs: Value = None
-
-    def start(self) -> None:
-        self.spawn((self.index, PREPARE), self.prepare)
-
-    def done(self) -> bool:
-        return self.outputs is not None
-
-    @torch.inference_mode()
-    def prepare(self) -> None:
-        batch = self.read().to(self.device)
-        self.targets = batch.targets
-        x = batch.network_inputs(self.stages.net.dtype)
-        for root in self.stages.roots:
-            self.spawn((self.index, FORWARD), self.forward, root, x, batch.side_inputs())
-
-    @torch.inference_mode()
-    def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:
-        x, stack = nested_values.map_leaves(canonical, x), self.stages.stacks.get(node.name)
-        y = self.stages.for_evaluation(node.name).outputs(x if stack is None else repeat_for(stack, x), side)
-        if node.children:
-            self.hand_down(node, y, side)
-        else:
-            self.hand_over(node, y if stack is not None else nested_values.map_leaves(lambda t: t.unsqueeze(0), y))
-
-    def hand_down(self, node: Node, output: Value, side: dict[str, Value]) -> None:
-        for child in self.stages.here(node.children):
-            self.spawn((self.index, FORWARD), self.forward, child, output, side)
-
-    def hand_over(self, leaf: Node, output: Value) -> None:
-        with self._lock:
-            self._outputs.append((leaf, output))
-            complete = sum(len(part.members) for part, _ in self._outputs) == self.stages.tree.num_members
-        if complete:
-            parts, self._outputs = sorted(self._outputs, key=lambda part: part[0].members), []
-            dtype = self.stages.net.dtype
-            self.outputs = nested_values.map_leaves(lambda t: t.to(dtype), join_members(parts))
 
 
 def join_members(parts: Sequence[tuple[Node, Value]]) -> Value:

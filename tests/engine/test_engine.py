@@ -22,12 +22,13 @@ from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.engine import row_backward
 from mheads.engine.engine_options import EngineOptions
+from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.gradient_sums import PairwiseSum, divides_evenly
 from mheads.engine.rows import Rows
 from mheads.engine.stages import StageFacts, Stages
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
-from mheads.engine.training_step import ForwardPass, TrainingStep
+from mheads.engine.training_step import TrainingStep
 from mheads.networks.dropout import Dropout, keyed_masks
 from mheads.trees.splitting.cut_sequential import SequentialStage
 

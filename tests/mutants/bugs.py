@@ -214,6 +214,18 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
+            "mheads/engine/forward_pass.py",
+            "tests/engine/test_engine.py -k no_bit_depends",
+            [
+                Bug(
+                    "outputs of an evaluation are stacked as they come",
+                    "parts, self._outputs = sorted(self._outputs, key=lambda part: part[0].members), []",
+                    "parts, self._outputs = self._outputs, []",
+                    tests="tests/engine/test_engine.py -k no_bit_depends",
+                ),
+            ],
+        ),
+        File(
             "mheads/engine/training_step.py",
             "tests/engine/test_engine.py -k 'autograd'",
             [
@@ -239,12 +251,6 @@ AREAS: dict[str, list[File]] = {
                     "outputs go to the loss as they come",
                     "parts = sorted(self._outputs.pop(i), key=lambda part: part[0].members)",
                     "parts = self._outputs.pop(i)",
-                    tests="tests/engine/test_engine.py -k no_bit_depends",
-                ),
-                Bug(
-                    "outputs of an evaluation are stacked as they come",
-                    "parts, self._outputs = sorted(self._outputs, key=lambda part: part[0].members), []",
-                    "parts, self._outputs = self._outputs, []",
                     tests="tests/engine/test_engine.py -k no_bit_depends",
                 ),
                 Bug(

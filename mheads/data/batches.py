@@ -116,7 +116,8 @@ class BatchStream:
         self.members = members
         self.sample_weights = None if sample_weights is None else torch.from_numpy(sample_weights)
         self.inputs = range(batch_size) if inputs is None else inputs
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="mheads-reader")
+        # A thread begins with the intra-op threads of whoever set them last, which may be a worker.
+        self._reader = ThreadPoolExecutor(1, "mheads-reader", _set_threads, (torch.get_num_threads(),))
         self._ahead: tuple[int, Future[Batch]] | None = None
 
     def batch(self, step: int) -> Batch:
@@ -181,3 +182,8 @@ def evaluation_batches(split: Split, preprocess: Callable[[Value, torch.dtype], 
     """Readers of the split's consecutive batches of `rows` examples; the last may be shorter."""
     starts = range(0, len(split), rows)
     return [Reader(split, preprocess, np.arange(start, min(start + rows, len(split)))) for start in starts]
+
+
+def _set_threads(count: int) -> None:
+    torch.get_num_threads()  # which makes torch look at this thread: only then can its number be set
+    torch.set_num_threads(count)

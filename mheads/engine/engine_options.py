@@ -13,7 +13,8 @@ CPU = torch.device("cpu")
 class EngineOptions:
     """`workers` are threads and never change a result. Each batch is cut into `micro_batches`, and a step takes
     `accumulate` batches. `seed` is that of the dropout masks. `precision` is what stages compute in: in bfloat16,
-    weights, losses, statistics and sums stay in float32. `stacked` names the sibling stages that run as one."""
+    weights, losses, statistics and sums stay in float32. `stacked` names the sibling stages that run as one, on
+    `stack_threads` threads."""
 
     workers: int
     micro_batches: int
@@ -22,3 +23,4 @@ class EngineOptions:
     device: torch.device = CPU
     precision: torch.dtype = torch.float32
     stacked: tuple[tuple[str, ...], ...] = ()
+    stack_threads: int = 1

@@ -17,14 +17,17 @@ from torch.func import functional_call, vmap
 
 from mheads.common import nested_values
 from mheads.common.errors import UserError
+from mheads.common.modules import is_hooked
 from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
+from mheads.engine import stacked_layers
 from mheads.trees.tree_spec import Node
 from mheads.trees.treenet import TreeNet
 
-# Multiply-adds of a stage on a micro-batch up to which stacking is faster than running the stages side by side.
+# Multiply-adds of a stage on a micro-batch from which on stacking is no faster than running stages side by side.
 SMALL = 16_000_000
-MOST = 64  # stages of a stack
+MOST = 1024  # stages of a stack
+PER_THREAD = 4_000_000  # multiply-adds of a stack on a micro-batch that are worth a thread
 
 
 class StackedStage:
@@ -50,6 +53,8 @@ class StackedStage:
             for stage, view in zip(stages, whole, strict=True):
                 _set_buffer(stage, name, view)
             self.buffers[name] = whole
+        chain = isinstance(stages[0], nn.Sequential) and not is_hooked(stages[0])
+        self._layers = stacked_layers.find_layers(stages[0]) if chain else None
         # What autocast would cast; vmap hides the operations from it.
         products = (nn.Linear, nn.Embedding, nn.Bilinear)
         self._cast = {
@@ -64,6 +69,8 @@ class StackedStage:
 
     def __call__(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Outputs [S, b, ...] of inputs [S, b, ...]."""
+        if self._layers is not None and isinstance(x, Tensor):
+            return stacked_layers.run(self._layers, self.parameters, x)
         tensors: dict[str, Tensor] = {**self.parameters, **self.buffers}
         device = next(iter(tensors.values())).device.type
         if torch.is_autocast_enabled(device):
@@ -71,21 +78,21 @@ class StackedStage:
             tensors = {name: t.to(dtype) if name in self._cast else t for name, t in tensors.items()}
             x = nested_values.map_leaves(lambda t: t.to(dtype) if t.dtype == torch.float32 else t, x)
 
-        layers = self._layers_of_this_thread()
+        layers = self._module_of_this_thread()
 
         def run_one(tensors: dict[str, Tensor], x: Any) -> Any:
             return functional_call(layers, tensors, (x, side))
 
         return vmap(run_one)(tensors, x)
 
-    def _layers_of_this_thread(self) -> nn.Module:
+    def _module_of_this_thread(self) -> nn.Module:
         """Layers without weights of their own: functional_call puts tensors into a module for the time of the call."""
-        if not hasattr(self._local, "layers"):
-            self._local.layers = copy.deepcopy(self.stages[0]).to("meta")
-        layers: nn.Module = self._local.layers
-        if layers.training != self.stages[0].training:
-            layers.train(self.stages[0].training)
-        return layers
+        if not hasattr(self._local, "module"):
+            self._local.module = copy.deepcopy(self.stages[0]).to("meta")
+        module: nn.Module = self._local.module
+        if module.training != self.stages[0].training:
+            module.train(self.stages[0].training)
+        return module
 
     def release(self) -> None:
         for stage in self.stages:
@@ -108,8 +115,7 @@ def _set_buffer(stage: nn.Module, name: str, tensor: Tensor) -> None:
 def siblings_to_stack(net: TreeNet, rows: int, mode: str) -> list[list[Node]]:
     """The sibling leaves that are stacked, each list in member order: a rule on the tree, its layers and sizes.
 
-    At most MOST are in one stack: operations on many have other last bits than on few, so a stack is always whole, on
-    one rank, and many members need several.
+    Operations on many stages have other last bits than on few, so a stack is always whole, on one rank.
 
     `mode` is `engine.stack`. With `auto`, leaves of few multiply-adds on so many rows whose layers are known to batch
     well; with `always`, all siblings that are alike, and an error where some are not.
@@ -130,9 +136,16 @@ def siblings_to_stack(net: TreeNet, rows: int, mode: str) -> list[list[Node]]:
     return [leaves[a:b] for leaves in groups for a, b in cuts(len(leaves), -(-len(leaves) // MOST))]
 
 
+def stack_threads(net: TreeNet, stacked: Sequence[Sequence[str]], rows: int, cores: int) -> int:
+    """How many threads the operations of stacks use: small ones would spend more on handing out work than on it."""
+    products = {names[0]: net.facts.stage_products(net.tree.nodes[names[0]]) or 0 for names in stacked}
+    largest = max((len(names) * products[names[0]] for names in stacked), default=0)
+    return max(1, min(cores, largest * rows // PER_THREAD))
+
+
 def is_small(net: TreeNet, leaf: Node, rows: int) -> bool:
     products = net.facts.stage_products(leaf)
-    return products is not None and products * rows <= SMALL
+    return products is not None and products * rows < SMALL
 
 
 def all_small(net: TreeNet, rows: int) -> bool:

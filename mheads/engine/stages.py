@@ -44,10 +44,10 @@ class StageFacts:
         return StageFacts(stage, trainable(stage), known, mixing, sided, threads, autocast)
 
     @staticmethod
-    def of_stack(stack: StackedStage, autocast: tuple[str, torch.dtype] | None) -> StageFacts:
+    def of_stack(stack: StackedStage, threads: int, autocast: tuple[str, torch.dtype] | None) -> StageFacts:
         parameters = [p for p in stack.parameters.values() if p.requires_grad]
         mixing = has_batch_statistics(stack.stages[0])
-        return StageFacts(stack, parameters, known=False, mixing=mixing, sided=False, threads=1, autocast=autocast)
+        return StageFacts(stack, parameters, False, mixing, sided=False, threads=threads, autocast=autocast)
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ class Stages:
         first = {name for name in net.tree.nodes if name == stack_of.get(name, (name,))[0]}
         self.nodes = {name: _join_members(net.tree, name, stack_of) for name in net.tree.nodes if name in first}
         self.facts = {
-            name: StageFacts.of_stack(self.stacks[name], autocast)
+            name: StageFacts.of_stack(self.stacks[name], options.stack_threads, autocast)
             if name in self.stacks
             else StageFacts.of(net.stage(name), threads[name], autocast)
             for name in net.stages

@@ -1,4 +1,4 @@
-"""The engine of one process: worker threads that take tasks from one queue, one intra-op thread each."""
+"""The engine of one process: threads that take tasks from one queue, one intra-op thread each."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ Queued = tuple[tuple[int, ...], int, Callable[..., None], tuple[object, ...]]
 
 
 class Workers:
-    """Threads that run tasks, the lowest priority tuple first.
+    """Runs tasks, the lowest priority tuple first, on `count` threads: that of whoever waits, and others.
 
-    Tasks that compute on several threads go to whoever waits instead: OpenMP keeps helpers for each thread that ever
-    used some, and once a process has more of them than cores, they sleep between any two operations.
+    Whoever waits takes tasks too, so that a chain of small ones needs no other thread. Tasks that compute on several
+    threads are left to it: OpenMP keeps helpers for each thread that ever used some, and once a process has more of
+    them than cores, they sleep between any two operations.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        lock = threading.Lock()
-        self._work = threading.Condition(lock)  # something is queued, or the workers are closed
-        self._idle = threading.Condition(lock)  # nothing is queued or running
+        self._changed = threading.Condition()  # something is queued, finished or released, or the workers are closed
         self._queue: list[Queued] = []
         self._wide: list[Queued] = []  # for the thread that waits
         self._numbers = itertools.count()
@@ -53,10 +52,10 @@ class Workers:
         self._closed = False
         self._watched = False  # whether `wait` wants to be woken after each task
         self._threads = [
-            threading.Thread(target=self._run, name=f"mheads-worker-{i}", daemon=True) for i in range(count)
+            threading.Thread(target=self._run, name=f"mheads-worker-{i}", daemon=True) for i in range(1, count)
         ]
         intra_op = torch.get_num_threads()
-        self._started = threading.Barrier(count + 1)
+        self._started = threading.Barrier(count)
         for thread in self._threads:
             thread.start()
         self._started.wait()
@@ -66,45 +65,47 @@ class Workers:
     def spawn(
         self, priority: tuple[int, ...], function: Callable[..., None], *args: object, wide: bool = False
     ) -> None:
-        with self._work:
+        with self._changed:
             self._unfinished += 1
             heapq.heappush(self._wide if wide else self._queue, (priority, next(self._numbers), function, args))
-            (self._idle if wide else self._work).notify()
+            self._changed.notify(len(self._threads) + 1 if wide else 1)
 
     def hold(self, count: int = 1) -> None:
         """Makes `wait` also wait for things that are not tasks, until `release` was called for each."""
-        with self._work:
+        with self._changed:
             self._held += count
 
     def release(self) -> None:
-        with self._work:
+        with self._changed:
             self._held -= 1
-            self._idle.notify_all()
+            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Makes `wait` raise this error, now or later; what is held will never come."""
-        with self._work:
+        with self._changed:
             self._error = self._error or error
             self._drop_queue()
             self._held = 0
-            self._idle.notify_all()
+            self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool] | None = None) -> None:
-        """Waits until no task is queued or running and nothing is held, or until `until`; raises what a task raised."""
-        with self._idle:
+        """Runs tasks until none is queued or running and nothing is held, or until `until`; raises what a task
+        raised."""
+        intra_op = torch.get_num_threads()
+        torch.set_num_threads(1)  # as every worker, but for the operations of a wide stage
+        with self._changed:
             self._watched = until is not None
             self.waiting = True
             while (self._unfinished or (self._held and not self._error)) and not (until is not None and until()):
-                if self._wide:
-                    intra_op = torch.get_num_threads()
-                    torch.set_num_threads(1)  # as everywhere, but for the operations of the stage itself
-                    self._take(self._wide)
-                    torch.set_num_threads(intra_op)
+                if self._wide or self._queue:
+                    self._take(self._wide or self._queue)
                 else:
-                    self._idle.wait()
+                    self._changed.wait()
             self.waiting = False
+            if self._queue:
+                self._changed.notify()  # the call for the first of these may have come here
             error, self._error = self._error, None
-        torch.set_num_threads(torch.get_num_threads())  # of later threads: a stage may have set its own
+        torch.set_num_threads(intra_op)
         if error is not None:
             self._held = 0
             self.wait()  # for tasks that were still running
@@ -121,9 +122,9 @@ class Workers:
         self._wide.clear()
 
     def close(self) -> None:
-        with self._work:
+        with self._changed:
             self._closed = True
-            self._work.notify_all()
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join()
 
@@ -133,10 +134,10 @@ class Workers:
         torch.get_num_threads()
         torch.set_num_threads(1)
         self._started.wait()
-        with self._work:
+        with self._changed:
             while True:
                 while not self._queue and not self._closed:
-                    self._work.wait()
+                    self._changed.wait()
                 if self._closed:
                     return
                 self._take(self._queue)
@@ -144,7 +145,7 @@ class Workers:
     def _take(self, queue: list[Queued]) -> None:
         """Runs the first task of a queue; the lock is held before and after."""
         _, _, function, args = heapq.heappop(queue)
-        self._work.release()
+        self._changed.release()
         error: BaseException | None = None
         try:
             function(*args)
@@ -152,14 +153,14 @@ class Workers:
             error = caught
         finally:
             del function, args  # they hold activations
-            self._work.acquire()
+            self._changed.acquire()
         if error is not None:
             self._error = self._error or error
             self._drop_queue()  # queued tasks may depend on the one that failed
         self._unfinished -= 1
         self.finished += 1
         if error is not None or not self._unfinished or self._watched:
-            self._idle.notify_all()
+            self._changed.notify_all()
 
 
 class ThreadsEngine:
@@ -177,7 +178,8 @@ class ThreadsEngine:
         self.asked_to_stop = 0  # the signal that did
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
-        self.net.train()
+        if not self.net.training:  # looking at every layer takes longer than a step of many small members
+            self.net.train()
         parts, gradients = self.parts(len(batch)), self.gradients
         task = TrainingStep(self.stages, loss, batch, parts, step, self.workers.spawn, gradients, self.options)
         task.start()

@@ -59,10 +59,21 @@ def draw_mask(shape: torch.Size, p: float, like: Tensor) -> Tensor | None:
         return None
     number, masks.drawn = masks.drawn, masks.drawn + 1
     if masks.stacked:
-        generators = [seeds.generator(*masks.key, name, number) for name in masks.stacked]
-        stacked: Tensor = _StackedMasks.apply(like, generators, shape, p)  # type: ignore[no-untyped-call]
+        stacked: Tensor = _StackedMasks.apply(like, number, shape, p)  # type: ignore[no-untyped-call]
         return stacked
     return _draw(masks, seeds.generator(*masks.key, number), shape, p, like)
+
+
+def draw_stacked_masks(shape: torch.Size, p: float, like: Tensor) -> Tensor:
+    """The next masks of stages that run as one, [S, ...]: each that of its own key."""
+    masks: _Masks = _local.masks
+    number, masks.drawn = masks.drawn, masks.drawn + 1
+    return _draw_each(masks, number, shape, p, like)
+
+
+def _draw_each(masks: _Masks, number: int, shape: torch.Size, p: float, like: Tensor) -> Tensor:
+    generators = (seeds.generator(*masks.key, name, number) for name in masks.stacked)
+    return torch.stack([_draw(masks, generator, shape, p, like) for generator in generators])
 
 
 def _draw(masks: _Masks, generator: torch.Generator, shape: torch.Size, p: float, like: Tensor) -> Tensor:
@@ -87,7 +98,7 @@ class _StackedMasks(torch.autograd.Function):
     """Inside vmap, gives each of the stacked stages the mask of its own key."""
 
     @staticmethod
-    def forward(like: Tensor, generators: list[torch.Generator], shape: torch.Size, p: float) -> Tensor:
+    def forward(like: Tensor, number: int, shape: torch.Size, p: float) -> Tensor:
         raise RuntimeError("masks of stacked stages are drawn inside vmap alone")
 
     @staticmethod
@@ -95,12 +106,8 @@ class _StackedMasks(torch.autograd.Function):
         ctx.mark_non_differentiable(output)
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Any, like: Tensor, generators: list[torch.Generator], shape: torch.Size, p: float
-    ) -> tuple[Tensor, int]:
-        masks: _Masks = _local.masks
-        drawn = [_draw(masks, generator, shape, p, like) for generator in generators]
-        return torch.stack((drawn * info.batch_size)[: info.batch_size]), 0
+    def vmap(info: Any, in_dims: Any, like: Tensor, number: int, shape: torch.Size, p: float) -> tuple[Tensor, int]:
+        return _draw_each(_local.masks, number, shape, p, like)[: info.batch_size], 0
 
 
 def skip_mask() -> None:

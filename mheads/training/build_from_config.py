@@ -24,7 +24,7 @@ from mheads.common.precision import PRECISIONS, reason_against
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.stacked_stages import all_small, siblings_to_stack
+from mheads.engine.stacked_stages import all_small, siblings_to_stack, stack_threads
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
 from mheads.losses import LOSSES, Loss
 from mheads.losses.distillation import mix_in_teacher
@@ -235,6 +235,7 @@ def make_engine_options(
     if loss is None and (reason := reason_against(precision, device)):
         warn(f"this run computes in {precision}, and here in float32, so that its outputs differ a little: {reason}")
         precision = "float32"
+    rows, stacked = rows_of_micro_batch(config, net, loss), find_stacks(config, net, loss)
     return EngineOptions(
         workers=default_workers(device, cores) if workers == "auto" else workers,
         micro_batches=count_micro_batches(config, net, loss),
@@ -242,7 +243,8 @@ def make_engine_options(
         accumulate=config.optim.accumulate,
         device=device,
         precision=PRECISIONS[precision],
-        stacked=find_stacks(config, net, loss),
+        stacked=stacked,
+        stack_threads=stack_threads(net, stacked, rows, 2),
     )
 
 
@@ -250,9 +252,12 @@ def find_stacks(config: Config, net: TreeNet, loss: Loss | None = None) -> tuple
     """The names of the stages that run as one; with `auto` none where some are frozen, since siblings may differ."""
     if config.freeze and config.engine.stack == "auto":
         return ()
-    rows = -(-config.optim.batch_size // count_micro_batches(config, net, loss))
-    groups = siblings_to_stack(net, rows, config.engine.stack)
+    groups = siblings_to_stack(net, rows_of_micro_batch(config, net, loss), config.engine.stack)
     return tuple(tuple(leaf.name for leaf in leaves) for leaves in groups)
+
+
+def rows_of_micro_batch(config: Config, net: TreeNet, loss: Loss | None = None) -> int:
+    return -(-config.optim.batch_size // count_micro_batches(config, net, loss))
 
 
 def count_micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) -> int:

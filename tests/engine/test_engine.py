@@ -327,7 +327,8 @@ def test_wide_tasks_run_on_the_thread_that_waits_and_their_errors_end_the_wait()
         torch.set_num_threads(3)
         workers.spawn((0,), note, 6, wide=True)
         workers.wait()
-        assert seen == [(True, 1), (False, 1), (True, 1), (False, 1), (True, 1), (False, 1), (True, 1)]
+        assert all(is_here for is_here, _ in seen[::2])  # the others may run on any thread
+        assert [count for _, count in seen] == [1] * 7
         assert torch.get_num_threads() == 3
         workers.spawn((0,), (lambda: 1 / 0), wide=True)
         workers.spawn((1,), note, 0, wide=True)  # dropped: it might depend on the one that fails

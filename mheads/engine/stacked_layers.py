@@ -1,0 +1,102 @@
+"""Layers on stacked weights: each takes inputs [S, b, ...] and tensors [S, ...], and computes S layers at once.
+
+Written out for the layers of small networks, since `vmap` costs more than their arithmetic. Autograd takes them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mheads.common.modules import is_hooked
+from mheads.networks.dropout import Dropout, draw_stacked_masks
+
+Tensors = dict[str, Tensor]  # the weights of a layer by their own names
+ELEMENTWISE = (
+    nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus,
+)  # fmt: skip
+
+
+def linear(layer: nn.Linear, weights: Tensors, x: Tensor) -> Tensor:
+    weight, bias = weights["weight"].transpose(1, 2), weights.get("bias")
+    rows = x if x.dim() == 3 else x.flatten(1, -2)
+    y = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.unsqueeze(1), rows, weight)
+    return y if x.dim() == 3 else y.unflatten(1, x.shape[1:-1])
+
+
+def layer_norm(layer: nn.LayerNorm, weights: Tensors, x: Tensor) -> Tensor:
+    y = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    between = (len(x),) + (1,) * (x.dim() - 1 - len(layer.normalized_shape)) + tuple(layer.normalized_shape)
+    if "weight" in weights:
+        y = y * weights["weight"].view(between)
+    return y + weights["bias"].view(between) if "bias" in weights else y
+
+
+def embedding(layer: nn.Embedding, weights: Tensors, x: Tensor) -> Tensor:
+    first = torch.arange(len(x), device=x.device).view(-1, *[1] * (x.dim() - 1)) * layer.num_embeddings
+    padding = layer.padding_idx
+    y = F.embedding(x + first, weights["weight"].flatten(0, 1))
+    # A row of padding learns nothing, as in torch.
+    return y if padding is None else torch.where((x == padding).unsqueeze(-1), y.detach(), y)
+
+
+def flatten(layer: nn.Flatten, weights: Tensors, x: Tensor) -> Tensor:
+    def behind(dim: int) -> int:
+        return dim if dim < 0 else dim + 1  # S is before what the layer knows
+
+    return x.flatten(behind(layer.start_dim), behind(layer.end_dim))
+
+
+def dropout(layer: Dropout, weights: Tensors, x: Tensor) -> Tensor:
+    if not layer.training or layer.p == 0:
+        return x
+    return x * draw_stacked_masks(layer.mask_shape(x[0]), layer.p, x)
+
+
+FORMS: dict[type[nn.Module], Callable[[Any, Tensors, Tensor], Tensor]] = {
+    nn.Linear: linear,
+    nn.LayerNorm: layer_norm,
+    nn.Embedding: embedding,
+    nn.Flatten: flatten,
+    Dropout: dropout,
+    **dict.fromkeys(ELEMENTWISE, lambda layer, weights, x: layer(x)),
+}
+
+
+def find_layers(stage: nn.Module) -> list[tuple[str, nn.Module]] | None:
+    """The layers of a chain with their paths, in order; None if one of them has no form here."""
+    layers: list[tuple[str, nn.Module]] = []
+    for name, child in stage.named_children():
+        if is_hooked(child):
+            return None
+        if type(child) is nn.Sequential:
+            inner = find_layers(child)
+            if inner is None:
+                return None
+            layers += [(f"{name}.{path}", layer) for path, layer in inner]
+        elif type(child) in FORMS and not torch.nn.utils.parametrize.is_parametrized(child) and is_plain(child):
+            layers.append((name, child))
+        else:
+            return None
+    return layers
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether the layer does what its form does, and takes no side inputs."""
+    if hasattr(layer, "takes"):
+        return False
+    if isinstance(layer, nn.Embedding):
+        return layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+    return not isinstance(layer, nn.Linear | nn.LayerNorm) or set(layer._parameters) == {"weight", "bias"}
+
+
+def run(layers: Sequence[tuple[str, nn.Module]], tensors: Tensors, x: Tensor) -> Tensor:
+    """The outputs [S, b, ...] of a chain of layers with these weights, by path and name."""
+    for path, layer in layers:
+        weights = {name: tensors[f"{path}.{name}"] for name, p in layer._parameters.items() if p is not None}
+        x = FORMS[type(layer)](layer, weights, x)
+    return x

@@ -216,7 +216,7 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
         watch.say(f"starting from the weights that {before:,} iterations of an earlier fit left in this net")
     start = digest_start(net, folder)
     try:
-        summary = train_config(config, folder, watch, lambda config: replace(experiment, start=start))
+        summary = train_config(config, folder, watch, lambda config: replace(experiment, config=config, start=start))
         net.history.iterations = before + summary["iterations"]
         return open_run(folder, config, net, watch.warn, temporary)
     except KeyboardInterrupt:  # before the first step, or for the second time

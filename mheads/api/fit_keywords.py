@@ -50,6 +50,7 @@ class ConfigKeywords(TypedDict, total=False):
     workers: int | str
     micro_batches: int | str
     stack: str
+    cores: int | str
     device: str
     precision: str
     seed: int

@@ -107,6 +107,7 @@ class Summary(BaseModel):
     versions: dict[str, str] = {}
     learning: Learning | None = None
     peak_memory: Count | None = None
+    engine: dict[str, Any] = {}
 
 
 class StepLine(BaseModel):

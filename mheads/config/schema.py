@@ -184,7 +184,10 @@ class DataOptions(Section):
 class EngineSection(Section):
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = option("auto", "threads; never changes a result")
     micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = option("auto", "parts that a batch is cut into")
-    stack: Literal["never", "auto", "always"] = option("never", "run sibling stages as one; auto: where small")
+    stack: Literal["never", "auto", "always"] = option("auto", "run sibling stages as one; auto: where they are small")
+    cores: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = option(
+        "auto", "cores that the cut of a batch and the threads of a stage are made for; decides the last bits"
+    )
 
 
 class LogOptions(Section):
@@ -313,6 +316,7 @@ def differing(one: Config, other: Config) -> list[str]:
     return [key for key in new if not same(key, old[key], new[key])]
 
 
+CHOICES = ("engine.stack", "engine.cores")  # `auto` means what the run was begun with, or the rule for a new run
 PATHS = (
     "init", "sampling.generalist", "sampling.path", "teacher.answers",
     "data.root", "data.path", "data.test_path", "data.regions.proposals",
@@ -320,10 +324,22 @@ PATHS = (
 
 
 def same(key: str, one: Any, other: Any) -> bool:
-    """Whether two values of a key mean the same: of paths, however each is spelled, whether they lead to one place."""
+    """Whether a value of a key means the same as one before it: of paths, whether they lead to one place."""
+    if key in CHOICES and other == "auto":
+        return True
     if key in PATHS and isinstance(one, str) and isinstance(other, str) and os.path.isabs(one) and os.path.isabs(other):
         return os.path.realpath(one) == os.path.realpath(other)
     return bool(one == other)
+
+
+def adopt_choices(config: Config, begun: Config) -> Config:
+    """The config with what an earlier one, which began the run, chose where this one says `auto`."""
+    kept = {
+        name: getattr(begun.engine, name)
+        for name in (key.removeprefix("engine.") for key in CHOICES)
+        if getattr(config.engine, name) == "auto"
+    }
+    return config.model_copy(update={"engine": config.engine.model_copy(update=kept)})
 
 
 def flatten(config: Config) -> dict[str, Any]:

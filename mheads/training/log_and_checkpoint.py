@@ -150,7 +150,8 @@ class Recorder:
         folder.seal_metrics()
         folder.write_model(select_prefix(tensors, "model/"))
         done = summary(result, state.net, self.experiment.evaluated_on, state.step, state.seconds)
-        folder.write_result({**done, "learning": state.diagnostics.learning, "peak_memory": peak_memory()})
+        done |= {"learning": state.diagnostics.learning, "peak_memory": peak_memory()}
+        folder.write_result({**done, "engine": self.engine.options.to_dict()})
         return folder.read_result()
 
     def _measure(self) -> Result | None:

@@ -417,7 +417,8 @@ def test_every_metric_follows_from_the_saved_outputs_to_the_last_digit(mheads, u
     shown = result(undisturbed)
     for name, value in expected.items():
         assert shown[name] == rounded(value, 6 if name == "nll" else 4), name
-    assert set(shown) - set(expected) == {"iterations", "learning", "parameters", "problem", "split", "versions"}
+    others = {"engine", "iterations", "learning", "parameters", "problem", "split", "versions"}
+    assert set(shown) - set(expected) == others
     assert f"{shown['oracle']:.2f} %" in done.out
 
 

@@ -33,7 +33,10 @@ class ConfigKeywords(TypedDict, total=False):
     momentum2: float
     rms_decay: float
     delta: float
+    sgd_momentum: float
+    newton_schulz: int
     weight_decay: float
+    parameter_groups: dict[str, Any]
     regularization: str
     clip: float | None
     batch_size: int
@@ -45,7 +48,8 @@ class ConfigKeywords(TypedDict, total=False):
     normalize: str
     scale: float | str
     pad: int
-    mirror: bool
+    padding: str
+    mirror: bool | str
     validation: int
     workers: int | str
     micro_batches: int | str

@@ -189,6 +189,7 @@ def _make_config(
         "teacher": {**teacher, "answers": "array"} if teacher else {},
         "data": {"name": "arrays"},
         "engine": {},
+        "eval": {},
         "optim": {"iterations": iterations},
         "log": {"evaluate_every": max(1, few // 10), "every": max(1, min(50, few // 20)), **own["log"]},
     }

@@ -51,6 +51,7 @@ class ConfigKeywords(TypedDict, total=False):
     padding: str
     mirror: bool | str
     validation: int
+    views: list[dict[str, Any]]
     workers: int | str
     micro_batches: int | str
     stack: str
@@ -63,7 +64,7 @@ class ConfigKeywords(TypedDict, total=False):
 def _find_key(keyword: str) -> str:
     if keyword == "optimizer" or keyword in schema.Config.model_fields:
         return {"optimizer": "optim.name"}.get(keyword, keyword)
-    sections = ("optim", "data", "engine", "loss")  # data.normalize before loss.normalize
+    sections = ("optim", "data", "engine", "eval", "loss")  # data.normalize before loss.normalize
     return next(f"{name}.{keyword}" for name in sections if hasattr(getattr(schema.Config(), name), keyword))
 
 

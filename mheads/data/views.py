@@ -38,7 +38,8 @@ def average_views(outputs: Tensor, views: Sequence[View], dim: int) -> Tensor:
     """The mean of outputs on `stack_views`, weighted; their dimension `dim` goes from V B to B."""
     if not views:
         return outputs
-    parts, total = outputs.chunk(len(views), dim), sum(view.weight for view in views)
+    # Not `chunk`, which torch.export cannot follow for any number of rows.
+    parts, total = outputs.unflatten(dim, (len(views), -1)).unbind(dim), sum(view.weight for view in views)
     mean = parts[0] * (views[0].weight / total)
     for part, view in zip(parts[1:], views[1:], strict=True):
         mean = mean + part * (view.weight / total)

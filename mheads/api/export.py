@@ -20,6 +20,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,8 +206,9 @@ def _own_examples(run: Run) -> Tensor:
 
 
 def _answer_of_run(run: Run, raw: Tensor, what: str) -> Tensor:
-    """The run's own answers, from its engine."""
-    outputs, weights = run.outputs(raw)
+    """The run's own answers, from its engine, in the precision of the weights: what is in a file computes in that."""
+    exact = replace(run, config=run.config.model_copy(update={"precision": "float32"}))
+    outputs, weights = exact.outputs(raw)
     if what == "scored" and weights is None:
         raise UserError(f"what={what!r}: {run.folder} has no scores, since it was not trained with loss scored")
     if what in ("mean", "scored"):

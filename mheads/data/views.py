@@ -40,7 +40,7 @@ def average_views(outputs: Tensor, views: Sequence[View], dim: int) -> Tensor:
         return outputs
     # Not `chunk`, which torch.export cannot follow for any number of rows.
     parts, total = outputs.unflatten(dim, (len(views), -1)).unbind(dim), sum(view.weight for view in views)
-    mean = parts[0] * (views[0].weight / total)
+    mean: Tensor = parts[0] * (views[0].weight / total)
     for part, view in zip(parts[1:], views[1:], strict=True):
         mean = mean + part * (view.weight / total)
     return mean

@@ -147,6 +147,29 @@ def test_the_network_starts_with_whitened_patches_identities_and_a_head_of_unit_
     assert not torch.equal(experiment.net.member(0).head.weight, experiment.net.member(1).head.weight)
 
 
+def test_whitening_filters_come_with_the_weights_of_a_run_and_are_measured_for_new_members(images, tmp_path):
+    few = [*SMALL, "optim.iterations=2"]
+    source = build_experiment(configs.load("cifar10_fast", [*few, f"data.path={images}"]))
+    train(source, RunFolder(tmp_path / "source"))
+    with np.load(images) as file:
+        others = {key: file[key] if key.startswith("y") else 255 - file[key] // 2 for key in file}
+    others["x_train"][:, 0] = others["x_train"][:, 1]  # of two equal channels
+    np.savez(tmp_path / "others.npz", **others)
+    start = [
+        f"data.path={tmp_path / 'others.npz'}",
+        f"init={tmp_path / 'source'}",
+        "members=2",
+        "init_members=[0, null]",
+    ]
+    begun = build_experiment(configs.load("cifar10_fast", [*few, *start]))
+    kept, measured = (begun.net.member(m).whiten.weight for m in (0, 1))
+    assert torch.equal(kept, source.net.member(0).whiten.weight)
+    assert measured.any()
+    assert not torch.equal(kept, measured)
+    answers = mheads.load(tmp_path / "source").predict(others["x_test"])
+    assert answers.std() > 0  # and they are there when a run is loaded
+
+
 TREE = ["members=3", "split=block2.conv1", "log.checkpoint_every=2", "log.every=1"]
 
 

@@ -824,7 +824,7 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/optim/parameter_groups.py",
-            "tests/optim",
+            "tests/optim/test_optimizers.py tests/optim/test_muon.py",
             [
                 Bug(
                     "multipliers of the decay are ignored",

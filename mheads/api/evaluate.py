@@ -23,15 +23,18 @@ from mheads.common.errors import UserError, warn
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher, forward_warnings
 from mheads.common.safe_yaml import as_plain, short
+from mheads.config import read as configs
 from mheads.data import Preprocess
 from mheads.data.batches import Batch
 from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, measure
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.runs.folder import RunFolder
 from mheads.training.build_from_config import build_net_of_run, make_engine
+from mheads.training.check_experiment import check_views
 from mheads.training.log_and_checkpoint import summary
 from mheads.trees.treenet import TreeNet
 
+VIEWS = "eval.views="
 Model = Callable[[Tensor], Any]
 TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
 
@@ -151,16 +154,19 @@ def evaluate_run(
     weights [M, N] by the scores of the members, if they have some.
 
     The examples are those that training evaluated on, another `split`, or other data: `overrides` of the
-    config's data keys. Inputs are preprocessed as in training.
+    config's data keys. Inputs are preprocessed as in training. `eval.views` can be overridden too.
     """
-    folder = RunFolder(path)
-    config = folder.read_config()
+    folder, config = RunFolder(path), RunFolder(path).read_config()
+    if views := [given for given in overrides if given.startswith(VIEWS)]:
+        config = configs.read(folder.config, views)
+        overrides = [given for given in overrides if given not in views]
     if outputs_file is not None:
         check_place(outputs_file)
     net = build_net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
     with forward_warnings(watch):
         data, examples, split = load_examples_of_run(folder, overrides, split)
+    check_views(config, data.shape, data.problem, data.side)
     kept: list[tuple[np.ndarray, list[np.ndarray]]] = []
     counted: list[np.ndarray] = []
 

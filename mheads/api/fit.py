@@ -41,7 +41,7 @@ from mheads.trees.treenet import TreeNet
 
 Examples = Any  # (inputs, labels) as arrays or tensors, a list of pairs, a torch Dataset or DataLoader
 ITERATIONS = 1000
-DATA_KEYWORDS = ("problem", "normalize", "scale", "pad", "mirror", "validation")
+DATA_KEYWORDS = ("problem", "normalize", "scale", "pad", "padding", "mirror", "validation")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -189,6 +189,7 @@ def _make_config(
         "teacher": {**teacher, "answers": "array"} if teacher else {},
         "data": {"name": "arrays"},
         "engine": {},
+        "eval": {},
         "optim": {"iterations": iterations},
         "log": {"evaluate_every": max(1, few // 10), "every": max(1, min(50, few // 20)), **own["log"]},
     }

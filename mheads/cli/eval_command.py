@@ -13,7 +13,8 @@ from mheads.cli.shared import RunPath, Split, Trust, console
 def eval(
     run: RunPath,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other data: data.path=other.npz.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Other data, data.path=other.npz, or eval.views=[]."),
     ] = None,
     outputs: Annotated[
         Path | None, typer.Option(help="Also save outputs [M, N, C] and labels [N] to this .npz file.")

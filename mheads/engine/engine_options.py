@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mheads.data.views import View
+
 CPU = torch.device("cpu")
 
 
@@ -15,7 +17,8 @@ class EngineOptions:
     """`workers` are threads and never change a result. Each batch is cut into `micro_batches`, and a step takes
     `accumulate` batches. `seed` is that of the dropout masks. `precision` is what stages compute in: in bfloat16,
     weights, losses, statistics and sums stay in float32. `cores` is how many the threads of a stage are
-    chosen for. `stacked` names the sibling stages that run as one, on `stack_threads` threads."""
+    chosen for. `stacked` names the sibling stages that run as one, on `stack_threads` threads. An evaluation averages
+    outputs over `views` of the examples."""
 
     workers: int
     micro_batches: int
@@ -26,6 +29,7 @@ class EngineOptions:
     cores: int = 2
     stacked: tuple[tuple[str, ...], ...] = ()
     stack_threads: int = 1
+    views: tuple[View, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """What decides the bits of a run besides its config, for result.json: how every `auto` was decided."""

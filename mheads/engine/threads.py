@@ -206,8 +206,8 @@ class ThreadsEngine:
 
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
         self.net.eval()
-        spawn, device = self.workers.spawn, self.options.device
-        passes = [ForwardPass(self.stages, read, i, spawn, device) for i, read in enumerate(readers)]
+        spawn, device, views = self.workers.spawn, self.options.device, self.options.views
+        passes = [ForwardPass(self.stages, read, i, spawn, device, views) for i, read in enumerate(readers)]
         ahead = 2 * self.workers.count  # enough to keep the workers busy, few enough to fit in memory
         for one in passes[:ahead]:
             one.start()

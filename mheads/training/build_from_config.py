@@ -246,6 +246,7 @@ def make_engine_options(
         cores=planned_cores(config),
         stacked=stacked,
         stack_threads=stack_threads(net, stacked, rows, planned_cores(config)),
+        views=tuple(config.eval.views),
     )
 
 

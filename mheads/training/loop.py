@@ -88,7 +88,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 report = engine.step(state.step, batch, experiment.loss_at(state.step))
                 record.check_loss(report)
 
-                state.optimizer.set_rate(lr)
+                state.set_rate(lr)
                 if options.clip is not None:
                     state.optimizer.scale = clip_scale(engine, options.clip)
                 engine.update(state.optimizer.update)

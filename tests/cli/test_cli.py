@@ -192,7 +192,7 @@ def test_a_truncated_or_altered_data_file_is_refused(refused, tmp_path, save, sp
         (["loss.scale_rate=false"], "loss.scale_rate is an option of score_averaged, prob_averaged, and the loss is"),
         (["optim.schedule.every=5"], "optim.schedule.every is an option of step, sigmoid, and optim.schedule.name is"),
         (["optim={schedule: {name: step, at: [5]}}"], "optim.schedule.at is an option of multistep"),
-        (["optim.name=adamw", "optim.momentum=0.9"], "optim.momentum is an option of sgd, adam, adadelta"),
+        (["optim.name=adamw", "optim.momentum=0.9"], "optim.momentum is an option of sgd, muon, adam, adadelta"),
         (["sampling=bagging", "sampling.fraction=0.5"], "give sampling.name=subset too, or leave it out"),
         (["data.resize=16"], "data.resize is an option of folder, list, and data.name is digits: give data=folder too"),
         (["data.regions.most=16"], "data.regions.most is an option of voc"),

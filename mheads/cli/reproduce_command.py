@@ -38,6 +38,14 @@ def reproduce(
     only_tables: Annotated[
         bool, typer.Option("--tables", help="Train nothing: make the tables anew, without a suite all of them.")
     ] = False,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Train nothing: take over the runs in another folder of results, such as further seeds; without a "
+            "suite those of all its files. May be given several times.",
+        ),
+    ] = None,
     folder: Annotated[Path, typer.Option(*FOLDER, help="Where the runs go.")] = Path("runs/reproduce"),
     output: Annotated[Path, typer.Option("--output", "-o", help="Where tables, figures and JSON files go.")] = Path(
         "results"
@@ -47,20 +55,26 @@ def reproduce(
 
     Example: mheads reproduce standard --recipe cifar10_quick --trials 3
     """
+    from mheads.common.number_words import count
+    from mheads.common.progress import Terminal
     from mheads.suites.jobs import Options
+    from mheads.suites.merge import merge_folders
     from mheads.suites.reproduce import Reproduction, SuiteRequest, write_tables
     from mheads.suites.reproduce import reproduce as run
     from mheads.suites.suite import SUITES, read_suite
 
     if suite is None:
-        if not only_tables:
+        if not only_tables and not merge:
             raise UserError(f"give a suite: {', '.join(SUITES)}, or the path of a YAML file")
+        if merge:
+            for path, gained in merge_folders(merge, output, Terminal(console).warn).items():
+                console.print(f"{path}: {count(gained, 'new run')}", soft_wrap=True)
         for path in write_tables(output, console):
             console.print(f"{path} read", soft_wrap=True)
         return
     options = Options(recipe or read_suite(suite).recipe, seed, scale, validation, tuple(overrides or ()), test)
-    request = SuiteRequest(suite, options, trials, only or (), folder, output)
+    request = SuiteRequest(suite, options, trials, only or (), folder, output, merge or ())
     if dry_run:
         Reproduction(request, console).print_plan()
     else:
-        run(request, console, train=not only_tables)
+        run(request, console, train=not (only_tables or merge))

@@ -47,6 +47,7 @@ class SuiteRequest:
     only: Sequence[str] = ()  # rows
     folder: Path = FOLDER
     output: Path = OUTPUT
+    sources: Sequence[Path] = ()  # other folders of results, whose runs are taken over
 
     def __post_init__(self) -> None:
         if self.trials < 1:
@@ -120,7 +121,8 @@ class Reproduction:
             add_run(self.document, job, self.planner, self.suite)
 
     def _merge(self) -> None:
-        results.merge(self.document, self.path, self.table, self.planner, self.request.trials)
+        request = self.request
+        results.merge(self.document, self.path, self.table, self.planner, request.trials, request.sources)
 
     def _save(self) -> None:
         """Writes the document, with what another process may have added to it since."""

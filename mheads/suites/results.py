@@ -26,7 +26,7 @@ from mheads.suites.expand import ExpandedSuite
 from mheads.suites.jobs import Options
 from mheads.suites.metric_names import check_shown, read_figure
 from mheads.suites.planner import Planner, hide_local_paths
-from mheads.suites.run_entries import digest_job, has_local_files
+from mheads.suites.run_entries import check_same_marks, digest_job, has_local_files
 from mheads.suites.suite import SUITES
 
 Document = dict[str, Any]
@@ -79,10 +79,18 @@ def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[
 # Taking over runs.
 
 
-def merge(document: Document, path: Path, table: ExpandedSuite, planner: Planner, trials: int) -> None:
-    """Takes over runs that the document lacks, from its file and from those of other suites. None is lost: one in the
-    file that is of another experiment is an error, unless another file has it."""
+def merge(
+    document: Document,
+    path: Path,
+    table: ExpandedSuite,
+    planner: Planner,
+    trials: int = 0,
+    sources: Sequence[Path] = (),
+) -> None:
+    """Takes over runs that the document lacks, from its file, those of other suites and other folders of results. None
+    is lost: one in the file that is of another experiment is an error, unless another file has it."""
     others = [other for at, other in load_all(path.parent, lambda _: None).items() if at != path]
+    others += [load(at) for source in sources for at in sorted(source.glob("*.json"))]
     elsewhere = [run for other in others for runs in other["runs"].values() for run in runs]
     elsewhere = [run for run in elsewhere if run["result"].get("split", "test") == planner.options.split]
     if path.is_file():
@@ -127,6 +135,7 @@ def _merge_others(document: Document, elsewhere: list[Any], table: ExpandedSuite
             key, place = planner.key(table.suite, job), shlex.quote(str(planner.public_path(job)))
             same = run["command"].endswith(f" -f {place}") and run["config"] == digest_job(job)
             if same and not has_local_files(job) and (key, run["seed"]) not in known:
+                check_same_marks(document, key, job, run.get("marks", {}))
                 document["runs"].setdefault(key, []).append(run)
                 known.add((key, run["seed"]))
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from mheads import problems
 from mheads.config import read as configs
 from mheads.config import schema
+from mheads.problems.baselines import near_chance
 from mheads.problems.metric_text import label, number
 from mheads.suites.metric_names import MEMBER, read_figure
 
@@ -47,6 +48,38 @@ def trials(document: Document, row: str, metric: str) -> Trials | None:
 def by_seed(document: Document, row: str, metric: str) -> dict[int, float]:
     """A number for each trial that has one, by the seed that the trial shares with those of other rows."""
     return {seed: v for seed, v in _values(document, row, metric).items() if isinstance(v, int | float)}
+
+
+def rows_run(document: Document) -> list[str]:
+    return [entry["name"] for entry in document["rows"] if num_trials(document, entry["name"])]
+
+
+def not_run(document: Document) -> str:
+    """The rows that no run is known of, in a sentence; empty if there are none."""
+    names = [entry["name"] for entry in document["rows"] if not num_trials(document, entry["name"])]
+    return f"Not run: {', '.join(names)}." if names else ""
+
+
+def describe_chance(document: Document) -> str:
+    """Rows whose Oracle is hardly above that of members which always give one class each, in a sentence, or nothing."""
+    chance = [run["result"].get("oracle_chance") for runs in document["runs"].values() for run in runs]
+    near = [row for row in rows_run(document) if any(near_chance(run["result"]) for run in _runs(document, row))]
+    if not near:
+        return ""
+    level = number(max(value for value in chance if value is not None), "oracle")
+    return f"Near chance: {', '.join(near)}; members that always give one class each have an Oracle of {level}."
+
+
+def describe_machines(document: Document) -> str:
+    """Which rows were run on which kind of CPU, in a sentence, where there are several kinds."""
+    kinds: dict[str, list[str]] = {}
+    for row in rows_run(document):
+        for run in _runs(document, row):
+            kinds.setdefault(run.get("machine", ""), []).append(row)
+    if len(kinds) < 2:
+        return ""
+    parts = [f"{', '.join(dict.fromkeys(rows))} on {kind}" for kind, rows in sorted(kinds.items())]
+    return f"On {len(kinds)} kinds of CPU, whose bits differ: {'; '.join(parts)}."
 
 
 def num_trials(document: Document, row: str) -> int:
@@ -163,7 +196,8 @@ def format_ours(document: Document, row: str, metric: str) -> str:
     figure: dict[str, float | None] = {"mean": values.mean, "std": values.std}
     if len(values.values) > 1 and "min" in (_figure(document, row, metric) or {}):
         figure |= {"min": min(values.values), "max": max(values.values)}
-    return _format(figure, metric, percent)
+    fewer = len(values.values) < num_trials(document, row)
+    return _format(figure, metric, percent) + (f" (n = {len(values.values)})" if fewer else "")
 
 
 def format_paper(document: Document, row: str, metric: str) -> str:

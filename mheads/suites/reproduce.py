@@ -259,7 +259,7 @@ def _write_tables(folder: Path, console: Console, changed: Sequence[Path] | None
 
 
 def _draw(document: results.Document) -> Any:
-    rows = [entry["name"] for entry in document["rows"]]
+    rows = findings.rows_run(document) or [entry["name"] for entry in document["rows"]]
     panels: dict[str, list[tuple[Any, ...]]] = {}
     for metric in [metric for metric in document["metrics"] if metric != "members"] or ["oracle"]:
         panels[label(metric)] = points = []

@@ -1,7 +1,7 @@
 """The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
 
 {"suite", "about", "recipe", "members", "scale", "validation", "test", "overrides", "command", "metrics",
- "rows": [{"name", "run", "metrics", "paper"}], "claims": [...],
+ "rows": [{"name", "run", "metrics", "paper", "cost"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "marks", "command", "result", "versions", "machine"}]}}
 
 A row's "run" is the key of its runs: see `Planner.key`. `run_entries.py` says what is kept of a run. Tables and figures
@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mheads.common import atomic_files, safe_yaml, schemas
 from mheads.common.errors import UserError
 from mheads.suites.claims import Claim
+from mheads.suites.compute import add_costs
 from mheads.suites.expand import ExpandedSuite
 from mheads.suites.jobs import Options
 from mheads.suites.metric_names import check_shown, read_figure
@@ -98,6 +99,7 @@ def merge(
     _merge_others(document, elsewhere, table, planner)
     for runs in document["runs"].values():
         runs.sort(key=lambda run: run["seed"])
+    add_costs(document, planner, table.suite)
     options, source = planner.options, table.suite.source
     seeds = {seed for _, seed in _seeds(document)} | set(range(options.seed, options.seed + trials))
     source = Path(source).name if Path(source).is_absolute() else source
@@ -157,6 +159,7 @@ class _Row(_Model):
     run: str
     metrics: dict[str, str] = {}
     paper: dict[str, Any] = {}
+    cost: dict[str, int | float] = {}  # see `compute.count_cost`
 
     @model_validator(mode="after")
     def _check_figures(self) -> _Row:

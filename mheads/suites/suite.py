@@ -68,7 +68,7 @@ class Suite(BaseModel):
     source: str
     about: str = ""
     recipe: str = "cifar10_quick"  # what is trained, unless the command says otherwise
-    metrics: list[str] = ["single", "ensemble_mean", "oracle"]
+    metrics: list[str] = ["single", "ensemble_mean", "oracle", "top_m"]
     rows: list[SuiteRow] = Field(min_length=1)
     recipes: dict[str, RecipeChanges] = {}
     paper: dict[str, dict[str, dict[str, Any]]] = {}  # recipe -> row -> metric -> figure, see read_figure

@@ -39,11 +39,9 @@ def suite_table(document: Document) -> Table:
         "difference": findings.format_difference,
     }
     rows = []
-    for entry in document["rows"]:
-        row = entry["name"]
-        count = findings.num_trials(document, row)
+    for row in findings.rows_run(document):
         figures = [texts[kind](document, row, metric) for metric, kind in columns]
-        rows.append([row, str(count) if count else "", *figures])
+        rows.append([row, str(findings.num_trials(document, row)), *figures])
     # The paper's single members, of one trial, are left out where there is no room for them.
     heads = [
         _head(label(metric) if kind == "ours" else kind, metric != "members", (metric, kind) == ("members", "paper"))
@@ -51,7 +49,9 @@ def suite_table(document: Document) -> Table:
     ]
     head = [Head("row", whole=True), _head("trials", True), *heads]
     why = findings.why_no_paper(document)
-    return Table("Our runs" if why else "Our runs and the paper's figures", head, text_rows(rows), note=why)
+    notes = (why, findings.describe_chance(document), findings.describe_machines(document), findings.not_run(document))
+    title = "Our runs" if why else "Our runs and the paper's figures"
+    return Table(title, head, text_rows(rows), note=" ".join(filter(None, notes)))
 
 
 def _columns(document: Document) -> list[tuple[str, str]]:

@@ -13,16 +13,17 @@ from mheads.config import read as configs
 from mheads.config import schema
 from mheads.problems.baselines import near_chance
 from mheads.problems.metric_text import label, number
+from mheads.problems.uncertainty import deep_ensemble_equivalent
 from mheads.suites.metric_names import MEMBER, read_figure
 
 Document = dict[str, Any]
 NOT_RUN = "not run"
 # What is better whatever the problem; the others follow it.
 LOWER = (
-    *("train_loss", "member_train_loss", "nll", "calibration_error", "mae"),
+    *("train_loss", "member_train_loss", "nll", "calibration_error", "brier", "temperature", "fpr95", "mae"),
     *("seconds", "peak_memory", "parameters", "iterations"),
 )
-HIGHER = ("evenness", "learning_entropy", "r2", "disagreement", "spread_correlation")
+HIGHER = ("dee", "auroc", "evenness", "learning_entropy", "r2", "disagreement", "spread_correlation")
 
 
 class Trials(NamedTuple):
@@ -52,6 +53,10 @@ def by_seed(document: Document, row: str, metric: str) -> dict[int, float]:
 
 def rows_run(document: Document) -> list[str]:
     return [entry["name"] for entry in document["rows"] if num_trials(document, entry["name"])]
+
+
+def has_value(document: Document, row: str, metric: str) -> bool:
+    return bool(_values(document, row, metric))
 
 
 def not_run(document: Document) -> str:
@@ -97,8 +102,26 @@ def _runs(document: Document, row: str) -> list[dict[str, Any]]:
 def _values(document: Document, row: str, metric: str) -> dict[int, Any]:
     source = _entry(document, row).get("metrics", {}).get(metric, metric)
     num_members = document.get("members", 0)
+    if source.startswith("dee"):
+        return _equivalents(document, row, source.removeprefix("dee"))
     values = {run["seed"]: _value(run["result"], source, num_members) for run in _runs(document, row)}
     return {seed: value for seed, value in values.items() if value is not None}
+
+
+def _equivalents(document: Document, row: str, scaled: str) -> dict[int, float]:
+    """How many members of the row of independent ones, of the same seed, a row is worth: by `deep_ensemble_equivalent`.
+
+    What is worth more than all of them counts as all of them.
+    """
+    who = _entry(document, row).get("metrics", {}).get("ensemble_mean", "ensemble_mean")
+    independent = {run["seed"]: run["result"] for run in _runs(document, document.get("independent", ""))}
+    equivalents = {}
+    for run in _runs(document, row):
+        nll = run["result"].get(f"nll{scaled}_{who}")
+        known = independent.get(run["seed"], {}).get(f"nll_by_members{scaled}")
+        if nll is not None and known and None not in known:
+            equivalents[run["seed"]] = min(deep_ensemble_equivalent(nll, known), len(known))
+    return equivalents
 
 
 def _value(result: dict[str, Any], metric: str, num_members: int) -> Any:

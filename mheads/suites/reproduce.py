@@ -116,8 +116,8 @@ class Reproduction:
             self._add(job)
 
     def _add(self, job: SuiteJob) -> None:
-        measures = self.request.options.test
-        with self.console.status(Text(f"{job.name} on the test set")) if measures else nullcontext():
+        measures = self.request.options.test or self.suite.ood
+        with self.console.status(Text(f"measuring {job.name}")) if measures else nullcontext():
             add_run(self.document, job, self.planner, self.suite)
 
     def _merge(self) -> None:

@@ -1,6 +1,6 @@
 """The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
 
-{"suite", "about", "recipe", "members", "scale", "validation", "test", "overrides", "command", "metrics",
+{"suite", "about", "recipe", "members", "scale", "validation", "test", "independent", "overrides", "command", "metrics",
  "rows": [{"name", "run", "metrics", "paper", "cost"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "marks", "command", "result", "versions", "machine"}]}}
 
@@ -55,6 +55,7 @@ def make_document(table: ExpandedSuite, planner: Planner) -> Document:
         "scale": options.scale,
         "validation": options.validation,
         **({"test": True} if options.test else {}),
+        **({"independent": suite.independent} if suite.independent else {}),
         "overrides": [hide_local_paths(override) for override in options.overrides],
         "command": "",
         "metrics": suite.metrics,
@@ -196,6 +197,7 @@ class _Document(_Model):
     scale: float
     validation: int
     test: bool = False
+    independent: str = ""
     overrides: list[str]
     command: str
     metrics: list[str]

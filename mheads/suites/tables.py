@@ -55,9 +55,11 @@ def suite_table(document: Document) -> Table:
 
 
 def _columns(document: Document) -> list[tuple[str, str]]:
-    """(metric, kind) of each column after the first two; the paper's only where it gives a figure."""
-    columns = []
+    """(metric, kind) of each column after the first two: those with a figure, and the paper's where it gives one."""
+    columns, run = [], findings.rows_run(document)
     for metric in document["metrics"]:
+        if run and not any(findings.has_value(document, row, metric) for row in run):
+            continue
         columns.append((metric, "ours"))
         if findings.has_paper(document, metric):
             columns += [(metric, "paper"), *([(metric, "difference")] if metric != "members" else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from mheads.suites import findings, markdown, results, tables, timing
 from mheads.suites.jobs import Options, SuiteJob, sort_jobs
 from mheads.suites.planner import FOLDER, Planner
 from mheads.suites.progress_line import Overview
+from mheads.suites.run_claims import Claims
 from mheads.suites.run_entries import add_run, check_same_marks, digest_data_and_code
 from mheads.suites.same_data_and_code import SameDataAndCode
 from mheads.suites.suite import SUITES, read_suite
@@ -35,6 +37,7 @@ from mheads.training.experiment import Experiment, build_experiment
 from mheads.training.loop import Stopped, stop_at_once, train_config
 
 OUTPUT = Path("results")
+POLL = 5.0  # seconds, at most, between two looks at runs that other processes train
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,7 @@ class Reproduction:
         self._print(f"{count(len(self.missing), 'run')} to train, {self.num_done} finished")
         try:
             with handling(stop_at_once):
-                for job in self.missing:
-                    self._train_and_save(job, watch, failed)
+                self._share(watch, failed)
         except Stopped:
             self.publish(show=False)
             self._print(f"{self.num_done} of {count(len(self.jobs), 'run')} done. To resume: {self.request.command()}")
@@ -151,13 +153,35 @@ class Reproduction:
                 self.publish()
             raise self._failure(failed)
 
+    def _share(self, watch: Overview, failed: dict[Path, str]) -> None:
+        """Trains the runs that no other process has claimed, and waits for the others: they may die."""
+        claims, pending, waited = Claims(), {job.path: job for job in self.missing}, 0.0
+        while pending:
+            before = len(pending)
+            for job in list(pending.values()):
+                ready = not any(need.path in pending for need in job.needs)
+                if ready and (claim := claims.take(job.path)) is not None:
+                    with claim:
+                        del pending[job.path]
+                        watch.claim = claim
+                        self._train_and_save(job, watch, failed)
+            if pending and len(pending) == before:
+                if not waited:
+                    names = ", ".join(job.name for job in pending.values())
+                    self._print(f"waiting for other processes, which train {names}")
+                waited = min(POLL, 2 * waited or 0.1)
+                time.sleep(waited)
+
     def _train_and_save(self, job: SuiteJob, watch: Overview, failed: dict[Path, str]) -> None:
         watch.begin(job)
         result = None
         try:
             if broken := [need.name for need in job.needs if need.path in failed]:
                 raise UserError(f"it starts from {broken[0]}, which failed")
-            result = self._train(job, watch)
+            if _is_reusable(job):
+                watch.skip(job)
+            else:
+                result = self._train(job, watch)
             if damage := job.damage():  # and there was no checkpoint to make it anew from
                 raise UserError(f"{damage}: move {job.path} away, and it is trained anew")
             self.same.note(job)

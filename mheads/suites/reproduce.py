@@ -17,20 +17,18 @@ from rich.text import Text
 from mheads.api.classical_mcl import train_rounds
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
-from mheads.common.number_words import count, duration
+from mheads.common.number_words import count
 from mheads.common.signals import handling
-from mheads.common.table import Head, Table, text_rows
-from mheads.common.terminal_table import terminal_table
 from mheads.config.schema import Config
 from mheads.problems.metric_text import label
 from mheads.report.figures.figure import save
 from mheads.report.figures.suite_rows import draw_suite
-from mheads.suites import findings, markdown, results, tables, timing
+from mheads.suites import findings, markdown, results, tables
 from mheads.suites.jobs import Options, SuiteJob, sort_jobs
 from mheads.suites.planner import FOLDER, Planner
 from mheads.suites.progress_line import Overview
 from mheads.suites.run_claims import Claims
-from mheads.suites.run_entries import add_run, check_same_marks, digest_data_and_code
+from mheads.suites.run_entries import add_run, check_same_marks, digest_data_and_code, write_half_outputs
 from mheads.suites.same_data_and_code import SameDataAndCode
 from mheads.suites.suite import SUITES, read_suite
 from mheads.training.experiment import Experiment, build_experiment
@@ -51,6 +49,7 @@ class SuiteRequest:
     folder: Path = FOLDER
     output: Path = OUTPUT
     sources: Sequence[Path] = ()  # other folders of results, whose runs are taken over
+    outputs: bool = False  # whether the outputs of runs are written beside the results
 
     def __post_init__(self) -> None:
         if self.trials < 1:
@@ -75,6 +74,19 @@ def reproduce(request: SuiteRequest, console: Console, train: bool = True) -> No
     if train:
         suite.train()
     suite.publish()
+
+
+def reproduce_all(requests: Sequence[SuiteRequest], console: Console) -> None:
+    """Runs several suites one after another; one that fails is named at the end, after the others."""
+    failed = {}
+    for request in requests:
+        try:
+            reproduce(request, console)
+        except UserError as error:
+            failed[request.suite] = str(error)
+            _warn(console, f"{request.suite}: {error}")
+    if failed:
+        raise UserError(f"{len(failed)} of {count(len(requests), 'suite')} failed: {', '.join(failed)}; see above")
 
 
 class Reproduction:
@@ -119,9 +131,11 @@ class Reproduction:
             self._add(job)
 
     def _add(self, job: SuiteJob) -> None:
-        measures = self.request.options.test or self.suite.ood
+        measures = self.request.options.test or self.suite.ood or self.request.outputs
         with self.console.status(Text(f"measuring {job.name}")) if measures else nullcontext():
             add_run(self.document, job, self.planner, self.suite)
+            if self.request.outputs:
+                write_half_outputs(job, self.path.parent / "outputs" / job.path.parent.name / f"{job.name}.npz")
 
     def _merge(self) -> None:
         request = self.request
@@ -225,36 +239,6 @@ class Reproduction:
         if show:
             self.console.print(tables.show_document(self.document))
             self._print(f"written to {self.path.with_suffix('')}.json, .md and .png")
-
-    def print_plan(self) -> None:
-        """Prints the runs that would be trained and how long each would take; trains and writes nothing."""
-        rows: list[list[str]] = []
-        times: dict[str, float | None] = {}
-        unknown: list[str] = []
-        total, missing = 0.0, {job.path for job in self.missing}
-        for job in self.jobs:
-            if job.path not in missing:
-                rows.append([job.name, f"{job.total:,}", "finished, reused"])
-                continue
-            done = job.steps_done()
-            key = f"{job.path.parent.name}/{job.row} {done}"  # another seed takes as long
-            if key not in times:
-                with self.console.status(Text(f"three steps of {job.name}")):
-                    try:
-                        times[key] = timing.predict_seconds(job)
-                    except UserError as error:  # it may need a run that is not there yet
-                        times[key] = None
-                        unknown.append(f"{job.name}: {error}")
-            time = times[key]
-            total += time or 0.0
-            steps = f"{job.total - done:,} of {job.total:,}" if done else f"{job.total:,}"
-            rows.append([job.name, steps, "not known" if time is None else duration(time)])
-        head = [Head(text, right=text != "run", whole=True) for text in ("run", "iterations", "time")]
-        self.console.print(terminal_table(Table("Runs", head, text_rows(rows))))
-        for line in unknown:
-            _warn(self.console, line)
-        about, reused = "more than" if unknown else "about", len(self.jobs) - len(self.missing)
-        self._print(f"{count(len(self.missing), 'run')} to train, {about} {duration(total)}; {reused} reused")
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)

@@ -15,9 +15,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mheads.api.evaluate import evaluate_run
+import numpy as np
+import torch
+
+from mheads.api.evaluate import TARGETS, evaluate_run, outputs_and_weights_of
 from mheads.api.measure_uncertainty import FurtherExamples
-from mheads.common import atomic_files
+from mheads.common import atomic_files, nested_values, packed_arrays
 from mheads.common.device import describe_cpu
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
@@ -62,6 +65,26 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
     }
     others = [run for run in runs if run["seed"] != job.seed]
     document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
+
+
+def write_half_outputs(job: SuiteJob, path: Path) -> None:
+    """Writes the outputs of a run on the examples that it is evaluated on as float16, with their labels, compressed.
+
+    A file of the same weights stays as it is.
+    """
+    weights = atomic_files.digest(job.folder.model)
+    if path.is_file():
+        with packed_arrays.open_arrays(path) as file:
+            if str(file["weights_digest"]) == weights:
+                return
+    outputs, member_weights, targets = outputs_and_weights_of(job.folder.path)
+    limit = torch.finfo(torch.float16).max
+    arrays = {"outputs": outputs.clamp(-limit, limit).half().numpy(), "weights_digest": np.array(weights)}
+    arrays |= dict(zip(TARGETS, (leaf.numpy() for leaf in nested_values.leaves(targets)), strict=False))
+    arrays |= {} if member_weights is None else {"weights": member_weights.half().numpy()}
+    with atomic_files.saving(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_files.write_atomically(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
 
 
 def digest_data_and_code(identity: dict[str, Any]) -> dict[str, str]:

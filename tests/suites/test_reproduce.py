@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 
@@ -22,13 +23,15 @@ from mheads.common.number_words import duration
 from mheads.common.progress import Silent
 from mheads.config.read import load
 from mheads.networks.digits import digits
+from mheads.problems.metrics import compute
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
 from mheads.suites import results as documents
+from mheads.suites.dry_run import print_plan_of_all
 from mheads.suites.jobs import Options
 from mheads.suites.planner import Planner
 from mheads.suites.progress_line import Overview
-from mheads.suites.reproduce import Reproduction, SuiteRequest
+from mheads.suites.reproduce import Reproduction, SuiteRequest, reproduce_all
 from mheads.suites.run_entries import digest_job
 from mheads.suites.suite import read_suite
 from mheads.trees.treenet import TreeNet
@@ -726,6 +729,47 @@ def test_a_dry_run_lists_times_and_what_is_reused_and_writes_nothing(mheads, her
     assert lines["mcl-seed1"].split()[1:3] == ["4", "0"]
     assert lines["3"].startswith("3 runs to train, about ") and "; 1 reused" in lines["3"]
     assert {p: p.stat().st_mtime_ns for p in here.rglob("*")} == before
+
+
+def test_a_dry_run_of_all_suites_counts_each_run_once(here):
+    given = [
+        SuiteRequest(suite, Options("digits", overrides=tuple(TINY)), trials, folder=here / "runs", output=here / "out")
+        for suite, trials in (("standard", 2), ("mcl", 1))
+    ]
+    shown = io.StringIO()
+    print_plan_of_all(given, rich.console.Console(file=shown, width=100))
+    rows = {words[0]: words[1:] for line in shown.getvalue().splitlines() if len(words := line.split()) > 1}
+    assert rows["standard"][:2] == ["10", "0"]  # five rows, of two seeds
+    assert rows["mcl"][:2] == ["4", "0"]  # k = 1, 2, 3 and from identical weights: the others are in `standard`
+    assert "hours in all" in shown.getvalue() and not (here / "runs").exists() and not (here / "out").exists()
+
+
+def test_all_suites_are_run_and_one_that_fails_is_named_after_the_others(here):
+    (here / "bad.yaml").write_text("rows: [{name: bad, set: [data.path=none]}]\n")
+    (here / "one.yaml").write_text("rows: [{name: plain}]\n")
+    given = [
+        SuiteRequest(name, Options("digits", overrides=tuple(TINY)), folder=here / "runs", output=here / "results")
+        for name in ("bad.yaml", "one.yaml")
+    ]
+    given[0] = replace(given[0], options=Options("digits", overrides=("data={name: file, path: none.npz}",)))
+    with pytest.raises(UserError, match=r"1 of 2 suites failed: bad\.yaml"):
+        reproduce_all(given, rich.console.Console(file=io.StringIO()))
+    assert list(trained_at(here)) == ["plain-seed0"]
+
+
+def test_outputs_of_runs_are_written_from_which_the_figures_can_be_computed_again(mheads, here):
+    given = ["reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY]
+    assert mheads(*given).code == 0 and not (here / "results/outputs").exists()
+    assert mheads(*given, "--tables", "--outputs").code == 0
+    file = here / "results/outputs/digits/plain-seed0.npz"
+    with np.load(file) as arrays:
+        assert arrays["outputs"].dtype == np.float16
+        again = compute(arrays["outputs"].astype(np.float32), arrays["labels"])
+    kept = results(here)["runs"]["plain"][0]["result"]
+    assert again.nll["single"] == pytest.approx(kept["nll_single"], abs=2e-3)
+    assert again.members == pytest.approx(kept["members"], abs=100 / 60 + 1e-4)  # an example near a tie may change
+    before = file.stat().st_mtime_ns
+    assert mheads(*given, "--outputs").code == 0 and file.stat().st_mtime_ns == before
 
 
 def test_a_dry_run_tells_what_cannot_be_built(mheads, here):

@@ -424,7 +424,7 @@ def test_every_metric_follows_from_the_saved_outputs_to_the_last_digit(mheads, u
     shown = result(undisturbed)
     for name, value in expected.items():
         assert shown[name] == rounded(value, 6 if name in ("nll", "brier", "nll_by_members") else 4), name
-    about_training = {"iterations", "learning", "machine", "parameters", "problem", "split", "versions"}
+    about_training = {"engine", "iterations", "learning", "machine", "parameters", "problem", "split", "versions"}
     assert set(shown) - set(expected) == about_training
     assert f"{shown['oracle']:.2f} %" in done.out
 

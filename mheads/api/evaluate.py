@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from mheads import data as datasets
 from mheads.api.examples_of_run import class_names, load_examples_of_run
 from mheads.api.load import load
+from mheads.api.measure_uncertainty import FurtherExamples
 from mheads.api.raw_examples import PreprocessingNetwork
 from mheads.api.run import Run, make_labelled_split
 from mheads.common import nested_values
@@ -26,7 +28,7 @@ from mheads.common.safe_yaml import as_plain, short
 from mheads.config import read as configs
 from mheads.data import Preprocess
 from mheads.data.batches import Batch
-from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, measure
+from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, join_answers, measure
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.runs.folder import RunFolder
 from mheads.training.build_from_config import build_net_of_run, make_engine
@@ -149,12 +151,14 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     split: str | None = None,
     trust: bool = False,
+    further: FurtherExamples = FurtherExamples(),
 ) -> dict[str, Any]:
     """Computes the metrics of a run anew; optionally saves the outputs [M, N, C] and labels [N] behind them, and the
     weights [M, N] by the scores of the members, if they have some.
 
     The examples are those that training evaluated on, another `split`, or other data: `overrides` of the
-    config's data keys. Inputs are preprocessed as in training. `eval.views` can be overridden too.
+    config's data keys. Inputs are preprocessed as in training. `eval.views` can be overridden too. `further` examples
+    give a run with classes the measures of `problems/uncertainty.py`.
     """
     folder, config = RunFolder(path), RunFolder(path).read_config()
     if views := [given for given in overrides if given.startswith(VIEWS)]:
@@ -167,26 +171,35 @@ def evaluate_run(
     with forward_warnings(watch):
         data, examples, split = load_examples_of_run(folder, overrides, split)
     check_views(config, data.shape, data.problem, data.side)
-    kept: list[tuple[np.ndarray, list[np.ndarray]]] = []
-    counted: list[np.ndarray] = []
+    if further:
+        further.check(folder, data, split)
+    parts: list[tuple[Tensor, Tensor | None, Value]] = []
 
-    def keep(outputs: torch.Tensor, weights: torch.Tensor | None, targets: Value) -> None:
-        if outputs_file is not None:
-            kept.append((outputs.cpu().numpy(), [leaf.cpu().numpy() for leaf in nested_values.leaves(targets)]))
-            counted.extend([] if weights is None else [weights.cpu().numpy()])
+    def keep(outputs: Tensor, weights: Tensor | None, targets: Value) -> None:
+        if outputs_file is not None or further:
+            parts.append((outputs.cpu(), None if weights is None else weights.cpu(), targets))
 
     with closing(make_engine(config, net)) as engine:
-        result = measure(engine, examples, data.inputs, data.problem, watch, keep)
-    assert result is not None  # there are examples
+        result: Any = measure(engine, examples, data.inputs, data.problem, watch, keep)
+        assert result is not None  # there are examples
+        if parts:
+            kept = join_answers(parts)
+        if further:
+            result = replace(result, **further.measure(folder, engine, data, kept, watch))
     if outputs_file is not None:
-        arrays = {
-            "outputs": np.concatenate([o for o, _ in kept], 1),
-            **dict(zip(TARGETS, map(np.concatenate, zip(*(t for _, t in kept), strict=True)), strict=False)),
-            "classes": np.array(class_names(data.problem)),
-            **({"weights": np.concatenate(counted, 1)} if counted else {}),
-        }
-        write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+        _write_outputs(outputs_file, kept, class_names(data.problem))
     return summary(result, net, split, weights.iteration, weights.seconds)
+
+
+def _write_outputs(path: Path, kept: tuple[Tensor, Tensor | None, Value], classes: Sequence[str]) -> None:
+    outputs, weights, targets = kept
+    arrays = {
+        "outputs": outputs.numpy(),
+        **dict(zip(TARGETS, (leaf.numpy() for leaf in nested_values.leaves(targets)), strict=False)),
+        "classes": np.array(classes),
+        **({} if weights is None else {"weights": weights.numpy()}),
+    }
+    write_atomically(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
 
 
 def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> tuple[torch.Tensor, Value]:

@@ -17,7 +17,7 @@ import torch
 import mheads
 from mheads.common import fingerprint
 from mheads.common.atomic_files import NotSavedError
-from mheads.common.device import peak_memory
+from mheads.common.device import describe_cpu, peak_memory
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.data.batches import Batch
@@ -224,6 +224,7 @@ def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: 
             "numpy": np.__version__,
             "python": platform.python_version(),
         },
+        "machine": describe_cpu(),
     }
 
 

@@ -365,7 +365,7 @@ def test_many_claims_that_are_open_are_told_together():
     found = verdicts(document({"a": [1.0], "b": [2.0], **{row: [] for row in "cdefgh"}}, claims))
     assert [verdict.word for verdict in found] == ["higher, one seed", "open"]
     assert found[1].claim.startswith("6 claims") and found[1].figures.startswith("c not run, d not run, ")
-    assert len(verdicts(document({"a": [1.0], **{row: [] for row in "bcdef"}}, claims[:5]))) == 5
+    assert [verdict.word for verdict in verdicts(document({"a": [1.0], "b": []}, claims[:1]))] == ["open"]
 
 
 def test_of_errors_the_lower_is_better():
@@ -469,7 +469,7 @@ def test_no_claim_is_against_the_papers_own_figures(suite, recipe, of_paper):
 def test_a_claim_is_open_where_a_row_or_a_metric_is_missing():
     claims = [{"left": "a.oracle", "is": "better", "right": "b.oracle"},
               {"left": "a.train_loss", "is": "about", "right": "a.oracle"}]  # fmt: skip
-    first, second = verdicts(document({"a": [3.0], "b": []}, claims))
+    (first,), (second,) = (verdicts(document({"a": [3.0], "b": []}, [claim])) for claim in claims)
     assert (first.agrees, first.figures) == (None, "b not run")
     assert (second.agrees, second.figures) == (None, "a has no training loss")
 

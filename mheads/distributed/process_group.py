@@ -9,7 +9,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,11 +21,10 @@ import torch.distributed as dist
 import mheads
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
+from mheads.distributed.collectives import Group
 from mheads.distributed.launcher import Launch
-from mheads.distributed.lost_ranks import PATIENCE, TIMEOUT, RankFailure, Watch, ask
-from mheads.distributed.message_channels import Courier
+from mheads.distributed.lost_ranks import GONE, PATIENCE, TIMEOUT, RankFailure, Watch, ask
 from mheads.distributed.rendezvous import rendezvous, use_interface
-from mheads.distributed.tensor_messages import GONE
 from mheads.engine.threads import own_cores
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class World:
         self.launch = launch
         self.rank, self.size = launch.rank, launch.size
         self.is_main = self.rank == 0
-        self.courier: Courier | None = None
+        self.nccl = torch.cuda.is_available() and dist.is_nccl_available()
         self.cores = 1  # of this machine, those that are this rank's
         self._counts: dict[str, int] = {}
         self.store: Any = rendezvous(launch, to_start)
@@ -70,7 +69,8 @@ class World:
 
         def run() -> None:
             try:
-                dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
+                backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
+                dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
                 store.set(f"connected/{self.rank}", "1")
                 greet(self.rank, self.size)
                 store.set(f"greeted/{self.rank}", "1")
@@ -102,10 +102,13 @@ class World:
         """The ranks that have not yet told of a step."""
         return [rank for rank in range(self.size) if not store.check([f"{step}/{rank}"])]
 
-    def open_courier(self, peers: Iterable[int]) -> Courier:
-        """The traffic with other ranks, from now to the end."""
-        self.courier = Courier(self.rank, peers, self.watch.report_lost)
-        return self.courier
+    @property
+    def group(self) -> Group:
+        return Group(tuple(range(self.size)), dist.group.WORLD)
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """Where the collectives of this world take tensors from: NCCL from GPUs, gloo from the host."""
+        return device if self.nccl and device.type == "cuda" else torch.device("cpu")
 
     def bandwidth(self) -> float:
         """Measures bytes per second between the first rank and the last, there and back; the other ranks get 0."""
@@ -215,8 +218,6 @@ class World:
 
     def close(self) -> None:
         """When all is done: nobody leaves before all are here, or the store would go with the first."""
-        if self.courier is not None:
-            self.courier.close()
         self._set(f"done/{self.rank}", "1")
         if self.is_main:
             for rank in range(self.size):

@@ -1,30 +1,31 @@
-"""The engine of several processes: the tasks of the threads engine, each where its stage is.
+"""The engine of several processes: the tasks of the threads engine, each on a rank that holds its stage.
 
-Every rank holds some stages, runs their tasks on its own worker threads, and sends what a stage elsewhere needs as soon
-as it is there, while it goes on computing. Sums have the same order as in one process, so the bits are the same.
+Ranks form a DeviceMesh of replicas x members. A stage lives on every rank that holds one of its members, and these
+divide its micro-batches. What goes from rank to rank goes by torch's collectives, in an order that is the same on all
+ranks, while the workers compute. Sums have the same order as in one process, so the bits are the same.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from mheads.common.errors import UserError
+from mheads.common import nested_values
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
-from mheads.distributed.placement import Placement
+from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
+from mheads.distributed.placement import Division, Placement
 from mheads.distributed.process_group import World
-from mheads.distributed.rank_training_step import RankPass, RankStep, move_to_device
+from mheads.distributed.rank_training_step import EvaluationWindow, RankStep
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.gradient_sums import divides_evenly
 from mheads.engine.threads import ThreadsEngine
-from mheads.engine.training_step import StepReport
+from mheads.engine.training_step import StepReport, TrainingStep, join_members
 from mheads.losses import Loss
-from mheads.trees.tree_spec import Tree
 from mheads.trees.treenet import TreeNet
 
 T = TypeVar("T")
@@ -34,136 +35,156 @@ class RanksEngine(ThreadsEngine):
     """Runs the stages that are here; `net` holds these alone."""
 
     def __init__(
-        self,
-        net: TreeNet,
-        options: EngineOptions,
-        world: World,
-        placement: Placement,
-        lead_reads: bool = False,
+        self, net: TreeNet, options: EngineOptions, world: World, placement: Placement, lead_reads: bool = False
     ) -> None:
         super().__init__(net, options)
         self.world, self.placement, self.lead_reads = world, placement, lead_reads
         self.is_main = world.is_main
-        self.replica = placement.replica(world.rank)
-        self.working = world.rank < placement.ranks
-        self.courier = world.open_courier(peers(net.tree, placement, world.rank, world.size))
-        self._calls: dict[str, int] = defaultdict(int)
+        self.wire = world.wire_device(options.device)
+        self.collectives, self.gathering = OrderedCollectives(self._report_lost), Gathering(self.wire)
+        self.depth = {name: 0 for name in net.tree.nodes}
+        for name, node in net.tree.nodes.items():
+            self.depth[name] = 0 if node.parent is None else self.depth[node.parent] + 1
+        self._groups = make_groups(placement, world, self.wire)
         world.watch.tell(
             fail=self.workers.fail,
-            progress=lambda: self.workers.finished + self.courier.received,
+            progress=lambda: self.workers.finished + self.collectives.finished,
             busy=lambda: self.workers.busy,
         )
 
     def close(self) -> None:
         self.world.watch.tell()
+        self.collectives.close()
         super().close()
+
+    # Groups of ranks.
+
+    @property
+    def replica(self) -> int:
+        return self.world.rank // self.placement.slots
+
+    def is_shared(self, stage: str) -> bool:
+        return len(self.placement.stages[stage]) > 1
+
+    def replica_group(self, stage: str) -> Group:
+        """The ranks of this replica that hold a stage."""
+        return self._groups[tuple(self.placement.holders(stage, self.replica))]
+
+    def sum_group(self, stage: str) -> Group:
+        """All ranks that hold a stage."""
+        return self._groups[tuple(self.placement.all_holders(stage))]
+
+    @property
+    def loss_group(self) -> Group:
+        """The ranks of this replica."""
+        first = self.replica * self.placement.slots
+        return self._groups[tuple(range(first, first + self.placement.slots))]
+
+    def to_device(self, value: Value) -> Value:
+        """Moves a received value to the device of this rank."""
+        if self.wire == self.options.device:
+            return value
+        return nested_values.map_leaves(lambda t: t.to(self.options.device), value)
+
+    def _report_lost(self, error: BaseException) -> None:
+        if isinstance(error, RuntimeError):
+            self.world.watch.suspect(error)
+        else:
+            self.workers.fail(error)
+
+    def together(self, run: Callable[[], T]) -> T:
+        """Runs a collective of all ranks, and waits for it; the loss of a rank ends the wait."""
+        results: list[T] = []
+
+        def collect() -> None:
+            results.append(run())
+            self.workers.release()
+
+        self.workers.hold()
+        self.collectives.submit(collect)
+        self.workers.wait()
+        return results[0]
 
     # Training.
 
+    def divide(self, parts: int) -> Division:
+        return Division(self.placement, parts, whole=self.stages.statistics)
+
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        parts = self.parts(len(batch))
-        task = RankStep(self, step, batch, loss, parts, self.share(parts))
-        task.start()
-        self.workers.wait()
-        self.courier.forget(task.channel)
-        return self._report(task, step)
-
-    def share(self, parts: int) -> range:
-        """The micro-batches of this replica."""
-        replicas = self.placement.replicas
-        if not divides_evenly(parts, replicas):
-            raise UserError(
-                f"{replicas} replicas cannot share {parts} micro-batches in equal shares of 1, 2, 4, ...: give "
-                f"engine.micro_batches={replicas} or {2 * replicas}, or another number of ranks"
-            )
-        size = parts // replicas
-        return range(self.replica * size, (self.replica + 1) * size) if self.working else range(0)
-
-    def _report(self, task: RankStep, step: int) -> StepReport:
-        """The main rank hears of every rank and decides for all: the loss, and whether to stop.
-
-        Reports go up a binary tree of the ranks and the decision down, so that a thousand ranks do not queue at one.
-        """
-        stop = self.asked_to_stop
-        task.bring_to_host()
-        above, below = relatives(self.world.rank, self.world.size)
-        places = sorted(task.totals)
-        totals: list[list[Any]] = [[*place, task.totals[place]] for place in places]
-        blocks = [torch.stack([t[task.block(*place)] for t in (task.losses, task.assignment)]) for place in places]
-        for (their_stop, their_totals), their_blocks in self.hear(f"report {step}", len(below)):
-            stop = stop or their_stop
-            totals += their_totals
-            blocks += their_blocks
-        if above is None:
-            for (member, i, total), block in zip(totals, blocks, strict=True):
-                task.totals[member, i] = total
-                task.losses[task.block(member, i)], task.assignment[task.block(member, i)] = block
-            report = task.report(stop)
-        else:
-            self.courier.send(above, [f"report {step}", stop, totals], blocks)
-            (((loss, stop), _),) = self.hear(f"decision {step}", 1)
-            report = StepReport(loss, task.losses[:0], task.assignment[:0], stop)
-        for rank in below:
-            self.courier.send(rank, [f"decision {step}", report.loss, report.stop])
-        return report
-
-    def hear(self, channel: str, count: int) -> list[tuple[list[Any], Value]]:
-        """Waits for the next `count` frames of a channel."""
-        heard: list[tuple[list[Any], Value]] = []
-
-        def handle(key: list[Any], value: Value) -> None:
-            heard.append((key, value))
-            self.workers.release()
-
-        self.workers.hold(count)
-        self.courier.listen(channel, handle)
-        self.workers.wait()
-        self.courier.forget(channel)
-        return heard
-
-    def _call(self, what: str) -> str:
-        """Names a new channel for each use; all ranks use the same names in the same order."""
-        self._calls[what] += 1
-        return f"{what} {self._calls[what]}"
-
-    # Evaluation: the main rank says when a batch begins, so that no rank is drowned, and gets the outputs.
-
-    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Tensor, Value]]:
-        self.net.eval()
-        channel = self._call("evaluation")
-        passes = [RankPass(self, channel, read, i) for i, read in enumerate(readers)]
-
-        def handle(key: list[Any], value: Value) -> None:
-            if key[0] == "end":
-                self.workers.release()
-            else:
-                passes[key[1]].receive(key[0], key[2:], value)
-
-        self.workers.hold()
-        self.courier.listen(channel, handle)
-        if not self.is_main:
+        division = self.divide(self.parts(len(batch)))
+        task: TrainingStep | None = None
+        if self.world.rank < self.placement.ranks:
+            task = RankStep(self, step, batch, loss, division)
+            task.start()
             self.workers.wait()
-            self.courier.forget(channel)
-            return
-        ahead = 2 * self.workers.count * self.placement.ranks
-        for one in passes[:ahead]:
-            one.begin()
-        for i, one in enumerate(passes):
-            self.workers.wait(one.done)
-            if i + ahead < len(passes):
-                passes[i + ahead].begin()
-            read = readers[i]
-            targets = read.targets if isinstance(read, Reader) else read().targets
-            yield one.outputs, move_to_device(targets, self.options.device)
-            one.outputs = None
-        for rank in range(1, self.world.size):
-            self.courier.send(rank, [channel, "end"])
-        self.workers.release()
-        self.workers.wait()
-        self.courier.forget(channel)
+            task.bring_to_host()
+        else:  # nothing is run here, but all ranks hear of the step
+            task = TrainingStep(
+                self.stages, loss, batch, division.parts, step, self.workers.spawn, {}, self.options, range(0)
+            )
+        return self._report(task)
+
+    def _report(self, task: TrainingStep) -> StepReport:
+        """Every rank hears of all losses and signals, and so all take the same decisions."""
+        own = _Own(task, self)
+        values = self.together(lambda: self.gathering.gather("report", self.world.group, own.values()))
+        stops = [int(stop) for (stop, *_) in values if stop]
+        for rank, (_, totals, losses, assignment) in enumerate(values):
+            if rank != self.world.rank:
+                own.merge(rank, totals, losses, assignment)
+        return task.report(stops[0] if stops else 0)
+
+    # Evaluation.
+
+    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
+        self.net.eval()
+        size = 2 * self.workers.count * self.placement.ranks  # enough to keep all busy, few enough to fit in memory
+        for first in range(0, len(readers), size):
+            some = readers[first : first + size]
+            window = EvaluationWindow(self, self._hand_out(some) if self.lead_reads else some)
+            window.start()
+            self.workers.wait()
+            parts = self.together(lambda: self.gathering.gather_on_main(self.world.group, window.outputs))  # noqa: B023
+            for i, read in enumerate(some if self.is_main else ()):
+                outputs: dict[str, Value] = {}
+                for part in parts:
+                    outputs |= part.get(i, {})
+                members = sorted(((self.stages.nodes[name], y) for name, y in outputs.items()), key=lambda p: p[0].members)
+                joined = nested_values.map_leaves(lambda t: t.to(self.net.dtype), self.to_device(join_members(members)))
+                targets = read.targets if isinstance(read, Reader) else read().targets
+                yield joined, nested_values.map_leaves(lambda t: t.to(self.options.device), targets)
+
+    def _hand_out(self, readers: Sequence[Callable[[], Batch]]) -> list[Callable[[], Batch]]:
+        """The batches that the main rank reads, on all ranks: inputs where a rank begins with them."""
+        division = Division(self.placement, len(readers))
+        roots = [root.name for root in self.net.tree.roots]
+
+        def parts() -> list[list[Any]]:
+            batches = [read() for read in readers]
+            return [
+                [
+                    (batch.inputs if any(i in division.runs(root, rank) for root in roots) else None, batch.side, batch.counts)
+                    for i, batch in enumerate(batches)
+                ]
+                for rank in range(self.world.size)
+            ]
+
+        def batch(part: Any, read: Any) -> Callable[[], Batch]:
+            inputs, side, counts = part
+            return lambda: Batch(inputs, torch.empty(0), read.preprocess, side=side, counts=counts)
+
+        return [batch(part, read) for part, read in zip(self.scatter_objects(parts), readers, strict=True)]
 
     # Agreement, and bringing tensors together.
+
+    def scatter_objects(self, parts: Callable[[], list[T]]) -> T:
+        """What the main rank has for each rank; `parts` is called there alone."""
+        given = parts() if self.is_main else None
+        taken: list[Any] = [None]
+        self.together(lambda: dist.scatter_object_list(taken, given, src=0))
+        own: T = taken[0]
+        return own
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
         self.workers.waiting = True  # reading a large checkpoint is no hanging, nor is waiting for it
@@ -173,59 +194,72 @@ class RanksEngine(ThreadsEngine):
             self.workers.waiting = False
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        channel = self._call("gather")
-        first = range(1, self.placement.slots)  # the ranks of the first replica, beside the main rank
-        if self.world.rank in first:
-            # A copy: the next step changes the weights, perhaps before they are gone.
-            self.courier.send(0, [channel], {name: t.detach().clone() for name, t in tensors.items()})
-        if not self.is_main:
-            return {}
-        gathered = dict(tensors)
-        for _, part in self.hear(channel, len(first)):
+        gathered: dict[str, Tensor] = {}
+        for part in self.together(lambda: self.gathering.gather_on_main(self.world.group, tensors)):
             gathered |= part
-        return gathered
+        return gathered | tensors if self.is_main else {}
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        channel = self._call("scatter")
-        if not self.is_main:
-            own: dict[str, Tensor]
-            ((_, own),) = self.hear(channel, 1)
-            return own
+        def of(rank: int) -> dict[str, Tensor]:
+            prefixes = tuple(f"{kind}/stages.{s}." for kind in ("model", "optim") for s in self.placement.stages_on(rank))
+            return {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(prefixes)}
 
-        def of(stages: Sequence[str]) -> dict[str, Tensor]:
-            prefixes = tuple(f"{kind}/stages.{name}." for kind in ("model", "optim") for name in stages)
-            return {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
-
-        for rank in range(1, self.world.size):
-            self.courier.send(rank, [channel], of(self.placement.stages_on(rank)))
+        own = self.scatter_objects(lambda: [{}, *(of(rank) for rank in range(1, self.world.size))])
         rest = {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
-        return of(self.placement.stages_on(0)) | rest
+        return of(0) | rest if self.is_main else own
 
 
-def relatives(rank: int, size: int) -> tuple[int | None, list[int]]:
-    """The rank above and those below in the binary tree of all ranks."""
-    below = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
-    return (rank - 1) // 2 if rank else None, below
+class _Own:
+    """What a rank knows of the losses of a step: of which members and rows, and what the others know."""
+
+    def __init__(self, task: TrainingStep, engine: RanksEngine) -> None:
+        self.task, self.engine = task, engine
+        self.division = engine.divide(len(task.slices))
+
+    def block(self, rank: int) -> tuple[list[int], slice]:
+        """The members and rows whose losses a rank tells: of losses that need all members, the first of a replica."""
+        placement, task = self.engine.placement, self.task
+        share = self.division.share(rank)
+        rows = slice(task.slices[share[0]].start, task.slices[share[-1]].stop) if share else slice(0, 0)
+        if not task.loss.separable:
+            return (list(range(task.tree.num_members)) if rank % placement.slots == 0 else []), rows
+        slot = rank % placement.slots
+        return [m for m, leaf in enumerate(task.tree.leaves) if placement.stages[leaf.name][0] == slot], rows
+
+    def values(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        members, rows = self.block(self.engine.world.rank)
+        task = self.task
+        told = set(members) if task.loss.separable else {0} if members else set()
+        totals = [[m, i, float(total)] for (m, i), total in sorted(task.totals.items()) if m in told]
+        return (
+            torch.tensor(self.engine.asked_to_stop),
+            torch.tensor(totals, dtype=torch.float64).view(-1, 3),
+            task.losses[members, rows],
+            task.assignment[members, rows],
+        )
+
+    def merge(self, rank: int, totals: Tensor, losses: Tensor, assignment: Tensor) -> None:
+        members, rows = self.block(rank)
+        for m, i, total in totals.tolist():
+            self.task.totals[int(m), int(i)] = total
+        self.task.losses[members, rows] = losses
+        self.task.assignment[members, rows] = assignment
 
 
-def peers(tree: Tree, placement: Placement, rank: int, size: int) -> set[int]:
-    """The ranks that a rank may hear from: the main rank, relatives, neighbours in the tree, the loss, its replicas."""
-    if rank == 0:
-        return set(range(1, size))
-    above, below = relatives(rank, size)
-    ranks = {0, above or 0, *below}
-    if rank >= placement.ranks:
-        return ranks
-    replica = placement.replica(rank)
-    own = set(placement.stages_on(rank))
-    loss = placement.loss_rank(tree, replica)
-    for name, node in tree.nodes.items():
-        links = [*node.children, *([node.parent] if node.parent else [])]
-        if name in own:
-            ranks |= {placement.rank(link, replica) for link in links}
-            ranks |= {placement.rank(name, r) for r in range(placement.replicas)}
-            if not node.children:
-                ranks.add(loss)
-        elif not node.children and rank == loss:
-            ranks.add(placement.rank(name, replica))
-    return ranks - {rank}
+def make_groups(placement: Placement, world: World, wire: torch.device) -> dict[tuple[int, ...], Group]:
+    """The groups of ranks that share a stage, in a replica and in all; those of the mesh are its dimensions."""
+    shape = (placement.replicas, placement.slots)
+    mesh = DeviceMesh(wire.type, torch.arange(placement.ranks).view(shape), mesh_dim_names=("replica", "member"))
+    handles: dict[tuple[int, ...], Any] = {world.group.ranks: world.group.handle}
+    wanted = [tuple(placement.holders(name, r)) for name in placement.stages for r in range(placement.replicas)]
+    wanted += [tuple(placement.all_holders(name)) for name in placement.stages]
+    wanted += [tuple(mesh.mesh[r].tolist()) for r in range(placement.replicas)]
+    if world.rank < placement.ranks:
+        replica, member = divmod(world.rank, placement.slots)
+        handles |= {tuple(mesh.mesh[:, member].tolist()): mesh.get_group("replica")}
+        handles |= {tuple(mesh.mesh[replica].tolist()): mesh.get_group("member")}
+    for ranks in dict.fromkeys(wanted):
+        if world.rank in ranks and ranks not in handles:
+            alone = len(ranks) == 1
+            handles[ranks] = None if alone else dist.new_group(list(ranks), use_local_synchronization=True)
+    return {ranks: Group(ranks, handle) for ranks, handle in handles.items()}

@@ -1,9 +1,5 @@
 """The ranks engine: the same bits for any number of ranks, placement, replicas and readers."""
 
-import os
-import time
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -98,43 +94,6 @@ def test_members_on_different_ranks_have_weights_of_their_own(tmp_path):
     found = load_file(tmp_path / "run" / "model.safetensors")
     members = [found[f"stages.{m}.hidden.weight"] for m in range(4)]
     assert all(not torch.equal(members[a], members[b]) for a in range(4) for b in range(a))
-
-
-def test_the_trunk_works_ahead_while_what_it_sent_is_worked_on(tmp_path):
-    """Defect 7: transfers that block. The branch takes a tenth of a second for each of six micro-batches."""
-    args = [
-        "digits",
-        "model=user_networks:slow",
-        "members=2",
-        "split=hidden",
-        "placement={trunk: 0, hidden/0: 1, hidden/1: 1}",
-    ]
-    args += ["optim.batch_size=6", "engine.micro_batches=6", "optim.iterations=1", "data.limit=30", "engine.workers=1"]
-    before = dict.fromkeys(range(2), partial(log_tasks, tmp_path))
-    done = ranks(2, "train", *args, "--run", tmp_path / "run", before=before)
-    assert [d.code for d in done] == [0, 0], done[0].err + done[1].err
-    trunk, branches = ([line.split() for line in (tmp_path / str(r)).read_text().splitlines()] for r in range(2))
-    sent = [float(when) for kind, when in trunk if kind == "forward"]
-    first_answer = min(float(when) for _, when in branches)  # forward and backward of a leaf are one task
-    assert len(sent) == 6
-    assert max(sent) < first_answer
-
-
-def log_tasks(folder):
-    from mheads.engine.training_step import TrainingStep
-
-    def logged(name):
-        method = getattr(TrainingStep, name)
-
-        def call(self, *args):
-            method(self, *args)
-            with (folder / os.environ["OMPI_COMM_WORLD_RANK"]).open("a") as file:
-                file.write(f"{name} {time.monotonic()}\n")
-
-        return call
-
-    for name in ("forward", "backward"):
-        setattr(TrainingStep, name, logged(name))
 
 
 def test_ranks_without_work_stay_and_the_bits_are_the_same(one_process, tmp_path):

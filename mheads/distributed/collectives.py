@@ -106,7 +106,7 @@ class Gathering:
                 break
             room = _aligned(longest)
         self._room[key] = room
-        return [_read(block) for block in each]
+        return [unpack(block) for block in each]
 
     def gather_on_main(self, group: Group, value: Value) -> list[Value]:
         """The values of all ranks, on the first rank of the group; nothing on the others."""
@@ -117,7 +117,24 @@ class Gathering:
         main = dist.get_rank() == group.ranks[0]
         blocks = [torch.empty_like(own) for _ in group.ranks] if main else None
         dist.gather(own, blocks, dst=group.ranks[0], group=group.handle)
-        return [_read(block) for block in blocks or ()]
+        return [unpack(block) for block in blocks or ()]
+
+
+def broadcast_value(group: Group, value: Value) -> Value:
+    """The value of the first rank of a group, on all of them; the others give whatever."""
+    block, root = pack(value), group.ranks[0]
+    length = torch.tensor([block.numel()])
+    dist.broadcast(length, root, group=group.handle)
+    if dist.get_rank() != root:
+        block = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(block, root, group=group.handle)
+    return unpack(block)
+
+
+def pack(value: Value) -> Tensor:
+    """A value as bytes."""
+    form, tensors, length = _describe(value)
+    return _block(length, form, tensors, length, torch.device("cpu"))
 
 
 def _block(room: int, form: Tensor, tensors: Sequence[Tensor], length: int, device: torch.device) -> Tensor:
@@ -153,7 +170,8 @@ def _places(form: Tensor, tensors: Sequence[Tensor]) -> list[int]:
     return places
 
 
-def _read(block: Tensor) -> Value:
+def unpack(block: Tensor) -> Value:
+    """The value in a block; its tensors are views of it."""
     size = int(block[8:16].clone().view(torch.int64))
     form = block[16 : 16 + size]
     value = pickle.loads(form.cpu().numpy().tobytes())

@@ -259,7 +259,9 @@ def make_groups(placement: Placement, world: World, wire: torch.device) -> dict[
         handles |= {tuple(mesh.mesh[:, member].tolist()): mesh.get_group("replica")}
         handles |= {tuple(mesh.mesh[replica].tolist()): mesh.get_group("member")}
     for ranks in dict.fromkeys(wanted):
-        if world.rank in ranks and ranks not in handles:
-            alone = len(ranks) == 1
-            handles[ranks] = None if alone else dist.new_group(list(ranks), use_local_synchronization=True)
-    return {ranks: Group(ranks, handle) for ranks, handle in handles.items()}
+        mesh_dimension = any(ranks == tuple(line.tolist()) for line in (*mesh.mesh, *mesh.mesh.T))
+        if ranks not in handles and len(ranks) > 1 and not mesh_dimension:
+            handles[ranks] = dist.new_group(list(ranks))  # by all ranks, whether they are in it or not
+        elif world.rank in ranks:
+            handles.setdefault(ranks, None)
+    return {ranks: Group(ranks, handle) for ranks, handle in handles.items() if world.rank in ranks}

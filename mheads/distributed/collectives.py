@@ -24,7 +24,9 @@ from mheads.common.nested_values import Value
 
 ALIGNED = 64  # bytes: where tensors begin in a block
 SMALL_BLOCK = 2048  # bytes that a first gathering has room for
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+all_gather_single = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # the name before torch 2.13
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,9 @@ def unpack(block: Tensor) -> Value:
     return nested_values.map_leaves(view, value)
 
 
-def exchange(group: Group, given: Mapping[int, Tensor], sizes: Mapping[int, int], device: torch.device) -> dict[int, Tensor]:
+def exchange(
+    group: Group, given: Mapping[int, Tensor], sizes: Mapping[int, int], device: torch.device
+) -> dict[int, Tensor]:
     """An all-to-all of bytes: gives each rank what is for it, and takes so many bytes from each."""
     empty = torch.empty(0, dtype=torch.uint8, device=device)
     parts = [given.get(rank, empty).to(device) for rank in group.ranks]

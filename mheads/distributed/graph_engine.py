@@ -149,7 +149,9 @@ class GraphEngine(ThreadsEngine):
                 own = batch.rows(*part)
                 losses[:, own], assignment[:, own] = loss_value.losses, loss_value.assignment
         self._collect_gradients()
-        told = self.gathering.gather("report", self.world.group, torch.tensor([total, float(self.asked_to_stop)]).double())
+        told = self.gathering.gather(
+            "report", self.world.group, torch.tensor([total, float(self.asked_to_stop)]).double()
+        )
         stops = [int(stop) for _, stop in told if stop]
         return StepReport(told[0][0].item() / max(1, rows), losses, assignment, stops[0] if stops else 0)
 

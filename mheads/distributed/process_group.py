@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 TIMEOUT_TO_START = 30.0  # at least: some launchers are slow
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
+ALL_PAIRS = 64  # ranks up to which each is connected with each at the start
 NETWORK = (
     "check that every host can open any port of every other (a firewall may leave only MASTER_PORT), and set "
     "GLOO_SOCKET_IFNAME to the interface that they have in common"
@@ -57,7 +58,8 @@ class World:
         self._connect(to_start)
 
     def _connect(self, seconds: float) -> None:
-        """Connects each rank with each. What goes wrong is a failure, which `watch.check` raises.
+        """Connects the ranks: each with each, or where they are many, when they first talk to each other. What goes wrong
+        is a failure, which `watch.check` raises.
 
         gloo waits for as long as it is told to wait for everything: a thread lets it, while the beat goes on.
         """
@@ -66,13 +68,15 @@ class World:
         machine, cpus = f"machine/{_machine()}", own_cores()
         store.append(machine, json.dumps(cpus) + "\n")
         errors: list[Exception] = []
+        if self.size > ALL_PAIRS:
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
         def run() -> None:
             try:
                 backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
                 dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
                 store.set(f"connected/{self.rank}", "1")
-                greet(self.rank, self.size)
+                dist.barrier()  # a stranger may have been taken for a rank: then this waits
                 store.set(f"greeted/{self.rank}", "1")
             except Exception as error:
                 errors.append(error)
@@ -264,25 +268,6 @@ class World:
             return present
 
         return ask(self.store, look, seconds + 1) or False
-
-
-def greet(rank: int, size: int) -> None:
-    """Exchanges a word with every other rank.
-
-    A stranger who came first may have been taken for a rank, and what is sent to that one is lost: then this waits, and
-    whoever connects gives up, while in training all would wait for each other without end.
-    """
-    if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
-        return  # only ranks that talk to each other are connected
-    others = [other for other in range(size) if other != rank]
-    heard = {other: torch.full((1,), -1) for other in others}
-    pending = [dist.isend(torch.tensor([rank]), other) for other in others]
-    pending += [dist.irecv(heard[other], other) for other in others]
-    for work in pending:
-        if work is not None:
-            work.wait()
-    if wrong := [other for other in others if heard[other].item() != other]:
-        raise RuntimeError(f"rank {wrong[0]} is not who answers in its place")
 
 
 def share_of_cores(own: list[int], all_here: list[list[int]]) -> int:

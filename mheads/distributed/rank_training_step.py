@@ -1,10 +1,10 @@
 """The tasks of a step and of an evaluation that belong to one rank, and what the ranks exchange between them.
 
-    down   the output of a shared stage, all-gathered to the ranks that hold it, round by round: in round j each rank
-           gives its j-th micro-batch
-    loss   the outputs of the members on a micro-batch, all-gathered; every rank then computes the loss by itself
-    up     the gradients of a shared stage's output: each goes to the rank that runs the micro-batch (all-to-all)
-    sum    the gradients of a stage's weights, summed over all ranks that share it
+down   the output of a shared stage, all-gathered to the ranks that hold it, round by round: in round j each rank
+       gives its j-th micro-batch
+loss   the outputs of the members on a micro-batch, all-gathered; every rank then computes the loss by itself
+up     the gradients of a shared stage's output: each goes to the rank that runs the micro-batch (all-to-all)
+sum    the gradients of a stage's weights, summed over all ranks that share it
 """
 
 from __future__ import annotations
@@ -177,7 +177,9 @@ class RankStep(TrainingStep):
         wide = node is not None and self.stages[node.name].threads > 1
         shared = phase == PREPARE or (node is not None and node.name in self.down.rounds)
         when = 0 if not shared else 1 if phase == BACKWARD else -1
-        self.spawn((group, when, self._turn[i], phase), function, i, *(() if node is None else (node,)), *args, wide=wide)
+        self.spawn(
+            (group, when, self._turn[i], phase), function, i, *(() if node is None else (node,)), *args, wide=wide
+        )
 
     def prepare(self, i: int) -> None:
         x = self.batches[i].network_inputs(self.dtype)

@@ -150,7 +150,9 @@ class RanksEngine(ThreadsEngine):
                 outputs: dict[str, Value] = {}
                 for part in parts:
                     outputs |= part.get(i, {})
-                members = sorted(((self.stages.nodes[name], y) for name, y in outputs.items()), key=lambda p: p[0].members)
+                members = sorted(
+                    ((self.stages.nodes[name], y) for name, y in outputs.items()), key=lambda p: p[0].members
+                )
                 joined = nested_values.map_leaves(lambda t: t.to(self.net.dtype), self.to_device(join_members(members)))
                 targets = read.targets if isinstance(read, Reader) else read().targets
                 yield joined, nested_values.map_leaves(lambda t: t.to(self.options.device), targets)
@@ -164,7 +166,11 @@ class RanksEngine(ThreadsEngine):
             batches = [read() for read in readers]
             return [
                 [
-                    (batch.inputs if any(i in division.runs(root, rank) for root in roots) else None, batch.side, batch.counts)
+                    (
+                        batch.inputs if any(i in division.runs(root, rank) for root in roots) else None,
+                        batch.side,
+                        batch.counts,
+                    )
                     for i, batch in enumerate(batches)
                 ]
                 for rank in range(self.world.size)
@@ -201,7 +207,9 @@ class RanksEngine(ThreadsEngine):
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         def of(rank: int) -> dict[str, Tensor]:
-            prefixes = tuple(f"{kind}/stages.{s}." for kind in ("model", "optim") for s in self.placement.stages_on(rank))
+            prefixes = tuple(
+                f"{kind}/stages.{s}." for kind in ("model", "optim") for s in self.placement.stages_on(rank)
+            )
             return {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(prefixes)}
 
         own = self.scatter_objects(lambda: [{}, *(of(rank) for rank in range(1, self.world.size))])

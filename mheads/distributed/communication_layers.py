@@ -161,7 +161,7 @@ class _Layer(nn.Module):
             self._wait(dist.irecv(block, rank))
         there, *value = unpack(block)
         self._check_call(call, there)
-        return value
+        return list(value)
 
     def _wait(self, work: Any) -> None:
         work.wait() if self.timeout is None else work.wait(timedelta(seconds=self.timeout))

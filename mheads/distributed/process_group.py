@@ -58,8 +58,9 @@ class World:
         self._connect(to_start)
 
     def _connect(self, seconds: float) -> None:
-        """Connects the ranks: each with each, or where they are many, when they first talk to each other. What goes wrong
-        is a failure, which `watch.check` raises.
+        """Connects each rank with each, or, where they are many, when they first talk to each other.
+
+        What goes wrong is a failure, which `watch.check` raises.
 
         gloo waits for as long as it is told to wait for everything: a thread lets it, while the beat goes on.
         """

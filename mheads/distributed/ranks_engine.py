@@ -21,7 +21,8 @@ from mheads.data.batches import Batch, Reader
 from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
 from mheads.distributed.placement import Division, Placement
 from mheads.distributed.process_group import World
-from mheads.distributed.rank_training_step import EvaluationWindow, RankStep
+from mheads.distributed.rank_training_step import RankStep
+from mheads.distributed.shared_outputs import EvaluationWindow
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine
 from mheads.engine.training_step import StepReport, TrainingStep, join_members
@@ -35,14 +36,20 @@ class RanksEngine(ThreadsEngine):
     """Runs the stages that are here; `net` holds these alone."""
 
     def __init__(
-        self, net: TreeNet, options: EngineOptions, world: World, placement: Placement, lead_reads: bool = False
+        self,
+        net: TreeNet,
+        options: EngineOptions,
+        world: World,
+        placement: Placement,
+        lead_reads: bool = False,
+        sums: str = "ordered",
     ) -> None:
         super().__init__(net, options)
-        self.world, self.placement, self.lead_reads = world, placement, lead_reads
+        self.world, self.placement, self.lead_reads, self.sums = world, placement, lead_reads, sums
         self.is_main = world.is_main
         self.wire = world.wire_device(options.device)
         self.collectives, self.gathering = OrderedCollectives(self._report_lost), Gathering(self.wire)
-        self.depth = {name: 0 for name in net.tree.nodes}
+        self.depth: dict[str, int] = {}
         for name, node in net.tree.nodes.items():
             self.depth[name] = 0 if node.parent is None else self.depth[node.parent] + 1
         self._groups = make_groups(placement, world, self.wire)
@@ -180,7 +187,8 @@ class RanksEngine(ThreadsEngine):
             inputs, side, counts = part
             return lambda: Batch(inputs, torch.empty(0), read.preprocess, side=side, counts=counts)
 
-        return [batch(part, read) for part, read in zip(self.scatter_objects(parts), readers, strict=True)]
+        own: list[Any] = self.scatter_objects(parts)
+        return [batch(part, read) for part, read in zip(own, readers, strict=True)]
 
     # Agreement, and bringing tensors together.
 
@@ -266,9 +274,9 @@ def make_groups(placement: Placement, world: World, wire: torch.device) -> dict[
         replica, member = divmod(world.rank, placement.slots)
         handles |= {tuple(mesh.mesh[:, member].tolist()): mesh.get_group("replica")}
         handles |= {tuple(mesh.mesh[replica].tolist()): mesh.get_group("member")}
+    lines = {tuple(line) for line in (*mesh.mesh.tolist(), *mesh.mesh.T.tolist())}
     for ranks in dict.fromkeys(wanted):
-        mesh_dimension = any(ranks == tuple(line.tolist()) for line in (*mesh.mesh, *mesh.mesh.T))
-        if ranks not in handles and len(ranks) > 1 and not mesh_dimension:
+        if ranks not in handles and len(ranks) > 1 and ranks not in lines:
             handles[ranks] = dist.new_group(list(ranks))  # by all ranks, whether they are in it or not
         elif world.rank in ranks:
             handles.setdefault(ranks, None)

@@ -16,7 +16,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mheads.common.errors import UserError
 from mheads.distributed.launcher import Launch
@@ -64,7 +64,7 @@ def _connect(launch: Launch, listener: socket.socket | None, end: float, seconds
 
     def run() -> None:
         nonlocal reason
-        options = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+        options: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
         try:
             stores.append(TCPStore(*place, timeout=timedelta(seconds=seconds), wait_for_workers=False, **options))
         except Exception as error:

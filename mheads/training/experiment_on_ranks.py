@@ -47,7 +47,8 @@ class RanksExperiment(Experiment):
         device = resolve(self.config.device, self.world.launch.local_rank)
         options = make_engine_options(self.config, self.net, device, self.world.cores, self.loss)
         lead_reads = self.config.data.reader == "lead"
-        return RanksEngine(self.net, options, self.world, self.placement, lead_reads)
+        sums = self.config.distributed.sums
+        return RanksEngine(self.net, options, self.world, self.placement, lead_reads, sums)
 
     def batches(self, engine: Engine) -> Batches:
         assert isinstance(engine, RanksEngine)

@@ -34,6 +34,7 @@ BY_TORCHRUN = Launch("torchrun", 1, 4, 1, False, "n1", 29511, restart=3)
 # Ranks of one host meet at a port of their job: 16384 + CRC-32 mod 16384.
 BY_MPIRUN = Launch("mpirun", 2, 3, 2, True, port=16384 + zlib.crc32(b"1208614913") % 16384)
 BY_SRUN = Launch("srun", 3, 5, 1, True, port=16384 + zlib.crc32(b"77.0") % 16384)
+BY_SRUN_AGAIN = Launch("srun", 3, 5, 1, True, port=16384 + zlib.crc32(b"77.0.2") % 16384)
 BY_MPICH = Launch("mpirun", 1, 2, 1, True, port=16384 + zlib.crc32(str(os.getppid()).encode()) % 16384)
 AT_N1 = {"address": "n1", "port": 29511}
 FOUND = {
@@ -68,7 +69,7 @@ FOUND = {
     "MPICH, Intel MPI": (MPICH, BY_MPICH),
     "MPICH, its helpers started by srun": ({**SRUN, **MPICH}, BY_MPICH),
     "srun on one host": (SRUN_HERE, BY_SRUN),
-    "srun, a job that was put back": ({**SRUN_HERE, "SLURM_RESTART_COUNT": "2"}, replace(BY_SRUN, port=16384 + zlib.crc32(b"77.0.2") % 16384)),
+    "srun, a job that was put back": ({**SRUN_HERE, "SLURM_RESTART_COUNT": "2"}, BY_SRUN_AGAIN),
     "srun with fewer tasks than the job": (
         {**SRUN_HERE, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}, replace(BY_SRUN, size=4),
     ),

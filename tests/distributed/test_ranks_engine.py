@@ -87,6 +87,16 @@ def test_running_statistics_have_no_replicas_and_so_the_bits_of_one_process(tmp_
     assert_same_run(tmp_path / "four", tmp_path / "one")
 
 
+def test_fast_sums_train_the_same_but_for_rounding(one_process, tmp_path):
+    args = [*RECIPES["MCL k=1"][1], "distributed.sums=fast", "optim.iterations=1", "log.evaluate_every=0"]
+    assert process("train", *COMMON, *args, "--run", tmp_path / "one").code == 0
+    done = ranks(4, "train", *COMMON, *args, "placement={trunk: 0, conv/3: 1}", "--run", tmp_path / "four")
+    assert [d.code for d in done] == [0] * 4, done[0].err
+    one, four = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "four"))
+    for name, weight in one.items():
+        torch.testing.assert_close(four[name], weight, rtol=1e-5, atol=1e-7)
+
+
 def test_members_on_different_ranks_have_weights_of_their_own(tmp_path):
     """Defect 3 of MPI-Caffe: with a seed, every rank drew the same weights."""
     done = ranks(4, "train", *COMMON, "optim.iterations=1", "--run", tmp_path / "run")

@@ -18,7 +18,7 @@ from mheads.distributed.step_time.placement_search import traffic
 from mheads.distributed.step_time.workload import Cluster
 from mheads.training.build_from_config import make_tree
 from mheads.training.plan_ranks import ConfigWorkload, make_workload, place
-from mheads.trees.tree_spec import Node, Tree
+from mheads.trees.tree_spec import Node
 
 
 def draw(config: Config, ranks: int | None = None) -> Group:

@@ -57,7 +57,9 @@ class Simulation:
         self.sizes = [stop - start for start, stop in cuts(workload.rows, workload.micro_batches)]
         self.leaves = [leaf.name for leaf in tree.leaves]
         self.roots = [root.name for root in tree.roots]
-        self.groups, self.depth, self.paths = {}, {}, {}
+        self.groups: dict[str, int] = {}
+        self.depth: dict[str, int] = {}
+        self.paths: dict[str, float] = {}
         for name, node in tree.nodes.items():
             own = loads[name].forward + loads[name].backward
             above = node.parent
@@ -226,12 +228,12 @@ class _Replica:
         ranks, parameters = self.placement.all_holders(name), self.loads[name].parameters
         roots = [len(subtrees(self.all.parts, self.all.runs(name, rank))) for rank in ranks]
         chunk = parameters / len(ranks)
-        most = max(max(roots) * (len(ranks) - 1), sum(roots)) * chunk
+        most = max(max(own * (len(ranks) - 1), sum(roots) - own) for own in roots) * chunk
         seconds = self.wires.exchange(most) + self.wires.gather(len(ranks), chunk)
         slots = self.placement.stages[name]
-        own = sum(roots) / self.placement.replicas * parameters
+        floats = sum(roots) / self.placement.replicas * parameters
         order = (3, -self.step.depth[name], name)
-        self._add(("sum", name), order, Collective((), slots, len(self.sizes), seconds, own, lambda: None))
+        self._add(("sum", name), order, Collective((), slots, len(self.sizes), seconds, floats, lambda: None))
 
     def _give(self, key: tuple[Any, ...]) -> None:
         one = self.given.get(key)

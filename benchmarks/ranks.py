@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ import torch
 from mheads import losses
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
-from mheads.distributed import collectives
+from mheads.distributed import collectives, rank_training_step
 from mheads.distributed.collectives import Gathering, exchange
 from mheads.distributed.launcher import Launch
 from mheads.distributed.placement import Placement
@@ -167,9 +168,30 @@ class _Rank:
         self.engine = RanksEngine(net, EngineOptions(1, case.micro_batches), self.world, placement)
         self.batch, self.loss = case.batch(), losses.independent()
         self.optimizer = optimizer(net) if update else None
+        self.kept: list[Any] = []
+        gathering = self.engine.gathering
+        gathering.gather = self._replayable(gathering.gather, 1)
+        for name in ("exchange", "add_ordered"):
+            setattr(rank_training_step, name, self._replayable(getattr(collectives, name), 0))
+        self.step(payload=True)
+
+    def _replayable(self, collective: Callable[..., Any], group: int) -> Callable[..., Any]:
+        """Without payload, a collective is one of a byte each, and gives what it gave in the last step that had one."""
+
+        def run(*args: Any) -> Any:
+            if self.payload:
+                self.kept.append(collective(*args))
+                return self.kept[-1]
+            byte = torch.zeros(1)
+            collectives.all_gather_single(torch.zeros(len(args[group])), byte, group=args[group].handle)
+            self.replayed += 1
+            return self.kept[self.replayed - 1]
+
+        return run
 
     def step(self, payload: bool) -> tuple[float, float]:
-        collectives.payload = payload
+        self.payload, self.kept = payload, [] if payload else self.kept
+        self.replayed = 0
         began = time.monotonic()  # one clock for all processes of a machine
         self.engine.step(self.count, self.batch, self.loss)
         if self.optimizer is not None:

@@ -14,6 +14,7 @@ from benchmarks import comm, ranks, report, suites
 from benchmarks.comm import CAFFENET, CIFAR10_QUICK, Network, best_loads, exposed, fit
 from benchmarks.measure import Times
 from benchmarks.ranks import RANKS
+from mheads.common.number_ranges import cuts
 from mheads.distributed.placement import default
 from mheads.distributed.step_time.placement_search import predict, traffic
 from mheads.distributed.step_time.stage_loads import StageLoad
@@ -39,13 +40,17 @@ def test_floats_over_the_wire_are_those_of_the_shared_layer(network):
     for split in network.splits:
         case = network.case(split)
         placement = default(case.tree, RANKS, case.micro_batches)
-        assert placement.stages["trunk"] == 0
+        assert placement.stages["trunk"] == (0, 1)
         trunk = torch.nn.Sequential(*(layers[name] for name in case.tree.nodes["trunk"].layers))
         floats = trunk.eval()(images).numel()
         loads = {name: StageLoad(0, 0, floats, 0) for name in case.tree.nodes}
-        (edge,) = traffic(case.workload, loads, placement)
-        # Once there, however many members are; and back once, since those that are there are the first ones.
-        assert edge.forward == edge.backward == network.rows * FLOATS[network.model][split]
+        (shared,) = traffic(case.workload, loads, placement)
+        # Every row once; back, the sum of the first members for the rows of rank 1, each of the others' for the rest.
+        sizes = [b - a for a, b in cuts(network.rows, network.micro_batches)]
+        first = -(-len(sizes) // 2)
+        back = sum(sizes[first:]) + len(case.tree.leaves) // 2 * sum(sizes[:first])
+        assert shared.outputs == network.rows * FLOATS[network.model][split]
+        assert shared.gradients == back * FLOATS[network.model][split]
 
 
 @pytest.mark.full
@@ -64,12 +69,12 @@ def test_a_tiny_run_of_all_of_it(tmp_path, monkeypatch):
     assert found["bandwidth_gb_per_second"] > 0
     for split in TINY.splits:
         layer, floats = found[f"cifar10_quick_{split}"], FLOATS["cifar10_quick"][split]
-        assert (layer["batch"], layer["floats_forward"], layer["floats_backward"]) == (16, 16 * floats, 16 * floats)
+        assert (layer["batch"], layer["floats_forward"], layer["floats_backward"]) == (16, 16 * floats, 24 * floats)
         assert 0 < layer["transfer_ms"] <= layer["transfer_median_ms"]
         assert layer["exposed_quarter_ms"] <= layer["exposed_median_ms"] <= layer["exposed_three_quarters_ms"]
         assert layer["predicted_ms"] > layer["predicted_exposed_ms"] >= 0
     assert {"transfer_fraction_r2", "exposed_fraction_per_million_floats"} <= set(found["fit_cifar10_quick"])
-    assert found["default"]["placement"].startswith("trunk:0 ")
+    assert found["default"]["placement"].startswith("trunk:0,1 ")
     for name in ("auto", "default"):
         assert {"exposed_fraction", "prediction_error", "images_per_second", "replicas"} <= set(found[name])
     for key in ("ratio_threads", "ratio_threads_median", "ratio_threads_default", "ratio_threads_default_median"):

@@ -125,7 +125,7 @@ class RankStep(TrainingStep):
     def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
         """Shared stages run first, since others wait for them, and are taken back last, while gradients travel."""
         group = self.stages.groups[node.name] if node is not None and self.loss.separable else 0
-        wide = node is not None and self.stages[node.name].threads > 1
+        wide = node is not None and self.stages[node.name].threads > self.stages.threads
         shared = phase == PREPARE or (node is not None and node.name in self.down.rounds)
         when = 0 if not shared else 1 if phase == BACKWARD else -1
         self.spawn(

@@ -1,6 +1,7 @@
 """What communication costs on two ranks: for each layer that can be shared, and beside the engine of one process.
 
-A step is timed as it is, and with its tensors left out (the same tasks and collectives, of a byte each): the difference is what sending adds to the step, the exposed time. Reported with it are the time that bytes
+A step is timed as it is, and with its tensors left out (the same tasks and collectives, of a byte each): the
+difference is what sending adds to the step, the exposed time. Reported with it are the time that the same collectives
 take when nothing else is done, and what the planner predicts.
 """
 

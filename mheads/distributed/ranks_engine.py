@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mheads.common import nested_values
+from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
 from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
@@ -134,13 +135,29 @@ class RanksEngine(ThreadsEngine):
 
     def _report(self, task: TrainingStep) -> StepReport:
         """Every rank hears of all losses and signals, and so all take the same decisions."""
-        own = _Own(task, self)
-        values = self.together(lambda: self.gathering.gather("report", self.world.group, own.values()))
-        stops = [int(stop) for (stop, *_) in values if stop]
-        for rank, (_, totals, losses, assignment) in enumerate(values):
-            if rank != self.world.rank:
-                own.merge(rank, totals, losses, assignment)
-        return task.report(stops[0] if stops else 0)
+        own = (torch.tensor(self.asked_to_stop), *self._losses(task))
+        stop = 0
+        for asked, places, totals, members, rows, *blocks in self.together(
+            lambda: self.gathering.gather("report", self.world.group, own)
+        ):
+            stop = stop or int(asked)
+            task.totals |= zip(map(tuple, places.tolist()), totals.tolist(), strict=True)
+            for whole, block in zip((task.losses, task.assignment), blocks, strict=True):
+                whole[members[:, None], rows] = block
+        return task.report(stop)
+
+    def _losses(self, task: TrainingStep) -> tuple[Tensor, ...]:
+        """What this rank tells of the losses: places (member, micro-batch) and totals; members, rows, and for these the
+        losses and the assignment. Of losses that need all members, the first rank of a replica tells."""
+        slot, share = self.world.rank % self.placement.slots, task.mine
+        own = [m for m, leaf in enumerate(task.tree.leaves) if self.placement.stages[leaf.name][0] == slot]
+        members = own if task.loss.separable else list(range(task.tree.num_members)) if slot == 0 else []
+        rows = range(task.slices[share[0]].start, task.slices[share[-1]].stop) if share and members else range(0)
+        places = [place for place in sorted(task.totals) if members and place[0] in members]
+        totals = torch.tensor([float(task.totals[place]) for place in places], dtype=torch.float64)
+        told = [t[members, rows.start : rows.stop] for t in (task.losses, task.assignment)]
+        place = torch.tensor(places, dtype=torch.int64).view(-1, 2)
+        return place, totals, torch.tensor(members, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64), *told
 
     # Evaluation.
 
@@ -201,11 +218,20 @@ class RanksEngine(ThreadsEngine):
         return own
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        self.workers.waiting = True  # reading a large checkpoint is no hanging, nor is waiting for it
-        try:
-            return self.world.decide(decide)
-        finally:
-            self.workers.waiting = False
+        decision: list[Any] = [None, None]
+        kept = None
+        if self.is_main:
+            self.workers.waiting = True  # reading a large checkpoint is no hanging, nor is waiting for it
+            try:
+                decision[0], kept = decide()
+            except UserError as error:
+                decision[1] = str(error)
+            finally:
+                self.workers.waiting = False
+        self.together(lambda: dist.broadcast_object_list(decision, src=0))
+        if decision[1] is not None:
+            raise UserError(decision[1])
+        return decision[0], kept
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         gathered: dict[str, Tensor] = {}
@@ -223,43 +249,6 @@ class RanksEngine(ThreadsEngine):
         own = self.scatter_objects(lambda: [{}, *(of(rank) for rank in range(1, self.world.size))])
         rest = {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
         return of(0) | rest if self.is_main else own
-
-
-class _Own:
-    """What a rank knows of the losses of a step: of which members and rows, and what the others know."""
-
-    def __init__(self, task: TrainingStep, engine: RanksEngine) -> None:
-        self.task, self.engine = task, engine
-        self.division = engine.divide(len(task.slices))
-
-    def block(self, rank: int) -> tuple[list[int], slice]:
-        """The members and rows whose losses a rank tells: of losses that need all members, the first of a replica."""
-        placement, task = self.engine.placement, self.task
-        share = self.division.share(rank)
-        rows = slice(task.slices[share[0]].start, task.slices[share[-1]].stop) if share else slice(0, 0)
-        if not task.loss.separable:
-            return (list(range(task.tree.num_members)) if rank % placement.slots == 0 else []), rows
-        slot = rank % placement.slots
-        return [m for m, leaf in enumerate(task.tree.leaves) if placement.stages[leaf.name][0] == slot], rows
-
-    def values(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        members, rows = self.block(self.engine.world.rank)
-        task = self.task
-        told = set(members) if task.loss.separable else {0} if members else set()
-        totals = [[m, i, float(total)] for (m, i), total in sorted(task.totals.items()) if m in told]
-        return (
-            torch.tensor(self.engine.asked_to_stop),
-            torch.tensor(totals, dtype=torch.float64).view(-1, 3),
-            task.losses[members, rows],
-            task.assignment[members, rows],
-        )
-
-    def merge(self, rank: int, totals: Tensor, losses: Tensor, assignment: Tensor) -> None:
-        members, rows = self.block(rank)
-        for m, i, total in totals.tolist():
-            self.task.totals[int(m), int(i)] = total
-        self.task.losses[members, rows] = losses
-        self.task.assignment[members, rows] = assignment
 
 
 def make_groups(placement: Placement, world: World, wire: torch.device) -> dict[tuple[int, ...], Group]:

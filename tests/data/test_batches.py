@@ -135,7 +135,7 @@ def test_what_the_lead_sends_is_the_batch_that_it_read(bagged):
         return handed[-1][0]
 
     engine = SimpleNamespace(world=SimpleNamespace(size=3), scatter_objects=scatter)
-    needs = [range(0, 2), range(2, 4), range(0)]
+    needs = [range(2), range(2, 4), range(0)]
     main = SharedStream(engine, stream, batch.preprocess, needs.__getitem__)
     main.batch(5)
     main.close()

@@ -13,7 +13,7 @@ from mheads.common.errors import UserError
 COMMON = [
     "digits", "model=user_networks:with_dropout", "members=4", "data.limit=150", "optim.batch_size=16",
     "optim.accumulate=2", "optim.iterations=6", "optim.lr=0.02", "optim.weight_decay=0.001", "engine.micro_batches=2",
-    "log.every=2", "log.evaluate_every=3", "log.checkpoint_every=4",
+    "log.every=2", "log.evaluate_every=3", "log.checkpoint_every=4", "engine.stack=never",
 ]  # fmt: skip
 NESTED = "split={conv: [{hidden: 2}, 2]}"
 RECIPES = {  # the shape of the tree, and the arguments
@@ -85,6 +85,23 @@ def test_running_statistics_have_no_replicas_and_so_the_bits_of_one_process(tmp_
     done = ranks(4, "train", *args, f"placement={placement}", "--run", tmp_path / "four")
     assert [d.code for d in done] == [0] * 4, done[0].err
     assert_same_run(tmp_path / "four", tmp_path / "one")
+
+
+def test_stacked_members_are_on_one_rank_and_replicas_share_the_work(tmp_path):
+    args = [*COMMON, *RECIPES["MCL k=1"][1], "engine.stack=auto"]
+    assert process("train", *args, "--run", tmp_path / "one").code == 0
+    done = ranks(3, "train", *args, "--run", tmp_path / "three")
+    assert [d.code for d in done] == [0] * 3, done[0].err
+    assert_same_run(tmp_path / "three", tmp_path / "one")
+
+
+def test_shares_of_uneven_length_have_the_bits_of_one_process(tmp_path):
+    """Six micro-batches on two ranks: the sums of the second are those of one, and of two."""
+    args = [*COMMON, *RECIPES["MCL k=1"][1], "engine.micro_batches=3"]
+    assert process("train", *args, "--run", tmp_path / "one").code == 0
+    done = ranks(2, "train", *args, "--run", tmp_path / "two")
+    assert [d.code for d in done] == [0, 0], done[0].err
+    assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
 def test_fast_sums_train_the_same_but_for_rounding(one_process, tmp_path):

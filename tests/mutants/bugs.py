@@ -1144,6 +1144,7 @@ AREAS: dict[str, list[File]] = {
                     "sums of micro-batches are taken in the order in which they finish",
                     "sorted(total, key=lambda root: root[0].start)",
                     "sorted(total, key=lambda root: -root[0].start)",
+                    tests="tests/distributed/test_ranks_engine.py -k uneven",
                 ),
                 Bug(
                     "a gradient that nobody learned is noise",
@@ -1164,7 +1165,7 @@ AREAS: dict[str, list[File]] = {
                     "a longer value than before is cut off",
                     "if longest <= room",
                     "if True",
-                    tests="tests/distributed/test_ranks_engine.py -k 'independent and 2 and replicas and not of'",
+                    tests="tests/distributed/test_ranks_engine.py -k uneven",
                 ),
                 Bug(
                     "tensors with gaps are sent as they lie",

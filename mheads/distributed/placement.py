@@ -59,6 +59,7 @@ class Division:
                 ranks = placement.holders(name, replica)
                 each = [(0, len(share))] * len(ranks) if whole else cuts(len(share), len(ranks))
                 self._runs[name] |= {rank: share[a:b] for rank, (a, b) in zip(ranks, each, strict=True)}
+        self._terms: dict[tuple[tuple[str, ...], int], dict[int, list[list[str]]]] = {}
         self._owners = {
             name: {i: rank for rank, own in reversed(runs.items()) for i in own} for name, runs in self._runs.items()
         }
@@ -74,6 +75,15 @@ class Division:
     def owner(self, stage: str, i: int) -> int:
         """The rank that runs micro-batch i of a stage; the first where several do."""
         return self._owners[stage][i]
+
+    def terms(self, children: tuple[str, ...], i: int) -> dict[int, list[list[str]]]:
+        """By rank, the gradients that it gives for micro-batch i of the parent of these: the children of each."""
+        if (children, i) not in self._terms:
+            given = terms_given([self.owner(child, i) for child in children])
+            self._terms[children, i] = {
+                r: [[children[k] for k in term] for term in terms] for r, terms in given.items()
+            }
+        return self._terms[children, i]
 
     def rounds(self, stage: str, rank: int) -> list[dict[int, int]]:
         """What the ranks that share a stage with this one exchange together: by rank, its j-th micro-batch."""

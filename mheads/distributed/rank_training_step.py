@@ -22,7 +22,7 @@ from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.distributed.collectives import Group, add_fast, add_ordered, as_bytes, exchange, subtrees
-from mheads.distributed.placement import Division, terms_given
+from mheads.distributed.placement import Division
 from mheads.distributed.shared_outputs import Key, SharedOutputs
 from mheads.engine.gradient_sums import Gradients, PairwiseSum
 from mheads.engine.training_step import BACKWARD, FORWARD, LOSS, PREPARE, TrainingStep, add_in_order
@@ -92,7 +92,8 @@ class RankStep(TrainingStep):
         ]
         if not self.loss.separable and len(engine.loss_group) > 1:
             planned += [((1, self._turn[i]), ("loss", i)) for i in self.mine]
-        planned += [((3, -depth[name], name), ("sum", name)) for name in self._summed()]
+        self._summed = set() if self.division.whole else self._shared_weights()
+        planned += [((3, -depth[name], name), ("sum", name)) for name in self._summed]
         if self.stages.statistics:  # micro-batches follow one another
             planned = [((key[2] if key[0] == "up" else self._turn[key[1]], *order), key) for order, key in planned]
         elif self.loss.separable:  # so do members that have nothing in common
@@ -100,11 +101,9 @@ class RankStep(TrainingStep):
         engine.workers.hold(len(planned))
         engine.collectives.plan(key for _, key in sorted(planned))
 
-    def _summed(self) -> list[str]:
+    def _shared_weights(self) -> set[str]:
         """The stages here whose gradients other ranks have a part of."""
-        if self.division.whole:
-            return []
-        return [n for n, facts in self.stages.facts.items() if facts.parameters and len(self.engine.sum_group(n)) > 1]
+        return {n for n, facts in self.stages.facts.items() if facts.parameters and len(self.engine.sum_group(n)) > 1}
 
     def start(self) -> None:
         self.down.start()
@@ -112,7 +111,7 @@ class RankStep(TrainingStep):
             for j in range(len(ups)):
                 if not self._awaited(name, j):
                     self._offer_up(name, j)
-        for name in self._summed():
+        for name in self._summed:
             if not self.division.runs(name, self.me):
                 self.keep(name, [])
         if not self._here and not self.loss.separable:
@@ -213,11 +212,10 @@ class RankStep(TrainingStep):
 
     def _terms_of(self, name: str, i: int, rank: int) -> list[list[str]]:
         """The gradients that a rank gives for a micro-batch of a stage: the children whose sum each is."""
-        children = self.tree.nodes[name].children
-        terms = terms_given([self.division.owner(child, i) for child in children]).get(rank, [])
+        terms = self.division.terms(self.tree.nodes[name].children, i).get(rank, [])
         if self.options.precision != torch.float32:  # the sum of all is rounded once
             terms = [[child] for term in terms for child in term]
-        return [[children[child] for child in term] for term in terms]
+        return terms
 
     def _offer_up(self, name: str, j: int) -> None:
         terms = self._terms.pop((name, j), {})
@@ -271,7 +269,7 @@ class RankStep(TrainingStep):
     # Gradients of weights are summed.
 
     def keep(self, name: str, total: Any) -> None:
-        if name not in self._summed():
+        if name not in self._summed:
             ((_, gradients),) = total
             super().keep(name, gradients)
             return

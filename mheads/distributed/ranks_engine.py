@@ -53,6 +53,7 @@ class RanksEngine(ThreadsEngine):
         self.depth: dict[str, int] = {}
         for name, node in net.tree.nodes.items():
             self.depth[name] = 0 if node.parent is None else self.depth[node.parent] + 1
+        self._divisions: dict[int, Division] = {}
         self._groups = make_groups(placement, world, self.wire)
         world.watch.tell(
             fail=self.workers.fail,
@@ -116,7 +117,10 @@ class RanksEngine(ThreadsEngine):
     # Training.
 
     def divide(self, parts: int) -> Division:
-        return Division(self.placement, parts, whole=self.stages.statistics)
+        """Who runs which of so many micro-batches; found once."""
+        if parts not in self._divisions:
+            self._divisions[parts] = Division(self.placement, parts, whole=self.stages.statistics)
+        return self._divisions[parts]
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()

@@ -321,7 +321,7 @@ def test_the_shape_of_an_example_needs_no_data(tmp_path):
 
 
 def test_only_auto_needs_costs_and_so_the_shape_of_the_data():
-    own = ["model=user_networks:with_dropout", "split=conv", "data={name: npz, path: nowhere}"]
+    own = ["model=user_networks:with_dropout", "split=conv", "data={name: npz, path: nowhere}", "engine.stack=never"]
     workload = make_workload(configs.load("digits", own))
     cluster, by_hand = Cluster(2), {"trunk": 0, "conv/0": 1}
     assert place("default", workload, cluster) == default(workload.tree, 2, workload.micro_batches)

@@ -14,7 +14,7 @@ from mheads.training.plan_ranks import make_workload, place
 
 COMMON = [
     "digits", "members=4", "data.limit=60", "optim.batch_size=22", "optim.iterations=2", "engine.micro_batches=4",
-    "log.evaluate_every=0",
+    "engine.stack=never", "log.evaluate_every=0",
 ]  # fmt: skip
 CASES = {
     "tree": (3, ["split=conv1"]),

@@ -130,11 +130,11 @@ class RanksEngine(ThreadsEngine):
             task = RankStep(self, step, batch, loss, division)
             task.start()
             self.workers.wait()
-            task.bring_to_host()
         else:  # nothing is run here, but all ranks hear of the step
             task = TrainingStep(
                 self.stages, loss, batch, division.parts, step, self.workers.spawn, {}, self.options, range(0)
             )
+        task.bring_to_host()
         return self._report(task)
 
     def _report(self, task: TrainingStep) -> StepReport:

@@ -1,5 +1,7 @@
 """The ranks engine: the same bits for any number of ranks, placement, replicas and readers."""
 
+from contextlib import ExitStack
+
 import numpy as np
 import pytest
 import torch
@@ -171,3 +173,21 @@ def test_a_teacher_is_heard_alike_on_ranks(spread, tmp_path):
     there = ranks(size, "train", *recipe, *options, "-f", tmp_path / "several")
     assert [d.code for d in there] == [0] * size, "\n".join(d.err for d in there)
     assert_same_run(tmp_path / "several", tmp_path / "one")
+
+
+KEPT = ExitStack()
+
+
+def on_an_accelerator():
+    """This process has a pretended one, whose tensors gloo cannot take."""
+    from helpers.counterfeit_device import counterfeit_device
+
+    KEPT.enter_context(counterfeit_device())
+
+
+def test_ranks_with_accelerators_that_the_backend_does_not_know_talk_through_the_host(one_process, tmp_path):
+    recipe = ["device=counterfeit", "placement={trunk: 0, conv/1: 1}"]
+    args = [*COMMON, *RECIPES["score-averaged"][1], *recipe, "--run", tmp_path / "run"]
+    done = ranks(5, "train", *args, before=dict.fromkeys(range(5), on_an_accelerator))  # the last has nothing to do
+    assert [d.code for d in done] == [0] * 5, "\n".join(d.err for d in done)
+    assert_same_run(tmp_path / "run", one_process("score-averaged"))

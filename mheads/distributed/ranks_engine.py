@@ -19,6 +19,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
+from mheads.data.views import average_views
 from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
 from mheads.distributed.placement import Division, Placement
 from mheads.distributed.process_group import World
@@ -181,9 +182,15 @@ class RanksEngine(ThreadsEngine):
                 members = sorted(
                     ((self.stages.nodes[name], y) for name, y in outputs.items()), key=lambda p: p[0].members
                 )
-                joined = nested_values.map_leaves(lambda t: t.to(self.net.dtype), self.to_device(join_members(members)))
+                joined = self.to_device(join_members(members))
                 targets = read.targets if isinstance(read, Reader) else read().targets
-                yield joined, nested_values.map_leaves(lambda t: t.to(self.options.device), targets)
+                yield (
+                    nested_values.map_leaves(self._average_views, joined),
+                    nested_values.map_leaves(lambda t: t.to(self.options.device), targets),
+                )
+
+    def _average_views(self, outputs: Tensor) -> Tensor:
+        return average_views(outputs.to(self.net.dtype), self.options.views, dim=1)
 
     def _hand_out(self, readers: Sequence[Callable[[], Batch]]) -> list[Callable[[], Batch]]:
         """The batches that the main rank reads, on all ranks: inputs where a rank begins with them."""

@@ -9,6 +9,7 @@ import torch
 
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
+from mheads.data.views import stack_views
 from mheads.distributed.placement import Division
 from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.training_step import FORWARD
@@ -97,7 +98,10 @@ class RankPass(ForwardPass):
 
     def __init__(self, window: EvaluationWindow, index: int) -> None:
         engine = window.engine
-        super().__init__(engine.stages, window.readers[index], index, engine.workers.spawn, engine.options.device)
+        options = engine.options
+        super().__init__(
+            engine.stages, window.readers[index], index, engine.workers.spawn, options.device, options.views
+        )
         self.window = window
         self._side: dict[str, Value] | None = None if any(f.sided for f in engine.stages.facts.values()) else {}
 
@@ -105,6 +109,8 @@ class RankPass(ForwardPass):
     def prepare(self) -> None:
         batch = self.read().to(self.device)
         x, self._side = batch.network_inputs(self.stages.net.dtype), batch.side_inputs()
+        if self.views:
+            x = stack_views(x, self.views)
         for root in self.stages.roots:
             if self.index in self.window.division.runs(root.name, self.window.me):
                 self.spawn((self.index, FORWARD), self.forward, root, x, self._side)

@@ -1114,14 +1114,14 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a signal to another rank is not heard",
-                    "stops = [int(stop) for (stop, *_) in values if stop]",
-                    "stops = [int(stop) for (stop, *_) in values[:1] if stop]",
+                    "stop = stop or int(asked)",
+                    "stop = stop or int(own[0])",
                     tests='tests/distributed/test_faults.py -k "signal_to_one and 2-1"',
                 ),
                 Bug(
                     "losses of other ranks do not reach this one",
-                    "            if rank != self.world.rank:\n                own.merge",
-                    "            if False:\n                own.merge",
+                    "whole[members[:, None], rows] = block",
+                    "pass",
                 ),
                 Bug(
                     "optimizer state is not handed out",

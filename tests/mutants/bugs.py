@@ -302,12 +302,6 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/engine/test_engine.py -k share_memory",
                 ),
                 Bug("the odd last one waits for nobody", "if sibling < size", "if sibling <= size"),
-                Bug(
-                    "shares of any size are whole subtrees",
-                    " and size > 0 and size & (size - 1) == 0)",
-                    " and size > 0)",
-                    tests="tests/engine/test_engine.py -k whole_subtrees",
-                ),
             ],
         ),
         File(

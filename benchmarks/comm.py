@@ -1,7 +1,7 @@
 """What communication costs on two ranks: for each layer that can be shared, and beside the engine of one process.
 
-A step is timed as it is, and with the bytes of its tensors left out (the same tasks and messages, zeros at the
-receiver): the difference is what sending adds to the step, the exposed time. Reported with it are the time that bytes
+A step is timed as it is, and with its tensors left out (the same tasks and collectives, of a byte each): the
+difference is what sending adds to the step, the exposed time. Reported with it are the time that the same collectives
 take when nothing else is done, and what the planner predicts.
 """
 
@@ -74,15 +74,16 @@ def share_layer(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any]:
     times = interleave({"step": ranks.step, "bare": partial(ranks.step, payload=False)}, rounds, _nobody)
     loads = best_loads(loads, case.loads())
     without_update = {name: replace(load, update=0.0) for name, load in loads.items()}
-    (edge,) = traffic(case.workload, loads, placement)
-    transfer = Times([ranks.transfer(edge, case) for _ in range(TRANSFERS)])
+    (shared,) = traffic(case.workload, loads, placement)
+    floats = (shared.outputs, shared.gradients, case.micro_batches)
+    transfer = Times([ranks.transfer(*floats) for _ in range(TRANSFERS)])
     return {
         "network": case.model,
         "members": case.members,
         "batch": case.rows,
         "micro_batches": case.micro_batches,
-        "floats_forward": edge.forward,
-        "floats_backward": edge.backward,
+        "floats_forward": shared.outputs,
+        "floats_backward": shared.gradients,
         "transfer_ms": _ms(transfer.best),
         "transfer_median_ms": _ms(transfer.median),
         **times["step"].to_dict(),
@@ -115,7 +116,9 @@ def beside_threads(ranks: RemoteRanks, case: Case, rounds: int) -> dict[str, Any
     }
     for name in placements:
         result[name] = {
-            "placement": " ".join(f"{stage}:{slot}" for stage, slot in placements[name].stages.items()),
+            "placement": " ".join(
+                f"{stage}:{','.join(map(str, slots))}" for stage, slots in placements[name].stages.items()
+            ),
             "replicas": placements[name].replicas,
             **times[name].to_dict(),
             "images_per_second": round(case.rows / times[name].best, 1),
@@ -157,7 +160,7 @@ def best_loads(*turns: Mapping[str, StageLoad]) -> dict[str, StageLoad]:
 
 def prediction(case: Case, loads: Mapping[str, StageLoad], placement: Placement, ranks: RemoteRanks) -> Prediction:
     """What `mheads plan` predicts with the bandwidth and the latency between these ranks."""
-    return predict(case.workload, Cluster(RANKS, 1, ranks.bandwidth, ranks.latency(case)), loads, placement)
+    return predict(case.workload, Cluster(RANKS, 1, ranks.bandwidth, ranks.latency()), loads, placement)
 
 
 def compare(found: Prediction, step: Times) -> dict[str, float]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
+import socket
 import time
-import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from mheads import losses
-from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
+from mheads.distributed import collectives, rank_training_step
+from mheads.distributed.collectives import Gathering, exchange
 from mheads.distributed.launcher import Launch
 from mheads.distributed.placement import Placement
-from mheads.distributed.step_time.placement_search import Edge
 from mheads.distributed.step_time.stage_loads import StageLoad, measure_loads
 from mheads.distributed.step_time.workload import Workload
 from mheads.engine.engine_options import EngineOptions
@@ -71,12 +71,13 @@ class RemoteRanks:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        job = uuid.uuid4().hex
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(RANKS):
             pipe, other = context.Pipe()
-            launch = Launch("env", rank, RANKS, rank, one_host=True, job=job)
+            launch = Launch("env", rank, RANKS, rank, one_host=True, port=port)
             self._processes.append(context.Process(target=_serve, args=(other, launch), daemon=True))
             self._processes[-1].start()
             other.close()
@@ -92,16 +93,14 @@ class RemoteRanks:
         spans: list[tuple[float, float]] = self._call("step", payload)
         return max(end for _, end in spans) - min(began for began, _ in spans)
 
-    def latency(self, case: Case, turns: int = 20) -> float:
-        """Seconds that an almost empty message takes: half of there and back."""
-        edge = Edge("", 0, 1, case.rows, case.rows)
-        return min(self.transfer(edge, case) for _ in range(turns)) / (2 * case.micro_batches)
+    def latency(self, turns: int = 20) -> float:
+        """Seconds of an almost empty all-gather."""
+        return min(max(self._call("transfer", 1, 1)) for _ in range(turns))
 
-    def transfer(self, edge: Edge, case: Case) -> float:
-        """Seconds to move what a step moves over an edge, micro-batch by micro-batch, there and back,
-        while nothing is computed."""
-        seconds: list[float] = self._call("transfer", edge, case)
-        return seconds[edge.source]
+    def transfer(self, outputs: int, gradients: int, micro_batches: int) -> float:
+        """Seconds to move what a step moves for a shared stage, round by round, while nothing is computed."""
+        rounds = -(-micro_batches // RANKS)
+        return max(self._call("transfer", outputs // micro_batches, gradients // micro_batches, rounds))
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -153,13 +152,10 @@ class _Rank:
         self.world = world
         self.engine: Any = None
         self.count = 0
-        self.transfers = 0
 
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
-            self.world.courier.close()
-            self.world.courier = None  # closed, so the world need not close it
             self.engine = None
 
     def build(self, case: Case, placement: Placement, update: bool) -> None:
@@ -172,9 +168,30 @@ class _Rank:
         self.engine = RanksEngine(net, EngineOptions(1, case.micro_batches), self.world, placement)
         self.batch, self.loss = case.batch(), losses.independent()
         self.optimizer = optimizer(net) if update else None
+        self.kept: list[Any] = []
+        gathering = self.engine.gathering
+        gathering.gather = self._replayable(gathering.gather, 1)
+        for name in ("exchange", "add_ordered"):
+            setattr(rank_training_step, name, self._replayable(getattr(collectives, name), 0))
+        self.step(payload=True)
+
+    def _replayable(self, collective: Callable[..., Any], group: int) -> Callable[..., Any]:
+        """Without payload, a collective is one of a byte each, and gives what it gave in the last step that had one."""
+
+        def run(*args: Any) -> Any:
+            if self.payload:
+                self.kept.append(collective(*args))
+                return self.kept[-1]
+            byte = torch.zeros(1)
+            collectives.all_gather_single(torch.zeros(len(args[group])), byte, group=args[group].handle)
+            self.replayed += 1
+            return self.kept[self.replayed - 1]
+
+        return run
 
     def step(self, payload: bool) -> tuple[float, float]:
-        self.engine.courier.payload = payload
+        self.payload, self.kept = payload, [] if payload else self.kept
+        self.replayed = 0
         began = time.monotonic()  # one clock for all processes of a machine
         self.engine.step(self.count, self.batch, self.loss)
         if self.optimizer is not None:
@@ -183,25 +200,13 @@ class _Rank:
         self.count += 1
         return began, ended
 
-    def transfer(self, edge: Edge, case: Case) -> float:
-        courier = self.engine.courier
-        courier.payload = True
-        self.transfers += 1
-        channel, arrived = f"transfer {self.transfers}", threading.Semaphore(0)
-        courier.listen(channel, lambda key, value: arrived.release())
-        floats, messages = edge.forward // case.rows, edge.backward // edge.forward
-        values = [torch.ones(stop - start, floats) for start, stop in cuts(case.rows, case.micro_batches)]
-        began = 0.0
-        for value in (None, *values):  # the first only shows that the other rank is there
-            if self.world.rank == edge.source:
-                courier.send(edge.target, [channel], value)
-                for _ in range(messages):
-                    arrived.acquire()
-            else:
-                arrived.acquire()
-                for _ in range(messages):
-                    courier.send(edge.source, [channel], value)
-            began = began or time.monotonic()
-        seconds = time.monotonic() - began
-        courier.forget(channel)
-        return seconds
+    def transfer(self, outputs: int, gradients: int, rounds: int = 1) -> float:
+        """All-gathers of so many floats from each rank, and all-to-alls to the other one."""
+        group, gathering, other = self.world.group, Gathering(torch.device("cpu")), 1 - self.world.rank
+        output, gradient = torch.ones(outputs), torch.ones(gradients * 4, dtype=torch.uint8)
+        for _ in range(2):  # the first has to find out how long blocks are
+            began = time.monotonic()
+            for _ in range(rounds):
+                gathering.gather("transfer", group, output)
+                exchange(group, {other: gradient}, {other: gradient.numel()}, gradient.device)
+        return time.monotonic() - began

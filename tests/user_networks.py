@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+import traceback
 from collections import OrderedDict
 
 import numpy as np
@@ -97,11 +98,11 @@ class Slow(nn.Module):
 
 
 class Hangs(nn.Module):
-    """Never comes back from a worker of the rank that the environment names."""
+    """Never comes back from a task of the rank that the environment names."""
 
     def forward(self, x):
         here = os.environ.get("HANGING_RANK", "none") == os.environ.get("OMPI_COMM_WORLD_RANK")
-        if here and threading.current_thread() is not threading.main_thread():
+        if here and any(frame.name == "_take" for frame in traceback.extract_stack()):  # not while the net is checked
             threading.Event().wait()
         return x
 

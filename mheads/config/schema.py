@@ -132,6 +132,12 @@ class EngineSection(Section):
     )
 
 
+class DistributedSection(Section):
+    sums: Literal["ordered", "fast"] = option(
+        "ordered", "ranks: gradients are added in the order of one process; fast: by the backend, bits may differ"
+    )
+
+
 class LogOptions(Section):
     every: int = option(50, "iterations between lines of metrics.jsonl; the last one always has a line", ge=1)
     evaluate_every: int = option(500, "iterations between evaluations on the test set; 0: only at the end", ge=0)
@@ -189,7 +195,8 @@ class Config(Section):
     engine: EngineSection = option(EngineSection(), "how the work is cut and spread")
     placement: Annotated[
         Literal["default", "auto"] | dict[str, Annotated[int, Field(ge=0)]], BeforeValidator(_stage_names_as_text)
-    ] = option("default", "ranks: trunk on 0, branches spread; auto: fastest by measured costs; or {stage: rank}")
+    ] = option("default", "ranks: members spread evenly; auto: fastest by measured costs; or {stage: rank}")
+    distributed: DistributedSection = option(DistributedSection(), "how ranks work together")
     timeout: float = option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
     optim: OptimOptions = option(OptimOptions(), "optimizer and schedule")
     eval: EvalOptions = option(EvalOptions(), "how examples are answered")

@@ -61,7 +61,7 @@ class Batch:
 
         return replace(
             self,
-            inputs=only(examples, self.inputs),
+            inputs=only(examples, self.inputs) if examples.start >= 0 else None,
             first_input=0,
             targets=only(rows, self.targets),
             side=only(rows, self.side),

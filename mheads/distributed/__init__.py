@@ -7,9 +7,9 @@ nothing here needs torch.distributed before it is wanted.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mheads.distributed.communication_layers import Broadcast, Gather, finish
+    from mheads.distributed.communication_layers import Broadcast, Gather
 
-__all__ = ["Broadcast", "Gather", "finish"]
+__all__ = ["Broadcast", "Gather"]
 
 
 def __getattr__(name: str) -> Any:

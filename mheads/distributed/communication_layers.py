@@ -10,28 +10,21 @@ each of three ranks, and the loss on rank 0:
 
 A rank whose part of the graph ends in a layer gets a scalar zero, the placeholder, whose backward runs that part.
 
-If the value that is sent requires grad, each rank that the call gave something runs backward through it, once: there
-the ranks wait for each other. A rank that lets go of such a value instead is told so at its next call. One that keeps
-it cannot be told from a slow one: the others wait for `timeout` seconds (the process group's own by default) and then
-name it. To use no gradient, put the call under `no_grad` on all ranks.
-
-Layers talk over the default group, point to point: there is no group to create or to free. Layers of equal kind, root
-and ranks must be constructed in the same order on each of their ranks (others may leave them out) and called equally
-often; beyond that the order of calls may differ from rank to rank, since sending never waits. One thread at a time may
-use a layer. Values arrive on the CPU, in the layout they were sent in.
+Ranks talk point to point over the default group, since a group of the layer's own would have to be made by all ranks
+of the world. All ranks of a layer call it equally often, and layers that have ranks in common in the same order;
+backward takes them in the opposite order by itself. If a value that is sent requires grad, each rank that the call gave
+something runs backward through it, once. A rank that lets go of such a value instead is told so at its next call. Who
+waits for longer than `timeout` seconds (the process group's own by default) gets an error that names the rank. To use
+no gradient, put the call under `no_grad` on all ranks.
 """
 
 from __future__ import annotations
 
-import multiprocessing.util
-import os
-import sys
 import weakref
-import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, reduce
+from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -40,28 +33,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mheads.common.errors import UserError
-from mheads.distributed import tensor_messages
-from mheads.distributed.tensor_messages import Frame, Outbox
-
-TAGS = 1 << 30  # smaller tags are left to others
-REMEDIES = {
-    "value": "call the layer equally often on all its ranks", "gradient": "run one backward for each call on all ranks"
-}  # fmt: skip
-
-_outbox = Outbox()
-_numbers: Counter[str] = Counter()  # how many layers of a kind, root and ranks this process has
-
-
-def finish() -> None:
-    """Waits until all that this process has sent has been taken.
-
-    A process that ends does so by itself, unless an exception ends it; `sys.exit(1)` is none.
-    """
-    _outbox.settle()
+from mheads.distributed.collectives import pack, unpack
 
 
 class _Layer(nn.Module):
-    """What Broadcast and Gather share: who takes part, and the messages of a call."""
+    """What Broadcast and Gather share: who takes part, and the calls whose backward has not run."""
 
     def __init__(self, root: int, ranks: Iterable[int], timeout: float | None = None) -> None:
         super().__init__()
@@ -80,20 +56,15 @@ class _Layer(nn.Module):
         return f"root={self.root}, ranks={self.ranks}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}, "_early": {}}
+        return {**self.__dict__, "_open": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._enter()  # a copy is a further layer: it must not answer for the original
 
     def _enter(self) -> None:
-        self._name = f"{self} #{_numbers[repr(self)]}"
-        _numbers[repr(self)] += 1
-        self._tag = TAGS + (zlib.crc32(self._name.encode()) >> 2)
         self._calls = 0
         self._open: dict[int, weakref.ref[Any]] = {}  # calls whose backward has not run, and whether it still can
-        self._early: dict[tuple[int, str, int], tuple[Any, bool]] = {}  # come before it was asked for
-        _finish_at_exit(os.getpid())
 
     def _check_world(self) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -112,8 +83,6 @@ class _Layer(nn.Module):
             given = f"a {x.layout} tensor" if isinstance(x, Tensor) else type(x).__name__
             raise UserError(f"{self}: rank {dist.get_rank()} gave {given}: give it a dense tensor")
         return x if torch.is_grad_enabled() else x.detach()
-
-    # A call has a node in the graph (`ctx`); if another rank waits for its backward, the call is open until then.
 
     def _begin(self) -> int:
         """The number of a new call."""
@@ -140,40 +109,81 @@ class _Layer(nn.Module):
         shape, dtype, device = ctx.like
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    # What goes from rank to rank: values, each with word whether its gradient is wanted, and gradients.
-
-    def _send(self, what: str, call: int, tensor: Tensor | None, peers: Iterable[int], wanted: bool = False) -> None:
-        copy = None if tensor is None else tensor.detach().to("cpu", copy=True)
-        frame = Frame([self._name, what, call, wanted], copy)
-        with self._explaining("take what was sent to it", "see how that rank ended"):
-            for peer in peers:
-                _outbox.put(tensor_messages.post(frame, peer, self._tag))
-
-    def _take(self, what: str, call: int, peer: int) -> tuple[Any, bool]:
-        """A peer's value of a call, or its gradient (None: zero). Those of other calls may come first."""
-        while (peer, what, call) not in self._early:
-            with self._explaining(f"send the {what} of call {call}", REMEDIES[what]):
-                frame = tensor_messages.take(peer, self._tag, timeout=self.timeout)
-            name, kind, number, wanted = frame.key
-            assert name == self._name, f"{name} has the tag of {self._name}"
-            self._early[peer, kind, number] = frame.value, wanted
-        return self._early.pop((peer, what, call))
-
-    def _take_value(self, call: int, peer: int) -> tuple[Tensor, bool]:
-        value, wanted = self._take("value", call, peer)
+    def _check_wanted(self, call: int, wanted: bool) -> None:
         if wanted and not torch.is_grad_enabled():
             raise UserError(
-                f"{self}: rank {peer} wants the gradient of call {call}, which rank {dist.get_rank()} takes under "
+                f"{self}: another rank wants the gradient of call {call}, which rank {dist.get_rank()} takes under "
                 "no_grad: put the call under no_grad on all ranks or on none"
             )
-        return value, wanted
+
+    # What goes between the root and the others. Each value goes with the number of its call.
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in self.ranks if rank != self.root]
+
+    def spread(self, call: int, value: Any) -> Any:
+        """The root's value, on all ranks."""
+        if dist.get_rank() == self.root:
+            return self.hand_out(call, dict.fromkeys(self.others, value))
+        return self._take(call, self.root)
+
+    def hand_out(self, call: int, values: dict[int, Any] | None) -> Any:
+        """What the root has for each of the others."""
+        if values is None:
+            return self._take(call, self.root)
+        under_way = [(rank, self._send(call, rank, values.get(rank, ()))) for rank in self.others]
+        for rank, works in under_way:
+            with self._explaining(rank):
+                for work in works:
+                    self._wait(work)
+        return None
+
+    def collect(self, call: int, value: Any) -> dict[int, Any]:
+        """The values of the others, on the root."""
+        if dist.get_rank() == self.root:
+            return {rank: self._take(call, rank) for rank in self.others}
+        with self._explaining(self.root):
+            for work in self._send(call, self.root, value):
+                self._wait(work)
+        return {}
+
+    def _send(self, call: int, rank: int, value: Any) -> list[Any]:
+        block = pack((torch.tensor(call), *value))
+        with self._explaining(rank):
+            return [dist.isend(part, rank) for part in (torch.tensor([block.numel()]), block)]
+
+    def _take(self, call: int, rank: int) -> list[Any]:
+        length = torch.zeros(1, dtype=torch.int64)
+        with self._explaining(rank):
+            self._wait(dist.irecv(length, rank))
+            block = torch.empty(int(length), dtype=torch.uint8)
+            self._wait(dist.irecv(block, rank))
+        there, *value = unpack(block)
+        self._check_call(call, there)
+        return list(value)
+
+    def _wait(self, work: Any) -> None:
+        work.wait() if self.timeout is None else work.wait(timedelta(seconds=self.timeout))
+
+    def _check_call(self, call: int, there: Tensor) -> None:
+        if int(there) != call:
+            raise UserError(
+                f"{self}: rank {dist.get_rank()} is at call {call}, and another rank at call {int(there)}: run the "
+                "calls in the same order on all ranks, and their backwards in the opposite one"
+            )
 
     @contextmanager
-    def _explaining(self, what: str, remedy: str) -> Iterator[None]:
+    def _explaining(self, rank: int) -> Iterator[None]:
         try:
             yield
-        except tensor_messages.PeerError as error:
-            raise UserError(f"{self}: {error}; rank {dist.get_rank()} waited for it to {what}: {remedy}") from error
+        except RuntimeError as error:
+            late = "did not answer in time" if self.timeout is None else f"did not answer within {self.timeout:g} s"
+            what = late if "Timed out" in str(error) else "has ended, or its connection is lost"
+            raise UserError(
+                f"{self}: rank {rank} {what}, while rank {dist.get_rank()} waited for it: call the layers equally "
+                "often and in the same order on all their ranks, with one backward for each call"
+            ) from error
 
 
 class Broadcast(_Layer):
@@ -190,13 +200,13 @@ class Broadcast(_Layer):
         self._check_world()
         rank = dist.get_rank()
         if rank == self.root:
-            x = self._check_input(x)
-            return _apply_send(self, self._begin(), self.ranks, x)
+            return _apply_broadcast(self, self._begin(), self._check_input(x))
         if rank not in self.ranks:
             return None
         call = self._begin()
-        received = self._take_value(call, self.root)
-        return _apply_receive(self, call, [self.root], [received], _anchor(received[1]))[0]
+        value, wanted = self.spread(call, None)
+        self._check_wanted(call, bool(wanted))
+        return _apply_take(self, call, value, bool(wanted), _anchor(bool(wanted)))
 
 
 class Gather(_Layer):
@@ -204,7 +214,8 @@ class Gather(_Layer):
 
     On the root: `values = layer(x)`, a tuple. A root that is not one of `ranks` gives nothing, or a placeholder, which
     then is part of the graph: backward reaches it with gradient zero, after the gradients have gone to the ranks.
-    On the other ranks: `layer(x)` is the placeholder. On a rank that has no part: None.
+    On the other ranks: `layer(x)` is the placeholder, in the graph if any rank's value is. On a rank that has no part:
+    None.
     """
 
     def forward(self, x: Any = None) -> tuple[Tensor, ...] | Tensor | None:
@@ -214,86 +225,107 @@ class Gather(_Layer):
             return None
         if rank in self.ranks or x is not None:
             x = self._check_input(x)
-        if rank != self.root:
-            return _apply_send(self, self._begin(), [self.root], x)
         call = self._begin()
-        received = [
-            (x.detach().clone(), False) if source == rank else self._take_value(call, source) for source in self.ranks
-        ]
-        linked = x if x is not None and x.requires_grad else _anchor(any(wanted for _, wanted in received))
-        return _apply_receive(self, call, self.ranks, received, linked)
+        own = x is not None and x.requires_grad
+        if rank != self.root:
+            self.collect(call, (x.detach().cpu(), torch.tensor(own)))
+            (wanted,) = map(bool, self.spread(call, None))
+            self._check_wanted(call, wanted)
+            return _apply_give(self, call, wanted, x if own else _anchor(wanted))
+        taken = self.collect(call, ())
+        wants = {source: bool(wanted) for source, (_, wanted) in taken.items()}
+        self.spread(call, (torch.tensor(any(wants.values())),))
+        self._check_wanted(call, any(wants.values()))
+        if rank in self.ranks:
+            taken[rank] = [x.detach()]
+        linked = x if own else _anchor(any(wants.values()))
+        return _apply_collect(self, call, [taken[source][0] for source in self.ranks], wants, linked)
 
 
-class _Send(torch.autograd.Function):
-    """Sends x to those of `ranks` that are others. Backward takes their gradients and adds them in this order."""
+class _BroadcastFunction(torch.autograd.Function):
+    """On the root: spreads x. Backward gathers the gradients and adds them in the order of the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, layer: _Layer, call: int, ranks: Iterable[int], x: Tensor) -> Tensor:
-        me, wanted = dist.get_rank(), ctx.needs_input_grad[3]
-        others = [rank for rank in ranks if rank != me]
-        layer._send("value", call, x, others, wanted)
-        layer._link(ctx, call, x, wanted and bool(others))
-        ctx.ranks = ranks
-        return x.detach().clone() if me in ranks else x.new_zeros((), dtype=x.dtype.to_real())
+    def forward(ctx: Any, layer: _Layer, call: int, x: Tensor) -> Tensor:
+        wanted = bool(ctx.needs_input_grad[2])
+        layer.spread(call, (x.detach().cpu(), torch.tensor(wanted)))
+        layer._link(ctx, call, x, wanted and bool(layer.others))
+        return x.detach().clone() if layer.root in layer.ranks else x.new_zeros((), dtype=x.dtype.to_real())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, own: Tensor | None) -> tuple[Any, ...]:
-        zero, me = ctx.layer._close(ctx), dist.get_rank()
-        parts = [own if rank == me else ctx.layer._take("gradient", ctx.call, rank)[0] for rank in ctx.ranks]
-        gradients = [part.to(zero.device) for part in parts if part is not None]
-        return None, None, None, reduce(torch.add, gradients) if gradients else zero
+        layer, zero = ctx.layer, ctx.layer._close(ctx)
+        parts = layer.collect(ctx.call, ())
+        parts[layer.root] = (own,) if own is not None and layer.root in layer.ranks else ()
+        gradients = [parts[rank][0].to(zero.device) for rank in layer.ranks if len(parts[rank])]
+        return None, None, reduce(torch.add, gradients) if gradients else zero
 
 
-class _Receive(torch.autograd.Function):
-    """The values that `ranks` sent, as made from `linked`. Backward sends each of them its gradient, if it wants it.
+class _TakeFunction(torch.autograd.Function):
+    """On another rank: the value of a broadcast. Backward gives the root its gradient."""
 
-    received: for each rank its value, and whether the gradient is wanted.
-    """
+    @staticmethod
+    def forward(ctx: Any, layer: _Layer, call: int, value: Tensor, wanted: bool, linked: Tensor) -> Tensor:
+        layer._link(ctx, call, linked, wanted)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Any, ...]:
+        zero = ctx.layer._close(ctx)
+        ctx.layer.collect(ctx.call, () if gradient is None else (gradient.detach().cpu(),))
+        return None, None, None, None, zero
+
+
+class _GiveFunction(torch.autograd.Function):
+    """On a rank whose value was gathered elsewhere: the placeholder. Backward takes the gradient of the value."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: _Layer, call: int, awaited: bool, linked: Tensor) -> Tensor:
+        layer._link(ctx, call, linked, awaited)
+        return linked.new_zeros((), dtype=linked.dtype.to_real())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Any, ...]:
+        zero = ctx.layer._close(ctx)
+        taken = ctx.layer.hand_out(ctx.call, None)
+        return None, None, None, taken[0].to(zero.device) if len(taken) else zero
+
+
+class _CollectFunction(torch.autograd.Function):
+    """On the root: the values of all ranks, as made from `linked`. Backward hands each its gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, layer: _Layer, call: int, ranks: Iterable[int], received: list[tuple[Tensor, bool]], linked: Tensor
+        ctx: Any, layer: _Layer, call: int, values: list[Tensor], wants: dict[int, bool], linked: Tensor
     ) -> tuple[Tensor, ...]:
-        values, wanted = zip(*received, strict=True)
-        layer._link(ctx, call, linked, any(wanted))
-        ctx.ranks, ctx.wanted = ranks, wanted
-        return values
+        layer._link(ctx, call, linked, any(wants.values()))
+        ctx.wants = wants
+        copies = tuple(value.clone() for value in values)
+        ctx.mark_non_differentiable(*(t for t in copies if not (t.is_floating_point() or t.is_complex())))
+        return copies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        total = ctx.layer._close(ctx)
-        for rank, wanted, gradient in zip(ctx.ranks, ctx.wanted, gradients, strict=True):
-            if wanted:
-                ctx.layer._send("gradient", ctx.call, gradient, [rank])
-            elif rank == dist.get_rank() and gradient is not None:
-                total = gradient
-        return None, None, None, None, total
+        layer, total = ctx.layer, ctx.layer._close(ctx)
+        by_rank = {rank: g for rank, g in zip(layer.ranks, gradients, strict=True) if g is not None}
+        if any(ctx.wants.values()):
+            wanted = {rank: (g.detach().cpu(),) for rank, g in by_rank.items() if ctx.wants.get(rank)}
+            layer.hand_out(ctx.call, wanted)
+        return None, None, None, None, by_rank.get(layer.root, total)
 
 
 # torch has no annotations for `Function.apply`: its arguments are those of `forward` without `ctx`.
-_apply_send: Callable[[_Layer, int, Iterable[int], Tensor], Tensor] = _Send.apply
-_apply_receive: Callable[[_Layer, int, Iterable[int], list[tuple[Tensor, bool]], Tensor], tuple[Tensor, ...]]
-_apply_receive = _Receive.apply
+_apply_broadcast: Callable[[_Layer, int, Tensor], Tensor] = _BroadcastFunction.apply
+_apply_take: Callable[[_Layer, int, Tensor, bool, Tensor], Tensor] = _TakeFunction.apply
+_apply_give: Callable[[_Layer, int, bool, Tensor], Tensor] = _GiveFunction.apply
+_apply_collect: Callable[[_Layer, int, list[Tensor], dict[int, bool], Tensor], tuple[Tensor, ...]]
+_apply_collect = _CollectFunction.apply
 
 
 def _anchor(wanted: bool) -> Tensor:
     """Something to have been made from, so that values from elsewhere require grad."""
     return torch.zeros((), requires_grad=wanted)
-
-
-@cache
-def _finish_at_exit(process: int) -> None:
-    # Once for each process, those forked from it too. Not atexit, which processes of multiprocessing skip.
-    multiprocessing.util.Finalize(None, _at_exit, exitpriority=1)
-
-
-def _at_exit() -> None:
-    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
-    failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
-    if not failed:  # else it ends at once, so that its peers notice
-        try:
-            _outbox.close()
-        except Exception as lost:
-            print(f"mheads: {lost}: what was sent to it is lost", file=sys.stderr)

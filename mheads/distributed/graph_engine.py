@@ -8,19 +8,17 @@ date: it evaluates and writes checkpoints alone. On the others only the weights 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
-from mheads.distributed import tensor_messages
+from mheads.distributed.collectives import Gathering, broadcast_value
 from mheads.distributed.communication_layers import Broadcast, Gather
 from mheads.distributed.process_group import World
 from mheads.engine.engine_options import EngineOptions
@@ -85,6 +83,7 @@ class GraphEngine(ThreadsEngine):
     def __init__(self, net: TreeNet, options: EngineOptions, world: World, rank_graph: RankGraph) -> None:
         super().__init__(net, replace(options, workers=1))  # collectives have one order
         self.world, self.rank_graph, self.is_main = world, rank_graph, world.is_main
+        self.gathering = Gathering(options.device)
         (self.name,) = net.tree.nodes
         self.modules_: dict[str, Any] = dict(net.stage(self.name)._modules)
         self.links: dict[int, nn.Module] = {}
@@ -114,19 +113,27 @@ class GraphEngine(ThreadsEngine):
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        reports: list[StepReport] = []
+        return self._run(lambda: self._step(step, batch, loss))
+
+    def _run(self, collective: Callable[[], T]) -> T:
+        """Runs what the ranks do together; the loss of one of them ends the wait."""
+        results: list[T] = []
 
         def run() -> None:
             try:
-                reports.append(self._step(step, batch, loss))
-            except UserError as error:
-                if not isinstance(error.__cause__, tensor_messages.PeerError):
+                results.append(collective())
+            except (UserError, RuntimeError) as error:
+                lost = error if isinstance(error, RuntimeError) else error.__cause__
+                if not isinstance(lost, RuntimeError):
                     raise
-                self._raise_lost(error.__cause__.rank, error)
+                self.world.watch.suspect(lost)
+                return  # until it is known which rank is lost
+            self.workers.release()
 
+        self.workers.hold()
         self.workers.spawn((0,), run)
         self.workers.wait()
-        return reports[0]
+        return results[0]
 
     def _step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         members, rows = 1, batch.num_rows
@@ -142,35 +149,11 @@ class GraphEngine(ThreadsEngine):
                 own = batch.rows(*part)
                 losses[:, own], assignment[:, own] = loss_value.losses, loss_value.assignment
         self._collect_gradients()
-        told = self._decide(total / max(1, rows))
-        return StepReport(told[0].item(), losses, assignment, int(told[1].item()))
-
-    def _decide(self, loss: float) -> Tensor:
-        """The loss and the signal that asks to stop, on all ranks: the main rank hears of each signal and decides."""
-        told = torch.tensor([loss, self.asked_to_stop], dtype=torch.float64)
-        others = range(1, self.world.size) if self.is_main else [0]
-        for rank in others:
-            theirs = torch.zeros_like(told)
-            with self._with(rank):
-                dist.recv(theirs, rank) if self.is_main else dist.send(told, rank)
-            told[1] = max(told[1], theirs[1])
-        for rank in others:
-            with self._with(rank):
-                dist.send(told, rank) if self.is_main else dist.recv(told, rank)
-        return told
-
-    @contextmanager
-    def _with(self, rank: int) -> Iterator[None]:
-        """Inside, what goes wrong is the loss of this rank, or of another that made it leave."""
-        try:
-            yield
-        except RuntimeError as error:
-            self._raise_lost(rank, error)
-
-    def _raise_lost(self, rank: int, error: BaseException) -> NoReturn:
-        self.world.watch.report(rank, f"rank {rank} {tensor_messages.GONE}")
-        self.world.watch.check()
-        raise error
+        told = self.gathering.gather(
+            "report", self.world.group, torch.tensor([total, float(self.asked_to_stop)]).double()
+        )
+        stops = [int(stop) for _, stop in told if stop]
+        return StepReport(told[0][0].item() / max(1, rows), losses, assignment, stops[0] if stops else 0)
 
     def _pass(self, batch: Batch, loss: Loss, key: tuple[int | str, ...], rows: int) -> Any:
         """Forward and backward of a micro-batch; the main rank gets what the loss is."""
@@ -229,22 +212,13 @@ class GraphEngine(ThreadsEngine):
 
     def _collect_gradients(self) -> None:
         """Puts the gradients of this rank into place; on the main rank also gradients and statistics of the others."""
-        for rank in range(1, self.world.size):
-            tensors = self.owned[rank]
-            if not tensors:
-                continue
-            if self.world.rank == rank:
-                with self._with(0):
-                    dist.send(torch.cat([_content(t).reshape(-1) for t in tensors]), 0)
-            elif self.is_main:
-                flat = torch.empty(sum(t.numel() for t in tensors), dtype=self.net.dtype)
-                with self._with(rank):
-                    dist.recv(flat, rank)
-                for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-                    if tensor.requires_grad:
-                        tensor.grad = torch.empty_like(tensor).copy_(part.view(tensor.shape))
-                    else:
-                        tensor.copy_(part.view(tensor.shape))
+        own = () if self.is_main else tuple(_content(t) for t in self.owned[self.world.rank])
+        for rank, tensors in enumerate(self.gathering.gather_on_main(self.world.group, own)):
+            for tensor, part in zip(self.owned[rank] if rank else (), tensors, strict=True):
+                if tensor.requires_grad:
+                    tensor.grad = torch.empty_like(tensor).copy_(part)
+                else:
+                    tensor.copy_(part)
         for kept, parameter in zip(self.gradients[self.name], self.stages[self.name].parameters, strict=True):
             kept.zero_() if parameter.grad is None else kept.copy_(parameter.grad)
 
@@ -261,10 +235,8 @@ class GraphEngine(ThreadsEngine):
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         own = {name: t for name, t in tensors.items() if not name.startswith("progress/")}
-        held: list[Any] = [own]
-        with self._with(0 if not self.is_main else 1):
-            dist.broadcast_object_list(held, 0)
-        return tensors if self.is_main else held[0]
+        there: dict[str, Tensor] = self._run(lambda: broadcast_value(self.world.group, own))
+        return tensors if self.is_main else there
 
 
 def _content(tensor: Tensor) -> Tensor:

@@ -59,16 +59,15 @@ RESERVED_STEPS = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Launch:
-    """One process of a launch. Without an address all ranks are on this host, and meet through a file."""
+    """One process of a launch, and the address and port at which its ranks meet, as torchrun sets them."""
 
     launcher: str  # torchrun, mpirun, srun, or env: RANK, WORLD_SIZE, ... set by hand
     rank: int
     size: int
     local_rank: int
     one_host: bool
-    address: str | None = None
-    port: int | None = None
-    job: str | None = None
+    address: str = "127.0.0.1"
+    port: int = 29500
     restart: int = 0
     agent: bool = False  # torchrun keeps a store at the address
 
@@ -131,7 +130,7 @@ def _read(row: Launcher, given: Mapping[str, str]) -> Launch:
     together = given.get(row.here, "1") == given[row.size]
     one_host = together or address == "localhost" or (address or "").startswith("127.")
     job = ".".join(given[name] for name in row.job if name in given) or None
-    launch = Launch(row.name, rank, size, local_rank, one_host, job=job)
+    launch = Launch(row.name, rank, size, local_rank, one_host)
     if row is TORCHRUN:
         launch = replace(
             launch,
@@ -139,11 +138,12 @@ def _read(row: Launcher, given: Mapping[str, str]) -> Launch:
             restart=_integer(given, "TORCHELASTIC_RESTART_COUNT", 0),
             agent=given.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
         )
+    # A port for each job, below those that Linux gives to outgoing connections: two launches may share a host.
+    of_job = 16384 + zlib.crc32((job or str(os.getppid())).encode()) % 16384
     if one_host:
-        # A default port could be that of another launch on this host: no address unless both are given.
-        return replace(launch, address=address, port=port) if address and port else launch
-    if row.hosts is not None:  # a port for each job, below those that Linux gives to outgoing connections
-        port = port or 16384 + zlib.crc32((job or "").encode()) % 16384
+        return replace(launch, address=address, port=port) if address and port else replace(launch, port=of_job)
+    if row.hosts is not None:
+        port = port or of_job
         address = address or (first_host(given[row.hosts]) if row.hosts in given else None)
     if address is None:
         raise UserError(

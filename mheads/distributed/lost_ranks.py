@@ -26,6 +26,8 @@ TIMEOUT = 60.0  # until the recipe says otherwise
 PATIENCE = 5.0  # seconds that a rank has to end by itself after a failure
 EXIT_CODE = 3  # of a rank that ends because another one did
 SILENT = "has given no sign of life"
+GONE = "has ended, or its connection is lost"
+SUSPECT = "suspect"
 
 
 class RankFailure(UserError):  # noqa: N818, it is the failure of another
@@ -45,6 +47,7 @@ class Watch:
         self.over = threading.Event()  # nothing is a failure any more
         self.ending = False  # this rank says itself why it ends
         self._lock = threading.Lock()
+        self._suspected = 0.0  # since when a rank is known to have gone
         self.tell()
         self._store = store
         self._seen = {other: RankHeartbeat() for other in (range(1) if rank else range(1, size))}
@@ -74,10 +77,11 @@ class Watch:
         if self.failure is not None:
             raise self.failure
 
-    def report_lost(self, rank: int, error: BaseException) -> None:
-        """The connection to a rank broke. It may have left because of another's fault, which it then wrote down."""
-        if not self.over.is_set():
-            self.report(rank, str(error))
+    def suspect(self, error: BaseException) -> None:
+        """A collective failed: some rank has gone, and its beat will tell which. It may have said why."""
+        if not self.over.is_set() and not self._suspected:
+            self._suspected = time.monotonic()
+            ask(self._store, lambda store: store.set(SUSPECT, f"rank {self.rank} lost a connection: {error}"))
 
     def report(self, rank: int, reason: str) -> None:
         """Writes a fault down for all ranks, unless there is one already: all end with the first."""
@@ -120,6 +124,11 @@ class Watch:
     def _pause(self) -> float:
         return min(0.5, self.timeout / 10)
 
+    @property
+    def _grace(self) -> float:
+        """Seconds without a beat after which a rank has gone, if one is known to have gone."""
+        return 4 * self._pause
+
     def _beat(self) -> None:
         """Tells how far this rank is, and looks at those it watches."""
         store, count, present = self._store.clone(), 0, []
@@ -130,6 +139,8 @@ class Watch:
                 if store.check([FAULT]):
                     self.fail(*json.loads(store.get(FAULT)))
                     return
+                if not self._suspected and store.check([SUSPECT]):
+                    self._suspected = time.monotonic()
                 present += [rank for rank in self._seen if rank not in present and store.check([f"beat/{rank}"])]
                 beats = store.multi_get([f"beat/{rank}" for rank in present]) if present else []
             except RuntimeError:
@@ -148,6 +159,9 @@ class Watch:
 
     def _accuse(self, now: float) -> bool:
         for rank, one in self._seen.items():
+            if self._suspected and now - max(one.alive, self._suspected - 1) > self._grace:
+                self.report(rank, f"rank {rank} {GONE}")
+                return True
             if reason := one.judge(now, self.timeout):
                 text = f"rank {rank} {reason} for {self.timeout:g} s (timeout)"
                 quiet = [now - other.alive > self.timeout / 2 for other in self._seen.values()]
@@ -155,6 +169,9 @@ class Watch:
                     text += ", nor has any other: the network of rank 0 may be cut"
                 self.report(rank, text)
                 return True
+        if self._suspected and now - self._suspected > self.timeout:
+            self.report(self.rank, ask(self._store, lambda store: store.get(SUSPECT).decode()) or GONE)
+            return True
         return False
 
     def _guard(self) -> None:
@@ -165,7 +182,9 @@ class Watch:
             if now - before > self.timeout / 2:
                 self._answered = now  # this process was stopped for a while
             before = now
-            if self.failure is None and now - self._answered > self.timeout:
+            if self.failure is None and self._suspected and now - self._answered > self._grace:
+                self.fail(0, f"rank 0 {GONE}")
+            elif self.failure is None and now - self._answered > self.timeout:
                 self.fail(
                     0,
                     f"rank 0 cannot be reached: its store has not answered for {self.timeout:g} s (timeout); "

@@ -1,25 +1,26 @@
-"""Which rank holds which stage.
+"""Which rank holds which stage, and which rank runs which micro-batches of it.
 
-A mesh of replicas x slots: rank = replica * slots + slot. Each replica holds the whole tree, its stages spread over the
-slots, and takes an equal share of the micro-batches. Ranks beyond the mesh have nothing to do.
+A mesh of replicas x slots: rank = replica * slots + slot. Each replica holds the whole tree and takes a share of the
+micro-batches. Its members are spread over the slots; a stage lives on every slot that holds one of its members, and
+these slots divide its micro-batches. Ranks beyond the mesh have nothing to do.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mheads.common.errors import UserError
-from mheads.engine.gradient_sums import divides_evenly
-from mheads.trees.tree_spec import Node, Tree
+from mheads.common.number_ranges import cuts
+from mheads.trees.tree_spec import Tree
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The slot of each stage, and how many slots and replicas there are."""
+    """The slots that hold each stage, parents before children, and how many slots and replicas there are."""
 
-    stages: Mapping[str, int]
+    stages: Mapping[str, tuple[int, ...]]
     slots: int
     replicas: int = 1
 
@@ -28,21 +29,91 @@ class Placement:
         """How many ranks have something to do."""
         return self.slots * self.replicas
 
-    def rank(self, stage: str, replica: int = 0) -> int:
-        return replica * self.slots + self.stages[stage]
-
     def stages_on(self, rank: int) -> list[str]:
         """The stages of a rank, parents before children."""
         if rank >= self.ranks:
             return []
-        return [name for name, slot in self.stages.items() if slot == rank % self.slots]
+        return [name for name, slots in self.stages.items() if rank % self.slots in slots]
 
-    def replica(self, rank: int) -> int:
-        return rank // self.slots
+    def holders(self, stage: str, replica: int) -> list[int]:
+        """The ranks of a replica that hold a stage."""
+        return [replica * self.slots + slot for slot in self.stages[stage]]
 
-    def loss_rank(self, tree: Tree, replica: int = 0) -> int:
-        """Where the outputs are gathered for losses that need all members: beside the first root."""
-        return self.rank(tree.roots[0].name, replica)
+    def all_holders(self, stage: str) -> list[int]:
+        return [rank for replica in range(self.replicas) for rank in self.holders(stage, replica)]
+
+
+class Division:
+    """Who runs which of the n micro-batches of a step, or batches of an evaluation.
+
+    Where batch statistics forbid to cut the batch, a stage is run `whole` on each of its ranks.
+    """
+
+    def __init__(self, placement: Placement, parts: int, whole: bool = False) -> None:
+        self.placement, self.parts, self.whole = placement, parts, whole
+        self.shares = [range(*cut) for cut in cuts(parts, placement.replicas)]  # of each replica
+        self._runs: dict[str, dict[int, range]] = {}
+        for name in placement.stages:
+            self._runs[name] = {}
+            for replica, share in enumerate(self.shares):
+                ranks = placement.holders(name, replica)
+                each = [(0, len(share))] * len(ranks) if whole else cuts(len(share), len(ranks))
+                self._runs[name] |= {rank: share[a:b] for rank, (a, b) in zip(ranks, each, strict=True)}
+        self._terms: dict[tuple[tuple[str, ...], int], dict[int, list[list[str]]]] = {}
+        self._owners = {
+            name: {i: rank for rank, own in reversed(runs.items()) for i in own} for name, runs in self._runs.items()
+        }
+
+    def share(self, rank: int) -> range:
+        """The micro-batches of the replica that a rank belongs to."""
+        return self.shares[rank // self.placement.slots] if rank < self.placement.ranks else range(0)
+
+    def runs(self, stage: str, rank: int) -> range:
+        """The micro-batches of a stage that a rank runs."""
+        return self._runs[stage].get(rank, range(0))
+
+    def owner(self, stage: str, i: int) -> int:
+        """The rank that runs micro-batch i of a stage; the first where several do."""
+        return self._owners[stage][i]
+
+    def terms(self, children: tuple[str, ...], i: int) -> dict[int, list[list[str]]]:
+        """By rank, the gradients that it gives for micro-batch i of the parent of these: the children of each."""
+        if (children, i) not in self._terms:
+            given = terms_given([self.owner(child, i) for child in children])
+            self._terms[children, i] = {
+                r: [[children[k] for k in term] for term in terms] for r, terms in given.items()
+            }
+        return self._terms[children, i]
+
+    def rounds(self, stage: str, rank: int) -> list[dict[int, int]]:
+        """What the ranks that share a stage with this one exchange together: by rank, its j-th micro-batch."""
+        ranks = self.placement.holders(stage, rank // self.placement.slots)
+        most = max(len(self.runs(stage, other)) for other in ranks)
+        return [
+            {other: self.runs(stage, other)[j] for other in ranks if j < len(self.runs(stage, other))}
+            for j in range(most)
+        ]
+
+    def turns(self, rank: int) -> dict[int, int]:
+        """The order in which rounds bring the micro-batches of a rank's replica: the same on all its ranks."""
+        share = self.share(rank)
+        if self.whole or not share:
+            return {i: turn for turn, i in enumerate(share)}
+        widest = max(self.placement.stages, key=lambda name: len(self.placement.stages[name]))
+        order = [i for owned in self.rounds(widest, rank) for i in owned.values()]
+        return {i: turn for turn, i in enumerate(order)}
+
+
+def terms_given(givers: Sequence[int]) -> dict[int, list[list[int]]]:
+    """By rank, the gradients that it gives to the parent of children that run on `givers`: the children of each.
+
+    Gradients are added in member order. If the first children of all are together, they are added where they are.
+    """
+    together = len(list(itertools.takewhile(lambda giver: giver == givers[0], givers)))
+    given: dict[int, list[list[int]]] = {givers[0]: [list(range(together))]}
+    for child in range(together, len(givers)):
+        given.setdefault(givers[child], []).append([child])
+    return given
 
 
 def place_stacks_whole(tree: Tree, stacked: Sequence[Sequence[str]], place: Callable[[Tree], Placement]) -> Placement:
@@ -57,67 +128,39 @@ def place_stacks_whole(tree: Tree, stacked: Sequence[Sequence[str]], place: Call
     return replace(placement, stages={name: placement.stages[others.get(name, name)] for name in tree.nodes})
 
 
-def num_first_together(slots: Sequence[int]) -> int:
-    """How many of the first children of a stage are in one place: their gradients can be added there."""
-    return len(list(itertools.takewhile(lambda slot: slot == slots[0], slots)))
-
-
 def default(tree: Tree, ranks: int, micro_batches: int) -> Placement:
-    """The trunk on the first rank and the branches spread over the others, several per rank if ranks are few.
-
-    With more ranks than stages, as many replicas as fit the ranks and the micro-batches.
-    """
-    slots, replicas = max(meshes(len(tree.nodes), ranks, micro_batches), key=lambda mesh: (mesh[0] * mesh[1], mesh[0]))
-    return Placement(spread_stages(tree, slots), slots, replicas)
-
-
-def meshes(num_stages: int, ranks: int, micro_batches: int) -> list[tuple[int, int]]:
-    """Every (slots, replicas) that gives each rank something to do."""
+    """The members spread evenly over the ranks; with more ranks than members, replicas of that."""
     if ranks < 1:
         raise UserError(f"there must be at least 1 rank, not {ranks}")
+    slots = min(len(tree.leaves), ranks)
+    sizes = [b - a for a, b in cuts(len(tree.leaves), slots)]
+    return spread(tree, sizes, min(ranks // slots, micro_batches))
+
+
+def meshes(tree: Tree, ranks: int, micro_batches: int) -> list[tuple[int, int]]:
+    """Every (slots, replicas) that gives each rank something to do."""
     return [
         (slots, replicas)
         for replicas in range(1, min(ranks, micro_batches) + 1)
-        if divides_evenly(micro_batches, replicas)
-        for slots in range(1, min(num_stages, ranks // replicas) + 1)
+        for slots in range(1, min(len(tree.leaves), ranks // replicas) + 1)
     ]
 
 
-def spread_stages(tree: Tree, slots: int) -> dict[str, int]:
-    """Consecutive stages in one group per slot, of about the same number of layers: all that a tree knows about work.
-
-    Children come before their parent in these groups. So subtrees stay together, and the trunk is beside the last
-    members: gradients are added in member order, and the first members', where they are together, before they are sent.
-    """
-    if slots >= len(tree.nodes):
-        return {name: i for i, name in enumerate(tree.nodes)}
-    queue = list(_children_first(tree))
-    left = sum(len(node.layers) for node in queue)
-    groups: list[list[str]] = []
-    for more in range(slots - 1, -1, -1):  # slots to fill after this one
-        share, size = left / (more + 1), 0
-        group: list[str] = []
-        # A stage goes where its middle falls, but every slot gets one.
-        while len(queue) > more and (not group or not more or size + len(queue[0].layers) / 2 <= share):
-            node = queue.pop(0)
-            size += len(node.layers)
-            group.append(node.name)
-        left -= size
-        groups.append(group)
-    first = next(i for i, group in enumerate(groups) if tree.roots[0].name in group)
-    groups.insert(0, groups.pop(first))
-    slot_of = {name: slot for slot, group in enumerate(groups) for name in group}
-    return {name: slot_of[name] for name in tree.nodes}
+def spread(tree: Tree, sizes: Sequence[int], replicas: int = 1) -> Placement:
+    """Consecutive members on each slot, so many as `sizes` says."""
+    slots = [slot for slot, size in enumerate(sizes) for _ in range(size)]
+    given = {leaf.name: slot for leaf, slot in zip(tree.leaves, slots, strict=True)}
+    return Placement(hold_members(tree, given), len(sizes), replicas)
 
 
-def _children_first(tree: Tree) -> Iterator[Node]:
-    def walk(node: Node) -> Iterator[Node]:
-        for child in node.children:
-            yield from walk(tree.nodes[child])
-        yield node
-
-    for root in tree.roots:
-        yield from walk(root)
+def hold_members(tree: Tree, given: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """The slots of each stage: its own, where it is given one, and those of all stages below it."""
+    held: dict[str, set[int]] = {name: {given[name]} if name in given else set() for name in tree.nodes}
+    for name in reversed(tree.nodes):  # children before parents
+        parent = tree.nodes[name].parent
+        if parent is not None:
+            held[parent] |= held[name]
+    return {name: tuple(sorted(slots)) for name, slots in held.items()}
 
 
 def explicit(tree: Tree, given: Mapping[str, int], ranks: int, micro_batches: int) -> Placement:
@@ -132,7 +175,8 @@ def explicit(tree: Tree, given: Mapping[str, int], ranks: int, micro_batches: in
         elif node.parent is not None:
             stages[name] = stages[node.parent]
         else:
-            raise UserError(f"placement says nothing about {name!r}: give a rank for each of {_some(_roots(tree))}")
+            roots = [root.name for root in tree.roots]
+            raise UserError(f"placement says nothing about {name!r}: give a rank for each of {_some(roots)}")
     bad = [name for name, slot in stages.items() if slot < 0]
     if bad:
         raise UserError(f"placement puts {bad[0]!r} on rank {stages[bad[0]]}: ranks are counted from 0")
@@ -147,12 +191,7 @@ def explicit(tree: Tree, given: Mapping[str, int], ranks: int, micro_batches: in
             f"placement uses rank {slots - 1}, but gives rank {empty[0]} nothing to do: count the ranks from 0 without "
             "gaps"
         )
-    replicas = max(r for r in range(1, ranks // slots + 1) if divides_evenly(micro_batches, r))
-    return Placement(stages, slots, replicas)
-
-
-def _roots(tree: Tree) -> list[str]:
-    return [root.name for root in tree.roots]
+    return Placement(hold_members(tree, stages), slots, min(ranks // slots, micro_batches))
 
 
 def _some(names: list[str]) -> str:

@@ -9,7 +9,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -21,11 +21,10 @@ import torch.distributed as dist
 import mheads
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
+from mheads.distributed.collectives import Group
 from mheads.distributed.launcher import Launch
-from mheads.distributed.lost_ranks import PATIENCE, TIMEOUT, RankFailure, Watch, ask
-from mheads.distributed.message_channels import Courier
+from mheads.distributed.lost_ranks import GONE, PATIENCE, TIMEOUT, RankFailure, Watch, ask
 from mheads.distributed.rendezvous import rendezvous, use_interface
-from mheads.distributed.tensor_messages import GONE
 from mheads.engine.threads import own_cores
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ T = TypeVar("T")
 
 TIMEOUT_TO_START = 30.0  # at least: some launchers are slow
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
+ALL_PAIRS = 64  # ranks up to which each is connected with each at the start
 NETWORK = (
     "check that every host can open any port of every other (a firewall may leave only MASTER_PORT), and set "
     "GLOO_SOCKET_IFNAME to the interface that they have in common"
@@ -50,7 +50,7 @@ class World:
         self.launch = launch
         self.rank, self.size = launch.rank, launch.size
         self.is_main = self.rank == 0
-        self.courier: Courier | None = None
+        self.nccl = torch.cuda.is_available() and dist.is_nccl_available()
         self.cores = 1  # of this machine, those that are this rank's
         self._counts: dict[str, int] = {}
         self.store: Any = rendezvous(launch, to_start)
@@ -58,7 +58,9 @@ class World:
         self._connect(to_start)
 
     def _connect(self, seconds: float) -> None:
-        """Connects each rank with each. What goes wrong is a failure, which `watch.check` raises.
+        """Connects each rank with each, or, where they are many, when they first talk to each other.
+
+        What goes wrong is a failure, which `watch.check` raises.
 
         gloo waits for as long as it is told to wait for everything: a thread lets it, while the beat goes on.
         """
@@ -67,12 +69,15 @@ class World:
         machine, cpus = f"machine/{_machine()}", own_cores()
         store.append(machine, json.dumps(cpus) + "\n")
         errors: list[Exception] = []
+        if self.size > ALL_PAIRS:
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
         def run() -> None:
             try:
-                dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
+                backend = "cpu:gloo,cuda:nccl" if self.nccl else "gloo"
+                dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
                 store.set(f"connected/{self.rank}", "1")
-                greet(self.rank, self.size)
+                dist.barrier()  # a stranger may have been taken for a rank: then this waits
                 store.set(f"greeted/{self.rank}", "1")
             except Exception as error:
                 errors.append(error)
@@ -102,10 +107,13 @@ class World:
         """The ranks that have not yet told of a step."""
         return [rank for rank in range(self.size) if not store.check([f"{step}/{rank}"])]
 
-    def open_courier(self, peers: Iterable[int]) -> Courier:
-        """The traffic with other ranks, from now to the end."""
-        self.courier = Courier(self.rank, peers, self.watch.report_lost)
-        return self.courier
+    @property
+    def group(self) -> Group:
+        return Group(tuple(range(self.size)), dist.group.WORLD)
+
+    def wire_device(self, device: torch.device) -> torch.device:
+        """Where the collectives of this world take tensors from: NCCL from GPUs, gloo from the host."""
+        return device if self.nccl and device.type == "cuda" else torch.device("cpu")
 
     def bandwidth(self) -> float:
         """Measures bytes per second between the first rank and the last, there and back; the other ranks get 0."""
@@ -215,8 +223,6 @@ class World:
 
     def close(self) -> None:
         """When all is done: nobody leaves before all are here, or the store would go with the first."""
-        if self.courier is not None:
-            self.courier.close()
         self._set(f"done/{self.rank}", "1")
         if self.is_main:
             for rank in range(self.size):
@@ -263,25 +269,6 @@ class World:
             return present
 
         return ask(self.store, look, seconds + 1) or False
-
-
-def greet(rank: int, size: int) -> None:
-    """Exchanges a word with every other rank.
-
-    A stranger who came first may have been taken for a rank, and what is sent to that one is lost: then this waits, and
-    whoever connects gives up, while in training all would wait for each other without end.
-    """
-    if os.environ.get("TORCH_GLOO_LAZY_INIT") == "1":
-        return  # only ranks that talk to each other are connected
-    others = [other for other in range(size) if other != rank]
-    heard = {other: torch.full((1,), -1) for other in others}
-    pending = [dist.isend(torch.tensor([rank]), other) for other in others]
-    pending += [dist.irecv(heard[other], other) for other in others]
-    for work in pending:
-        if work is not None:
-            work.wait()
-    if wrong := [other for other in others if heard[other].item() != other]:
-        raise RuntimeError(f"rank {wrong[0]} is not who answers in its place")
 
 
 def share_of_cores(own: list[int], all_here: list[list[int]]) -> int:

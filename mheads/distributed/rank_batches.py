@@ -13,12 +13,11 @@ from safetensors.torch import save as save_tensors
 
 from mheads import problems
 from mheads.common import nested_values
-from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data import Data, Preprocess
 from mheads.data.batches import Batch, BatchStream
 from mheads.data.splits import TargetRows
-from mheads.distributed.placement import Placement
+from mheads.distributed.placement import Division
 from mheads.distributed.process_group import World
 from mheads.trees.tree_spec import Tree
 
@@ -29,55 +28,43 @@ if TYPE_CHECKING:
 SENT = ("targets", "sample_weights", "ties", "side", "counts")
 
 
-class SendingStream(BatchStream):
-    """The main rank reads every batch and sends each rank what it needs of it, as soon as it is read."""
+class SharedStream:
+    """Batches that the main rank reads for all, ahead of time; each rank gets what it needs of them."""
 
-    def __init__(self, engine: RanksEngine, stream: BatchStream, needs: dict[int, range]) -> None:
-        sample_weights = None if stream.sample_weights is None else stream.sample_weights.numpy()
-        super().__init__(
-            stream.data,
-            stream.seed,
-            stream.batch_size,
-            stream.members,
-            sample_weights,
-            alternating=stream.alternating,
-        )
-        self.engine, self.needs = engine, needs
-
-    def read(self, step: int) -> Batch:
-        batch = super().read(step)
-        for rank, rows in self.needs.items():
-            inputs = (
-                nested_values.map_leaves(lambda t, rows=rows: t[rows.start : rows.stop], batch.inputs) if rows else None
-            )
-            parts = {"inputs": inputs, **{name: getattr(batch, name) for name in SENT}}
-            there = {name: part for name, part in parts.items() if part is not None}
-            self.engine.courier.send(rank, [f"batch {step}", rows.start], there)
-        return batch
-
-
-class ReceivedStream:
-    """Batches that the main rank has read."""
-
-    def __init__(self, engine: RanksEngine, preprocess: Callable[[Value, torch.dtype], Value]) -> None:
-        self.engine, self.preprocess = engine, preprocess
+    def __init__(
+        self, engine: RanksEngine, stream: BatchStream | None, preprocess: Preprocess, needs: Callable[[int], range]
+    ) -> None:
+        self.engine, self.stream, self.preprocess, self.needs = engine, stream, preprocess, needs
 
     def batch(self, step: int) -> Batch:
-        (((first,), value),) = self.engine.hear(f"batch {step}", 1)
-        return Batch(**{"inputs": None, **value}, preprocess=self.preprocess, first_input=first)
+        part = self.engine.scatter_objects(lambda: self._parts(step))
+        return Batch(**part, preprocess=self.preprocess)
+
+    def _parts(self, step: int) -> list[dict[str, Any]]:
+        assert self.stream is not None
+        batch = self.stream.batch(step)
+        rest = {name: getattr(batch, name) for name in SENT}
+        parts = []
+        for rank in range(self.engine.world.size):
+            rows = self.needs(rank)
+            inputs = None
+            if rows:  # a copy: a view would be sent with all that it is a view of
+                inputs = nested_values.map_leaves(lambda t, rows=rows: t[rows.start : rows.stop].clone(), batch.inputs)
+            parts.append({"inputs": inputs, "first_input": rows.start, **rest})
+        return parts
 
     def close(self) -> None:
-        pass
+        if self.stream is not None:
+            self.stream.close()
 
 
-def inputs_needed(tree: Tree, placement: Placement, rank: int, batch_size: int, parts: int) -> range:
-    """The examples of a batch whose inputs a rank needs: those of its micro-batches, if it has a root."""
-    roots = {root.name for root in tree.roots}
-    if not roots & set(placement.stages_on(rank)):
+def inputs_needed(tree: Tree, division: Division, rank: int, batch_size: int) -> range:
+    """The examples of a batch whose inputs a rank needs: those of the micro-batches that it begins."""
+    own = [division.runs(root.name, rank) for root in tree.roots]
+    if not any(own):
         return range(0)
-    size = parts // placement.replicas
-    slices = cuts(batch_size, parts)[placement.replica(rank) * size :][:size]
-    return range(slices[0][0], slices[-1][1])
+    slices = cuts(batch_size, division.parts)
+    return range(slices[min(run[0] for run in own if run)][0], slices[max(run[-1] for run in own if run)][1])
 
 
 def facts_of(data: Data) -> dict[str, Any]:

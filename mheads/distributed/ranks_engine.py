@@ -1,30 +1,34 @@
-"""The engine of several processes: the tasks of the threads engine, each where its stage is.
+"""The engine of several processes: the tasks of the threads engine, each on a rank that holds its stage.
 
-Every rank holds some stages, runs their tasks on its own worker threads, and sends what a stage elsewhere needs as soon
-as it is there, while it goes on computing. Sums have the same order as in one process, so the bits are the same.
+Ranks form a DeviceMesh of replicas x members. A stage lives on every rank that holds one of its members, and these
+divide its micro-batches. What goes from rank to rank goes by torch's collectives, in an order that is the same on all
+ranks, while the workers compute. Sums have the same order as in one process, so the bits are the same.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
-from mheads.distributed.placement import Placement
+from mheads.data.views import average_views
+from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
+from mheads.distributed.placement import Division, Placement
 from mheads.distributed.process_group import World
-from mheads.distributed.rank_training_step import RankPass, RankStep, move_to_device
+from mheads.distributed.rank_training_step import RankStep
+from mheads.distributed.shared_outputs import EvaluationWindow
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.gradient_sums import divides_evenly
 from mheads.engine.threads import ThreadsEngine
-from mheads.engine.training_step import StepReport
+from mheads.engine.training_step import StepReport, TrainingStep, join_members
 from mheads.losses import Loss
-from mheads.trees.tree_spec import Tree
 from mheads.trees.treenet import TreeNet
 
 T = TypeVar("T")
@@ -40,192 +44,240 @@ class RanksEngine(ThreadsEngine):
         world: World,
         placement: Placement,
         lead_reads: bool = False,
+        sums: str = "ordered",
     ) -> None:
         super().__init__(net, options)
-        self.world, self.placement, self.lead_reads = world, placement, lead_reads
+        self.world, self.placement, self.lead_reads, self.sums = world, placement, lead_reads, sums
         self.is_main = world.is_main
-        self.replica = placement.replica(world.rank)
-        self.working = world.rank < placement.ranks
-        self.courier = world.open_courier(peers(net.tree, placement, world.rank, world.size))
-        self._calls: dict[str, int] = defaultdict(int)
+        self.wire = world.wire_device(options.device)
+        self.collectives, self.gathering = OrderedCollectives(self._report_lost), Gathering(self.wire)
+        self.depth: dict[str, int] = {}
+        for name, node in net.tree.nodes.items():
+            self.depth[name] = 0 if node.parent is None else self.depth[node.parent] + 1
+        self._divisions: dict[int, Division] = {}
+        self._groups = make_groups(placement, world, self.wire)
         world.watch.tell(
             fail=self.workers.fail,
-            progress=lambda: self.workers.finished + self.courier.received,
+            progress=lambda: self.workers.finished + self.collectives.finished,
             busy=lambda: self.workers.busy,
         )
 
     def close(self) -> None:
         self.world.watch.tell()
+        self.collectives.close()
         super().close()
+
+    # Groups of ranks.
+
+    @property
+    def replica(self) -> int:
+        return self.world.rank // self.placement.slots
+
+    def is_shared(self, stage: str) -> bool:
+        return len(self.placement.stages[stage]) > 1
+
+    def replica_group(self, stage: str) -> Group:
+        """The ranks of this replica that hold a stage."""
+        return self._groups[tuple(self.placement.holders(stage, self.replica))]
+
+    def sum_group(self, stage: str) -> Group:
+        """All ranks that hold a stage."""
+        return self._groups[tuple(self.placement.all_holders(stage))]
+
+    @property
+    def loss_group(self) -> Group:
+        """The ranks of this replica."""
+        first = self.replica * self.placement.slots
+        return self._groups[tuple(range(first, first + self.placement.slots))]
+
+    def to_device(self, value: Value) -> Value:
+        """Moves a received value to the device of this rank."""
+        if self.wire == self.options.device:
+            return value
+        return nested_values.map_leaves(lambda t: t.to(self.options.device), value)
+
+    def _report_lost(self, error: BaseException) -> None:
+        if isinstance(error, RuntimeError):
+            self.world.watch.suspect(error)
+        else:
+            self.workers.fail(error)
+
+    def together(self, run: Callable[[], T]) -> T:
+        """Runs a collective of all ranks, and waits for it; the loss of a rank ends the wait."""
+        results: list[T] = []
+
+        def collect() -> None:
+            results.append(run())
+            self.workers.release()
+
+        self.workers.hold()
+        self.collectives.submit(collect)
+        self.workers.wait()
+        return results[0]
 
     # Training.
 
+    def divide(self, parts: int) -> Division:
+        """Who runs which of so many micro-batches; found once."""
+        if parts not in self._divisions:
+            self._divisions[parts] = Division(self.placement, parts, whole=self.stages.statistics)
+        return self._divisions[parts]
+
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        parts = self.parts(len(batch))
-        task = RankStep(self, step, batch, loss, parts, self.share(parts))
-        task.start()
-        self.workers.wait()
-        self.courier.forget(task.channel)
-        return self._report(task, step)
-
-    def share(self, parts: int) -> range:
-        """The micro-batches of this replica."""
-        replicas = self.placement.replicas
-        if not divides_evenly(parts, replicas):
-            raise UserError(
-                f"{replicas} replicas cannot share {parts} micro-batches in equal shares of 1, 2, 4, ...: give "
-                f"engine.micro_batches={replicas} or {2 * replicas}, or another number of ranks"
-            )
-        size = parts // replicas
-        return range(self.replica * size, (self.replica + 1) * size) if self.working else range(0)
-
-    def _report(self, task: RankStep, step: int) -> StepReport:
-        """The main rank hears of every rank and decides for all: the loss, and whether to stop.
-
-        Reports go up a binary tree of the ranks and the decision down, so that a thousand ranks do not queue at one.
-        """
-        stop = self.asked_to_stop
-        task.bring_to_host()
-        above, below = relatives(self.world.rank, self.world.size)
-        places = sorted(task.totals)
-        totals: list[list[Any]] = [[*place, task.totals[place]] for place in places]
-        blocks = [torch.stack([t[task.block(*place)] for t in (task.losses, task.assignment)]) for place in places]
-        for (their_stop, their_totals), their_blocks in self.hear(f"report {step}", len(below)):
-            stop = stop or their_stop
-            totals += their_totals
-            blocks += their_blocks
-        if above is None:
-            for (member, i, total), block in zip(totals, blocks, strict=True):
-                task.totals[member, i] = total
-                task.losses[task.block(member, i)], task.assignment[task.block(member, i)] = block
-            report = task.report(stop)
-        else:
-            self.courier.send(above, [f"report {step}", stop, totals], blocks)
-            (((loss, stop), _),) = self.hear(f"decision {step}", 1)
-            report = StepReport(loss, task.losses[:0], task.assignment[:0], stop)
-        for rank in below:
-            self.courier.send(rank, [f"decision {step}", report.loss, report.stop])
-        return report
-
-    def hear(self, channel: str, count: int) -> list[tuple[list[Any], Value]]:
-        """Waits for the next `count` frames of a channel."""
-        heard: list[tuple[list[Any], Value]] = []
-
-        def handle(key: list[Any], value: Value) -> None:
-            heard.append((key, value))
-            self.workers.release()
-
-        self.workers.hold(count)
-        self.courier.listen(channel, handle)
-        self.workers.wait()
-        self.courier.forget(channel)
-        return heard
-
-    def _call(self, what: str) -> str:
-        """Names a new channel for each use; all ranks use the same names in the same order."""
-        self._calls[what] += 1
-        return f"{what} {self._calls[what]}"
-
-    # Evaluation: the main rank says when a batch begins, so that no rank is drowned, and gets the outputs.
-
-    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Tensor, Value]]:
-        self.net.eval()
-        channel = self._call("evaluation")
-        passes = [RankPass(self, channel, read, i) for i, read in enumerate(readers)]
-
-        def handle(key: list[Any], value: Value) -> None:
-            if key[0] == "end":
-                self.workers.release()
-            else:
-                passes[key[1]].receive(key[0], key[2:], value)
-
-        self.workers.hold()
-        self.courier.listen(channel, handle)
-        if not self.is_main:
+        division = self.divide(self.parts(len(batch)))
+        task: TrainingStep | None = None
+        if self.world.rank < self.placement.ranks:
+            task = RankStep(self, step, batch, loss, division)
+            task.start()
             self.workers.wait()
-            self.courier.forget(channel)
-            return
-        ahead = 2 * self.workers.count * self.placement.ranks
-        for one in passes[:ahead]:
-            one.begin()
-        for i, one in enumerate(passes):
-            self.workers.wait(one.done)
-            if i + ahead < len(passes):
-                passes[i + ahead].begin()
-            read = readers[i]
-            targets = read.targets if isinstance(read, Reader) else read().targets
-            yield one.outputs, move_to_device(targets, self.options.device)
-            one.outputs = None
-        for rank in range(1, self.world.size):
-            self.courier.send(rank, [channel, "end"])
-        self.workers.release()
-        self.workers.wait()
-        self.courier.forget(channel)
+        else:  # nothing is run here, but all ranks hear of the step
+            task = TrainingStep(
+                self.stages, loss, batch, division.parts, step, self.workers.spawn, {}, self.options, range(0)
+            )
+        task.bring_to_host()
+        return self._report(task)
+
+    def _report(self, task: TrainingStep) -> StepReport:
+        """Every rank hears of all losses and signals, and so all take the same decisions."""
+        own = (torch.tensor(self.asked_to_stop), *self._losses(task))
+        stop = 0
+        for asked, places, totals, members, rows, *blocks in self.together(
+            lambda: self.gathering.gather("report", self.world.group, own)
+        ):
+            stop = stop or int(asked)
+            task.totals |= zip(map(tuple, places.tolist()), totals.tolist(), strict=True)
+            for whole, block in zip((task.losses, task.assignment), blocks, strict=True):
+                whole[members[:, None], rows] = block
+        return task.report(stop)
+
+    def _losses(self, task: TrainingStep) -> tuple[Tensor, ...]:
+        """What this rank tells of the losses: places (member, micro-batch) and totals; members, rows, and for these the
+        losses and the assignment. Of losses that need all members, the first rank of a replica tells."""
+        slot, share = self.world.rank % self.placement.slots, task.mine
+        own = [m for m, leaf in enumerate(task.tree.leaves) if self.placement.stages[leaf.name][0] == slot]
+        members = own if task.loss.separable else list(range(task.tree.num_members)) if slot == 0 else []
+        rows = range(task.slices[share[0]].start, task.slices[share[-1]].stop) if share and members else range(0)
+        places = [place for place in sorted(task.totals) if members and place[0] in members]
+        totals = torch.tensor([float(task.totals[place]) for place in places], dtype=torch.float64)
+        told = [t[members, rows.start : rows.stop] for t in (task.losses, task.assignment)]
+        place = torch.tensor(places, dtype=torch.int64).view(-1, 2)
+        return place, totals, torch.tensor(members, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64), *told
+
+    # Evaluation.
+
+    def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
+        self.net.eval()
+        size = 2 * self.workers.count * self.placement.ranks  # enough to keep all busy, few enough to fit in memory
+        for first in range(0, len(readers), size):
+            some = readers[first : first + size]
+            window = EvaluationWindow(self, self._hand_out(some) if self.lead_reads else some)
+            window.start()
+            self.workers.wait()
+            parts = self.together(lambda: self.gathering.gather_on_main(self.world.group, window.outputs))  # noqa: B023
+            for i, read in enumerate(some if self.is_main else ()):
+                outputs: dict[str, Value] = {}
+                for part in parts:
+                    outputs |= part.get(i, {})
+                members = sorted(
+                    ((self.stages.nodes[name], y) for name, y in outputs.items()), key=lambda p: p[0].members
+                )
+                joined = self.to_device(join_members(members))
+                targets = read.targets if isinstance(read, Reader) else read().targets
+                yield (
+                    nested_values.map_leaves(self._average_views, joined),
+                    nested_values.map_leaves(lambda t: t.to(self.options.device), targets),
+                )
+
+    def _average_views(self, outputs: Tensor) -> Tensor:
+        return average_views(outputs.to(self.net.dtype), self.options.views, dim=1)
+
+    def _hand_out(self, readers: Sequence[Callable[[], Batch]]) -> list[Callable[[], Batch]]:
+        """The batches that the main rank reads, on all ranks: inputs where a rank begins with them."""
+        division = Division(self.placement, len(readers))
+        roots = [root.name for root in self.net.tree.roots]
+
+        def parts() -> list[list[Any]]:
+            batches = [read() for read in readers]
+            return [
+                [
+                    (
+                        batch.inputs if any(i in division.runs(root, rank) for root in roots) else None,
+                        batch.side,
+                        batch.counts,
+                    )
+                    for i, batch in enumerate(batches)
+                ]
+                for rank in range(self.world.size)
+            ]
+
+        def batch(part: Any, read: Any) -> Callable[[], Batch]:
+            inputs, side, counts = part
+            return lambda: Batch(inputs, torch.empty(0), read.preprocess, side=side, counts=counts)
+
+        own: list[Any] = self.scatter_objects(parts)
+        return [batch(part, read) for part, read in zip(own, readers, strict=True)]
 
     # Agreement, and bringing tensors together.
 
+    def scatter_objects(self, parts: Callable[[], list[T]]) -> T:
+        """What the main rank has for each rank; `parts` is called there alone."""
+        given = parts() if self.is_main else None
+        taken: list[Any] = [None]
+        self.together(lambda: dist.scatter_object_list(taken, given, src=0))
+        own: T = taken[0]
+        return own
+
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        self.workers.waiting = True  # reading a large checkpoint is no hanging, nor is waiting for it
-        try:
-            return self.world.decide(decide)
-        finally:
-            self.workers.waiting = False
+        decision: list[Any] = [None, None]
+        kept = None
+        if self.is_main:
+            self.workers.waiting = True  # reading a large checkpoint is no hanging, nor is waiting for it
+            try:
+                decision[0], kept = decide()
+            except UserError as error:
+                decision[1] = str(error)
+            finally:
+                self.workers.waiting = False
+        self.together(lambda: dist.broadcast_object_list(decision, src=0))
+        if decision[1] is not None:
+            raise UserError(decision[1])
+        return decision[0], kept
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        channel = self._call("gather")
-        first = range(1, self.placement.slots)  # the ranks of the first replica, beside the main rank
-        if self.world.rank in first:
-            # A copy: the next step changes the weights, perhaps before they are gone.
-            self.courier.send(0, [channel], {name: t.detach().clone() for name, t in tensors.items()})
-        if not self.is_main:
-            return {}
-        gathered = dict(tensors)
-        for _, part in self.hear(channel, len(first)):
+        gathered: dict[str, Tensor] = {}
+        for part in self.together(lambda: self.gathering.gather_on_main(self.world.group, tensors)):
             gathered |= part
-        return gathered
+        return gathered | tensors if self.is_main else {}
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        channel = self._call("scatter")
-        if not self.is_main:
-            own: dict[str, Tensor]
-            ((_, own),) = self.hear(channel, 1)
-            return own
+        def of(rank: int) -> dict[str, Tensor]:
+            prefixes = tuple(
+                f"{kind}/stages.{s}." for kind in ("model", "optim") for s in self.placement.stages_on(rank)
+            )
+            return {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(prefixes)}
 
-        def of(stages: Sequence[str]) -> dict[str, Tensor]:
-            prefixes = tuple(f"{kind}/stages.{name}." for kind in ("model", "optim") for name in stages)
-            return {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
-
-        for rank in range(1, self.world.size):
-            self.courier.send(rank, [channel], of(self.placement.stages_on(rank)))
+        own = self.scatter_objects(lambda: [{}, *(of(rank) for rank in range(1, self.world.size))])
         rest = {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
-        return of(self.placement.stages_on(0)) | rest
+        return of(0) | rest if self.is_main else own
 
 
-def relatives(rank: int, size: int) -> tuple[int | None, list[int]]:
-    """The rank above and those below in the binary tree of all ranks."""
-    below = [child for child in (2 * rank + 1, 2 * rank + 2) if child < size]
-    return (rank - 1) // 2 if rank else None, below
-
-
-def peers(tree: Tree, placement: Placement, rank: int, size: int) -> set[int]:
-    """The ranks that a rank may hear from: the main rank, relatives, neighbours in the tree, the loss, its replicas."""
-    if rank == 0:
-        return set(range(1, size))
-    above, below = relatives(rank, size)
-    ranks = {0, above or 0, *below}
-    if rank >= placement.ranks:
-        return ranks
-    replica = placement.replica(rank)
-    own = set(placement.stages_on(rank))
-    loss = placement.loss_rank(tree, replica)
-    for name, node in tree.nodes.items():
-        links = [*node.children, *([node.parent] if node.parent else [])]
-        if name in own:
-            ranks |= {placement.rank(link, replica) for link in links}
-            ranks |= {placement.rank(name, r) for r in range(placement.replicas)}
-            if not node.children:
-                ranks.add(loss)
-        elif not node.children and rank == loss:
-            ranks.add(placement.rank(name, replica))
-    return ranks - {rank}
+def make_groups(placement: Placement, world: World, wire: torch.device) -> dict[tuple[int, ...], Group]:
+    """The groups of ranks that share a stage, in a replica and in all; those of the mesh are its dimensions."""
+    shape = (placement.replicas, placement.slots)
+    mesh = DeviceMesh(wire.type, torch.arange(placement.ranks).view(shape), mesh_dim_names=("replica", "member"))
+    handles: dict[tuple[int, ...], Any] = {world.group.ranks: world.group.handle}
+    wanted = [tuple(placement.holders(name, r)) for name in placement.stages for r in range(placement.replicas)]
+    wanted += [tuple(placement.all_holders(name)) for name in placement.stages]
+    wanted += [tuple(mesh.mesh[r].tolist()) for r in range(placement.replicas)]
+    if world.rank < placement.ranks:
+        replica, member = divmod(world.rank, placement.slots)
+        handles |= {tuple(mesh.mesh[:, member].tolist()): mesh.get_group("replica")}
+        handles |= {tuple(mesh.mesh[replica].tolist()): mesh.get_group("member")}
+    lines = {tuple(line) for line in (*mesh.mesh.tolist(), *mesh.mesh.T.tolist())}
+    for ranks in dict.fromkeys(wanted):
+        if ranks not in handles and len(ranks) > 1 and ranks not in lines:
+            handles[ranks] = dist.new_group(list(ranks))  # by all ranks, whether they are in it or not
+        elif world.rank in ranks:
+            handles.setdefault(ranks, None)
+    return {ranks: Group(ranks, handle) for ranks, handle in handles.items() if world.rank in ranks}

@@ -51,9 +51,3 @@ def _add(left: Gradients, right: Gradients) -> Gradients:
         right[i] = None
         del a, b
     return left
-
-
-def divides_evenly(n: int, parts: int) -> bool:
-    """Whether n entries fall into equal shares that are whole subtrees of the sum, so that each can be added apart."""
-    size, rest = divmod(n, parts)
-    return parts == 1 or (rest == 0 and size > 0 and size & (size - 1) == 0)

@@ -16,7 +16,7 @@ from mheads.data.batches import Batches
 from mheads.distributed.graph_engine import GraphEngine, RankGraph
 from mheads.distributed.placement import Placement
 from mheads.distributed.process_group import World
-from mheads.distributed.rank_batches import ReceivedStream, SendingStream, absent_data, facts_of, inputs_needed
+from mheads.distributed.rank_batches import SharedStream, absent_data, facts_of, inputs_needed
 from mheads.distributed.ranks_engine import RanksEngine
 from mheads.distributed.step_time.workload import BANDWIDTH, Cluster
 from mheads.engine.interface import Engine
@@ -47,23 +47,21 @@ class RanksExperiment(Experiment):
         device = resolve(self.config.device, self.world.launch.local_rank)
         options = make_engine_options(self.config, self.net, device, self.world.cores, self.loss)
         lead_reads = self.config.data.reader == "lead"
-        return RanksEngine(self.net, options, self.world, self.placement, lead_reads)
+        sums = self.config.distributed.sums
+        return RanksEngine(self.net, options, self.world, self.placement, lead_reads, sums)
 
     def batches(self, engine: Engine) -> Batches:
         assert isinstance(engine, RanksEngine)
         optim = self.config.optim
         rows = optim.batch_size * optim.accumulate
-        parts = engine.parts(rows)
-        engine.share(parts)  # raises if the parts do not divide
+        division = engine.divide(engine.parts(rows))
 
         def needs(rank: int) -> range:
-            return inputs_needed(self.net.tree, self.placement, rank, rows, parts)
+            return inputs_needed(self.net.tree, division, rank, rows)
 
         if not engine.lead_reads:
             return self.stream(needs(self.world.rank))
-        if not engine.is_main:
-            return ReceivedStream(engine, self.data.preprocess)
-        return SendingStream(engine, self.stream(), {rank: needs(rank) for rank in range(1, self.world.size)})
+        return SharedStream(engine, self.stream() if engine.is_main else None, self.data.preprocess, needs)
 
 
 @dataclass(frozen=True)
@@ -158,4 +156,5 @@ def agree_on_placement(config: Config, world: World) -> Placement:
         placement = place(config.placement, make_workload(config), cluster)
         return {"stages": dict(placement.stages), "slots": placement.slots, "replicas": placement.replicas}
 
-    return Placement(**world.share("placement", decide))
+    decision = world.share("placement", decide)
+    return Placement(**decision | {"stages": {name: tuple(slots) for name, slots in decision["stages"].items()}})

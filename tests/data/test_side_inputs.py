@@ -225,7 +225,7 @@ def test_a_layer_may_ask_for_several_side_inputs():
 SCENES = [
     "digits", "model=user_networks:detector", "data={name: scenes}", "members=3", "split=conv", "loss=mcl",
     "pretrain=2", "sampling=bagging", "optim={iterations: 8, batch_size: 6, accumulate: 2, lr: 0.1}",
-    "engine.micro_batches=2", "log={every: 1, evaluate_every: 4, checkpoint_every: 4}",
+    "engine={micro_batches: 2, stack: never}", "log={every: 1, evaluate_every: 4, checkpoint_every: 4}",
 ]  # fmt: skip
 
 

@@ -60,6 +60,7 @@ def test_a_rank_that_gives_no_sign_of_life_is_named_after_the_timeout(frozen, tm
 
 def test_a_rank_that_hangs_is_named_and_those_that_wait_for_it_are_not(tmp_path):
     args = ["train", "digits", "model=user_networks:hangs", "members=3", "split=hidden", "data.limit=60", "timeout=2"]
+    args += ["engine.stack=never"]
     done = ranks(3, *args, "--run", tmp_path / "run", before=dict.fromkeys(range(3), hang_on_1))
     for one in done:
         assert "rank 1 has work and made no progress for 2 s (timeout)" in one.err
@@ -76,7 +77,13 @@ def hang_on_1():
 def test_slow_but_honest_steps_live(tmp_path):
     """A step takes several times the timeout; each of its tasks much less."""
     args = ["train", "digits", "model=user_networks:slow", "members=4", "split=hidden", "data.limit=40", "timeout=1"]
-    args += ["optim.batch_size=40", "engine.micro_batches=16", "engine.workers=1", "optim.iterations=1"]
+    args += [
+        "optim.batch_size=40",
+        "engine.micro_batches=16",
+        "engine.workers=1",
+        "optim.iterations=1",
+        "engine.stack=never",
+    ]
     began = time.monotonic()
     done = ranks(2, *args, "--run", tmp_path / "run")
     assert [one.code for one in done] == [0, 0], done[0].err + done[1].err

@@ -1,7 +1,9 @@
 """Launchers as their variables look."""
 
+import os
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -29,8 +31,11 @@ SRUN = {**SBATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP
 SRUN_HERE = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_STEP_NODELIST": "n09"}
 
 BY_TORCHRUN = Launch("torchrun", 1, 4, 1, False, "n1", 29511, restart=3)
-BY_MPIRUN = Launch("mpirun", 2, 3, 2, True, job="1208614913")
-BY_SRUN = Launch("srun", 3, 5, 1, True, job="77.0")
+# Ranks of one host meet at a port of their job: 16384 + CRC-32 mod 16384.
+BY_MPIRUN = Launch("mpirun", 2, 3, 2, True, port=16384 + zlib.crc32(b"1208614913") % 16384)
+BY_SRUN = Launch("srun", 3, 5, 1, True, port=16384 + zlib.crc32(b"77.0") % 16384)
+BY_SRUN_AGAIN = Launch("srun", 3, 5, 1, True, port=16384 + zlib.crc32(b"77.0.2") % 16384)
+BY_MPICH = Launch("mpirun", 1, 2, 1, True, port=16384 + zlib.crc32(str(os.getppid()).encode()) % 16384)
 AT_N1 = {"address": "n1", "port": 29511}
 FOUND = {
     "nothing": ({}, None),
@@ -61,10 +66,10 @@ FOUND = {
         replace(BY_MPIRUN, local_rank=0, one_host=False, address="n1", port=29500),
     ),
     "Open MPI with half of torchrun's, which agrees": ({**OPEN_MPI, "WORLD_SIZE": "3"}, BY_MPIRUN),
-    "MPICH, Intel MPI": (MPICH, Launch("mpirun", 1, 2, 1, True)),
-    "MPICH, its helpers started by srun": ({**SRUN, **MPICH}, Launch("mpirun", 1, 2, 1, True)),
+    "MPICH, Intel MPI": (MPICH, BY_MPICH),
+    "MPICH, its helpers started by srun": ({**SRUN, **MPICH}, BY_MPICH),
     "srun on one host": (SRUN_HERE, BY_SRUN),
-    "srun, a job that was put back": ({**SRUN_HERE, "SLURM_RESTART_COUNT": "2"}, replace(BY_SRUN, job="77.0.2")),
+    "srun, a job that was put back": ({**SRUN_HERE, "SLURM_RESTART_COUNT": "2"}, BY_SRUN_AGAIN),
     "srun with fewer tasks than the job": (
         {**SRUN_HERE, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}, replace(BY_SRUN, size=4),
     ),

@@ -78,7 +78,7 @@ def test_all_ranks_end_with_the_first_fault_that_was_written_down(watches):
 
 def test_when_all_is_done_the_end_of_a_rank_is_no_failure(watches):
     watches[0].end()
-    watches[0].report_lost(1, RuntimeError("its connection is lost"))
+    watches[0].suspect(RuntimeError("its connection is lost"))
     watches[0].fail(1, "its connection is lost")
     watches[0].check()
     assert watches[0].failure is None
@@ -141,12 +141,12 @@ def dead_when_all_is_done():
 
 
 def broken_while_its_engine_starts():
-    from mheads.distributed.process_group import World
+    from mheads.distributed import ranks_engine
 
     def fail(*args):
-        raise ValueError("no courier today")
+        raise ValueError("no mesh today")
 
-    World.open_courier = fail
+    ranks_engine.make_groups = fail
 
 
 def interrupted_while_it_starts():
@@ -203,10 +203,10 @@ ENDS = {
         ["timeout=1.5", "placement=auto"], {1: dead_while_bandwidth_is_measured}, [3, -9], [GONE.format(1), ""],
     ),
     "rank 0 breaks while its engine starts": (
-        [], {0: broken_while_its_engine_starts}, [1, 3], ["ValueError: no courier", "rank 0 gave up: no courier today"],
+        [], {0: broken_while_its_engine_starts}, [1, 3], ["ValueError: no mesh", "rank 0 gave up: no mesh today"],
     ),
     "rank 1 breaks while its engine starts": (
-        [], {1: broken_while_its_engine_starts}, [3, 1], ["rank 1 gave up: no courier today", "ValueError: no courier"],
+        [], {1: broken_while_its_engine_starts}, [3, 1], ["rank 1 gave up: no mesh today", "ValueError: no mesh"],
     ),
     "an interrupt": ([], {1: interrupted_while_it_starts}, [3, 130], ["rank 1 gave up: KeyboardInterrupt", ""]),
     "a loss that is not finite": (["optim.lr=1e30"], {}, [2, 2, 2], ["the loss became (nan|inf)", "", ""]),

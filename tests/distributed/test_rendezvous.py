@@ -2,20 +2,15 @@
 
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 import time
-from contextlib import ExitStack
 
 import pytest
 from helpers.gloo_worlds import by_hand, by_mpirun, free_port, run_each
 
 from mheads.common.errors import UserError
-from mheads.distributed import launcher as launching
 from mheads.distributed import rendezvous as meeting
 from mheads.distributed.launcher import Launch, detect
-from mheads.distributed.rendezvous import meeting_file, rendezvous, use_interface
+from mheads.distributed.rendezvous import rendezvous, use_interface
 
 
 def meet(_, timeout):
@@ -35,58 +30,26 @@ def meet(_, timeout):
     return int(total), interface
 
 
-@pytest.fixture
-def the_file(tmp_path, monkeypatch):
-    """The file through which the ranks of `by_mpirun(size, tmp_path)` meet."""
-    with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(tmp_path))
-        return meeting_file(Launch("mpirun", 0, 3, 0, True, job="test"))
+def test_ranks_on_one_host_meet_at_a_port_of_their_job():
+    assert run_each(meet, by_mpirun(3), 20.0) == [(3, "lo")] * 3
 
 
-def test_ranks_on_one_host_meet_in_spite_of_a_file_of_a_former_job(tmp_path, the_file):
-    with socket.create_server(("127.0.0.1", 0)) as stranger:  # the former job's port is another program's by now
-        the_file.write_text(f"{stranger.getsockname()[1]}\n")
-        assert run_each(meet, by_mpirun(3, tmp_path), 20.0) == [(3, "lo")] * 3
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_file_is_for_its_user_alone_and_counts_only_while_rank_0_lives(tmp_path, the_file, monkeypatch):
-    one = Launch("mpirun", 1, 3, 1, True, job="test")
-
-    def read(seconds):
-        return meeting._read_port(the_file, one, meeting._Deadline(seconds))
-
-    with ExitStack() as afterwards:
-        meeting._write_port(the_file, 1234, afterwards)
-        assert the_file.stat().st_mode & 0o777 == 0o600
-        assert read(5.0) == 1234
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "getuid", lambda: the_file.stat().st_uid + 1)
-            with pytest.raises(UserError):
-                read(0.05)
-    assert list(tmp_path.iterdir()) == []
-    the_file.write_text("1234\n")
-    with pytest.raises(UserError, match=rf"rank 1 of 3 waited 0.05 s for rank 0 to write {the_file}"):
-        read(0.05)
-
-
-def test_missing_ranks_are_named(tmp_path):
-    environs = by_mpirun(4, tmp_path)
+def test_missing_ranks_are_named():
+    environs = by_mpirun(4)
     first, second = run_each(meet, [environs[0], environs[2]], 0.8)
     assert "rank 0 waited 0.8 s, but of 4 ranks these did not come: 1, 3" in first
     assert "rank 2" in second
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_is_started_twice_is_refused(tmp_path):
-    zero, one, _ = by_mpirun(3, tmp_path)
+def test_a_rank_that_is_started_twice_is_refused():
+    zero, one, _ = by_mpirun(3)
     messages = run_each(meet, [zero, one, one], 0.8)
     assert sum("two processes are rank 1 of 3" in message for message in messages) == 1
 
 
-def test_ranks_meet_at_an_address(tmp_path):
+def test_ranks_meet_at_an_address():
     master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    assert run_each(meet, by_mpirun(2, tmp_path, **master), 20.0) == [(1, "lo")] * 2
+    assert run_each(meet, by_mpirun(2, **master), 20.0) == [(1, "lo")] * 2
     assert run_each(meet, by_hand(2), 20.0) == [(1, "lo")] * 2
 
 
@@ -132,29 +95,10 @@ def test_a_port_in_use_is_named():
             rendezvous(Launch("mpirun", 0, 2, 0, True, "127.0.0.1", port), 5.0)
 
 
-@pytest.mark.parametrize(
-    ("address", "one_host", "expected"),
-    [
-        ("127.0.0.1", True, "127.0.0.1"),
-        ("localhost", True, "127.0.0.1"),
-        ("a name of this host", True, "127.0.1.1"),
-        ("a name of this host", False, None),  # where others look it up, it is another address
-        ("no such name", False, None),
-        ("192.0.2.1", False, None),  # of a router before this host
-    ],
-)
-def test_the_store_listens_where_the_others_look_for_it_and_nowhere_else(address, one_host, expected, monkeypatch):
-    look_up = socket.getaddrinfo
-
-    def names(host, *args, **options):
-        if host == "no such name":
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return look_up("127.0.1.1" if host == "a name of this host" else host, *args, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", names)
-    with meeting._listen(Launch("env", 0, 3, 0, one_host, address, free_port())) as listener:
-        host = listener.getsockname()[0]
-    assert host == expected if expected else host in ("::", "0.0.0.0")
+@pytest.mark.parametrize(("one_host", "expected"), [(True, {"127.0.0.1"}), (False, {"::", "0.0.0.0"})])
+def test_the_store_of_one_host_listens_to_no_other(one_host, expected):
+    with meeting._listen(Launch("env", 0, 3, 0, one_host, "127.0.0.1", free_port())) as listener:
+        assert listener.getsockname()[0] in expected
 
 
 # The interface: to reach hosts (addresses on the way to each, names of interfaces by address).
@@ -184,20 +128,3 @@ def test_gloo_uses_the_interface_that_leads_to_rank_0(name, monkeypatch):
 def test_the_interface_that_the_user_names_stays(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert use_interface(HERE) == "ib0"
-
-
-WHERE = """
-from mheads.distributed.launcher import detect
-from mheads.distributed.rendezvous import meeting_file
-print(meeting_file(detect()))
-"""
-
-
-def test_ranks_of_mpich_which_has_no_name_for_its_job_know_the_same_file():
-    """By the process that started them, here this one; a script that stays, as sites have them, lies between."""
-    files = []
-    for rank in "01":
-        environ = dict(zip(launching.MPICH.needed, (rank, "2", rank, "2"), strict=True))
-        script = ["sh", "-c", '"$@"; exit $?', "sh", sys.executable, "-c", WHERE]
-        files.append(subprocess.run(script, env={**os.environ, **environ}, capture_output=True, text=True).stdout)
-    assert files[0] == files[1] != ""

@@ -24,7 +24,7 @@ from mheads.data.batches import Batch
 from mheads.engine import row_backward
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.forward_pass import ForwardPass
-from mheads.engine.gradient_sums import PairwiseSum, divides_evenly
+from mheads.engine.gradient_sums import PairwiseSum
 from mheads.engine.rows import Rows
 from mheads.engine.stages import StageFacts, Stages, threads_of
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
@@ -456,26 +456,6 @@ def test_pairwise_sum_takes_a_missing_term_for_zero():
     totals = [pairwise.add(i, [term]) for i, term in enumerate([None, torch.ones(2), None])]
     assert totals[:2] == [None, None]
     assert totals[2][0].tolist() == [1, 1]
-
-
-class Term(str):
-    """Adds to what shows who was added to whom."""
-
-    def __add__(self, other):
-        return Term(f"({self}+{other})")
-
-
-@pytest.mark.parametrize("parts", range(1, 7))
-@pytest.mark.parametrize("size", range(1, 10))
-def test_shares_are_whole_subtrees_of_the_sum_if_it_is_said_that_they_are(parts, size):
-    def total(terms):
-        pairwise = PairwiseSum(len(terms))
-        return [pairwise.add(i, [term]) for i, term in enumerate(terms)][-1][0]
-
-    terms = [Term(i) for i in range(parts * size)]
-    apart = total([total(terms[i : i + size]) for i in range(0, len(terms), size)])
-    assert divides_evenly(len(terms), parts) == (apart == total(terms))
-    assert not any(divides_evenly(len(terms) + rest, parts) for rest in range(1, parts))
 
 
 def test_dropout_masks_depend_on_the_key_and_not_on_the_neighbours():

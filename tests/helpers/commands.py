@@ -19,7 +19,7 @@ PYTHONPATH = f"{HERE}{os.pathsep}{HERE.parent}"  # of processes: the networks of
 TINY = [
     "model=user_networks:with_dropout", "members=3", "split=conv", "loss=mcl", "sampling=bagging", "data.limit=150",
     "optim.batch_size=32", "optim.iterations=24", "optim.lr=0.01", "optim.weight_decay=0.0005",
-    "engine.micro_batches=4",
+    "engine.micro_batches=4", "engine.stack=never",
     "log.every=1", "log.evaluate_every=8", "log.checkpoint_every=6",
 ]  # fmt: skip
 

@@ -81,10 +81,10 @@ def _in_world(rank, store, size, function, args):
     return function(rank, *args)
 
 
-def by_mpirun(size, folder=None, **more):
+def by_mpirun(size, **more):
     """The environments of Open MPI's ranks on one host."""
     row = launcher.OPEN_MPI
-    more |= {"PMIX_NAMESPACE": "test", "TMPDIR": str(folder)} if folder else {"PMIX_NAMESPACE": uuid.uuid4().hex}
+    more |= {"PMIX_NAMESPACE": uuid.uuid4().hex}
     return [dict(zip(row.needed, map(str, (rank, size, rank, size)), strict=True)) | more for rank in range(size)]
 
 

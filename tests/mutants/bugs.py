@@ -302,12 +302,6 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/engine/test_engine.py -k share_memory",
                 ),
                 Bug("the odd last one waits for nobody", "if sibling < size", "if sibling <= size"),
-                Bug(
-                    "shares of any size are whole subtrees",
-                    " and size > 0 and size & (size - 1) == 0)",
-                    " and size > 0)",
-                    tests="tests/engine/test_engine.py -k whole_subtrees",
-                ),
             ],
         ),
         File(
@@ -1110,64 +1104,68 @@ AREAS: dict[str, list[File]] = {
     "ranks": [
         File(
             "mheads/distributed/ranks_engine.py",
-            "tests/distributed/test_peers.py",
+            "tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
             [
                 Bug(
-                    "gather sends the weights themselves",
-                    "{name: t.detach().clone() for name, t in tensors.items()}",
-                    "{name: t.detach() for name, t in tensors.items()}",
-                ),
-                Bug(
                     "a signal to another rank is not heard",
-                    "stop = stop or their_stop",
-                    "stop = stop or 0",
-                    tests='tests/distributed/test_faults.py -k "signal_to_one"',
+                    "stop = stop or int(asked)",
+                    "stop = stop or int(own[0])",
+                    tests='tests/distributed/test_faults.py -k "signal_to_one and 2-1"',
                 ),
                 Bug(
-                    "losses of ranks far below do not reach the main rank",
-                    "            totals += their_totals\n            blocks += their_blocks",
-                    "            pass",
-                    tests="tests/distributed/test_ranks_engine.py -k 'MCL and 5'",
-                ),
-                Bug(
-                    "replicas do not know each other",
-                    "ranks |= {placement.rank(name, r) for r in range(placement.replicas)}",
+                    "losses of other ranks do not reach this one",
+                    "whole[members[:, None], rows] = block",
                     "pass",
                 ),
                 Bug(
-                    "every replica takes the first share",
-                    "return range(self.replica * size, (self.replica + 1) * size) if",
-                    "return range(0, size) if",
-                    tests="tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
-                ),
-                Bug("channels of one kind have one name", 'return f"{what} {self._calls[what]}"', "return what"),
-                Bug(
                     "optimizer state is not handed out",
-                    'for kind in ("model", "optim") for name in stages',
-                    'for kind in ("model",) for name in stages',
+                    'for kind in ("model", "optim")',
+                    'for kind in ("model",)',
+                    tests='tests/distributed/test_faults.py -k "begun_in_one"',
                 ),
             ],
         ),
         File(
             "mheads/distributed/rank_training_step.py",
-            "tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
+            "tests/distributed/test_ranks_engine.py -k 'probability and explicit'",
             [
                 Bug(
-                    "totals of replicas are put together as they come",
-                    "whole = torch.cat([totals[r] for r in range(self.replicas)])",
-                    "whole = torch.cat(list(totals.values()))",
+                    "a rank gives the gradients of its own micro-batch to others",
+                    "for value in added[i].values()])",
+                    "for value in added[min(owned.values())].values()])",
                 ),
                 Bug(
-                    "all evaluation is done by one replica",
-                    "self.replica = index % self.placement.replicas",
-                    "self.replica = 0",
-                    equivalent="every replica has the same weights; it only takes longer",
+                    "sums of micro-batches are taken in the order in which they finish",
+                    "sorted(total, key=lambda root: root[0].start)",
+                    "sorted(total, key=lambda root: -root[0].start)",
+                    tests="tests/distributed/test_ranks_engine.py -k uneven",
                 ),
                 Bug(
-                    "which rows learn is not sent",
-                    '{"d": d_output} | ({} if learn is None else {"learn": learn})',
-                    '{"d": d_output}',
-                    tests="tests/distributed/test_peers.py",
+                    "a gradient that nobody learned is noise",
+                    "torch.full_like(k, -0.0).reshape(-1) if g is None",
+                    "torch.full_like(k, 1e-3).reshape(-1) if g is None",
+                    tests="tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
+                    equivalent="every parameter of these networks learns in every micro-batch",
+                ),
+            ],
+        ),
+        File(
+            "mheads/distributed/collectives.py",
+            "tests/distributed/test_placement.py -k subtrees",
+            [
+                Bug("a sum is cut in the middle", "half = 1 << (stop - start - 1).bit_length() - 1", "half = 1"),
+                Bug("a subtree may begin anywhere", "while start % (2 * size) == 0 and", "while"),
+                Bug(
+                    "a longer value than before is cut off",
+                    "if longest <= room",
+                    "if True",
+                    tests="tests/distributed/test_ranks_engine.py -k uneven",
+                ),
+                Bug(
+                    "tensors with gaps are sent as they lie",
+                    "tensors.append(t if _is_dense(t) else t.contiguous())",
+                    "tensors.append(t)",
+                    tests="tests/distributed/test_communication_layers.py -k every_shape",
                 ),
             ],
         ),
@@ -1177,66 +1175,31 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "children that are together but not the first are added first",
-                    "len(list(itertools.takewhile(lambda slot: slot == slots[0], slots)))",
-                    "len([slot for slot in slots if slot == slots[0]])",
+                    "len(list(itertools.takewhile(lambda giver: giver == givers[0], givers)))",
+                    "len([giver for giver in givers if giver == givers[0]])",
                 ),
                 Bug("a rank beyond the mesh owns stages", "if rank >= self.ranks", "if rank > self.ranks"),
                 Bug(
                     "a stage that is not named goes to rank 0", "stages[name] = stages[node.parent]", "stages[name] = 0"
                 ),
+                Bug(
+                    "a stage is only where its first member is",
+                    "held[parent] |= held[name]",
+                    "held[parent] or held[parent].update(held[name])",
+                ),
             ],
         ),
         File(
             "mheads/distributed/rank_batches.py",
-            "tests/distributed/test_peers.py tests/data/test_batches.py",
+            "tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
             [
                 Bug(
                     "the main rank keeps the keys that break ties for itself",
                     'SENT = ("targets", "sample_weights", "ties", "side", "counts")',
                     'SENT = ("targets", "sample_weights", "side", "counts")',
+                    equivalent="only members of equal losses have ties",
                 ),
-                Bug(
-                    "every replica is sent the inputs of the first",
-                    "[placement.replica(rank) * size :][:size]",
-                    "[:size]",
-                ),
-                Bug(
-                    "a rank without a root is sent inputs",
-                    "    if not roots & set(placement.stages_on(rank)):",
-                    "    if not placement.stages_on(rank):",
-                ),
-            ],
-        ),
-        File(
-            "mheads/distributed/message_channels.py",
-            "tests/distributed/test_message_channels.py",
-            [
-                Bug(
-                    "frames that come before anybody listens are lost",
-                    "self._waiting[frame.key[0]].append(frame)",
-                    "pass",
-                ),
-                Bug(
-                    "who leaves does not wait for what the others send",
-                    "        for thread in self._listeners:\n            thread.join()\n",
-                    "",
-                ),
-            ],
-        ),
-        File(
-            "mheads/distributed/tensor_messages.py",
-            "tests/distributed/test_tensor_messages.py",
-            [
-                Bug("tensors with gaps are sent as they lie", "if not _is_dense(tensor)", "if False"),
-                Bug(
-                    "a frame of exactly one header goes on in a second message", "if size <= HEADER", "if size < HEADER"
-                ),
-                Bug(
-                    "the rest of a long description comes last",
-                    "parts.insert(0, start[HEADER:])",
-                    "parts.append(start[HEADER:])",
-                ),
-                Bug("the outbox holds the last frame", "del posted  # not held until the next message", "pass"),
+                Bug("every rank is sent the first inputs", "rows = self.needs(rank)", "rows = self.needs(0)"),
             ],
         ),
         File(
@@ -1245,13 +1208,13 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "the root's own value is not a copy",
-                    "(x.detach().clone(), False) if source == rank",
-                    "(x.detach(), False) if source == rank",
+                    "copies = tuple(value.clone() for value in values)",
+                    "copies = tuple(values)",
                 ),
                 Bug(
-                    "what is sent changes with the value",
-                    'tensor.detach().to("cpu", copy=True)',
-                    'tensor.detach().to("cpu")',
+                    "gradients are added in any order",
+                    "for rank in layer.ranks if len(parts[rank])]",
+                    "for rank in reversed(layer.ranks) if len(parts[rank])]",
                 ),
                 Bug(
                     "a copy of a layer answers for the original",
@@ -1315,10 +1278,9 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug("dropout elsewhere is not counted", "skip_mask()  # masks are numbered as in one process", "pass"),
                 Bug(
-                    "a signal to another rank is not heard",
-                    "told[1] = max(told[1], theirs[1])",
-                    "pass",
-                    tests="tests/distributed/test_peers.py",
+                    "the loss is that of the last rank",
+                    "told[0][0].item() / max(1, rows)",
+                    "told[-1][0].item() / max(1, rows)",
                 ),
             ],
         ),
@@ -1333,8 +1295,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "ranks of one host meet at a default port",
-                    "replace(launch, address=address, port=port) if address and port else launch",
-                    'replace(launch, address=address or "127.0.0.1", port=port or DEFAULT_PORT)',
+                    "if address and port else replace(launch, port=of_job)",
+                    "if address and port else launch",
                 ),
             ],
         ),

@@ -68,7 +68,7 @@ def _holdings(way: str, tree: Tree, placement: Placement, prediction: Prediction
     rows = []
     for slots in list(groups.values())[:MOST_LINES]:
         busy = sum(prediction.compute_seconds[slot] for slot in slots) / (len(slots) * cluster.workers)
-        holds = names(stage for slot in slots for stage in held[slot])
+        holds = names(dict.fromkeys(stage for slot in slots for stage in held[slot]))
         each = f", {len(held[slots[0]])} each" if len(slots) > 1 else ""
         idle = f"{100 * (1 - busy / prediction.step_seconds):.0f}%"
         rows.append([ranks_of(placement, slots), f"{holds}{each}", seconds(busy), idle])

@@ -14,11 +14,11 @@ from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.config.schema import Config
 from mheads.distributed.placement import Placement
-from mheads.distributed.step_time.placement_search import count_exchanged_floats, traffic
+from mheads.distributed.step_time.placement_search import traffic
 from mheads.distributed.step_time.workload import Cluster
 from mheads.training.build_from_config import make_tree
 from mheads.training.plan_ranks import ConfigWorkload, make_workload, place
-from mheads.trees.tree_spec import Node, Tree
+from mheads.trees.tree_spec import Node
 
 
 def draw(config: Config, ranks: int | None = None) -> Group:
@@ -53,7 +53,7 @@ def draw(config: Config, ranks: int | None = None) -> Group:
         independent = tree.num_members * sum(sizes.values())
         saved = 100 * (1 - total / independent)
         text += f"; independent members would have {independent:,}: sharing saves {saved:.1f}%"
-    return Group(drawing, Text(text), *([] if on_ranks is None else _edges(*on_ranks)))
+    return Group(drawing, Text(text), *([] if on_ranks is None else _exchanges(*on_ranks)))
 
 
 def _place(config: Config, ranks: int) -> tuple[ConfigWorkload, Placement, int]:
@@ -62,32 +62,22 @@ def _place(config: Config, ranks: int) -> tuple[ConfigWorkload, Placement, int]:
 
 
 def _rank_text(placement: Placement, stage: str) -> str:
-    return ranks_of(placement, [placement.stages[stage]])
+    return ranks_of(placement, placement.stages[stage])
 
 
-def _edges(workload: ConfigWorkload, placement: Placement, ranks: int) -> list[RenderableType]:
-    """The mesh, and a line for each output that goes to other ranks; equal lines are joined."""
-    loads = workload.count_loads(1.0)
-    edges = traffic(workload, loads, placement)
+def _exchanges(workload: ConfigWorkload, placement: Placement, ranks: int) -> list[RenderableType]:
+    """The mesh, and a line for what is exchanged for each stage; equal lines are joined."""
+    exchanges = traffic(workload, workload.count_loads(1.0), placement)
     texts: list[RenderableType] = [Text(mesh_text(placement, ranks))]
     rows = []
-    for (forth, back, _), group in groupby(
-        edges, key=lambda e: (e.forward, e.backward, _is_leaf(workload.tree, e.stage))
-    ):
+    for floats, group in groupby(exchanges, key=lambda one: (one.outputs, one.gradients, one.weights)):
         alike = list(group)
         each = " each" if len(alike) > 1 else ""
-        slots = [numbers(e.source for e in alike), numbers(e.target for e in alike)]
-        rows.append([names(dict.fromkeys(e.stage for e in alike)), *slots, f"{forth:,}{each}", f"{back:,}{each}"])
+        slots = numbers(slot for one in alike for slot in one.slots)
+        rows.append([names(one.stage for one in alike), slots, *(f"{number:,}{each}" for number in floats)])
     if rows:
-        head: list[str | Head] = ["output of", "from slot" if placement.replicas > 1 else "from rank", "to"]
-        head += [Head(title, right=True) for title in ("floats per batch", "back")]
-        texts.append(terminal_table(Table("What is sent", head, text_rows(rows))))
-    sent = sum(e.forward + e.backward for e in edges), count_exchanged_floats(loads, placement)
-    text = f"{sum(sent):,} floats per step between ranks"
-    if placement.replicas > 1:
-        text += f", {sent[1]:,} of them gradients of weights between replicas"
-    return [*texts, Text(text)]
-
-
-def _is_leaf(tree: Tree, stage: str) -> bool:
-    return not tree.nodes[stage].children
+        head: list[str | Head] = ["stage", "slots" if placement.replicas > 1 else "ranks"]
+        head += [Head(title, right=True) for title in ("outputs", "their gradients", "weight gradients")]
+        texts.append(terminal_table(Table("Floats that are exchanged for a batch", head, text_rows(rows))))
+    total = sum(one.outputs + one.gradients + one.weights for one in exchanges)
+    return [*texts, Text(f"{total:,} floats per step are given to other ranks")]

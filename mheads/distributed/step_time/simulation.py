@@ -1,4 +1,4 @@
-"""Plays the tasks and messages of a step on ranks in simulated time.
+"""Plays the tasks and collectives of a step on ranks in simulated time.
 
 Left out, being small or unknown: preparing the data, the loss itself, and what sending costs the cores. `python -m
 benchmarks comm` compares predictions with the clock.
@@ -7,16 +7,45 @@ benchmarks comm` compares predictions with the clock.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Any
 
 from mheads.common.number_ranges import cuts
-from mheads.distributed.placement import Placement, num_first_together
+from mheads.distributed.collectives import subtrees
+from mheads.distributed.placement import Division, Placement, terms_given
 from mheads.distributed.step_time.stage_loads import StageLoad
 from mheads.distributed.step_time.workload import Workload
-from mheads.engine.training_step import BACKWARD, FORWARD, LOSS
+from mheads.engine.training_step import BACKWARD, FORWARD
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What collectives take: an all-gather passes blocks around a ring, an all-to-all sends all at once."""
+
+    seconds_per_float: float
+    latency: float
+
+    def gather(self, ranks: int, block: float) -> float:
+        return (ranks - 1) * (self.latency + block * self.seconds_per_float)
+
+    def exchange(self, floats: float) -> float:
+        return self.latency + floats * self.seconds_per_float
+
+
+@dataclass
+class Collective:
+    """`slots` run it together once `missing` inputs have been given and it is the next one of each."""
+
+    order: tuple[Any, ...]
+    slots: Sequence[int]
+    missing: int
+    seconds: float
+    floats: float
+    arrive: Callable[[], None]
+    reached: int = field(default=0)
 
 
 class Simulation:
@@ -24,209 +53,306 @@ class Simulation:
 
     def __init__(self, workload: Workload, loads: Mapping[str, StageLoad], workers: int) -> None:
         tree = workload.tree
-        self.workload, self.workers, self.separable = workload, workers, workload.separable
+        self.workload, self.tree, self.loads, self.workers = workload, tree, loads, workers
         self.sizes = [stop - start for start, stop in cuts(workload.rows, workload.micro_batches)]
-        self.names = list(tree.nodes)
-        index = {name: s for s, name in enumerate(self.names)}
-        self.loads = [loads[name] for name in self.names]
-        nodes = list(tree.nodes.values())
-        self.parents = [-1 if node.parent is None else index[node.parent] for node in nodes]
-        self.children = [[index[child] for child in node.children] for node in nodes]
-        self.roots = [s for s, parent in enumerate(self.parents) if parent < 0]
-        self.leaves = [s for s, below in enumerate(self.children) if not below]
-        # As in tasks.py: members that have nothing in common run one after the other, if the loss allows it.
-        order = {s: i for i, s in enumerate(self.roots)} if workload.separable else {}
-        self.groups = [order.get(s, 0) for s in range(len(nodes))]
-        self.paths = [load.forward + load.backward for load in self.loads]  # seconds per row from the root on
-        for s, parent in enumerate(self.parents):
-            if parent >= 0:
-                self.groups[s] = self.groups[parent]
-                self.paths[s] += self.paths[parent]
+        self.leaves = [leaf.name for leaf in tree.leaves]
+        self.roots = [root.name for root in tree.roots]
+        self.groups: dict[str, int] = {}
+        self.depth: dict[str, int] = {}
+        self.paths: dict[str, float] = {}
+        for name, node in tree.nodes.items():
+            own = loads[name].forward + loads[name].backward
+            above = node.parent
+            root = self.roots.index(name) if above is None and workload.separable else 0
+            self.groups[name] = root if above is None else self.groups[above]
+            self.depth[name] = 0 if above is None else self.depth[above] + 1
+            self.paths[name] = own + (0.0 if above is None else self.paths[above])  # seconds per row from the root on
 
     def run(self, placement: Placement, seconds_per_float: float, latency: float) -> tuple[float, list[float]]:
         """Seconds of the step, and of computing on each rank."""
-        shares, played = self._play(placement, seconds_per_float, latency)
-        held = [placement.stages[name] for name in self.names]
-        done = [max(replica.done[slot] for replica in played.values()) for slot in range(placement.slots)]
-        # Reports go to rank 0 and its decision comes back; then every rank updates its stages, one task per stage.
-        seconds = max(done) + (2 * latency if placement.ranks > 1 else 0)
+        played = self._play(placement, Wires(seconds_per_float, latency))
+        seconds = max(replica.now for replica in played)
+        # All ranks hear of all losses; then every rank updates its stages, one task per stage.
+        seconds += Wires(seconds_per_float, latency).gather(placement.ranks, 0)
         updates = [[0.0] * self.workers for _ in range(placement.slots)]
-        for slot, load in zip(held, self.loads, strict=True):
-            ends = updates[slot]
-            ends[ends.index(min(ends))] += load.update
-        seconds += max(max(ends_of_slot) for ends_of_slot in updates)
-        spent = [sum(ends_of_slot) for ends_of_slot in updates]
-        return seconds, [
-            busy + more for share in shares for busy, more in zip(played[share].computed, spent, strict=True)
+        for name, slots in placement.stages.items():
+            for slot in slots:
+                ends = updates[slot]
+                ends[ends.index(min(ends))] += self.loads[name].update
+        seconds += max(max(ends) for ends in updates)
+        spent = [sum(ends) for ends in updates]
+        return seconds, [busy + more for one in played for busy, more in zip(one.computed, spent, strict=True)]
+
+    def count(self, placement: Placement) -> tuple[int, int]:
+        """Collectives that the ranks of a step take part in, and the floats that they give; without reports."""
+        division = Division(placement, len(self.sizes), self.workload.in_order)
+        planned = [
+            one
+            for r in range(placement.replicas)
+            for one in _Replica(self, placement, division, r, Wires(0.0, 0.0)).collectives
         ]
+        return sum(len(one.slots) for one in planned), round(sum(one.floats for one in planned))
 
-    def count_messages(self, placement: Placement) -> tuple[int, int]:
-        """Messages of a step between all ranks, and the floats in them; without reports and decisions."""
-        shares, played = self._play(placement, 0.0, 0.0)
-        replicas = [played[share] for share in shares]
-        return sum(replica.messages for replica in replicas), round(sum(replica.floats for replica in replicas))
+    def count_by_stage(self, placement: Placement) -> dict[tuple[str, str], int]:
+        """The floats given to the collectives of a step, by kind and stage (none for the loss)."""
+        floats: Counter[tuple[str, str]] = Counter()
+        division = Division(placement, len(self.sizes), self.workload.in_order)
+        for replica in range(placement.replicas):
+            for key, one in _Replica(self, placement, division, replica, Wires(0.0, 0.0)).given.items():
+                floats[key[0], key[1] if key[0] != "loss" else ""] += round(one.floats)
+        return dict(floats)
 
-    def _play(
-        self, placement: Placement, seconds_per_float: float, latency: float
-    ) -> tuple[list[tuple[int, ...]], dict[tuple[int, ...], _Replica]]:
-        """The sizes of each replica's micro-batches, and one replica played for all that have the same sizes."""
-        held = [placement.stages[name] for name in self.names]
-        each = len(self.sizes) // placement.replicas
-        shares = [tuple(self.sizes[r * each : (r + 1) * each]) for r in range(placement.replicas)]
-        return shares, {
-            share: _Replica(self, held, placement, share, seconds_per_float, latency) for share in dict.fromkeys(shares)
-        }
+    def _play(self, placement: Placement, wires: Wires) -> list[_Replica]:
+        """Every replica; those with micro-batches of equal sizes are alike."""
+        whole = Division(placement, len(self.sizes), self.workload.in_order)
+        shares = [tuple(self.sizes[i] for i in share) for share in whole.shares]
+        played = {shares[r]: _Replica(self, placement, whole, r, wires) for r in reversed(range(len(shares)))}
+        for replica in played.values():
+            replica.play()
+        return [played[share] for share in shares]
 
 
 class _Replica:
-    """Plays a replica on micro-batches of these sizes: `done` is when each slot finishes, `computed` its seconds."""
+    """Plays a replica: `now` is when it is done, `computed` the seconds that each slot computes."""
 
-    def __init__(
-        self,
-        step: Simulation,
-        held: list[int],
-        placement: Placement,
-        sizes: tuple[int, ...],
-        seconds_per_float: float,
-        latency: float,
-    ) -> None:
-        self.step, self.held, self.sizes = step, held, sizes
-        self.seconds_per_float, self.latency = seconds_per_float, latency
-        self.to_others = (placement.replicas - 1) / placement.replicas  # of a stage's parameters
-        self.num_others = placement.replicas - 1
-        self.messages, self.floats = 0, 0.0
-        self.loss_slot = held[step.roots[0]]
-        self.where: list[dict[int, list[int]]] = []  # the children of each stage by slot
-        self.together = [1] * len(held)  # siblings whose gradients are added before they are sent
-        for children in step.children:
-            where: defaultdict[int, list[int]] = defaultdict(list)
-            for child in children:
-                where[held[child]].append(child)
-            self.where.append(where)
-            first = num_first_together([held[child] for child in children])
-            for child in children[:first]:
-                self.together[child] = first
-        slots = placement.slots
+    def __init__(self, step: Simulation, placement: Placement, whole: Division, replica: int, wires: Wires) -> None:
+        self.step, self.loads, self.wires, self.all = step, step.loads, wires, whole
+        self.sizes = [step.sizes[i] for i in whole.shares[replica]]
+        self.first = whole.shares[replica].start
+        self.placement = placement
+        self.division = Division(replace(placement, replicas=1), len(self.sizes), step.workload.in_order)
+        self.turn = self.division.turns(0)
+        slots = range(placement.slots)
         self.now = 0.0
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = itertools.count()  # of two things at the same time, the earlier one goes first
-        self.queues: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(slots)]
+        self.queues: list[list[tuple[Any, ...]]] = [[] for _ in slots]
         self.woken: set[int] = set()  # slots where there may be something to start
-        self.idle = [step.workers] * slots
-        self.computed, self.done, self.sent, self.received = ([0.0] * slots for _ in range(4))
-        # By stage and micro-batch: gradients of the first children added, children heard of. By stage: micro-batches
-        # taken back. By micro-batch: outputs at the loss.
-        self.added: Counter[tuple[int, int]] = Counter()
-        self.heard: Counter[tuple[int, int]] = Counter()
-        self.taken_back: Counter[int] = Counter()
-        self.outputs: Counter[int] = Counter()
-        self._play()
+        self.idle = [step.workers for _ in slots]
+        self.computed = [0.0 for _ in slots]
+        self.heard: Counter[Any] = Counter()  # children taken back and outputs computed, by stage and micro-batch
+        self.collectives: list[Collective] = []
+        self.given: dict[tuple[Any, ...], Collective] = {}
+        self._plan()
+        ordered = sorted(self.collectives, key=lambda one: one.order)
+        self.plans: list[list[Collective]] = [[] for _ in slots]
+        for one in ordered:
+            for slot in one.slots:
+                self.plans[slot].append(one)
+        self.next = [0 for _ in slots]
 
-    def _play(self) -> None:
-        for i in range(len(self.sizes)):
-            self._spawn(FORWARD, i, self.step.roots)
+    # Collectives.
+
+    def _add(self, key: tuple[Any, ...], order: tuple[Any, ...], one: Collective) -> None:
+        workload = self.step.workload
+        prefix: tuple[Any, ...] = ()
+        if workload.in_order:
+            prefix = (self.turn[key[1]] if key[0] == "loss" else key[2],)
+        elif workload.separable:
+            prefix = (self.step.groups[key[1]],)
+        one.order = (*prefix, *order)
+        self.given[key] = one
+        self.collectives.append(one)
+
+    def _plan(self) -> None:
+        workload, depth, slots = self.step.workload, self.step.depth, self.placement.stages
+        for name, node in self.step.tree.nodes.items():
+            if node.children and len(slots[name]) > 1:
+                if not workload.in_order:
+                    for j, owned in enumerate(self.division.rounds(name, 0)):
+                        self._plan_down(name, j, owned, (0, depth[name], j, name))
+                        self._plan_up(name, j, owned, (2, -depth[name], j, name))
+                else:
+                    for i in range(len(self.sizes)):
+                        self._plan_up(name, i, dict.fromkeys(slots[name], i), (2, -depth[name], i, name))
+            if not workload.in_order and self.loads[name].parameters and self._num_holders(name) > 1:
+                self._plan_sum(name)
+        if not workload.separable and self.placement.slots > 1:
+            for i in range(len(self.sizes)):
+                self._plan_loss(i)
+
+    def _num_holders(self, name: str) -> int:
+        return len(self.placement.stages[name]) * self.placement.replicas
+
+    def _floats(self, name: str, i: int) -> float:
+        return self.sizes[i] * self.loads[name].output_floats
+
+    def _plan_down(self, name: str, j: int, owned: dict[int, int], order: tuple[Any, ...]) -> None:
+        slots, blocks = self.placement.stages[name], [self._floats(name, i) for i in owned.values()]
+
+        def arrive() -> None:
+            for slot in slots:
+                for i in owned.values():
+                    self._deliver(slot, name, i)
+
+        seconds = self.wires.gather(len(slots), max(blocks))
+        self._add(("down", name, j), order, Collective((), slots, len(owned), seconds, sum(blocks), arrive))
+
+    def _plan_up(self, name: str, j: int, owned: dict[int, int], order: tuple[Any, ...]) -> None:
+        slots, children = self.placement.stages[name], self.step.tree.nodes[name].children
+        sent: Counter[int] = Counter()
+        taken: Counter[int] = Counter()
+        for i in dict.fromkeys(owned.values()):
+            target = next(slot for slot in owned if owned[slot] == i)
+            givers = [self.division.owner(child, i) for child in children]
+            for slot, terms in terms_given(givers).items():
+                if self.step.workload.in_order or slot != target:
+                    sent[slot] += len(terms) * self._floats(name, i)  # type: ignore[assignment]
+                    taken[target] += len(terms) * self._floats(name, i)  # type: ignore[assignment]
+
+        def arrive() -> None:
+            for slot, i in owned.items():
+                self._spawn(slot, BACKWARD, name, i)
+
+        most = max([*sent.values(), *taken.values()], default=0)
+        whole = self.step.workload.in_order
+        seconds = self.wires.gather(len(slots), max(sent.values(), default=0)) if whole else self.wires.exchange(most)
+        missing = len(children) * len(dict.fromkeys(owned.values()))
+        self._add(("up", name, j), order, Collective((), slots, missing, seconds, sum(sent.values()), arrive))
+
+    def _plan_loss(self, i: int) -> None:
+        slots, blocks = range(self.placement.slots), Counter[int]()
+        for leaf in self.step.leaves:
+            blocks[self.placement.stages[leaf][0]] += self._floats(leaf, i)  # type: ignore[assignment]
+
+        def arrive() -> None:
+            for leaf in self.step.leaves:
+                self._spawn(self.placement.stages[leaf][0], BACKWARD, leaf, i)
+
+        seconds, leaves = self.wires.gather(len(slots), max(blocks.values())), len(self.step.leaves)
+        one = Collective((), slots, leaves, seconds, sum(blocks.values()), arrive)
+        self._add(("loss", i), (1, self.turn[i]), one)
+
+    def _plan_sum(self, name: str) -> None:
+        """The other replicas do the same at the same time."""
+        ranks, parameters = self.placement.all_holders(name), self.loads[name].parameters
+        roots = [len(subtrees(self.all.parts, self.all.runs(name, rank))) for rank in ranks]
+        chunk = parameters / len(ranks)
+        most = max(max(own * (len(ranks) - 1), sum(roots) - own) for own in roots) * chunk
+        seconds = self.wires.exchange(most) + self.wires.gather(len(ranks), chunk)
+        slots = self.placement.stages[name]
+        floats = sum(roots) / self.placement.replicas * parameters
+        order = (3, -self.step.depth[name], name)
+        self._add(("sum", name), order, Collective((), slots, len(self.sizes), seconds, floats, lambda: None))
+
+    def _give(self, key: tuple[Any, ...]) -> None:
+        one = self.given.get(key)
+        if one is not None:
+            one.missing -= 1
+            self._begin(one)
+
+    def _reach(self, slot: int) -> None:
+        if self.next[slot] < len(self.plans[slot]):
+            one = self.plans[slot][self.next[slot]]
+            one.reached += 1
+            self._begin(one)
+
+    def _begin(self, one: Collective) -> None:
+        if one.missing == 0 and one.reached == len(one.slots):
+            one.reached = -1  # once
+            self._after(self.now + one.seconds, self._end, one)
+
+    def _end(self, one: Collective) -> None:
+        for slot in one.slots:
+            self.next[slot] += 1
+            self._reach(slot)
+        one.arrive()
+
+    # Tasks.
+
+    def play(self) -> None:
+        for slot in range(self.placement.slots):
+            self._reach(slot)
+        for i in range(1 if self.step.workload.in_order else len(self.sizes)):
+            self._start_micro_batch(i)
         while self.woken or self.events:
             for slot in sorted(self.woken):
                 while self.queues[slot] and self.idle[slot]:
-                    self._start(slot, heappop(self.queues[slot]))
+                    self._start(slot, *heappop(self.queues[slot])[-3:])
             self.woken.clear()
             # Everything that happens at this time, before any slot chooses what to do next.
             self.now = self.events[0][0] if self.events else self.now
             while self.events and self.events[0][0] == self.now:
                 _, _, happen, args = heappop(self.events)
                 happen(*args)
-        self.done = [max(pair) for pair in zip(self.done, self.sent, strict=True)]
 
     def _after(self, when: float, happen: Callable[..., None], *args: object) -> None:
         heappush(self.events, (when, next(self.numbers), happen, args))
 
-    # Tasks.
+    def _start_micro_batch(self, i: int) -> None:
+        for root in self.step.roots:
+            for slot in self.placement.stages[root]:
+                if i in self.division.runs(root, slot):
+                    self._spawn(slot, FORWARD, root, i)
 
-    def _spawn(self, phase: int, i: int, stages: Sequence[int]) -> None:
-        for s in stages:
-            slot = self.loss_slot if phase == LOSS else self.held[s]
-            heappush(self.queues[slot], (self.step.groups[s], i, phase, next(self.numbers), s))
-            self.woken.add(slot)
+    def _spawn(self, slot: int, phase: int, name: str, i: int) -> None:
+        shared = bool(self.step.tree.nodes[name].children) and len(self.placement.stages[name]) > 1
+        when = 0 if not shared or self.step.workload.in_order else 1 if phase == BACKWARD else -1
+        task = (self.step.groups[name], when, self.turn[i], phase, next(self.numbers), phase, name, i)
+        heappush(self.queues[slot], task)
+        self.woken.add(slot)
 
-    def _start(self, slot: int, task: tuple[int, int, int, int, int]) -> None:
-        _, i, phase, _, s = task
-        load = self.step.loads[s]
+    def _start(self, slot: int, phase: int, name: str, i: int) -> None:
+        load = self.loads[name]
         seconds = self.sizes[i] * load.forward if phase == FORWARD else 0.0
-        if phase == BACKWARD or (phase == FORWARD and self._goes_straight_back(s)):
+        if phase == BACKWARD or self._goes_straight_back(name):
             seconds += self.sizes[i] * load.backward
         self.idle[slot] -= 1
         self.computed[slot] += seconds
-        self._after(self.now + seconds, self._finish, slot, phase, i, s)
+        self._after(self.now + seconds, self._finish, slot, phase, name, i)
 
-    def _goes_straight_back(self, s: int) -> bool:
-        return self.step.separable and not self.step.children[s]
+    def _goes_straight_back(self, name: str) -> bool:
+        return self.step.workload.separable and not self.step.tree.nodes[name].children
 
-    def _finish(self, slot: int, phase: int, i: int, s: int) -> None:
+    def _finish(self, slot: int, phase: int, name: str, i: int) -> None:
         self.idle[slot] += 1
-        self.done[slot] = self.now
         self.woken.add(slot)
-        if phase == LOSS:
+        node = self.step.tree.nodes[name]
+        if phase == FORWARD and node.children:
+            j = self.division.runs(name, slot).index(i)
+            if ("down", name, j) in self.given:
+                self._give(("down", name, j))
+            else:
+                self._deliver(slot, name, i)
+        elif phase == FORWARD and not self._goes_straight_back(name):
+            self._hand_over(slot, i)
+        else:
+            self._give(("sum", name))
+            if node.parent is not None:
+                self._hand_up(slot, name, node.parent, i)
+            elif self.step.workload.in_order:
+                self._finish_micro_batch(slot, i)
+
+    def _deliver(self, slot: int, name: str, i: int) -> None:
+        for child in self.step.tree.nodes[name].children:
+            if slot in self.placement.stages[child] and i in self.division.runs(child, slot):
+                self._spawn(slot, FORWARD, child, i)
+
+    def _hand_over(self, slot: int, i: int) -> None:
+        if ("loss", i) in self.given:
+            self._give(("loss", i))
+            return
+        self.heard["loss", i] += 1
+        if self.heard["loss", i] == len(self.step.leaves):
             for leaf in self.step.leaves:
-                self._send(slot, self.held[leaf], i, leaf, self._spawn, BACKWARD, i, (leaf,))
-        elif phase == FORWARD and self.step.children[s]:
-            for target, children in self.where[s].items():
-                self._send(slot, target, i, s, self._spawn, FORWARD, i, children)
-        elif phase == FORWARD and not self.step.separable:
-            self._send(slot, self.loss_slot, i, s, self._gather, i)
-        else:
-            self._keep(slot, s)
-            if self.step.parents[s] >= 0:
-                self._hand_up(slot, i, s, self.step.parents[s])
+                self._spawn(slot, BACKWARD, leaf, i)
 
-    # What goes from one stage to another.
+    def _hand_up(self, slot: int, name: str, parent: str, i: int) -> None:
+        if len(self.placement.stages[parent]) > 1:
+            if slot == self.division.owner(name, i):
+                j = i if self.step.workload.in_order else self._round(parent, i)
+                self._give(("up", parent, j))
+            return
+        self.heard[slot, parent, i] += 1
+        if self.heard[slot, parent, i] == len(self.step.tree.nodes[parent].children):
+            self._spawn(slot, BACKWARD, parent, i)
 
-    def _hand_up(self, slot: int, i: int, s: int, parent: int) -> None:
-        """Sends the gradient of a stage's input; the first children wait for each other where they are together."""
-        if self.together[s] > 1:
-            self.added[parent, i] += 1
-            if self.added[parent, i] < self.together[s]:
-                return
-        self._send(slot, self.held[parent], i, parent, self._collect, i, parent, self.together[s])
+    def _round(self, name: str, i: int) -> int:
+        return self.division.runs(name, self.division.owner(name, i)).index(i)
 
-    def _collect(self, i: int, parent: int, children: int) -> None:
-        self.heard[parent, i] += children
-        if self.heard[parent, i] == len(self.step.children[parent]):
-            self._spawn(BACKWARD, i, (parent,))
-
-    def _gather(self, i: int) -> None:
-        self.outputs[i] += 1
-        if self.outputs[i] == len(self.step.leaves):
-            self._spawn(LOSS, i, self.step.roots[:1])
-
-    def _keep(self, slot: int, s: int) -> None:
-        """Exchanges the complete gradients of a stage: each replica adds up a part of them and sends the sum back.
-
-        The other replicas do the same, so what comes in from them is what this one sends.
-        """
-        self.taken_back[s] += 1
-        if self.to_others and self.taken_back[s] == len(self.sizes):
-            floats = self.to_others * self.step.loads[s].parameters
-            self.messages += 2 * (self.num_others - 1)  # all parts at once, and all sums, are one message each in time
-            self._post(slot, slot, floats, self._post, slot, slot, floats, self._rest, slot)
-
-    def _rest(self, slot: int) -> None:
-        self.done[slot] = self.now
-
-    def _send(self, source: int, target: int, i: int, s: int, arrive: Callable[..., None], *args: object) -> None:
-        """Sends a tensor like the output of stage s on micro-batch i."""
-        if source == target:
-            arrive(*args)
-        else:
-            self._post(source, target, self.sizes[i] * self.step.loads[s].output_floats, arrive, *args)
-
-    def _post(self, source: int, target: int, floats: float, arrive: Callable[..., None], *args: object) -> None:
-        self.messages += 1
-        self.floats += floats
-        seconds = floats * self.seconds_per_float
-        start = max(self.now, self.sent[source])
-        self.sent[source] = start + seconds
-        self._after(start + self.latency, self._receive, target, seconds, arrive, *args)
-
-    def _receive(self, target: int, seconds: float, arrive: Callable[..., None], *args: object) -> None:
-        self.received[target] = max(self.now, self.received[target]) + seconds
-        self._after(self.received[target], arrive, *args)
+    def _finish_micro_batch(self, slot: int, i: int) -> None:
+        roots = [root for root in self.step.roots if slot in self.placement.stages[root]]
+        self.heard[slot, i] += 1
+        if self.heard[slot, i] == len(roots) and i + 1 < len(self.sizes):
+            for root in roots:
+                self._spawn(slot, FORWARD, root, i + 1)

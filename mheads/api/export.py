@@ -201,7 +201,7 @@ def _answer_of_run(run: Run, raw: Tensor, what: str) -> Tensor:
     """The run's own answers, from its engine."""
     outputs, weights = run.outputs(raw)
     if what == "scored" and weights is None:
-        raise UserError(f"what={what!r}: {run.folder} has no scores, since it was not trained with loss scored")
+        raise UserError(f"what={what!r}: {run.folder} has no scores: train it with loss=scored or loss.scores")
     if what in ("mean", "scored"):
         return run.data.problem.mean(outputs.double(), weights if what == "scored" else None)
     return outputs if what == "members" else outputs[_member(what, len(outputs))]

@@ -185,7 +185,11 @@ def _make_config(
         "members": net.num_members,
         "split": net.spec,
         "freeze": list(net.frozen),
-        "loss": {**named, "base_loss": base_loss.name_base_loss(loss.base_loss_function)},
+        "loss": {
+            **named,
+            "scores": loss.score_weight,
+            "base_loss": base_loss.name_base_loss(loss.base_loss_function),
+        },
         "teacher": {**teacher, "answers": "array"} if teacher else {},
         "data": {"name": "arrays"},
         "engine": {},

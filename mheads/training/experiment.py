@@ -141,7 +141,7 @@ def assemble_experiment(
     checks.check_outputs(net, data, outputs)
     loss.check(net.num_members, config.sampling.name)
     checks.check_whole_batches(config, net, loss)
-    loss = adapt_loss(loss, data, config)
+    loss = adapt_loss(loss, data, config, outputs)
     sample_weights, groups, more = build_sample_weights(config, net.num_members, data, array, clusters)
     checks.check_weights_on_examples(loss, data)
     checks.check_gradients(config, net, loss, data, sample_weights, batch, outputs)

@@ -67,7 +67,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/losses/mcl.py",
+            "mheads/losses/winners.py",
             'tests/losses/test_losses.py tests/losses/test_kin_of_mcl.py -k "not fit and not engine and not loop and not evaluated"',
             [
                 Bug("one winner whatever k", "[:k], 1.0)", "[:1], 1.0)"),
@@ -91,6 +91,12 @@ AREAS: dict[str, list[File]] = {
                     "return chosen if sample_weights is None else chosen * (sample_weights > 0)",
                     "return chosen",
                 ),
+            ],
+        ),
+        File(
+            "mheads/losses/mcl.py",
+            'tests/losses/test_losses.py tests/losses/test_kin_of_mcl.py -k "not fit and not engine and not loop and not evaluated"',
+            [
                 Bug(
                     "the mixture is not weighted by the sample weights",
                     "assignment = (best + ce_weight) * weights",

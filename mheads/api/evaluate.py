@@ -25,7 +25,7 @@ from mheads.common.progress import Watcher, forward_warnings
 from mheads.common.safe_yaml import as_plain, short
 from mheads.data import Preprocess
 from mheads.data.batches import Batch
-from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, measure
+from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, measure, with_calibration
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.runs.folder import RunFolder
 from mheads.training.build_from_config import build_net_of_run, make_engine
@@ -170,7 +170,8 @@ def evaluate_run(
             counted.extend([] if weights is None else [weights.cpu().numpy()])
 
     with closing(make_engine(config, net)) as engine:
-        result = measure(engine, examples, data.inputs, data.problem, watch, keep)
+        problem = with_calibration(data.problem, folder.read_result() if weights.final else {})
+        result = measure(engine, examples, data.inputs, problem, watch, keep)
     assert result is not None  # there are examples
     if outputs_file is not None:
         arrays = {

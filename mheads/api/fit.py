@@ -41,7 +41,7 @@ from mheads.trees.treenet import TreeNet
 
 Examples = Any  # (inputs, labels) as arrays or tensors, a list of pairs, a torch Dataset or DataLoader
 ITERATIONS = 1000
-DATA_KEYWORDS = ("problem", "normalize", "scale", "pad", "mirror", "validation")
+DATA_KEYWORDS = (*("problem", "normalize", "normalize_targets", "scale", "pad", "mirror", "validation", "calibration"),)
 
 
 class Interrupted(KeyboardInterrupt):

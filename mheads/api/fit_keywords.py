@@ -43,10 +43,12 @@ class ConfigKeywords(TypedDict, total=False):
     pretrain: int
     problem: str
     normalize: str
+    normalize_targets: bool
     scale: float | str
     pad: int
     mirror: bool
     validation: int
+    calibration: int
     workers: int | str
     micro_batches: int | str
     stack: str

@@ -58,9 +58,11 @@ def reproduce(
         for path in write_tables(output, console):
             console.print(f"{path} read", soft_wrap=True)
         return
-    options = Options(recipe or read_suite(suite).recipe, seed, scale, validation, tuple(overrides or ()), test)
-    request = SuiteRequest(suite, options, trials, only or (), folder, output)
-    if dry_run:
-        Reproduction(request, console).print_plan()
-    else:
-        run(request, console, train=not only_tables)
+    own = read_suite(suite).recipe
+    for name in [recipe] if recipe else [own] if isinstance(own, str) else own:
+        options = Options(name, seed, scale, validation, tuple(overrides or ()), test)
+        request = SuiteRequest(suite, options, trials, only or (), folder, output)
+        if dry_run:
+            Reproduction(request, console).print_plan()
+        else:
+            run(request, console, train=not only_tables)

@@ -20,7 +20,7 @@ from mheads.common.safe_yaml import short
 from mheads.losses import check_function
 from mheads.losses.base_loss import BaseLossSpec, make_base_loss, masks_rows, name_base_loss
 from mheads.losses.winners import assign, score_losses
-from mheads.problems import BaseLoss, Problem, cross_entropies
+from mheads.problems import BASE_LOSSES, BaseLoss, Problem, cross_entropies
 from mheads.trees import member_scores
 
 
@@ -196,6 +196,11 @@ class Loss:
     def base_loss_name(self) -> str:
         """The base loss as messages call it."""
         return str(getattr(self._plain_base_loss, "__name__", short(self.base_loss)))
+
+    @property
+    def learns_variances(self) -> bool:
+        """Whether members learn a variance beside each number that they answer."""
+        return self.name == "mixture_density" or self._plain_base_loss is BASE_LOSSES["gaussian_nll"]
 
     @property
     def base_loss_of_whole_batch(self) -> bool:

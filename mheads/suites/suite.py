@@ -56,7 +56,9 @@ class RecipeChanges(BaseModel):
     """What is different about a recipe in a suite."""
 
     model_config = STRICT
+    base: str | None = None  # the recipe that `set` makes this one of, where it is none by itself
     set: list[str] = []
+    trials: int | None = Field(None, ge=1)  # at most: a table may have few splits
     folder: Annotated[str | None, Field(pattern=r"^[\w-]+$")] = (
         None  # of its runs, since they are not those of other suites
     )
@@ -67,7 +69,7 @@ class Suite(BaseModel):
     name: str
     source: str
     about: str = ""
-    recipe: str = "cifar10_quick"  # what is trained, unless the command says otherwise
+    recipe: str | list[str] = "cifar10_quick"  # what is trained, unless the command says otherwise
     metrics: list[str] = ["single", "ensemble_mean", "oracle"]
     rows: list[SuiteRow] = Field(min_length=1)
     recipes: dict[str, RecipeChanges] = {}

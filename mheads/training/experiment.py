@@ -138,6 +138,8 @@ def assemble_experiment(
     data = replace(data, problem=widen_classes(data.problem, outputs, net.network_name))
     if loss.of_scores and hasattr(data.problem, "of_scores"):
         data = replace(data, problem=replace(data.problem, of_scores=True))  # type: ignore[type-var]
+    if loss.learns_variances and hasattr(data.problem, "variances"):
+        data = replace(data, problem=replace(data.problem, variances=True))  # type: ignore[type-var]
     checks.check_outputs(net, data, outputs)
     loss.check(net.num_members, config.sampling.name)
     checks.check_whole_batches(config, net, loss)

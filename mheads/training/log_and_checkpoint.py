@@ -23,7 +23,7 @@ from mheads.common.progress import Watcher
 from mheads.data.batches import Batch
 from mheads.engine.diagnostics import gradient_norms, idle_warning
 from mheads.engine.interface import Engine
-from mheads.engine.measure import measure
+from mheads.engine.measure import calibrate, measure
 from mheads.engine.training_step import StepReport
 from mheads.problems import Result
 from mheads.runs.checkpoint import Checkpoints
@@ -155,7 +155,8 @@ class Recorder:
 
     def _measure(self) -> Result | None:
         data = self.experiment.data
-        return measure(self.engine, data.test, data.preprocess, data.problem, self.watch)
+        problem = calibrate(self.engine, data.calibration, data.preprocess, data.problem)
+        return measure(self.engine, data.test, data.preprocess, problem, self.watch)
 
     def _record(self, result: Result, log: MetricsLog) -> None:
         self.state.add_evaluation(result)

@@ -58,8 +58,7 @@ def reproduce(
         for path in write_tables(output, console):
             console.print(f"{path} read", soft_wrap=True)
         return
-    own = read_suite(suite).recipe
-    for name in [recipe] if recipe else [own] if isinstance(own, str) else own:
+    for name in [recipe] if recipe else read_suite(suite).own_recipes:
         options = Options(name, seed, scale, validation, tuple(overrides or ()), test)
         request = SuiteRequest(suite, options, trials, only or (), folder, output)
         if dry_run:

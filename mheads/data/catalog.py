@@ -112,20 +112,6 @@ DATASETS = {
         Dataset(
             "diabetes", "10 numbers of a patient, to predict one; 354 train / 88 test; built in", read_diabetes, (10,)
         ),
-        Dataset("two_roots", "a number, to predict one of its two roots; 2,000 train; generated", read_two_roots, (1,)),
-        Dataset(
-            "three_futures",
-            "2 numbers, to predict one of three ways [12, 2]; 2,000 train; generated",
-            read_three_futures,
-            (2,),
-        ),
-        Dataset(
-            "ambiguous_masks",
-            "16 x 16 images of spots, whose masks end at one of three radii; 500 train; generated",
-            read_ambiguous_masks,
-            (1, SIDE, SIDE),
-        ),
-        Dataset("uci", "UCI tables with their standard splits, in root: data.table and data.fold", read_uci, uci_shape),
         Dataset(
             "cifar10",
             "32 x 32 photos, 10 classes, 50,000 train / 10,000 test",
@@ -168,6 +154,20 @@ DATASETS = {
         Dataset(
             "lmdb", "your LMDBs of Caffe's Datum messages: path and test_path", read_lmdb, lmdb_shape, statistics=50_000
         ),
+        Dataset("two_roots", "a number, to predict one of its two roots; 2,000 train; generated", read_two_roots, (1,)),
+        Dataset(
+            "three_futures",
+            "2 numbers, to predict one of three ways [12, 2]; 2,000 train; generated",
+            read_three_futures,
+            (2,),
+        ),
+        Dataset(
+            "ambiguous_masks",
+            "16 x 16 images of spots, whose masks end at one of three radii; 500 train; generated",
+            read_ambiguous_masks,
+            (1, SIDE, SIDE),
+        ),
+        Dataset("uci", "UCI tables with their standard splits, in root: data.table and data.fold", read_uci, uci_shape),
     )
 }
 

@@ -76,6 +76,10 @@ class Suite(BaseModel):
     paper: dict[str, dict[str, dict[str, Any]]] = {}  # recipe -> row -> metric -> figure, see read_figure
     claims: list[Claim] = []
 
+    @property
+    def own_recipes(self) -> list[str]:
+        return [self.recipe] if isinstance(self.recipe, str) else self.recipe
+
 
 def read_suite(name: str) -> Suite:
     """The suite of a name, or in the YAML file at a path."""

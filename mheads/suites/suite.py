@@ -58,7 +58,7 @@ class RecipeChanges(BaseModel):
     model_config = STRICT
     base: str | None = None  # the recipe that `set` makes this one of, where it is none by itself
     set: list[str] = []
-    trials: int | None = Field(None, ge=1)  # at most: a table may have few splits
+    trials: Annotated[int | None, Field(ge=1)] = None  # at most: a table may have few splits
     folder: Annotated[str | None, Field(pattern=r"^[\w-]+$")] = (
         None  # of its runs, since they are not those of other suites
     )

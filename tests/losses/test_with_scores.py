@@ -10,6 +10,8 @@ import mheads
 from mheads import TreeNet, UserError, fit, losses, with_scores
 from mheads.common.progress import Silent
 from mheads.config import read as configs
+from mheads.engine.stacked_stages import siblings_to_stack
+from mheads.networks.mlp import mlp
 from mheads.problems import densities
 from mheads.runs.folder import RunFolder
 from mheads.training.loop import train_config
@@ -151,6 +153,20 @@ def test_a_mixture_density_learns_two_answers():
     outputs, weights = run.outputs(x[:50])
     upper = outputs[:, :, 0].mean(1).argmax()
     assert weights[upper].mean().item() == pytest.approx(0.25, abs=0.1)
+
+
+@pytest.mark.parametrize("loss", [losses.mixture_density(), losses.mcl(base_loss="gaussian_nll").with_scores()])
+def test_members_with_variances_and_scores_run_as_one_stack(loss):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 3)).astype(np.float32), rng.normal(size=(60, 1)).astype(np.float32)
+    outputs = []
+    for stack in ("auto", "never"):
+        net = TreeNet(with_scores(lambda: mlp(3, hidden=(8,), variance=True)), members=3, split="fc1", seed=0)
+        assert siblings_to_stack(net, 20, stack) == ([net.tree.leaves] if stack == "auto" else [])
+        run = fit(net, loss, train=(x, y), test=(x, y), iterations=20, batch_size=20, stack=stack, seed=0)
+        outputs.append([*run.outputs(x), torch.tensor(run.result.nll)])
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 # Voronoi cells.

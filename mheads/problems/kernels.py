@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mheads.problems.densities import mixture_log_density, voronoi_log_density
 
-DENSITIES = {"nll": mixture_log_density, "nll_voronoi": voronoi_log_density}
 KERNEL_SCALES = {"nll": "kernel_scale", "nll_voronoi": "kernel_scale_voronoi"}  # what a result calls them
 GRID = 10 ** torch.linspace(-3, 1, 81, dtype=torch.float64)  # times the standard deviation of the targets
 
@@ -44,13 +43,17 @@ class KernelChoice:
         y, logs = torch.cat([batch[1] for batch in self._batches]), _logs(self.units)
         spread = (y / logs.exp()).std(0, correction=0).mean().item()
         scales = {}
-        for name, density in DENSITIES.items():
-            if name == "nll_voronoi" and y.shape[1] > 1:  # whose cells are no intervals
-                continue
-            grid = (GRID * (spread or 1.0)).tolist()
+        grid = (GRID * (spread or 1.0)).tolist()
+        for name, density in densities_of(y.shape[1]).items():
             likely = [density(outputs, 2 * (math.log(h) + logs), log_weights, y).mean().item() for h in grid]
             scales[KERNEL_SCALES[name]] = grid[max(range(len(grid)), key=likely.__getitem__)]
         return scales
+
+
+def densities_of(num_values: int) -> dict[str, Callable[..., Tensor]]:
+    """The densities by the name of their measure; cells of several numbers are no intervals."""
+    cells = {"nll_voronoi": voronoi_log_density} if num_values == 1 else {}
+    return {"nll": mixture_log_density, **cells}
 
 
 def log_weights_or_equal(weights: Tensor | None, outputs: Tensor) -> Tensor:

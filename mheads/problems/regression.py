@@ -17,8 +17,7 @@ from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText
 from mheads.problems.base import ProblemDefaults, further_row, mean_or_weighted, number
-from mheads.problems.densities import mixture_log_density, voronoi_log_density
-from mheads.problems.kernels import KERNEL_SCALES, KernelChoice, Kernels, log_weights_or_equal
+from mheads.problems.kernels import KERNEL_SCALES, KernelChoice, Kernels, densities_of, log_weights_or_equal
 from mheads.problems.member_losses import absolute_errors, squared_errors
 from mheads.problems.metrics import by_predictor, weighted_mean
 from mheads.problems.plain_result import PlainResult
@@ -131,9 +130,7 @@ class RegressionMetrics:
         if log_variances is None and self.kernels is None:
             return
         log_weights = log_weights_or_equal(weights, outputs)
-        for name, density in (("nll", mixture_log_density), ("nll_voronoi", voronoi_log_density)):
-            if name == "nll_voronoi" and self.num_values > 1:
-                continue
+        for name, density in densities_of(self.num_values).items():
             if log_variances is None:
                 assert self.kernels is not None
                 variances = self.kernels.log_variances(name)
@@ -179,8 +176,9 @@ class Regression(ProblemDefaults):
     """Targets are numbers [B, D], answers are [M, B, D]; the loss is the squared error unless another is named.
 
     Targets that had a `shape` of more axes, such as [T, 2], are flat, and answers have that shape, [M, B, T, 2].
-    Members that learn targets less `mean`, divided by `std` [D], answer in the units of the targets. `variances`: a
-    member gives the logarithm of the variance beside its answer. `kernels`: see `calibrated`.
+    Members that learn targets less `mean_of_targets`, divided by `std_of_targets` [D], answer in the old units.
+    `variances`:
+    a member gives the logarithm of the variance beside its answer. `kernels`: see `calibrated`.
     """
 
     num_values: int

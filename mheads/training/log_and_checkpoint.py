@@ -117,7 +117,8 @@ class Recorder:
             by_member = [norms[leaf.name].item() for leaf in state.net.tree.leaves]
             self.log.write(state.diagnostics.line(state.step, lr, by_member))
         if idle := state.diagnostics.find_idle(self.options.idle_after):
-            self.watch.warn(idle_warning(idle, self.options.idle_after, self.experiment.loss.options))
+            far = getattr(self.experiment.data.problem, "std_of_targets", None) == ()
+            self.watch.warn(idle_warning(idle, self.options.idle_after, self.experiment.loss.options, far))
 
     def evaluate(self) -> None:
         """Evaluates and records it."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from benchmarks import peers
-from benchmarks.remote import RemotePeers
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.engine.engine_options import EngineOptions
@@ -33,6 +32,10 @@ def tiny() -> torch.nn.Module:
 
 
 OPTIONS = {"lr": peers.RATE, "momentum": peers.MOMENTUM, "weight_decay": peers.DECAY}
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
 
 
 class Ours:
@@ -89,7 +92,7 @@ def pixels(rows: int, members: int) -> Batch:
 
 
 @contextmanager
-def running(*sides: Ours | RemotePeers) -> Iterator[None]:
+def running(*sides: Closes) -> Iterator[None]:
     try:
         yield
     finally:

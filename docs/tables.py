@@ -88,7 +88,7 @@ class Table(NamedTuple):
     rows: list[tuple[str, str, str]]  # suite, row, label
     metrics: tuple[str, ...] = ACCURACIES
     options: Options = WHOLE
-    whole: bool = True  # also rows that have not been run
+    whole: bool = True  # names rows that have not been run below
     column: str = " | ---"
 
 
@@ -115,23 +115,26 @@ def document(name: str, options: Options) -> dict[str, Any]:
 
 
 def make(table: Table) -> str:
-    """The Markdown of a table, without columns that no row has a figure for."""
+    """The Markdown of a table, without columns that no row has a figure for; rows that were not run are one line."""
     runs = {(name, each) for name, row, _ in table.rows for each in names(name, row, table.options)}
     metrics = [
         metric
         for metric in table.metrics
         if any(findings.trials(document(name, table.options), each, metric) for name, each in runs)
     ]
-    lines = [f"| | {' | '.join(map(label, metrics))} |", f"| ---{table.column * len(metrics)} |"]
+    lines = [f"| | n | {' | '.join(map(label, metrics))} |", f"| ---{table.column * (1 + len(metrics))} |"]
+    not_run = []
     for name, row, title in table.rows:
         kept = document(name, table.options)
-        rows, short = names(name, row, table.options), title.partition(", ")[0]
-        run = [each for each in rows if findings.num_trials(kept, each)]
-        repeated = "*" in row and any(f"| {short}, " in line for line in lines)
-        for each in run or (rows[:1] if table.whole and not repeated else []):
+        run = [each for each in names(name, row, table.options) if findings.num_trials(kept, each)]
+        short = title.partition(", ")[0] if "*" in row else title
+        not_run += [] if run or any(f"| {short}, " in line for line in lines) else [short]
+        for each in run:
             cells = " | ".join(cell(kept, each, metric, table.options) for metric in metrics)
-            text = title.replace("*", value(each, row) or "") if each in run or "*" not in row else short
-            lines.append(f"| {text} | {cells} |")
+            text = title.replace("*", value(each, row) or "")
+            lines.append(f"| {text} | {findings.num_trials(kept, each)} | {cells} |")
+    if not_run and table.whole:
+        lines += ["", f"Not run: {'; '.join(dict.fromkeys(not_run))}."]
     return "\n".join(lines)
 
 
@@ -154,7 +157,7 @@ def cell(kept: dict[str, Any], row: str, metric: str, options: Options) -> str:
 
 def fill(page: str, table: Table) -> str:
     """The page with the table in its place."""
-    place = rf"(?<=<!-- {re.escape(table.name)} -->\n\n)\|.*?(?=\n\n)"
+    place = rf"(?<=<!-- {re.escape(table.name)} -->\n\n)\|.*?(?=\n\n)(?:\n\nNot run: [^\n]*)?"
     text, count = re.subn(place, lambda _: make(table), page, flags=re.DOTALL)
     assert count == 1, f"a page has one table after <!-- {table.name} -->"
     return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from mheads import data as datasets
 from mheads.api.examples_of_run import class_names, load_examples_of_run
 from mheads.api.load import load
+from mheads.api.measure_uncertainty import FurtherExamples
 from mheads.api.raw_examples import PreprocessingNetwork
 from mheads.api.run import Run, make_labelled_split
 from mheads.common import nested_values
@@ -23,15 +25,18 @@ from mheads.common.errors import UserError, warn
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher, forward_warnings
 from mheads.common.safe_yaml import as_plain, short
+from mheads.config import read as configs
 from mheads.data import Preprocess
 from mheads.data.batches import Batch
-from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, measure, with_calibration
+from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, join_answers, measure, with_calibration
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.runs.folder import RunFolder
 from mheads.training.build_from_config import build_net_of_run, make_engine
+from mheads.training.check_experiment import check_views
 from mheads.training.log_and_checkpoint import summary
 from mheads.trees.treenet import TreeNet
 
+VIEWS = "eval.views="
 Model = Callable[[Tensor], Any]
 TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
 
@@ -146,42 +151,56 @@ def evaluate_run(
     overrides: Sequence[str] = (),
     split: str | None = None,
     trust: bool = False,
+    further: FurtherExamples = FurtherExamples(),
 ) -> dict[str, Any]:
     """Computes the metrics of a run anew; optionally saves the outputs [M, N, C] and labels [N] behind them, and the
     weights [M, N] by the scores of the members, if they have some.
 
     The examples are those that training evaluated on, another `split`, or other data: `overrides` of the
-    config's data keys. Inputs are preprocessed as in training.
+    config's data keys. Inputs are preprocessed as in training. `eval.views` can be overridden too. `further` examples
+    give a run with classes the measures of `problems/uncertainty.py`.
     """
-    folder = RunFolder(path)
-    config = folder.read_config()
+    folder, config = RunFolder(path), RunFolder(path).read_config()
+    if views := [given for given in overrides if given.startswith(VIEWS)]:
+        config = configs.read(folder.config, views)
+        overrides = [given for given in overrides if given not in views]
     if outputs_file is not None:
         check_place(outputs_file)
     net = build_net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
     with forward_warnings(watch):
         data, examples, split = load_examples_of_run(folder, overrides, split)
-    kept: list[tuple[np.ndarray, list[np.ndarray]]] = []
-    counted: list[np.ndarray] = []
+    check_views(config, data.shape, data.problem, data.side)
+    if further:
+        further.check(folder, data, split)
+    parts: list[tuple[Tensor, Tensor | None, Value]] = []
 
-    def keep(outputs: torch.Tensor, weights: torch.Tensor | None, targets: Value) -> None:
-        if outputs_file is not None:
-            kept.append((outputs.cpu().numpy(), [leaf.cpu().numpy() for leaf in nested_values.leaves(targets)]))
-            counted.extend([] if weights is None else [weights.cpu().numpy()])
+    def keep(outputs: Tensor, weights: Tensor | None, targets: Value) -> None:
+        if outputs_file is not None or further:
+            parts.append((outputs.cpu(), None if weights is None else weights.cpu(), targets))
 
     with closing(make_engine(config, net)) as engine:
         problem = with_calibration(data.problem, folder.read_result() if weights.final else {})
-        result = measure(engine, examples, data.inputs, problem, watch, keep)
-    assert result is not None  # there are examples
+        result: Any = measure(engine, examples, data.inputs, problem, watch, keep)
+        assert result is not None  # there are examples
+        if parts:
+            kept = join_answers(parts)
+        if further:
+            result = replace(result, **further.measure(folder, engine, data, kept, watch))
     if outputs_file is not None:
-        arrays = {
-            "outputs": np.concatenate([o for o, _ in kept], 1),
-            **dict(zip(TARGETS, map(np.concatenate, zip(*(t for _, t in kept), strict=True)), strict=False)),
-            "classes": np.array(class_names(data.problem)),
-            **({"weights": np.concatenate(counted, 1)} if counted else {}),
-        }
-        write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+        _write_outputs(outputs_file, kept, class_names(data.problem))
     return summary(result, net, split, weights.iteration, weights.seconds)
+
+
+def _write_outputs(path: Path, kept: tuple[Tensor, Tensor | None, Value], classes: Sequence[str]) -> None:
+    outputs, weights, targets = kept
+    arrays = {
+        "outputs": outputs.numpy(),
+        **dict(zip(TARGETS, (leaf.numpy() for leaf in nested_values.leaves(targets)), strict=False)),
+        "classes": np.array(classes),
+        **({} if weights is None else {"weights": weights.numpy()}),
+    }
+    write_atomically(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
 
 
 def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> tuple[torch.Tensor, Value]:

@@ -25,11 +25,12 @@ DATA_KEYS = (
 
 
 def load_examples_of_run(
-    folder: RunFolder, overrides: Sequence[str] = (), split: str | None = None
+    folder: RunFolder, overrides: Sequence[str] = (), split: str | None = None, unlike: bool = False
 ) -> tuple[DataFacts, Split, str]:
     """What the run knows of its data, the examples to evaluate on, and the name of their split.
 
-    By default they are those that training evaluated on; `overrides` are other data keys than the run's.
+    By default they are those that training evaluated on; `overrides` are other data keys than the run's. Of data that
+    are `unlike` the run's, labels do not matter.
     """
     _check_overrides(overrides)
     facts, config = folder.read_data(), configs.read(folder.config, overrides)
@@ -39,6 +40,9 @@ def load_examples_of_run(
     examples: Any = data.train.without_augmentation() if split == "train" else data.test  # type: ignore[attr-defined]
     if isinstance(examples, NormalizedTargets):  # members answer in the units of the targets
         examples = examples.source
+    _check_shape(folder, facts, data, examples, split)
+    if unlike:
+        return facts, examples, split
     _check_like_training(folder, facts, data, examples, split)
     if finds_objects(facts.problem) and finds_objects(data.problem):
         examples = examples.with_statistics_of(facts.problem)
@@ -99,13 +103,16 @@ def _update_data(config: Config, **keys: Any) -> Config:
     return config.model_copy(update={"data": config.data.model_copy(update=keys)})
 
 
-def _check_like_training(folder: RunFolder, facts: DataFacts, data: Data, examples: Split, split: str) -> None:
+def _check_shape(folder: RunFolder, facts: DataFacts, data: Data, examples: Split, split: str) -> None:
     if data.seen is not None:
         facts.check(data.seen, data.name)
     if not len(examples):
         raise UserError(f"{data.name} has no {split} examples to evaluate on")
     if tuple(examples.shape) != facts.shape:
         raise UserError(f"examples of shape {tuple(examples.shape)}, but {folder.path} was trained on {facts.shape}")
+
+
+def _check_like_training(folder: RunFolder, facts: DataFacts, data: Data, examples: Split, split: str) -> None:
     if data.problem.name != facts.problem.name:
         raise UserError(f"{data.name} is {data.problem.name}, but {folder.path} was trained for {facts.problem.name}")
     classes, known = class_names(data.problem), class_names(facts.problem)

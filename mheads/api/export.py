@@ -19,7 +19,8 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,13 @@ from torch import Tensor, nn
 
 from mheads.api.load import load
 from mheads.caffe import weights as blobs
-from mheads.common import atomic_files
+from mheads.common import atomic_files, nested_values
 from mheads.common.errors import UserError, describe_error
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher
 from mheads.data.catalog import DATASETS
 from mheads.data.preprocessing import centre
+from mheads.data.views import View, average_views, stack_views
 from mheads.runs.data_facts import DataFacts
 from mheads.training.build_from_config import load_data
 from mheads.trees import member_scores
@@ -58,11 +60,11 @@ class Exported(nn.Module):
     mean: Tensor | None
     std: Tensor | None
 
-    def __init__(self, net: TreeNet, data: DataFacts, what: str) -> None:
+    def __init__(self, net: TreeNet, data: DataFacts, what: str, views: Sequence[View] = ()) -> None:
         super().__init__()
         # A copy, since what is exported is on the CPU, in eval mode and without gradients.
         net = copy.deepcopy(net).cpu().eval().requires_grad_(False)
-        self.problem, self.what = data.problem, what
+        self.problem, self.what, self.views = data.problem, what, views
         self.network = net.member(_member(what, net.num_members)) if what.startswith("member:") else net
         self.dtype = net.dtype
         self.preprocess = data.preprocess
@@ -76,7 +78,11 @@ class Exported(nn.Module):
             self.register_buffer(name, None if tensor is None else tensor.to(self.exact).contiguous())
 
     def forward(self, examples: Tensor) -> Tensor:
-        return self.answer(self.network(examples if examples.dtype == torch.int64 else self.prepare(examples)))
+        x = examples if examples.dtype == torch.int64 else stack_views(self.prepare(examples), self.views)
+        return self.answer(nested_values.map_leaves(self.average, self.network(x)))
+
+    def average(self, outputs: Tensor) -> Tensor:
+        return average_views(outputs, self.views, dim=0 if self.what.startswith("member:") else 1)
 
     def prepare(self, examples: Tensor) -> Tensor:
         x = examples.to(self.exact)
@@ -125,7 +131,9 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
     expected = _answer_of_run(run, raw, what)
     hidden = path.with_name(f".{path.stem}.new{path.suffix}")  # the suffix says how it is read again
     with atomic_files.replacing(path, hidden), _quietly():
-        program = _trace(Exported(net, data, what), raw[:2] if len(raw) > 1 else raw.repeat_interleave(2, 0))
+        program = _trace(
+            Exported(net, data, what, run.config.eval.views), raw[:2] if len(raw) > 1 else raw.repeat_interleave(2, 0)
+        )
         write = _write_onnx if path.suffix == ".onnx" else _write_pt2
         answers = _answer_in_batches(write(program, hidden, _facts(run, raw, what)), raw, what)
         steps = 0.0 if net.dtype.itemsize >= 4 else 4 * torch.finfo(net.dtype).eps
@@ -198,8 +206,9 @@ def _own_examples(run: Run) -> Tensor:
 
 
 def _answer_of_run(run: Run, raw: Tensor, what: str) -> Tensor:
-    """The run's own answers, from its engine."""
-    outputs, weights = run.outputs(raw)
+    """The run's own answers, from its engine, in the precision of the weights: what is in a file computes in that."""
+    exact = replace(run, config=run.config.model_copy(update={"precision": "float32"}))
+    outputs, weights = exact.outputs(raw)
     if what == "scored" and weights is None:
         raise UserError(f"what={what!r}: {run.folder} has no scores: train it with loss=scored or loss.scores")
     if what in ("mean", "scored"):

@@ -41,7 +41,9 @@ from mheads.trees.treenet import TreeNet
 
 Examples = Any  # (inputs, labels) as arrays or tensors, a list of pairs, a torch Dataset or DataLoader
 ITERATIONS = 1000
-DATA_KEYWORDS = (*("problem", "normalize", "normalize_targets", "scale", "pad", "mirror", "validation", "calibration"),)
+DATA_KEYWORDS = (
+    *("problem", "normalize", "normalize_targets", "scale", "pad", "padding", "mirror", "validation", "calibration"),
+)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -193,6 +195,7 @@ def _make_config(
         "teacher": {**teacher, "answers": "array"} if teacher else {},
         "data": {"name": "arrays"},
         "engine": {},
+        "eval": {},
         "optim": {"iterations": iterations},
         "log": {"evaluate_every": max(1, few // 10), "every": max(1, min(50, few // 20)), **own["log"]},
     }
@@ -220,7 +223,7 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
         watch.say(f"starting from the weights that {before:,} iterations of an earlier fit left in this net")
     start = digest_start(net, folder)
     try:
-        summary = train_config(config, folder, watch, lambda config: replace(experiment, start=start))
+        summary = train_config(config, folder, watch, lambda config: replace(experiment, config=config, start=start))
         net.history.iterations = before + summary["iterations"]
         return open_run(folder, config, net, watch.warn, temporary)
     except KeyboardInterrupt:  # before the first step, or for the second time

@@ -33,7 +33,10 @@ class ConfigKeywords(TypedDict, total=False):
     momentum2: float
     rms_decay: float
     delta: float
+    sgd_momentum: float
+    newton_schulz: int
     weight_decay: float
+    parameter_groups: dict[str, Any]
     regularization: str
     clip: float | None
     batch_size: int
@@ -46,12 +49,15 @@ class ConfigKeywords(TypedDict, total=False):
     normalize_targets: bool
     scale: float | str
     pad: int
-    mirror: bool
+    padding: str
+    mirror: bool | str
     validation: int
     calibration: int
+    views: list[dict[str, Any]]
     workers: int | str
     micro_batches: int | str
     stack: str
+    cores: int | str
     device: str
     precision: str
     seed: int
@@ -60,7 +66,7 @@ class ConfigKeywords(TypedDict, total=False):
 def _find_key(keyword: str) -> str:
     if keyword == "optimizer" or keyword in schema.Config.model_fields:
         return {"optimizer": "optim.name"}.get(keyword, keyword)
-    sections = ("optim", "data", "engine", "loss")  # data.normalize before loss.normalize
+    sections = ("optim", "data", "engine", "eval", "loss")  # data.normalize before loss.normalize
     return next(f"{name}.{keyword}" for name in sections if hasattr(getattr(schema.Config(), name), keyword))
 
 

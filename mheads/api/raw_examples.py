@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mheads.common import nested_values
 from mheads.common.errors import UserError
+from mheads.common.nested_values import Value
 from mheads.data.arrays import as_side, stack_arrays
 from mheads.data.value_range import measure_range
+from mheads.data.views import View, average_views, stack_views
 from mheads.runs.data_facts import DataFacts
 
 
 class PreprocessingNetwork(nn.Module):
     """A network after the preprocessing of its run. It takes raw examples: images [B, C, H, W], vectors [B, F], or
-    tokens [B, T]."""
+    tokens [B, T]. In eval mode its outputs are means over the views of the run."""
 
-    def __init__(self, network: nn.Module, data: DataFacts) -> None:
+    def __init__(self, network: nn.Module, data: DataFacts, views: Sequence[View] = ()) -> None:
         super().__init__()
         self.network = network
         self.data = data
+        self.views = views
 
-    def forward(self, x: Any, side: dict[str, Any] | None = None) -> Tensor:
+    def forward(self, x: Any, side: dict[str, Any] | None = None) -> Value:
         raw = as_raw_examples(x, self.data)
         if side is not None:
             arrays = read_side_inputs(side, len(raw), self.data)
             side = {name: torch.from_numpy(array).to(raw.device) for name, array in arrays.items()}
         return self.run(raw, side)
 
-    def run(self, raw: Tensor, side: dict[str, Any] | None = None) -> Tensor:
+    def run(self, raw: Tensor, side: dict[str, Any] | None = None) -> Value:
         """The outputs of raw examples as `as_raw_examples` gives them."""
         parameter = next(self.network.parameters(), torch.empty(0))
         x = self.data.inputs(raw.to(parameter.device), parameter.dtype)
-        outputs: Tensor = self.network(x) if side is None else self.network(x, side)
-        return outputs
+        views = () if self.training else self.views
+        x = stack_views(x, views)
+        outputs: Value = self.network(x) if side is None else self.network(x, side)
+        return nested_values.map_leaves(lambda t: average_views(t, views, dim=0), outputs)
 
 
 def as_raw_examples(x: Any, data: DataFacts, what: str = "the examples") -> Tensor:

@@ -164,7 +164,7 @@ class Run:
 
     def member(self, m: int) -> PreprocessingNetwork:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
-        return PreprocessingNetwork(self._check_weights().member(m), self.data).eval()
+        return PreprocessingNetwork(self._check_weights().member(m), self.data, self.config.eval.views).eval()
 
     def export(self, path: str | Path, what: str = "mean", examples: Any = None) -> Path:
         """Writes the ensemble and its preprocessing to one .pt2 or .onnx file that needs no mheads: see `export.py`.

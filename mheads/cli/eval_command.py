@@ -13,20 +13,37 @@ from mheads.cli.shared import RunPath, Split, Trust, console
 def eval(
     run: RunPath,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other data: data.path=other.npz.")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Other data, data.path=other.npz, or eval.views=[]."),
     ] = None,
     outputs: Annotated[
         Path | None, typer.Option(help="Also save outputs [M, N, C] and labels [N] to this .npz file.")
     ] = None,
     split: Split = None,
+    temperature_from: Annotated[
+        str | None,
+        typer.Option(metavar="SPLIT", help="Also fit temperatures on this split (validation), and measure with them."),
+    ] = None,
+    ood: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Also measure how confidence tells other data apart (AUROC, FPR95): data.path=other.npz. May be given "
+            "several times.",
+        ),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Compute the metrics of a run anew: on its test set, on another split, on other data.
 
     Example: mheads eval runs/mcl --outputs outputs.npz
+
+    Example: mheads eval runs/mcl --split test --temperature-from validation --ood data.name=cifar100
     """
     from mheads.api.evaluate import evaluate_run
+    from mheads.api.measure_uncertainty import FurtherExamples
     from mheads.cli.printing.result_tables import result_table
     from mheads.common.progress import Terminal
 
-    console.print(result_table(evaluate_run(run, outputs, Terminal(console), overrides or [], split, trust)))
+    further = FurtherExamples(temperature_from, ood or ())
+    console.print(result_table(evaluate_run(run, outputs, Terminal(console), overrides or [], split, trust, further)))

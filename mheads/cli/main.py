@@ -80,8 +80,9 @@ def main() -> None:
             # it is imported, below.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         trains = sys.argv[1:2] == ["train"] or sys.argv[1:3] == ["detect", "train"]
-        if launch is not None and launch.rank > 0 and not trains:
-            return  # only training is spread over ranks: one rank is enough for any other command
+        shares_rows = sys.argv[1:2] == ["reproduce"] and not {"--dry-run", "--tables", "--merge"} & {*sys.argv}
+        if launch is not None and launch.rank > 0 and not (trains or shares_rows):
+            return  # one rank is enough for any other command
         app()
     except UserError as error:
         errors.complain(str(error))

@@ -31,12 +31,26 @@ def reproduce(
     test: Annotated[
         bool, typer.Option("--test", help="With --validation: show the same runs on the test set, to report a choice.")
     ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="All suites that come with the package, one after another.")
+    ] = False,
     only: Annotated[list[str] | None, typer.Option(help="Train this row alone; may be given several times.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the runs and the time that they will take; train nothing.")
     ] = False,
     only_tables: Annotated[
         bool, typer.Option("--tables", help="Train nothing: make the tables anew, without a suite all of them.")
+    ] = False,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Train nothing: take over the runs in another folder of results, such as further seeds; without a "
+            "suite those of all its files. May be given several times.",
+        ),
+    ] = None,
+    outputs: Annotated[
+        bool, typer.Option("--outputs", help="Also write the outputs of runs, as float16, to outputs/ in the results.")
     ] = False,
     folder: Annotated[Path, typer.Option(*FOLDER, help="Where the runs go.")] = Path("runs/reproduce"),
     output: Annotated[Path, typer.Option("--output", "-o", help="Where tables, figures and JSON files go.")] = Path(
@@ -47,21 +61,37 @@ def reproduce(
 
     Example: mheads reproduce standard --recipe cifar10_quick --trials 3
     """
+    from mheads.common.number_words import count
+    from mheads.common.progress import Terminal
+    from mheads.suites.dry_run import print_plan, print_plan_of_all
     from mheads.suites.jobs import Options
-    from mheads.suites.reproduce import Reproduction, SuiteRequest, write_tables
+    from mheads.suites.merge import merge_folders
+    from mheads.suites.reproduce import Reproduction, SuiteRequest, reproduce_all, write_tables
     from mheads.suites.reproduce import reproduce as run
     from mheads.suites.suite import SUITES, read_suite
 
-    if suite is None:
-        if not only_tables:
-            raise UserError(f"give a suite: {', '.join(SUITES)}, or the path of a YAML file")
+    def requests(name: str) -> list[SuiteRequest]:
+        """One for each recipe."""
+        choices = [recipe] if recipe else read_suite(name).own_recipes
+        every_option = [Options(one, seed, scale, validation, tuple(overrides or ()), test) for one in choices]
+        further = (trials, only or (), folder, output, merge or (), outputs)
+        return [SuiteRequest(name, options, *further) for options in every_option]
+
+    train = not (only_tables or merge)
+    if every:
+        if suite is not None or only or not train:
+            raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
+        (print_plan_of_all if dry_run else reproduce_all)([one for name in SUITES for one in requests(name)], console)
+    elif suite is not None:
+        for one in requests(suite):
+            if dry_run:
+                print_plan(Reproduction(one, console), console)
+            else:
+                run(one, console, train=train)
+    elif train:
+        raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
+    else:
+        for path, gained in merge_folders(merge, output, Terminal(console).warn).items() if merge else ():
+            console.print(f"{path}: {count(gained, 'new run')}", soft_wrap=True)
         for path in write_tables(output, console):
             console.print(f"{path} read", soft_wrap=True)
-        return
-    for name in [recipe] if recipe else read_suite(suite).own_recipes:
-        options = Options(name, seed, scale, validation, tuple(overrides or ()), test)
-        request = SuiteRequest(suite, options, trials, only or (), folder, output)
-        if dry_run:
-            Reproduction(request, console).print_plan()
-        else:
-            run(request, console, train=not only_tables)

@@ -83,7 +83,7 @@ def train_recipe(
         watch = Terminal(console, bar=not quiet, folder=True) if world.is_main else Silent()
         for note in notes:
             watch.say(note)
-        result = train_config(config, folder, watch, world.build_experiment)
+        result = train_config(config, folder, watch, world.build_experiment, world.cores)
         if world.is_main:
             console.print(result_table(result))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -13,6 +14,11 @@ from mheads.common.errors import UserError
 
 CPU = torch.device("cpu")
 ACCELERATORS = ("cuda", "hpu", "mps", "mtia", "xpu")
+
+
+def describe_cpu() -> str:
+    """The kind of CPU, as far as it decides bits: `x86_64, AVX512`."""
+    return f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def resolve(name: str, local_rank: int = 0) -> torch.device:

@@ -105,8 +105,10 @@ class Summary(BaseModel):
     parameters: Count
     seconds: Annotated[Finite, Field(ge=0)]
     versions: dict[str, str] = {}
+    machine: str = ""
     learning: Learning | None = None
     peak_memory: Count | None = None
+    engine: dict[str, Any] = {}
 
 
 class StepLine(BaseModel):

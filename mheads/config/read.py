@@ -6,7 +6,7 @@ config = load("cifar10_quick", ["loss.name=mcl", "loss.k=1"])
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from mheads.common.options import expand_name
 from mheads.config.aliases import rename_key, rename_keys
 from mheads.config.schema import SECTIONS, Config, all_keys
 from mheads.config.unknown_keys import suggest
+
+Defaults = Mapping[str, Mapping[str, Any]]  # values of keys that a file does not have, by section
 
 
 class ConfigError(UserError):
@@ -51,7 +53,7 @@ def is_caffe(name: str) -> bool:
 def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
     """The config of a recipe by name, or of a file by path, with `key=value` overrides."""
     if recipe in recipes():
-        return _parse(_recipe_text(recipe), recipe, overrides)
+        return parse(_recipe_text(recipe), recipe, overrides)
     if is_caffe(recipe):
         raise UserError(
             f"{recipe} is a Caffe specification: mheads train takes it as it is, and mheads convert makes a recipe of "
@@ -74,22 +76,26 @@ def _is_file(name: str) -> bool:
         return False
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config in a file."""
+def read(path: Path, overrides: Sequence[str] = (), defaults: Defaults | None = None) -> Config:
+    """The config in a file; `defaults` are those of a run that was begun without some keys."""
     try:
         text = atomic_files.read_text(path, most=safe_yaml.MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(path), [f"it cannot be read as a YAML file: {error}"]) from error
-    return _parse(text, str(path), overrides)
+    return parse(text, str(path), overrides, defaults)
 
 
-def _parse(text: str, source: str, overrides: Sequence[str]) -> Config:
+def parse(text: str, source: str, overrides: Sequence[str] = (), defaults: Defaults | None = None) -> Config:
+    """The config in a text."""
     try:
         tree = rename_keys(safe_yaml.from_yaml(text) or {})
     except ValueError as error:
         raise ConfigError(source, [str(error)]) from error
     if not isinstance(tree, dict):
         raise ConfigError(source, [f"it must hold a mapping of config keys, not {safe_yaml.short(tree)}"])
+    for section, values in (defaults or {}).items():
+        if isinstance(tree.setdefault(section, {}), dict):
+            tree[section] = {**values, **tree[section]}
     data = tree.get("data")
     for given in overrides:
         override(tree, given)

@@ -26,9 +26,11 @@ from mheads.common.options import (
     options_by_key,
     select_options,
 )
+from mheads.config.data_section import DataOptions
 from mheads.config.loss_section import LossOptions
 from mheads.data import resampling
 from mheads.data.resampling import SAMPLINGS
+from mheads.data.views import View
 from mheads.optim.optim_section import OptimOptions
 
 
@@ -74,78 +76,13 @@ def _absolute_init(init: str) -> str:
     return init if init in ("random", "same") or init.startswith(GIVEN) else str(absolute_path(Path(init)))
 
 
-def _absolute_proposals(proposals: str) -> str:
-    return str(absolute_path(Path(proposals))) if proposals.endswith((".npz", ".mat")) else proposals
-
-
-class RegionOptions(Section):
-    """Of images with objects; the defaults are those of the Fast R-CNN release."""
-
-    objects: Literal["voc"] | list[str] = option("voc", "their classes, or voc for the twenty of PASCAL VOC")
-    proposals: Annotated[str, AfterValidator(_absolute_proposals)] = option(
-        "selective_search",
-        "where regions come from: selective_search, an .npz or a .mat file; {part} in its name varies",
-    )
-    with_objects: bool = option(False, "evaluation: the objects' own boxes are proposed as well, as in training")
-    most: int = option(2000, "regions proposed in an image", ge=1)
-    per_image: int = option(64, "training: regions that an image gives to a step", ge=1)
-    foreground: float = option(0.25, "training: the share of them that may be objects", gt=0, le=1)
-    foreground_overlap: float = option(0.5, "training: overlap from which a region is an object", gt=0, le=1)
-    background_overlap: tuple[float, float] = option(
-        (0.1, 0.5), "training: overlaps from and below which it is background"
-    )
-    short_side: int = option(600, "length of the shorter side of an image", ge=16, le=10_000)
-    long_side: int = option(1000, "length of the longer side, at most", ge=16, le=10_000)
-    strict: bool = option(False, "stop at the first thing that is wrong in the annotations")
-
-
-class DataOptions(Section):
-    name: str = option("digits", "a dataset by name: `mheads data list` shows them")
-    root: Location | None = option(None, "where a fetched set lies, if not in the cache; list: where names begin")
-    path: Location | None = option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
-    table: str | None = option(None, "uci: which table, the name of its folder in root")
-    fold: int = option(0, "uci: which of the splits of the table", ge=0)
-    test_path: Location | None = option(None, "list, hdf5, lmdb: what is tested on")
-    arrays: tuple[str, str] | None = option(
-        None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
-    )
-    problem: Literal[
-        "auto", "classification", "regression", "multilabel", "soft_labels", "segmentation", "examples"
-    ] = option(
-        "auto",
-        "npz, list, hdf5, lmdb: what is learned; auto: what the targets look like; examples, of any data: to give "
-        "these back",
-    )
-    validation: int = option(0, "hold out the last n training examples and evaluate on them", ge=0)
-    normalize: Literal["none", "mean_image", "mean_std", "init"] = option(
-        "none", "what is subtracted and divided by; init: as in the run that training starts from"
-    )
-    normalize_targets: bool = option(
-        False, "numbers to be learned: less their mean, divided by their standard deviation; answers are in old units"
-    )
-    calibration: int = option(
-        0, "keep the last n training examples from learning, to choose the kernels of a density on", ge=0
-    )
-    scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = option(
-        "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"
-    )
-    channels: Literal["rgb", "bgr"] = option("rgb", "images: the order of channels that the network sees")
-    pad: int = option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
-    mirror: bool = option(False, "training: mirror at random")
-    resize: int = option(256, "folder, list: length of the shorter side after resizing", ge=1, le=10_000)
-    crop: int | None = option(None, "folder, list, lmdb: side of the crop that the network sees", ge=1, le=10_000)
-    grey: bool = option(False, "folder, list: read images in one channel")
-    limit: int | None = option(None, "use only the first n training and n test examples", ge=1)
-    regions: RegionOptions = option(RegionOptions(), "voc: regions of images")
-    reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
-        option("every", "ranks: each reads what it needs, or the main rank, 0, reads for all")
-    )
-
-
 class EngineSection(Section):
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = option("auto", "threads; never changes a result")
     micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = option("auto", "parts that a batch is cut into")
-    stack: Literal["never", "auto", "always"] = option("never", "run sibling stages as one; auto: where small")
+    stack: Literal["never", "auto", "always"] = option("auto", "run sibling stages as one; auto: where they are small")
+    cores: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = option(
+        "auto", "cores that the cut of a batch and the threads of a stage are made for; decides the last bits"
+    )
 
 
 class LogOptions(Section):
@@ -155,6 +92,12 @@ class LogOptions(Section):
     keep: int = option(2, "how many of the newest checkpoints are kept", ge=1)
     tensorboard: bool = option(False, "also write the log for TensorBoard, in the run folder")
     idle_after: int = option(100, "warn of a member that has won no example for n iterations", ge=1)
+
+
+class EvalOptions(Section):
+    views: list[View] = option(
+        [], "images: answers are means over these views, each {weight: , mirror: , down: , right: }; none: as they are"
+    )
 
 
 class TeacherOptions(Section):
@@ -202,6 +145,7 @@ class Config(Section):
     ] = option("default", "ranks: trunk on 0, branches spread; auto: fastest by measured costs; or {stage: rank}")
     timeout: float = option(60.0, "ranks: seconds without progress after which a rank is given up", gt=0)
     optim: OptimOptions = option(OptimOptions(), "optimizer and schedule")
+    eval: EvalOptions = option(EvalOptions(), "how examples are answered")
     log: LogOptions = option(LogOptions(), "logging, evaluation, checkpoints")
     device: str = option("auto", "cpu, or an accelerator that torch sees: cuda, cuda:N, xpu; auto: that, else cpu")
     precision: Literal["float32", "bf16"] = option("float32", "of stages; weights, losses and sums stay in float32")
@@ -211,6 +155,11 @@ class Config(Section):
     def _consistent(self) -> Config:
         if self.optim.options.get("nesterov") and not self.optim.options["momentum"]:
             raise ValueError("optim.nesterov needs a momentum above 0, but optim.momentum is 0")
+        if self.optim.options.get("caffe_momentum") and self.optim.has_early_ends:
+            raise ValueError(
+                "optim.caffe_momentum has one learning rate inside the momentum of all, and optim.parameter_groups has "
+                "groups with an end of their own (until): leave one of them out"
+            )
         if self.optim.entry.decoupled and self.optim.regularization == "l1":
             raise ValueError(
                 f"optim.regularization = l1 is not for {self.optim.name}, whose decay is apart from gradients: use adam"
@@ -264,7 +213,7 @@ FIRST_NAMES = {"loss.base_loss": "loss.of"}  # of keys in digests, which name fo
 def is_free(key: str, config: Config) -> bool:
     """Whether this key may differ when a run is resumed: it decides no bit of the steps already done."""
     if key == "optim.iterations":
-        return not config.optim.schedule.entry.ends
+        return not config.optim.schedule.entry.ends and not config.optim.has_early_ends
     return key in ("engine.workers", "data.reader", "placement", "timeout") or key.startswith("log.")
 
 
@@ -274,6 +223,7 @@ def differing(one: Config, other: Config) -> list[str]:
     return [key for key in new if not same(key, old[key], new[key])]
 
 
+CHOICES = ("engine.stack", "engine.cores")  # `auto` means what the run was begun with, or the rule for a new run
 PATHS = (
     "init", "sampling.generalist", "sampling.path", "teacher.answers",
     "data.root", "data.path", "data.test_path", "data.regions.proposals",
@@ -281,10 +231,22 @@ PATHS = (
 
 
 def same(key: str, one: Any, other: Any) -> bool:
-    """Whether two values of a key mean the same: of paths, however each is spelled, whether they lead to one place."""
+    """Whether a value of a key means the same as one before it: of paths, whether they lead to one place."""
+    if key in CHOICES and other == "auto":
+        return True
     if key in PATHS and isinstance(one, str) and isinstance(other, str) and os.path.isabs(one) and os.path.isabs(other):
         return os.path.realpath(one) == os.path.realpath(other)
     return bool(one == other)
+
+
+def adopt_choices(config: Config, begun: Config) -> Config:
+    """The config with what an earlier one, which began the run, chose where this one says `auto`."""
+    kept = {
+        name: getattr(begun.engine, name)
+        for name in (key.removeprefix("engine.") for key in CHOICES)
+        if getattr(config.engine, name) == "auto"
+    }
+    return config.model_copy(update={"engine": config.engine.model_copy(update=kept)})
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -303,7 +265,7 @@ def flatten(config: Config) -> dict[str, Any]:
     return walk("", config.model_dump(mode="json"), config)
 
 
-SECTIONS = ("sampling", "loss", "teacher", "data", "data.regions", "engine", "optim", "optim.schedule", "log")
+SECTIONS = ("sampling", "loss", "teacher", "data", "data.regions", "engine", "optim", "optim.schedule", "eval", "log")
 
 
 @cache

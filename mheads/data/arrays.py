@@ -14,7 +14,7 @@ from PIL import Image
 
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
-from mheads.data.augmentation import augment, draw_places
+from mheads.data.augmentation import PADDINGS, Mirror, augment, draw_places
 from mheads.data.readers.image_files import pixels_of
 from mheads.data.splits import SplitDefaults, TargetRows
 from mheads.data.targets import WAYS, as_float32
@@ -23,11 +23,13 @@ from mheads.data.value_range import ValueRange, measure_range
 
 @dataclass(frozen=True, eq=False, kw_only=True)  # arrays have no truth value to compare by
 class PaddedSplit(SplitDefaults):
-    """Examples with side inputs by name. `pad` and `mirror` say how images are augmented when they are read with seeds:
-    zeros around the raw image, a random crop of the original size, mirrored half of the time."""
+    """Examples with side inputs by name. `pad`, `padding` and `mirror` say how images are augmented when they are read
+    with seeds: zeros or its reflection around the raw image, a random crop of the original size, mirrored half of the
+    time."""
 
     pad: int = 0
-    mirror: bool = False
+    padding: str = "zeros"
+    mirror: Mirror = False
     side: dict[str, np.ndarray] = field(default_factory=dict)
 
     def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
@@ -38,9 +40,8 @@ class PaddedSplit(SplitDefaults):
         free = (2 * self.pad, 2 * self.pad)
         return torch.from_numpy(draw_places(seeds, free, self.mirror)) if self.pad or self.mirror else None
 
-    @property
-    def margin(self) -> int:
-        return self.pad
+    def pad_mean(self, mean: np.ndarray) -> np.ndarray:
+        return np.pad(mean, ((self.pad,) * 2, (self.pad,) * 2, (0, 0)), PADDINGS[self.padding]) if self.pad else mean
 
     def without_augmentation(self) -> Self:
         return replace(self, pad=0, mirror=False)
@@ -60,7 +61,7 @@ class ArraySplit(PaddedSplit):
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         """Raw examples [b, ...]: uint8 NHWC, float NCHW (a view of NHWC memory), vectors [b, F], or tokens [b, T]."""
-        return augment(self.examples[rows], seeds, pad=self.pad, mirror=self.mirror)
+        return augment(self.examples[rows], seeds, pad=self.pad, mirror=self.mirror, padding=self.padding)
 
     def part(self, rows: slice) -> Self:
         side = {name: array[rows] for name, array in self.side.items()}
@@ -95,7 +96,7 @@ class Unlabelled(PaddedSplit):
         return self.raw[rows]
 
 
-def with_augmentation(split: Any, *, pad: int, mirror: bool, where: str) -> Any:
+def with_augmentation(split: Any, *, pad: int, mirror: Mirror, where: str, padding: str = "zeros") -> Any:
     """The split with images moved and mirrored in training."""
     if pad < 0:
         raise UserError(f"{where}: data.pad is {pad}; it counts pixels, so give 0 or more")
@@ -106,7 +107,14 @@ def with_augmentation(split: Any, *, pad: int, mirror: bool, where: str) -> Any:
         reason = "would move the images and not the classes of their pixels"
     if (pad or mirror) and reason:
         raise UserError(f"{where}: data.pad={pad} and data.mirror={mirror} {reason}; leave both out")
-    return replace(split, pad=pad, mirror=mirror)
+    if padding not in PADDINGS:
+        raise UserError(f"{where}: data.padding is {padding!r}; it can be {', '.join(PADDINGS)}")
+    if padding == "reflect" and len(split.shape) == 3 and pad >= min(split.shape[1:]):
+        raise UserError(
+            f"{where}: data.pad is {pad}, but images of {split.shape[1]} x {split.shape[2]} pixels can be reflected "
+            f"by less than {min(split.shape[1:])}; give a smaller one, or data.padding=zeros"
+        )
+    return replace(split, pad=pad, mirror=mirror, padding=padding)
 
 
 def as_split(examples: Any, labels: Any, where: str, side: Any = None) -> ArraySplit:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mheads.common import nested_values, seeds
 from mheads.common.nested_values import Value
 from mheads.data import Data, Split
+from mheads.data.augmentation import alternate
 from mheads.data.resampling import stream
 
 
@@ -98,7 +99,8 @@ class Batches(Protocol):
 class BatchStream:
     """Gives the batch of any step, from the seed alone; the next one is read while this one is worked on.
 
-    `inputs` says for which examples of a batch inputs are wanted here; by default for all.
+    `inputs` says for which examples of a batch inputs are wanted here; by default for all. `alternating`: an example is
+    mirrored in every other epoch, beginning with the first or the second at random.
     """
 
     def __init__(
@@ -109,11 +111,13 @@ class BatchStream:
         members: int,
         sample_weights: np.ndarray | None,
         inputs: range | None = None,
+        alternating: bool = False,
     ) -> None:
         self.data = data
         self.seed = seed
         self.batch_size = batch_size
         self.members = members
+        self.alternating = alternating
         self.sample_weights = None if sample_weights is None else torch.from_numpy(sample_weights)
         self.inputs = range(batch_size) if inputs is None else inputs
         # A thread begins with the intra-op threads of whoever set them last, which may be a worker.
@@ -129,9 +133,11 @@ class BatchStream:
 
     def read(self, step: int) -> Batch:
         start = step * self.batch_size
-        rows, _ = stream(self.seed, len(self.data.train), start, start + self.batch_size)
+        rows, epochs = stream(self.seed, len(self.data.train), start, start + self.batch_size)
         # One seed per example, so that its augmentation does not depend on the batch it happens to be in.
         augmentation = seeds.numpy_generator(self.seed, "augment", step).integers(2**63, size=len(rows))
+        if self.alternating:
+            augmentation = alternate(augmentation, rows, epochs, seeds.derive(self.seed, "mirror"))
         target_rows = self.data.train.read_targets(rows, augmentation)
         sample_weights = None if self.sample_weights is None else self.sample_weights[:, torch.from_numpy(rows)]
         if sample_weights is not None and target_rows.counts is not None:

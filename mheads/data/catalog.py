@@ -14,6 +14,7 @@ import numpy as np
 from mheads.common.errors import UserError
 from mheads.data.arrays import with_augmentation
 from mheads.data.assembly import assemble
+from mheads.data.augmentation import Mirror
 from mheads.data.detection.regions import read_voc, region_shape
 from mheads.data.readers.cache import cache_dir
 from mheads.data.readers.caffe_lmdb import lmdb_shape, read_lmdb
@@ -183,7 +184,8 @@ def load(
     scale: float | str = "auto",
     channels: str = "rgb",
     pad: int = 0,
-    mirror: bool = False,
+    padding: str = "zeros",
+    mirror: Mirror = False,
     resize: int = 256,
     crop: int | None = None,
     grey: bool = False,
@@ -203,14 +205,14 @@ def load(
     validation: hold out the last n training examples as the test split, and leave the real test set alone.
     normalize: none, mean_image (of every pixel) or mean_std (of every channel), measured on the training examples.
     scale: multiplies the raw values first; auto brings uint8 pixels to 0..1 and leaves floats alone.
-    channels: rgb or bgr, the order that the network sees. pad, mirror: random crops of the zero-padded image and
-    random mirrors, in training. resize, crop, grey: for images in files, the shorter side, the square cut out of it,
-    and whether they are read in one channel. limit: keep only the first n training and the first n test examples.
-    arrays: the names of examples and targets in HDF5 files. problem: what the targets are, where they alone do not
-    decide; examples: the examples themselves are learned. regions: the options of voc. only: test, where nothing is
-    to be learned. table, fold: of uci, which table and which of its splits. normalize_targets: numbers are learned less
-    their mean, divided by their standard deviation. calibration: the last n training examples that are left are not
-    learned from; the kernels of a density are chosen on them.
+    channels: rgb or bgr, the order that the network sees. pad, padding, mirror: random crops of the image padded with
+    zeros or its reflection, and random mirrors, in training. resize, crop, grey: for images in files, the shorter side,
+    the square cut out of it, and whether they are read in one channel. limit: keep only the first n training and the
+    first n test examples. arrays: the names of examples and targets in HDF5 files. problem: what the targets are, where
+    they alone do not decide; examples: the examples themselves are learned. regions: the options of voc. only: test,
+    where nothing is to be learned. table, fold: of uci, which table and which of its splits. normalize_targets: numbers
+    are learned less their mean, divided by their standard deviation. calibration: the last n training examples that are
+    left are not learned from; the kernels of a density are chosen on them.
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
@@ -234,7 +236,7 @@ def load(
     check_keys(entry, keys)
     train, test, solved = _call(entry.read, {**keys, "need_test": validation == 0})
     if not entry.takes("mirror"):
-        train = with_augmentation(train, pad=pad, mirror=mirror, where=name)
+        train = with_augmentation(train, pad=pad, padding=padding, mirror=mirror, where=name)
     options: dict[str, Any] = {"normalize": normalize, "validation": validation, "scale": scale, "channels": channels}
     options |= {"limit": limit, "auto": entry.scale, "statistics": entry.statistics}
     options |= {"normalize_targets": normalize_targets, "calibration": calibration}

@@ -155,9 +155,7 @@ def fit_preprocess(train: Source, normalize: str, scale: float, limit: int | Non
         train = train.whole()
     dtype = np.float64 if train.read(rows[:1], None).dtype == torch.float64 else np.float32
     if normalize == "mean_image":
-        mean = _average(train.whole(), rows) * scale
-        if train.margin:  # zeros around the image stay zeros
-            mean = np.pad(mean, ((train.margin,) * 2, (train.margin,) * 2, (0, 0)))
+        mean = train.pad_mean(_average(train.whole(), rows) * scale)
         return Preprocess(mean=_tensor(mean.astype(dtype)), scale=scale)
     mean = _per_channel(_average(train, rows))
     std = np.sqrt(_per_channel(_average(train, rows, centre=mean)))

@@ -24,6 +24,7 @@ from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.data.arrays import ArraySplit, as_side, as_split, with_augmentation
 from mheads.data.assembly import assemble
+from mheads.data.augmentation import Mirror
 from mheads.data.splits import Data
 from mheads.data.targets import pose_targets
 from mheads.data.torch_dataset import DatasetSplit, item_of, read_dataset, repeatable, same_names, stack, stack_side
@@ -42,7 +43,8 @@ def from_arrays(
     validation: int = 0,
     scale: float | str = "auto",
     pad: int = 0,
-    mirror: bool = False,
+    padding: str = "zeros",
+    mirror: Mirror = False,
     limit: int | None = None,
     hold_out: int | None = None,
     weights: Any = None,
@@ -65,7 +67,7 @@ def from_arrays(
     sources, solved = pose_targets(splits, classes, "auto" if problem == "examples" else problem)
     return assemble(
         name,
-        with_augmentation(sources["train"], pad=pad, mirror=mirror, where=name),
+        with_augmentation(sources["train"], pad=pad, padding=padding, mirror=mirror, where=name),
         sources.get("test", sources["train"].part(slice(0))),
         solved,
         problem,

@@ -73,9 +73,8 @@ class Source(Split, Protocol):
     def whole(self) -> Source:
         """The same examples before any crop: what the mean image is measured on."""
 
-    @property
-    def margin(self) -> int:
-        """How many zeros stand around the whole image when it is cropped."""
+    def pad_mean(self, mean: np.ndarray) -> np.ndarray:
+        """The mean [H, W, C] of whole images, padded as these are before they are cropped."""
 
     def survey(self, where: str) -> ValueRange:
         """Kind and range of the examples; raises a UserError for NaN and infinity."""
@@ -92,9 +91,8 @@ class SplitDefaults:
         @property
         def targets(self) -> np.ndarray: ...
 
-    @property
-    def margin(self) -> int:
-        return 0
+    def pad_mean(self, mean: np.ndarray) -> np.ndarray:
+        return mean
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -153,9 +151,8 @@ class RowSubset(WrappedSplit):
         targets: np.ndarray = self.source.targets[self.rows]
         return targets
 
-    @property
-    def margin(self) -> int:
-        return self.source.margin
+    def pad_mean(self, mean: np.ndarray) -> np.ndarray:
+        return self.source.pad_mean(mean)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -48,7 +48,7 @@ class DatasetSplit(PaddedSplit):
             for row, key in zip(np.asarray(rows).tolist(), keys, strict=True):
                 items.append(_read_example(self.dataset, row, seed, key, self.where))
                 check_alike(items[-1], self.shape, self.dtype, f"{self.where} item {row}")
-        return augment(_join(items), seeds, pad=self.pad, mirror=self.mirror)
+        return augment(_join(items), seeds, pad=self.pad, mirror=self.mirror, padding=self.padding)
 
     def part(self, rows: slice) -> RowSubset:
         return RowSubset(self, np.arange(len(self))[rows])

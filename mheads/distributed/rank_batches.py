@@ -33,11 +33,15 @@ class SendingStream(BatchStream):
     """The main rank reads every batch and sends each rank what it needs of it, as soon as it is read."""
 
     def __init__(self, engine: RanksEngine, stream: BatchStream, needs: dict[int, range]) -> None:
-        members, sample_weights = (
+        sample_weights = None if stream.sample_weights is None else stream.sample_weights.numpy()
+        super().__init__(
+            stream.data,
+            stream.seed,
+            stream.batch_size,
             stream.members,
-            None if stream.sample_weights is None else stream.sample_weights.numpy(),
+            sample_weights,
+            alternating=stream.alternating,
         )
-        super().__init__(stream.data, stream.seed, stream.batch_size, members, sample_weights)
         self.engine, self.needs = engine, needs
 
     def read(self, step: int) -> Batch:

@@ -169,7 +169,8 @@ class RankPass(ForwardPass):
     """One batch of an evaluation, on the ranks of one replica."""
 
     def __init__(self, engine: RanksEngine, channel: str, read: Callable[[], Batch], index: int) -> None:
-        super().__init__(engine.stages, read, index, engine.workers.spawn, engine.options.device)
+        options = engine.options
+        super().__init__(engine.stages, read, index, engine.workers.spawn, options.device, options.views)
         self.engine, self.channel = engine, channel
         self.placement, self.me = engine.placement, engine.world.rank
         self.replica = index % self.placement.replicas

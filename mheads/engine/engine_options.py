@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from mheads.data.views import View
 
 CPU = torch.device("cpu")
 
@@ -13,8 +16,9 @@ CPU = torch.device("cpu")
 class EngineOptions:
     """`workers` are threads and never change a result. Each batch is cut into `micro_batches`, and a step takes
     `accumulate` batches. `seed` is that of the dropout masks. `precision` is what stages compute in: in bfloat16,
-    weights, losses, statistics and sums stay in float32. `stacked` names the sibling stages that run as one, on
-    `stack_threads` threads."""
+    weights, losses, statistics and sums stay in float32. `cores` is how many the threads of a stage are
+    chosen for. `stacked` names the sibling stages that run as one, on `stack_threads` threads. An evaluation averages
+    outputs over `views` of the examples."""
 
     workers: int
     micro_batches: int
@@ -22,5 +26,16 @@ class EngineOptions:
     accumulate: int = 1
     device: torch.device = CPU
     precision: torch.dtype = torch.float32
+    cores: int = 2
     stacked: tuple[tuple[str, ...], ...] = ()
     stack_threads: int = 1
+    views: tuple[View, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """What decides the bits of a run besides its config, for result.json: how every `auto` was decided."""
+        return {
+            "micro_batches": self.micro_batches,
+            "cores": self.cores,
+            "stacks": [len(names) for names in self.stacked],
+            "stack_threads": self.stack_threads,
+        }

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from mheads.common import nested_values
 from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
+from mheads.data.views import View, average_views, stack_views
 from mheads.engine.stacked_stages import repeat_for
 from mheads.engine.stages import Stages
 from mheads.engine.training_step import FORWARD, PREPARE, Spawn, join_members
@@ -21,13 +23,19 @@ class ForwardPass:
     """Outputs of all members on one batch without graph, for evaluation; `outputs` [M, b, C] when all is done."""
 
     def __init__(
-        self, stages: Stages, read: Callable[[], Batch], index: int, spawn: Spawn, device: torch.device
+        self,
+        stages: Stages,
+        read: Callable[[], Batch],
+        index: int,
+        spawn: Spawn,
+        device: torch.device,
+        views: Sequence[View] = (),
     ) -> None:
         self.stages = stages
         self.read = read
         self.index = index
         self.spawn = spawn
-        self.device = device
+        self.device, self.views = device, views
         self.targets: Value = None
         self._lock = threading.Lock()
         self._outputs: list[tuple[Node, Value]] = []
@@ -44,6 +52,8 @@ class ForwardPass:
         batch = self.read().to(self.device)
         self.targets = batch.targets
         x = batch.network_inputs(self.stages.net.dtype)
+        if self.views:
+            x = stack_views(x, self.views)
         for root in self.stages.roots:
             self.spawn((self.index, FORWARD), self.forward, root, x, batch.side_inputs())
 
@@ -66,5 +76,7 @@ class ForwardPass:
             complete = sum(len(part.members) for part, _ in self._outputs) == self.stages.tree.num_members
         if complete:
             parts, self._outputs = sorted(self._outputs, key=lambda part: part[0].members), []
-            dtype = self.stages.net.dtype
-            self.outputs = nested_values.map_leaves(lambda t: t.to(dtype), join_members(parts))
+            self.outputs = nested_values.map_leaves(self._finish, join_members(parts))
+
+    def _finish(self, outputs: Tensor) -> Tensor:
+        return average_views(outputs.to(self.stages.net.dtype), self.views, dim=1)

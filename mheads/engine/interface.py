@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
+from mheads.engine.engine_options import EngineOptions
 from mheads.engine.stacked_stages import StackedStage
 from mheads.engine.training_step import StepReport
 from mheads.losses import Loss
@@ -21,6 +22,7 @@ class Engine(Protocol):
     """Runs the stages of a tree over micro-batches. Of several processes each has one, and they act together."""
 
     net: TreeNet  # the stages that are here
+    options: EngineOptions
     is_main: bool  # keeps the run folder: of several processes, one
 
     @property

@@ -60,7 +60,12 @@ def all_answers(
     engine: GivesOutputs, examples: Split, inputs: Inputs, problem: Problem, watch: Watcher | None = None
 ) -> tuple[Tensor, Tensor | None, Value]:
     """Answers [M, N, ...], weights [M, N] if members have scores, and targets of all examples, in main memory."""
-    outputs, weights, targets = zip(*answers(engine, examples, inputs, problem, watch), strict=True)
+    return join_answers(list(answers(engine, examples, inputs, problem, watch)))
+
+
+def join_answers(parts: Sequence[tuple[Tensor, Tensor | None, Value]]) -> tuple[Tensor, Tensor | None, Value]:
+    """What `answers` gave for each batch as one, in main memory."""
+    outputs, weights, targets = zip(*parts, strict=True)
     together = None if weights[0] is None else torch.cat([part.cpu() for part in weights], 1)
     whole = nested_values.map_leaves(lambda *parts: torch.cat([part.cpu() for part in parts]), *targets)
     return torch.cat([part.cpu() for part in outputs], 1), together, whole

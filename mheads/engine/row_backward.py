@@ -93,10 +93,12 @@ def avg_pool2d(layer: nn.AvgPool2d, x: Tensor, owned: bool) -> tuple[Tensor, Bac
     window = [_pair(v) for v in (layer.kernel_size, layer.stride, layer.padding)]
     rest = (layer.ceil_mode, layer.count_include_pad, layer.divisor_override)
     y = aten.avg_pool2d(x, *window, *rest)
-    like = _like(x)
+    like = _like(x, _wide(y[:0]).dtype)
 
     def backward(d_y: Tensor, pick: Pick, input_gradient: bool) -> tuple[Tensor | None, Learned]:
-        return aten.avg_pool2d_backward(d_y, like(len(d_y)), *window, *rest), []
+        # In bfloat16 it takes more than twice as long as in float32, conversions included.
+        d_x = aten.avg_pool2d_backward(_wide(d_y), like(len(d_y)), *window, *rest)
+        return d_x.to(d_y.dtype), []
 
     return y, backward
 
@@ -294,10 +296,14 @@ def _cast(t: Any) -> Any:
     return t.to(torch.get_autocast_dtype(t.device.type))
 
 
-def _like(x: Tensor) -> Callable[[int], Tensor]:
+def _wide(t: Tensor) -> Tensor:
+    return t.float() if t.dtype == torch.bfloat16 else t
+
+
+def _like(x: Tensor, dtype: torch.dtype | None = None) -> Callable[[int], Tensor]:
     """A function that makes stand-ins of x with a given number of rows: pooling's backward looks only at the shape and
     strides of its input, so x itself need not be kept."""
-    shape, strides, dtype, device = x.shape[1:], x.stride(), x.dtype, x.device
+    shape, strides, dtype, device = x.shape[1:], x.stride(), dtype or x.dtype, x.device
     return lambda num_rows: torch.empty_strided((num_rows, *shape), strides, dtype=dtype, device=device)
 
 

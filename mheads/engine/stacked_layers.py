@@ -5,7 +5,7 @@ Written out for the layers of small networks, since `vmap` costs more than their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mheads.common.modules import is_hooked
 from mheads.networks.dropout import Dropout, draw_stacked_masks
 
-Tensors = dict[str, Tensor]  # the weights of a layer by their own names
+Tensors = Mapping[str, Tensor]  # the weights of a layer by their own names
 ELEMENTWISE = (
     nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus,
 )  # fmt: skip

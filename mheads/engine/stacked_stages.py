@@ -37,6 +37,7 @@ class StackedStage:
     weights still gets them. `release` gives the stages tensors of their own again.
     """
 
+    @torch.inference_mode(False)  # where a service evaluates: the stages may learn later
     def __init__(self, names: Sequence[str], stages: Sequence[nn.Module]) -> None:
         self.names, self.stages = tuple(names), list(stages)
         self._local = threading.local()
@@ -94,6 +95,7 @@ class StackedStage:
             module.train(self.stages[0].training)
         return module
 
+    @torch.inference_mode(False)
     def release(self) -> None:
         for stage in self.stages:
             for parameter in stage.parameters():

@@ -3,6 +3,7 @@ than the arithmetic."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -76,16 +77,20 @@ class StageFacts:
             return row_backward.outputs(self.module, x) if self.run_by_row(x) else self.module(x, side)
 
 
-def threads_of(net: TreeNet) -> dict[str, int]:
-    """Two threads for a stage that has the machine to itself, since batch statistics forbid to cut the batch and no
-    stage is beside it; one for all others.
+def threads_of(net: TreeNet, cores: int) -> dict[str, int]:
+    """How many threads the operations of each stage use. One where batches are cut, since micro-batches fill the cores;
+    batch statistics forbid to cut them, so the stages that can run side by side share the cores.
 
-    Gradients differ in their bits between one thread and two, so this is a rule on the tree, never on the machine.
+    Gradients differ in their bits between one thread and two, so this depends on the tree and `engine.cores`, never on
+    the machine.
     """
     if not net.batch_statistics_layers():
         return dict.fromkeys(net.tree.nodes, 1)
-    roots = net.tree.roots
-    return {name: 2 if len(roots) == 1 and node is roots[0] else 1 for name, node in net.tree.nodes.items()}
+    depths: dict[str, int] = {}
+    for name, node in net.tree.nodes.items():  # parents come before their children
+        depths[name] = 0 if node.parent is None else depths[node.parent] + 1
+    beside = Counter(depths.values())  # below a split, a stage has siblings
+    return {name: max(1, cores // max(beside[depth], min(depth, 1) + 1)) for name, depth in depths.items()}
 
 
 class Stages:
@@ -96,7 +101,7 @@ class Stages:
 
     def __init__(self, net: TreeNet, options: EngineOptions) -> None:
         self.net, self.tree = net, net.tree
-        threads = threads_of(net)
+        threads = threads_of(net, options.cores)
         lower = options.precision != torch.float32
         autocast = (options.device.type, options.precision) if lower else None
         self.stacks = {
@@ -113,6 +118,8 @@ class Stages:
             if name in first
         }
         self._evaluating = {name: replace(facts, threads=1) for name, facts in self.facts.items()}
+        # Of what every task uses: that many cores a worker takes.
+        self.threads = min(facts.threads for facts in self.facts.values()) if self.facts else 1
         self.roots = self.here(tuple(root.name for root in net.tree.roots))
         self.statistics = bool(net.batch_statistics_layers())
         learns = {name: net.learns(name) for name, node in net.tree.nodes.items() if node.children}

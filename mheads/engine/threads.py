@@ -173,8 +173,8 @@ class ThreadsEngine:
         keep_freed_memory()
         self.options = options
         self.net = net.to(options.device)
-        self.workers = Workers(options.workers)
         self.stages = Stages(net, options)
+        self.workers = Workers(max(1, options.workers // self.stages.threads))
         self.asked_to_stop = 0  # the signal that did
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
@@ -206,8 +206,8 @@ class ThreadsEngine:
 
     def outputs(self, readers: Sequence[Callable[[], Batch]]) -> Iterator[tuple[Value, Value]]:
         self.net.eval()
-        spawn, device = self.workers.spawn, self.options.device
-        passes = [ForwardPass(self.stages, read, i, spawn, device) for i, read in enumerate(readers)]
+        spawn, device, views = self.workers.spawn, self.options.device, self.options.views
+        passes = [ForwardPass(self.stages, read, i, spawn, device, views) for i, read in enumerate(readers)]
         ahead = 2 * self.workers.count  # enough to keep the workers busy, few enough to fit in memory
         for one in passes[:ahead]:
             one.start()
@@ -260,16 +260,19 @@ def available_cores() -> int:
     return len(own_cores())
 
 
-def auto_micro_batches(batch_size: int, net: TreeNet) -> int:
-    """How many micro-batches a batch is cut into: a pure rule on sizes, never on the machine.
+def auto_micro_batches(batch_size: int, net: TreeNet, cores: int = 2) -> int:
+    """How many micro-batches a batch is cut into: a pure rule on sizes and `engine.cores`, never on the machine.
 
     About 80 rows keep the working set in cache and the matrix products efficient. A power of two, so that the fixed
     pairwise sums divide evenly among two, four, ... replicas; two from 114 rows on, so that a single model uses two
-    cores. Batch statistics need the whole batch; of images with regions, each is one.
+    cores. More than two cores need as many tasks, of at least 16 rows, as the stages that see the data do not make by
+    their number. Batch statistics need the whole batch; of images with regions, each is one.
     """
     if net.batch_statistics_layers():
         return 1
     if "counts" in net.facts.side_inputs:
         return batch_size
-    count: int = 2 ** max(0, round(math.log2(batch_size / 80)))
+    by_rows = max(0, round(math.log2(batch_size / 80)))
+    by_cores = min(math.ceil(math.log2(cores / len(net.tree.roots))), int(math.log2(max(1, batch_size / 16))))
+    count: int = 2 ** (by_rows if cores <= 2 else max(by_rows, by_cores))
     return count

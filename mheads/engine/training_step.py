@@ -109,7 +109,7 @@ class TrainingStep:
     def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
         # Members that have nothing in common are finished one after the other: only those running are in memory.
         group = self.stages.groups[node.name] if node is not None and self.loss.separable else 0
-        wide = node is not None and self.stages[node.name].threads > 1
+        wide = node is not None and self.stages[node.name].threads > self.stages.threads
         self.spawn((group, i, phase), function, i, *(() if node is None else (node,)), *args, wide=wide)
 
     # The tasks, in the order in which a micro-batch meets them.

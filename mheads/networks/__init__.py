@@ -15,6 +15,7 @@ from torch import nn
 
 from mheads.common import safe_yaml
 from mheads.common.errors import UserError
+from mheads.networks.airbench import airbench
 from mheads.networks.caffenet import caffenet
 from mheads.networks.cifar10_quick import cifar10_quick
 from mheads.networks.digits import digits
@@ -36,6 +37,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "resnet56": resnet56,
     "resnet18": resnet18,
     "wide_resnet": wide_resnet,
+    "airbench": airbench,
     "vit": vit,
     "mlp": mlp,
     "text": text,
@@ -53,6 +55,7 @@ INPUT_SHAPES: dict[str, tuple[int, ...]] = {  # where the factory's defaults dec
     "resnet56": (3, 32, 32),
     "resnet18": (3, 224, 224),
     "wide_resnet": (3, 32, 32),
+    "airbench": (3, 32, 32),
     "vit": (3, 32, 32),
     "text": (64,),
     "pixels": (1, 16, 16),

@@ -11,6 +11,16 @@ from mheads.optim.optimizers import FACTORIES, OPTIMIZERS, OptimizerEntry
 from mheads.optim.schedules import ScheduleOptions
 
 
+class GroupOptions(Section):
+    """What a group of parameters has of its own; None leaves it as it is for the others."""
+
+    lr: float | None = option(None, "its first learning rate, instead of optim.lr", gt=0)
+    weight_decay: float | None = option(None, "its weight decay, instead of optim.weight_decay", ge=0)
+    until: float = option(
+        1.0, "the fraction of the iterations over which its schedule runs; then it learns no more", gt=0, le=1
+    )
+
+
 class OptimSection(Section):
     """The keys that every optimizer has."""
 
@@ -20,6 +30,9 @@ class OptimSection(Section):
     lr: float = option(0.01, "the first learning rate", gt=0)
     weight_decay: float = option(0.0, "weight decay", ge=0)
     regularization: Literal["l2", "l1"] = option("l2", "l1: weights decay by their sign instead of their size")
+    parameter_groups: dict[str, GroupOptions] = option(
+        {}, "learning rates by layer: maps names, such as head or *.bias, to {lr: , weight_decay: , until: }"
+    )
     clip: float | None = option(None, "gradients of all weights together are cut to this norm", gt=0)
     batch_size: int = option(100, "examples per batch", ge=1, le=1_000_000)
     accumulate: int = option(1, "batches per step: gradients are averaged over them", ge=1, le=100_000)
@@ -31,6 +44,11 @@ class OptimSection(Section):
     @property
     def entry(self) -> OptimizerEntry:
         return OPTIMIZERS[self.name]
+
+    @property
+    def has_early_ends(self) -> bool:
+        """Whether some parameters learn in a part of the iterations alone, and so depend on their number."""
+        return any(group.until < 1 for group in self.parameter_groups.values())
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Optimizers by name: factories whose annotated arguments are options of a config.
 
-Each takes groups of parameters, with `lr_mult` and their decay, and the first learning rate, and makes a torch
-optimizer. To add one, write its factory and its line in `OPTIMIZERS`.
+Each takes groups of parameters, with `lr_mult`, their weight decay and whether they are `filters`, and the first
+learning rate, and makes a torch optimizer. To add one, write its factory and its line in `OPTIMIZERS`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from pydantic import Field
 
 from mheads.optim.caffe_optimizers import adadelta, adagrad, adam, rmsprop
+from mheads.optim.muon import muon
 
 Groups = list[dict[str, Any]]
 
@@ -54,6 +55,7 @@ class OptimizerEntry:
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "sgd": OptimizerEntry(sgd, linear=True),
     "adamw": OptimizerEntry(adamw, decoupled=True),
+    "muon": OptimizerEntry(muon),
     "adam": OptimizerEntry(adam),
     "adagrad": OptimizerEntry(adagrad),
     "rmsprop": OptimizerEntry(rmsprop),

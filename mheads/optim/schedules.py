@@ -162,8 +162,12 @@ class Schedule:
         self.lr, self.iterations, self.warmup = lr, iterations, options.warmup
         self.factor = options.entry.make(**options.options)
 
-    def rate(self, iteration: int) -> float:
-        rate = self.lr * self.factor(iteration, self.iterations)
+    def rate(self, iteration: int, until: float = 1.0) -> float:
+        """The learning rate of an iteration; of parameters that learn in a part of the iterations alone, `until`."""
+        iterations = self.iterations if until == 1 else part_of(self.iterations, until)
+        if until < 1 and iteration >= iterations:
+            return 0.0
+        rate = self.lr * self.factor(iteration, iterations)
         if iteration < self.warmup:
             rate *= (iteration + 1) / self.warmup
         return rate

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mheads.common.errors import UserError
 from mheads.optim.optim_section import OptimSection
+from mheads.optim.parameter_groups import assign_groups, make_groups
 from mheads.trees.treenet import TreeNet
 
 HUGE = 1e37  # that float32 still holds
@@ -40,9 +40,14 @@ class Optimizer:
         named = {name: dict(net.stage(name).named_parameters()) for name in net.stages if name not in inside}
         named |= {name: dict(stack.parameters) for name, stack in stacks.items()}
         self.parameters = {name: [p for p in own.values() if p.requires_grad] for name, own in named.items()}
+        own_options = assign_groups(net.facts.trainable, options.parameter_groups)
         # A stage whose layers are all frozen has nothing to update.
         self.stages = {
-            name: _optimizer(net.stage(name), named[name], options) for name, own in self.parameters.items() if own
+            name: options.entry.make(
+                make_groups(net.stage(name), named[name], options, own_options), options.lr, **options.options
+            )
+            for name, own in self.parameters.items()
+            if own
         }
         # The names of a parameter: one, or those of all stages of a stack.
         self.names = {
@@ -51,11 +56,15 @@ class Optimizer:
             for key, parameter in own.items()
         }
 
-    def set_rate(self, rate: float) -> None:
-        """Sets the learning rate of the next update; each layer's own multiplier applies on top."""
+    def set_rate(self, rate: float, rate_until: Callable[[float], float] | None = None) -> None:
+        """Sets the learning rate of the next update; each group's own multiplier applies on top.
+
+        `rate_until` gives that of groups whose schedule runs over a part of the iterations.
+        """
         for optimizer in self.stages.values():
             for group in optimizer.param_groups:
-                group["lr"] = rate * group["lr_mult"]
+                now = rate if rate_until is None or group["until"] == 1 else rate_until(group["until"])
+                group["lr"] = now * group["lr_mult"]
             if self.options.options.get("caffe_momentum") and rate > 0 and self.rate not in (0.0, rate):
                 # Caffe's momentum holds steps, learning rate included; torch's holds gradients. They differ only here.
                 for state in optimizer.state.values():
@@ -138,29 +147,3 @@ class Optimizer:
                         else tensor.to(parameter.device, copy=True)
                     )
         self.rate = rate
-
-
-def _optimizer(
-    stage: nn.Module, parameters_by_name: Mapping[str, nn.Parameter], options: OptimSection
-) -> torch.optim.Optimizer:
-    """The optimizer of a stage, or of the stacked parameters of several that have its layers."""
-    groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
-    seen: set[int] = set()  # a weight that two layers share is one weight
-    for path, module in stage.named_modules():
-        multipliers = getattr(module, "multipliers", {})
-        known = [name for name, _ in module.named_parameters(recurse=False)]
-        if unknown := [name for name in multipliers if name not in known and getattr(module, name, ...) is ...]:
-            raise UserError(
-                f"multipliers of a {type(module).__name__} name {unknown[0]!r}; its parameters are {', '.join(known)}"
-            )
-        for name, own in module.named_parameters(recurse=False):
-            if own.requires_grad and id(own) not in seen:
-                seen.add(id(own))
-                parameter = parameters_by_name[f"{path}.{name}" if path else name]
-                groups[multipliers.get(name, (1.0, 1.0))].append(parameter)
-    decay_of = "l1" if options.regularization == "l1" else "weight_decay"
-    parameters: list[dict[str, Any]] = [
-        {"params": params, "lr_mult": lr, decay_of: options.weight_decay * decay}
-        for (lr, decay), params in groups.items()
-    ]
-    return options.entry.make(parameters, options.lr, **options.options)

@@ -95,7 +95,16 @@ class Classification(ProblemDefaults):
         for key, name, form, unit in (
             ("nll", "negative log-likelihood", ".4f", ""),
             ("calibration_error", "calibration error", ".2f", " %"),
+            ("brier", "Brier score", ".4f", ""),
+            ("temperature", "temperature", ".3f", ""),
+            ("nll_scaled", "negative log-likelihood, scaled", ".4f", ""),
+            ("calibration_error_scaled", "calibration error, scaled", ".2f", " %"),
+            ("brier_scaled", "Brier score, scaled", ".4f", ""),
+            ("auroc", "AUROC to other data", ".2f", " %"),
+            ("fpr95", "FPR95 to other data", ".2f", " %"),
         ):
+            if key not in summary:  # an older result, or one without further examples
+                continue
             said = {who: number(summary[key][who], form) + unit for who in ANSWERS if who in summary[key]}
             scored = f", scored {said['ensemble_scored']}" if "ensemble_scored" in said else ""
             rows.append((name, said["ensemble_mean"] + scored))

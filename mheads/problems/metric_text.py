@@ -10,6 +10,8 @@ LABELS = {
     "ensemble_scored": "Ensemble-Scored",
     "oracle": "Oracle",
     "top_m": "top-M",
+    "dee": "DEE",
+    "dee_scaled": "DEE, scaled",
     "on_proposals": "boxes as proposed",
     "train_loss": "training loss",
     "member_train_loss": "training loss of a member",
@@ -21,6 +23,6 @@ def label(metric: str) -> str:
 
 
 def number(value: float, metric: str, percent: bool = True) -> str:
-    if "loss" in metric or "nll" in metric or metric == "evenness":
+    if any(name in metric for name in ("loss", "nll", "brier", "temperature", "evenness")):
         return f"{value:.3f}"
     return f"{value:.2f}" if percent or abs(value) >= 1000 else f"{value:.4g}"

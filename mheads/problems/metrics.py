@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -22,6 +23,8 @@ from mheads.problems.plain_result import PercentResult
 BINS = 15  # of the expected calibration error
 LEAST_K = 10  # top_k goes at least so far, so that one network can be compared with an Oracle of several
 TOGETHER = ("ensemble_mean", "ensemble_scored")  # what the members answer together
+MOST_SUBSETS = 20  # of equal size, over which `nll_by_members` is a mean: all of 6 members
+MOST_TOGETHER = 16  # members that it goes up to
 CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
 
 
@@ -51,9 +54,20 @@ class ClassificationResult(PercentResult):
     examples: Count
     ensemble_scored: Number | None = None
     oracle_chance: Number | None = None  # the Oracle of members that always give one class each, see `chance_of_oracle`
+    brier: Answers | None = None  # single, ensemble_mean: mean of sum_c (p_c - y_c)^2
+    nll_by_members: list[Number] | None = None  # of the mean of 1, 2, .. members, mean over `subsets` of them
+    # What other examples are needed for, see `uncertainty.py`: single, ensemble_mean.
+    temperature: Answers | None = None
+    nll_scaled: Answers | None = None
+    calibration_error_scaled: Answers | None = None
+    brier_scaled: Answers | None = None
+    nll_by_members_scaled: list[Number] | None = None
+    auroc: Answers | None = None
+    fpr95: Answers | None = None
 
     def round_number(self, name: str, x: float) -> float:
-        return round(x, 6) if name == "nll" else super().round_number(name, x)
+        exact = name.startswith(("nll", "brier", "temperature"))
+        return round(x, 6) if exact else super().round_number(name, x)
 
     def headline(self) -> dict[str, str]:
         shown = super().headline()
@@ -72,7 +86,10 @@ class ClassificationResult(PercentResult):
         nan, pair = math.nan, {"single": math.nan, "ensemble_mean": math.nan}
         top = {name: [nan] * min(max(members, LEAST_K), classes) for name in pair}
         square, owned = [[nan] * members] * members, [[0] * classes] * members
-        return cls([nan] * members, nan, nan, nan, nan, nan, top, pair, pair, nan, square, owned, 0, oracle_chance=nan)
+        result = cls(
+            [nan] * members, nan, nan, nan, nan, nan, top, pair, pair, nan, square, owned, 0, oracle_chance=nan
+        )
+        return replace(result, brier=pair, nll_by_members=[nan] * min(members, MOST_TOGETHER))
 
 
 class ClassificationMetrics:
@@ -91,6 +108,8 @@ class ClassificationMetrics:
         predictors = members + 1 + scored
         self._ranks = torch.zeros(predictors, classes + 1, dtype=torch.long)  # how often which rank
         self._losses = torch.zeros(predictors, dtype=torch.float64)
+        self._brier = torch.zeros(predictors, dtype=torch.float64)
+        self._by_members = torch.zeros(min(members, MOST_TOGETHER), dtype=torch.float64)
         self._confidence = torch.zeros(predictors, BINS, dtype=torch.float64)  # summed, by bin
         self._right = torch.zeros(predictors, BINS, dtype=torch.float64)
         self._binned = torch.zeros(predictors, BINS, dtype=torch.float64)
@@ -104,7 +123,7 @@ class ClassificationMetrics:
         expected = (self.members, len(y), self.classes)
         if tuple(outputs.shape) != expected:
             raise ValueError(f"outputs are {tuple(outputs.shape)}, expected (M, b, C) = {expected}")
-        logits, y = outputs.detach().cpu().double(), y.detach().cpu().long()
+        logits, y = outputs.detach().cpu().double().contiguous(), y.detach().cpu().long()  # strides decide bits of sums
         if ((y < 0) | (y >= self.classes)).any():
             raise ValueError(f"labels run from {y.min()} to {y.max()}, outputs have {self.classes} classes")
 
@@ -135,6 +154,8 @@ class ClassificationMetrics:
         self._labels += torch.bincount(y, minlength=self.classes)
         add_counts(self._ranks, torch.arange(len(ranks))[:, None], ranks)
         self._losses += torch.cat([losses, *(loss[None] for loss in their_losses)]).sum(1)
+        self._brier += torch.cat([_brier(probabilities, y), *(_brier(p, y)[None] for p in together)]).sum(1)
+        self._by_members += torch.stack([loss.sum() for loss in losses_by_members(losses)])
         self._bin(confidence, ranks == 0)
         self._differ += (answers[:, None] != answers).sum(-1)
         add_counts(self._ownership, owner[owned], y[owned])
@@ -174,6 +195,8 @@ class ClassificationMetrics:
             examples=self.examples,
             ensemble_scored=scored["ensemble_scored"][0] if scored else None,
             oracle_chance=chance_of_oracle(self._labels, self.members),
+            brier=self._by_answer(self._brier / self.examples),
+            nll_by_members=(self._by_members / self.examples).tolist(),
         )
 
     def reliability(self) -> dict[str, dict[str, list[float]]]:
@@ -236,6 +259,27 @@ def owner_of(losses: Tensor) -> tuple[Tensor, Tensor]:
 def _of_class(scores: Tensor, y: Tensor) -> Tensor:
     """The score of the labelled class: [..., b, C], [b] -> [..., b]."""
     return scores[..., torch.arange(len(y)), y]
+
+
+def _brier(probabilities: Tensor, y: Tensor) -> Tensor:
+    """sum_c (p_c - y_c)^2 with y as one of C: [..., b, C], [b] -> [..., b]."""
+    return (probabilities**2).sum(-1) - 2 * _of_class(probabilities, y) + 1
+
+
+def subsets(members: int, size: int) -> list[tuple[int, ...]]:
+    """Subsets of so many members: all if they are few, else one that begins at each of the first members, in a ring."""
+    if math.comb(members, size) <= MOST_SUBSETS:
+        return list(combinations(range(members), size))
+    return [tuple((first + i) % members for i in range(size)) for first in range(min(members, MOST_SUBSETS))]
+
+
+def losses_by_members(losses: Tensor) -> list[Tensor]:
+    """-log of the mean probability of 1, 2, .. members, mean over subsets: losses [M, b] -> [b] for each number."""
+    return [
+        torch.stack([math.log(size) - torch.logsumexp(-losses[[*chosen]], 0) for chosen in chosen_of_size]).mean(0)
+        for size in range(1, min(len(losses), MOST_TOGETHER) + 1)
+        for chosen_of_size in [subsets(len(losses), size)]
+    ]
 
 
 def mean_members(values: Tensor) -> Tensor:

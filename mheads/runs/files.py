@@ -33,6 +33,7 @@ from mheads.runs.manifest import AGAIN, Manifest
 from mheads.runs.metrics_log import Log, check_line, good_lines
 
 T = TypeVar("T")
+BEFORE = {"engine": {"stack": "never", "cores": 2}}  # of runs that were begun before there were these keys
 
 
 class RunFiles:
@@ -118,7 +119,7 @@ class RunFiles:
         self.manifest.check(self.config)
         now = atomic_files.digest(self.config)
         if self._parsed is None or self._parsed[0] != now:  # parsing takes milliseconds, and other files need it
-            self._parsed = now, configs.read(self.config)
+            self._parsed = now, configs.read(self.config, defaults=BEFORE)
         return self._parsed[1]
 
     def write_config(self, config: Config) -> None:

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from mheads.common import atomic_files
 from mheads.common.errors import DamageError, UserError
+from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.runs.check_resume import ELSEWHERE_OR_FORCE, check_resume
 from mheads.runs.checkpoint import TENSORS, Checkpoint, Checkpoints, refuse_misfits
 from mheads.runs.data_facts import DataFacts
-from mheads.runs.files import RunFiles, as_json
+from mheads.runs.files import BEFORE, RunFiles, as_json
 from mheads.runs.lock import Lock
 from mheads.runs.manifest import AGAIN
 from mheads.trees.treenet import TreeNet
@@ -163,6 +164,14 @@ class RunFolder(RunFiles):
             elif checkpoint is not None:
                 state = checkpoint.state
                 self.write(path, state["config"].encode() if path == self.config else as_json(state["identity"]))
+
+    def begun_config(self) -> Config | None:
+        """The config that the run was begun with, of a checkpoint if its file is damaged; None if there is neither."""
+        try:
+            return self.read_config()
+        except DamageError:
+            checkpoint = self.newest_checkpoint(lambda message: None)
+            return None if checkpoint is None else configs.parse(checkpoint.state["config"], "config", defaults=BEFORE)
 
     def beside(self) -> RunFolder:
         """A run folder of the first free name beside this one."""

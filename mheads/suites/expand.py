@@ -92,6 +92,10 @@ def _check_rows(suite: Suite, rows: list[SuiteRow], where: str) -> None:
             f"no row is left on {where}, since `each` gives no value: give another recipe, or more members",
         )
     names = [row.name for row in rows]
+    if suite.independent is not None and suite.independent not in names:
+        raise SuiteError(
+            suite.source, f"independent: there is no row {suite.independent!r}; there are {', '.join(names)}"
+        )
     if twice := [name for name in names if names.count(name) > 1]:
         raise SuiteError(suite.source, f"there are two rows {twice[0]!r}; give each a name of its own")
     for row in rows:

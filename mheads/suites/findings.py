@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 from mheads import problems
 from mheads.config import read as configs
 from mheads.config import schema
+from mheads.problems.baselines import near_chance
 from mheads.problems.metric_text import label, number
+from mheads.problems.uncertainty import deep_ensemble_equivalent
 from mheads.suites.metric_names import MEMBER, read_figure
 
 Document = dict[str, Any]
 NOT_RUN = "not run"
 # What is better whatever the problem; the others follow it.
 LOWER = (
-    *("train_loss", "member_train_loss", "nll", "calibration_error", "mae"),
+    *("train_loss", "member_train_loss", "nll", "calibration_error", "brier", "temperature", "fpr95", "mae"),
     *("seconds", "peak_memory", "parameters", "iterations"),
 )
-HIGHER = ("evenness", "learning_entropy", "r2", "disagreement", "spread_correlation")
+HIGHER = ("dee", "auroc", "evenness", "learning_entropy", "r2", "disagreement", "spread_correlation")
 
 
 class Trials(NamedTuple):
@@ -49,6 +51,42 @@ def by_seed(document: Document, row: str, metric: str) -> dict[int, float]:
     return {seed: v for seed, v in _values(document, row, metric).items() if isinstance(v, int | float)}
 
 
+def rows_run(document: Document) -> list[str]:
+    return [entry["name"] for entry in document["rows"] if num_trials(document, entry["name"])]
+
+
+def has_value(document: Document, row: str, metric: str) -> bool:
+    return bool(_values(document, row, metric))
+
+
+def not_run(document: Document) -> str:
+    """The rows that no run is known of, in a sentence; empty if there are none."""
+    names = [entry["name"] for entry in document["rows"] if not num_trials(document, entry["name"])]
+    return f"Not run: {', '.join(names)}." if names else ""
+
+
+def describe_chance(document: Document) -> str:
+    """Rows whose Oracle is hardly above that of members which always give one class each, in a sentence, or nothing."""
+    chance = [run["result"].get("oracle_chance") for runs in document["runs"].values() for run in runs]
+    near = [row for row in rows_run(document) if any(near_chance(run["result"]) for run in _runs(document, row))]
+    if not near:
+        return ""
+    level = number(max(value for value in chance if value is not None), "oracle")
+    return f"Near chance: {', '.join(near)}; members that always give one class each have an Oracle of {level}."
+
+
+def describe_machines(document: Document) -> str:
+    """Which rows were run on which kind of CPU, in a sentence, where there are several kinds."""
+    kinds: dict[str, list[str]] = {}
+    for row in rows_run(document):
+        for run in _runs(document, row):
+            kinds.setdefault(run.get("machine", ""), []).append(row)
+    if len(kinds) < 2:
+        return ""
+    parts = [f"{', '.join(dict.fromkeys(rows))} on {kind}" for kind, rows in sorted(kinds.items())]
+    return f"On {len(kinds)} kinds of CPU, whose bits differ: {'; '.join(parts)}."
+
+
 def num_trials(document: Document, row: str) -> int:
     return len(_runs(document, row))
 
@@ -64,8 +102,26 @@ def _runs(document: Document, row: str) -> list[dict[str, Any]]:
 def _values(document: Document, row: str, metric: str) -> dict[int, Any]:
     source = _entry(document, row).get("metrics", {}).get(metric, metric)
     num_members = document.get("members", 0)
+    if source.startswith("dee"):
+        return _equivalents(document, row, source.removeprefix("dee"))
     values = {run["seed"]: _value(run["result"], source, num_members) for run in _runs(document, row)}
     return {seed: value for seed, value in values.items() if value is not None}
+
+
+def _equivalents(document: Document, row: str, scaled: str) -> dict[int, float]:
+    """How many members of the row of independent ones, of the same seed, a row is worth: by `deep_ensemble_equivalent`.
+
+    What is worth more than all of them counts as all of them.
+    """
+    who = _entry(document, row).get("metrics", {}).get("ensemble_mean", "ensemble_mean")
+    independent = {run["seed"]: run["result"] for run in _runs(document, document.get("independent", ""))}
+    equivalents = {}
+    for run in _runs(document, row):
+        nll = run["result"].get(f"nll{scaled}_{who}")
+        known = independent.get(run["seed"], {}).get(f"nll_by_members{scaled}")
+        if nll is not None and known and None not in known:
+            equivalents[run["seed"]] = min(deep_ensemble_equivalent(nll, known), len(known))
+    return equivalents
 
 
 def _value(result: dict[str, Any], metric: str, num_members: int) -> Any:
@@ -163,7 +219,8 @@ def format_ours(document: Document, row: str, metric: str) -> str:
     figure: dict[str, float | None] = {"mean": values.mean, "std": values.std}
     if len(values.values) > 1 and "min" in (_figure(document, row, metric) or {}):
         figure |= {"min": min(values.values), "max": max(values.values)}
-    return _format(figure, metric, percent)
+    fewer = len(values.values) < num_trials(document, row)
+    return _format(figure, metric, percent) + (f" (n = {len(values.values)})" if fewer else "")
 
 
 def format_paper(document: Document, row: str, metric: str) -> str:

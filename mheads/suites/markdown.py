@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mheads.common.number_words import count
 from mheads.common.table import Table
+from mheads.suites.compute import compute_table
 from mheads.suites.findings import Document
 from mheads.suites.tables import claims_table, suite_table, title
 from mheads.suites.verdicts import TEST
@@ -16,7 +17,7 @@ def markdown(document: Document, picture: str | None = None) -> str:
     lines = [f"## {title(document)}", ""]
     if document.get("about"):
         lines += [document["about"], ""]
-    for table in (suite_table(document), claims_table(document)):
+    for table in (suite_table(document), claims_table(document), compute_table(document)):
         if table is not None:
             lines += [*table_lines(table), ""]
     lines += [f"    {document['command']}", "", *list_runs(document)]
@@ -58,7 +59,7 @@ def list_runs(document: Document) -> list[str]:
 
 HEAD = f"""# Results
 
-Made by `mheads reproduce` from the JSON files in this folder, which hold every run with its command; `mheads reproduce --tables` makes this page anew. Accuracies are in percent on the test set unless a title says otherwise; ± is the standard deviation over trials (n - 1), and the difference is ours minus the paper's, for runs like the paper's alone. top-M is how often the truth is among as many best classes of one answer as there are members: the Oracle of M members compares with the top-M of one network. Runs from before it was kept have none. Rows that have not been run say so. The training loss is the mean of the last tenth of the iterations; evenness is the entropy of the members' shares of the test examples that they own, 1 if all own as many.
+Made by `mheads reproduce` from the JSON files in this folder, which hold every run with its command; `mheads reproduce --tables` makes this page anew. Accuracies are in percent on the test set unless a title says otherwise; ± is the standard deviation over trials (n - 1), and the difference is ours minus the paper's, for runs like the paper's alone. top-M is how often the truth is among as many best classes of one answer as there are members: the Oracle of M members compares with the top-M of one network. Runs from before it was kept have none, and a mean over fewer runs than the row has says over how many (n). Rows that have not been run are named below their table. Hours are wall-clock time as it was, also beside other work; FLOP are counted from the network's shapes, 2 for a multiply-add, and those of an answer are of all members on one example. The training loss is the mean of the last tenth of the iterations; evenness is the entropy of the members' shares of the test examples that they own, 1 if all own as many.
 
 {TEST}
 """  # noqa: E501

@@ -18,7 +18,7 @@ from mheads.problems.base import ANSWERS
 # What `run_entries.measure` adds to the numbers of a result; of `learning` and `top_k` the rest is lists.
 ADDED = (
     *("members", "top_m", "top_m_single", "train_loss", "member_train_loss", "evenness"),
-    *("iterations", "parameters", "seconds", "peak_memory", "learning_entropy"),
+    *("iterations", "parameters", "seconds", "peak_memory", "learning_entropy", "dee", "dee_scaled"),
 )
 MEMBER = re.compile(r"^member_(\d+)$")  # the metric of one member by its number
 

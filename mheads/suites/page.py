@@ -16,6 +16,7 @@ from mheads.report.page.several_runs import find_best, make_comparison
 from mheads.report.shown_run import ShownRun
 from mheads.runs.record import Record
 from mheads.suites import findings, results, tables
+from mheads.suites.compute import add_costs, compute_table
 from mheads.suites.jobs import Options
 from mheads.suites.planner import FOLDER, Planner
 from mheads.suites.run_entries import add_run
@@ -41,6 +42,7 @@ def report_suite(name: str, options: Options, output: Path | None, watch: Watche
     if not records:
         again = results.command(name, options, [options.seed])
         raise UserError(f"{folder} holds no run of {suite.name} on {options.short}: train them, {again}")
+    add_costs(document, planner, suite)
     page = make_comparison(
         [ShownRun(record, watch) for record in records.values()],
         title=tables.title(document),
@@ -73,4 +75,6 @@ def _beside(document: results.Document) -> list[PageSection]:
     sections = [PageSection("table", "The table" if table.note else "Beside the paper", [table])]
     if claims is not None:
         sections.append(PageSection("claims", "What holds", [replace(claims, note=f"{claims.note} {TEST}".strip())]))
+    if (compute := compute_table(document)) is not None:
+        sections.append(PageSection("compute", "What it takes", [compute]))
     return sections

@@ -9,10 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
+from mheads.common.errors import UserError
 from mheads.common.number_words import duration
 from mheads.common.progress import Pace, Watcher, step_bar, step_line
 from mheads.problems.baselines import top
 from mheads.suites.jobs import SuiteJob
+from mheads.suites.run_claims import Claim
 
 
 class Overview(Watcher):
@@ -25,9 +27,15 @@ class Overview(Watcher):
         self._done = 0  # runs
         self._seconds, self._steps = 0.0, 0  # what steps have taken so far
         self._bar = step_bar(console)
+        self.claim: Claim | None = None  # of the current run
 
     def begin(self, job: SuiteJob) -> None:
         self._name = job.name
+
+    def skip(self, job: SuiteJob) -> None:
+        """Another process has trained the run meanwhile."""
+        self._left = max(0, self._left - job.total)
+        self.say(f"{job.name} was trained by another process")
 
     def end(self, job: SuiteJob, result: dict[str, Any] | None) -> None:
         self._done += 1
@@ -49,6 +57,8 @@ class Overview(Watcher):
         self._bar.remove_task(task)
 
     def step(self, step: int, loss: float, rate: float, images: int, shares: list[float]) -> None:
+        if self.claim is not None and self.claim.lost:
+            raise UserError(f"another process took {self._name} over, since this one seemed dead; it stops here")
         now = time.monotonic()
         self._seconds, self._since = self._seconds + now - self._since, now
         self._steps, self._left = self._steps + 1, self._left - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,25 +17,25 @@ from rich.text import Text
 from mheads.api.classical_mcl import train_rounds
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
-from mheads.common.number_words import count, duration
+from mheads.common.number_words import count
 from mheads.common.signals import handling
-from mheads.common.table import Head, Table, text_rows
-from mheads.common.terminal_table import terminal_table
 from mheads.config.schema import Config
 from mheads.problems.metric_text import label
 from mheads.report.figures.figure import save
 from mheads.report.figures.suite_rows import draw_suite
-from mheads.suites import findings, markdown, results, tables, timing
+from mheads.suites import findings, markdown, results, tables
 from mheads.suites.jobs import Options, SuiteJob, sort_jobs
 from mheads.suites.planner import FOLDER, Planner
 from mheads.suites.progress_line import Overview
-from mheads.suites.run_entries import add_run, check_same_marks, digest_data_and_code
+from mheads.suites.run_claims import Claims
+from mheads.suites.run_entries import add_run, check_same_marks, digest_data_and_code, write_half_outputs
 from mheads.suites.same_data_and_code import SameDataAndCode
 from mheads.suites.suite import SUITES, read_suite
 from mheads.training.experiment import Experiment, build_experiment
 from mheads.training.loop import Stopped, stop_at_once, train_config
 
 OUTPUT = Path("results")
+POLL = 5.0  # seconds, at most, between two looks at runs that other processes train
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class SuiteRequest:
     only: Sequence[str] = ()  # rows
     folder: Path = FOLDER
     output: Path = OUTPUT
+    sources: Sequence[Path] = ()  # other folders of results, whose runs are taken over
+    outputs: bool = False  # whether the outputs of runs are written beside the results
 
     def __post_init__(self) -> None:
         if self.trials < 1:
@@ -71,6 +74,19 @@ def reproduce(request: SuiteRequest, console: Console, train: bool = True) -> No
     if train:
         suite.train()
     suite.publish()
+
+
+def reproduce_all(requests: Sequence[SuiteRequest], console: Console) -> None:
+    """Runs several suites one after another; one that fails is named at the end, after the others."""
+    failed = {}
+    for request in requests:
+        try:
+            reproduce(request, console)
+        except UserError as error:
+            failed[request.suite] = str(error)
+            _warn(console, f"{request.suite}: {error}")
+    if failed:
+        raise UserError(f"{len(failed)} of {count(len(requests), 'suite')} failed: {', '.join(failed)}; see above")
 
 
 class Reproduction:
@@ -117,12 +133,15 @@ class Reproduction:
             self._add(job)
 
     def _add(self, job: SuiteJob) -> None:
-        measures = self.request.options.test
-        with self.console.status(Text(f"{job.name} on the test set")) if measures else nullcontext():
+        measures = self.request.options.test or self.suite.ood or self.request.outputs
+        with self.console.status(Text(f"measuring {job.name}")) if measures else nullcontext():
             add_run(self.document, job, self.planner, self.suite)
+            if self.request.outputs:
+                write_half_outputs(job, self.path.parent / "outputs" / job.path.parent.name / f"{job.name}.npz")
 
     def _merge(self) -> None:
-        results.merge(self.document, self.path, self.table, self.planner, self.request.trials)
+        request = self.request
+        results.merge(self.document, self.path, self.table, self.planner, request.trials, request.sources)
 
     def _save(self) -> None:
         """Writes the document, with what another process may have added to it since."""
@@ -137,8 +156,7 @@ class Reproduction:
         self._print(f"{count(len(self.missing), 'run')} to train, {self.num_done} finished")
         try:
             with handling(stop_at_once):
-                for job in self.missing:
-                    self._train_and_save(job, watch, failed)
+                self._share(watch, failed)
         except Stopped:
             self.publish(show=False)
             self._print(f"{self.num_done} of {count(len(self.jobs), 'run')} done. To resume: {self.request.command()}")
@@ -151,13 +169,35 @@ class Reproduction:
                 self.publish()
             raise self._failure(failed)
 
+    def _share(self, watch: Overview, failed: dict[Path, str]) -> None:
+        """Trains the runs that no other process has claimed, and waits for the others: they may die."""
+        claims, pending, waited = Claims(), {job.path: job for job in self.missing}, 0.0
+        while pending:
+            before = len(pending)
+            for job in list(pending.values()):
+                ready = not any(need.path in pending for need in job.needs)
+                if ready and (claim := claims.take(job.path)) is not None:
+                    with claim:
+                        del pending[job.path]
+                        watch.claim = claim
+                        self._train_and_save(job, watch, failed)
+            if pending and len(pending) == before:
+                if not waited:
+                    names = ", ".join(job.name for job in pending.values())
+                    self._print(f"waiting for other processes, which train {names}")
+                waited = min(POLL, 2 * waited or 0.1)
+                time.sleep(waited)
+
     def _train_and_save(self, job: SuiteJob, watch: Overview, failed: dict[Path, str]) -> None:
         watch.begin(job)
         result = None
         try:
             if broken := [need.name for need in job.needs if need.path in failed]:
                 raise UserError(f"it starts from {broken[0]}, which failed")
-            result = self._train(job, watch)
+            if _is_reusable(job):
+                watch.skip(job)
+            else:
+                result = self._train(job, watch)
             if damage := job.damage():  # and there was no checkpoint to make it anew from
                 raise UserError(f"{damage}: move {job.path} away, and it is trained anew")
             self.same.note(job)
@@ -202,36 +242,6 @@ class Reproduction:
             self.console.print(tables.show_document(self.document))
             self._print(f"written to {self.path.with_suffix('')}.json, .md and .png")
 
-    def print_plan(self) -> None:
-        """Prints the runs that would be trained and how long each would take; trains and writes nothing."""
-        rows: list[list[str]] = []
-        times: dict[str, float | None] = {}
-        unknown: list[str] = []
-        total, missing = 0.0, {job.path for job in self.missing}
-        for job in self.jobs:
-            if job.path not in missing:
-                rows.append([job.name, f"{job.total:,}", "finished, reused"])
-                continue
-            done = job.steps_done()
-            key = f"{job.path.parent.name}/{job.row} {done}"  # another seed takes as long
-            if key not in times:
-                with self.console.status(Text(f"three steps of {job.name}")):
-                    try:
-                        times[key] = timing.predict_seconds(job)
-                    except UserError as error:  # it may need a run that is not there yet
-                        times[key] = None
-                        unknown.append(f"{job.name}: {error}")
-            time = times[key]
-            total += time or 0.0
-            steps = f"{job.total - done:,} of {job.total:,}" if done else f"{job.total:,}"
-            rows.append([job.name, steps, "not known" if time is None else duration(time)])
-        head = [Head(text, right=text != "run", whole=True) for text in ("run", "iterations", "time")]
-        self.console.print(terminal_table(Table("Runs", head, text_rows(rows))))
-        for line in unknown:
-            _warn(self.console, line)
-        about, reused = "more than" if unknown else "about", len(self.jobs) - len(self.missing)
-        self._print(f"{count(len(self.missing), 'run')} to train, {about} {duration(total)}; {reused} reused")
-
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
@@ -259,7 +269,7 @@ def _write_tables(folder: Path, console: Console, changed: Sequence[Path] | None
 
 
 def _draw(document: results.Document) -> Any:
-    rows = [entry["name"] for entry in document["rows"]]
+    rows = findings.rows_run(document) or [entry["name"] for entry in document["rows"]]
     panels: dict[str, list[tuple[Any, ...]]] = {}
     for metric in [metric for metric in document["metrics"] if metric != "members"] or ["oracle"]:
         panels[label(metric)] = points = []

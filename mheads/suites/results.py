@@ -1,7 +1,7 @@
 """The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
 
-{"suite", "about", "recipe", "members", "scale", "validation", "test", "overrides", "command", "metrics",
- "rows": [{"name", "run", "metrics", "paper"}], "claims": [...],
+{"suite", "about", "recipe", "members", "scale", "validation", "test", "independent", "overrides", "command", "metrics",
+ "rows": [{"name", "run", "metrics", "paper", "cost"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "marks", "command", "result", "versions", "machine"}]}}
 
 A row's "run" is the key of its runs: see `Planner.key`. `run_entries.py` says what is kept of a run. Tables and figures
@@ -22,11 +22,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from mheads.common import atomic_files, safe_yaml, schemas
 from mheads.common.errors import UserError
 from mheads.suites.claims import Claim
+from mheads.suites.compute import add_costs
 from mheads.suites.expand import ExpandedSuite
 from mheads.suites.jobs import Options
 from mheads.suites.metric_names import check_shown, read_figure
 from mheads.suites.planner import Planner, hide_local_paths
-from mheads.suites.run_entries import digest_job, has_local_files
+from mheads.suites.run_entries import check_same_marks, digest_job, has_local_files
 from mheads.suites.suite import SUITES
 
 Document = dict[str, Any]
@@ -54,6 +55,7 @@ def make_document(table: ExpandedSuite, planner: Planner) -> Document:
         "scale": options.scale,
         "validation": options.validation,
         **({"test": True} if options.test else {}),
+        **({"independent": suite.independent} if suite.independent else {}),
         "overrides": [hide_local_paths(override) for override in options.overrides],
         "command": "",
         "metrics": suite.metrics,
@@ -79,10 +81,18 @@ def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[
 # Taking over runs.
 
 
-def merge(document: Document, path: Path, table: ExpandedSuite, planner: Planner, trials: int) -> None:
-    """Takes over runs that the document lacks, from its file and from those of other suites. None is lost: one in the
-    file that is of another experiment is an error, unless another file has it."""
+def merge(
+    document: Document,
+    path: Path,
+    table: ExpandedSuite,
+    planner: Planner,
+    trials: int = 0,
+    sources: Sequence[Path] = (),
+) -> None:
+    """Takes over runs that the document lacks, from its file, those of other suites and other folders of results. None
+    is lost: one in the file that is of another experiment is an error, unless another file has it."""
     others = [other for at, other in load_all(path.parent, lambda _: None).items() if at != path]
+    others += [load(at) for source in sources for at in sorted(source.glob("*.json"))]
     elsewhere = [run for other in others for runs in other["runs"].values() for run in runs]
     elsewhere = [run for run in elsewhere if run["result"].get("split", "test") == planner.options.split]
     if path.is_file():
@@ -90,6 +100,7 @@ def merge(document: Document, path: Path, table: ExpandedSuite, planner: Planner
     _merge_others(document, elsewhere, table, planner)
     for runs in document["runs"].values():
         runs.sort(key=lambda run: run["seed"])
+    add_costs(document, planner, table.suite)
     options, source = planner.options, table.suite.source
     seeds = {seed for _, seed in _seeds(document)} | set(range(options.seed, options.seed + trials))
     source = Path(source).name if Path(source).is_absolute() else source
@@ -127,6 +138,7 @@ def _merge_others(document: Document, elsewhere: list[Any], table: ExpandedSuite
             key, place = planner.key(table.suite, job), shlex.quote(str(planner.public_path(job)))
             same = run["command"].endswith(f" -f {place}") and run["config"] == digest_job(job)
             if same and not has_local_files(job) and (key, run["seed"]) not in known:
+                check_same_marks(document, key, job, run.get("marks", {}))
                 document["runs"].setdefault(key, []).append(run)
                 known.add((key, run["seed"]))
 
@@ -148,6 +160,7 @@ class _Row(_Model):
     run: str
     metrics: dict[str, str] = {}
     paper: dict[str, Any] = {}
+    cost: dict[str, int | float] = {}  # see `compute.count_cost`
 
     @model_validator(mode="after")
     def _check_figures(self) -> _Row:
@@ -184,6 +197,7 @@ class _Document(_Model):
     scale: float
     validation: int
     test: bool = False
+    independent: str = ""
     overrides: list[str]
     command: str
     metrics: list[str]

@@ -2,7 +2,8 @@
 
 {"seed", "config", "marks", "command", "result", "versions", "machine"}. "config" is a digest of the job, "marks" are
 those of the data and the code that the run was trained with. With "test", runs that were trained without the validation
-examples are measured on the test set; "weights" and "data" are digests of what was measured, and on what.
+examples are measured on the test set, also with temperatures fitted on the validation examples; with "ood" of a suite
+also on other data. "weights" and "data" are digests of what was measured, and on what.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import hashlib
 import json
 import math
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from mheads.api.evaluate import evaluate_run
-from mheads.common import atomic_files
+from mheads.api.evaluate import TARGETS, evaluate_run, outputs_and_weights_of
+from mheads.api.measure_uncertainty import FurtherExamples
+from mheads.common import atomic_files, nested_values, packed_arrays
+from mheads.common.device import describe_cpu
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
 from mheads.config import schema
+from mheads.problems import is_single_label
 from mheads.runs.folder import RunFolder
 from mheads.suites.jobs import SuiteJob
-from mheads.suites.planner import Planner
+from mheads.suites.planner import Planner, hide_local_paths
 from mheads.suites.suite import Suite
 
 
@@ -35,15 +39,18 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
         return
     folder, runs = job.folder, document["runs"].get(key, ())
     result, config = folder.read_result(), digest_job(job)
-    measured: dict[str, Any] = {}
-    if planner.options.test:
+    measured: dict[str, Any] = {"ood": [*map(hide_local_paths, suite.ood)]} if suite.ood else {}
+    if planner.options.test or suite.ood:
         measured["weights"] = atomic_files.digest(folder.model)
         if fingerprint := planner.test_set(job):
             measured["data"] = fingerprint
         wanted = measured | {"config": config}
         if any(wanted == {key: run.get(key) for key in wanted} for run in runs):
             return  # measuring takes time
-        result = evaluate_run(folder.path, None, Silent(), split="test", trust=True)
+        scales = planner.options.test and is_single_label(folder.read_data().problem)
+        further = FurtherExamples("validation" if scales else None, suite.ood)
+        split = "test" if planner.options.test else None
+        result |= evaluate_run(folder.path, None, Silent(), split=split, trust=True, further=further)
     marks = digest_data_and_code(folder.read_identity())
     check_same_marks(document, key, job, marks)
     entry = {
@@ -54,10 +61,30 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
         "command": planner.command(job),
         "result": measure(folder, result, job.config.optim.iterations),
         "versions": folder.read_result()["versions"],
-        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",  # as far as it decides bits
+        "machine": folder.read_result().get("machine") or describe_cpu(),  # of runs from before it was kept, this one
     }
     others = [run for run in runs if run["seed"] != job.seed]
     document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
+
+
+def write_half_outputs(job: SuiteJob, path: Path) -> None:
+    """Writes the outputs of a run on the examples that it is evaluated on as float16, with their labels, compressed.
+
+    A file of the same weights stays as it is.
+    """
+    weights = atomic_files.digest(job.folder.model)
+    if path.is_file():
+        with packed_arrays.open_arrays(path) as file:
+            if str(file["weights_digest"]) == weights:
+                return
+    outputs, member_weights, targets = outputs_and_weights_of(job.folder.path)
+    limit = torch.finfo(torch.float16).max
+    arrays = {"outputs": outputs.clamp(-limit, limit).half().numpy(), "weights_digest": np.array(weights)}
+    arrays |= dict(zip(TARGETS, (leaf.numpy() for leaf in nested_values.leaves(targets)), strict=False))
+    arrays |= {} if member_weights is None else {"weights": member_weights.half().numpy()}
+    with atomic_files.saving(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_files.write_atomically(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
 
 
 def digest_data_and_code(identity: dict[str, Any]) -> dict[str, str]:
@@ -112,6 +139,7 @@ def measure(folder: RunFolder, result: dict[str, Any], iterations: int) -> dict[
             numbers[key] = value
     for who, values in result.get("top_k", {}).items():
         numbers["top_k" if who == "ensemble_mean" else f"top_k_{who}"] = values
+    numbers |= {key: result[key] for key in ("nll_by_members", "nll_by_members_scaled") if key in result}
     steps = folder.read_log().steps
     late = [line for line in steps if line["iteration"] > result["iterations"] - iterations / 10] or steps[-1:]
     if late:

@@ -70,8 +70,10 @@ class Suite(BaseModel):
     source: str
     about: str = ""
     recipe: str | list[str] = "cifar10_quick"  # what is trained, unless the command says otherwise
-    metrics: list[str] = ["single", "ensemble_mean", "oracle"]
+    metrics: list[str] = ["single", "ensemble_mean", "oracle", "top_m"]
     rows: list[SuiteRow] = Field(min_length=1)
+    independent: str | None = None  # the row of independent members, by which `dee` counts
+    ood: list[str] = []  # data keys of other examples, which confidence should tell apart (`auroc`, `fpr95`)
     recipes: dict[str, RecipeChanges] = {}
     paper: dict[str, dict[str, dict[str, Any]]] = {}  # recipe -> row -> metric -> figure, see read_figure
     claims: list[Claim] = []

@@ -39,11 +39,9 @@ def suite_table(document: Document) -> Table:
         "difference": findings.format_difference,
     }
     rows = []
-    for entry in document["rows"]:
-        row = entry["name"]
-        count = findings.num_trials(document, row)
+    for row in findings.rows_run(document):
         figures = [texts[kind](document, row, metric) for metric, kind in columns]
-        rows.append([row, str(count) if count else "", *figures])
+        rows.append([row, str(findings.num_trials(document, row)), *figures])
     # The paper's single members, of one trial, are left out where there is no room for them.
     heads = [
         _head(label(metric) if kind == "ours" else kind, metric != "members", (metric, kind) == ("members", "paper"))
@@ -51,13 +49,17 @@ def suite_table(document: Document) -> Table:
     ]
     head = [Head("row", whole=True), _head("trials", True), *heads]
     why = findings.why_no_paper(document)
-    return Table("Our runs" if why else "Our runs and the paper's figures", head, text_rows(rows), note=why)
+    notes = (why, findings.describe_chance(document), findings.describe_machines(document), findings.not_run(document))
+    title = "Our runs" if why else "Our runs and the paper's figures"
+    return Table(title, head, text_rows(rows), note=" ".join(filter(None, notes)))
 
 
 def _columns(document: Document) -> list[tuple[str, str]]:
-    """(metric, kind) of each column after the first two; the paper's only where it gives a figure."""
-    columns = []
+    """(metric, kind) of each column after the first two: those with a figure, and the paper's where it gives one."""
+    columns, run = [], findings.rows_run(document)
     for metric in document["metrics"]:
+        if run and not any(findings.has_value(document, row, metric) for row in run):
+            continue
         columns.append((metric, "ours"))
         if findings.has_paper(document, metric):
             columns += [(metric, "paper"), *([(metric, "difference")] if metric != "members" else [])]

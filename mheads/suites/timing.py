@@ -30,7 +30,8 @@ def predict_seconds(job: SuiteJob) -> float:
     rows = config.optim.batch_size * config.optim.accumulate
     every = config.log.evaluate_every
     evaluations = 1 + ((job.total - 1) // every - done // every if every else 0)
-    evaluating = evaluations * len(experiment.data.test) / rows * FORWARD * times[-1][1]
+    answered = len(experiment.data.test) * max(1, len(config.eval.views))
+    evaluating = evaluations * answered / rows * FORWARD * times[-1][1]
     return sum(count * each for count, each in times) + evaluating
 
 

@@ -278,8 +278,10 @@ def make_engine_options(
         accumulate=config.optim.accumulate,
         device=device,
         precision=PRECISIONS[precision],
+        cores=planned_cores(config),
         stacked=stacked,
-        stack_threads=stack_threads(net, stacked, rows, 2),
+        stack_threads=stack_threads(net, stacked, rows, planned_cores(config)),
+        views=tuple(config.eval.views),
     )
 
 
@@ -301,4 +303,9 @@ def count_micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) 
     whole = config.loss.whole_batch or (loss is not None and (loss.whole_batch or loss.base_loss_of_whole_batch))
     if asked == "auto" and (whole or (config.engine.stack != "never" and all_small(net, config.optim.batch_size))):
         return 1
-    return auto_micro_batches(config.optim.batch_size, net) if asked == "auto" else asked
+    return auto_micro_batches(config.optim.batch_size, net, planned_cores(config)) if asked == "auto" else asked
+
+
+def planned_cores(config: Config) -> int:
+    """`engine.cores`; training decides an `auto` when it begins a run, and nothing else depends on it."""
+    return 2 if config.engine.cores == "auto" else config.engine.cores

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import torch
 
@@ -13,7 +15,7 @@ from mheads.data import Data
 from mheads.data.batches import Batch, Reader
 from mheads.losses import WITH_SCORES, Loss
 from mheads.losses.check_promises import check_promises
-from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
+from mheads.problems import PROBABILITIES, Problem, are_probabilities, is_single_label
 from mheads.training.build_from_config import count_micro_batches
 from mheads.trees.checks.hidden_randomness_and_state import LayerError
 from mheads.trees.identical_members import are_parted_by_dropout, are_parted_by_freezing, find_identical_members
@@ -70,6 +72,24 @@ def check_single_examples(config: Config, net: TreeNet, data: Data) -> None:
             f"{error}; of a batch of one example it has no statistics: use a larger optim.batch_size, or a "
             "normalisation without batch statistics (GroupNorm)"
         ) from error
+
+
+def check_views(config: Config, shape: tuple[int, ...], problem: Problem, side: Collection[str] | None) -> None:
+    """Raises for views of examples that are no images, or whose answers would have to be moved along with them."""
+    views, reason = config.eval.views, ""
+    if not views:
+        return
+    far = max(abs(pixels) for view in views for pixels in (view.down, view.right))
+    if len(shape) != 3:
+        reason = f"are for images, and an example has the shape {shape}"
+    elif side:
+        reason = f"are for images alone, and there are side inputs: {', '.join(side)}"
+    elif problem.answer_dims != 2 or config.data.problem == "examples":
+        reason = "would be averaged pixel by pixel, and the pixels of a view are elsewhere"
+    elif far >= min(shape[1:]):
+        reason = f"move the image by up to {far} pixels, and it has {shape[1]} x {shape[2]}"
+    if reason:
+        raise UserError(f"eval.views {reason}: give eval.views=[]", key="eval.views")
 
 
 def check_rows(net: TreeNet, batch: Batch, outputs: Value) -> None:

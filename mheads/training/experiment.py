@@ -27,6 +27,7 @@ from mheads.training import check_experiment as checks
 from mheads.training.build_from_config import adapt_loss, build_loss, build_net, load_data, make_engine
 from mheads.training.build_sample_weights import build_sample_weights
 from mheads.training.init_weights import digest_init
+from mheads.training.start_from_data import measure_covariance, whiten_first_layers
 from mheads.trees.treenet import TreeNet
 
 
@@ -93,9 +94,9 @@ class Experiment:
         return self.stream()
 
     def stream(self, inputs: range | None = None) -> BatchStream:
-        optim = self.config.optim
-        rows = optim.batch_size * optim.accumulate
-        return BatchStream(self.data, self.config.seed, rows, self.net.num_members, self.sample_weights, inputs)
+        optim, members = self.config.optim, self.net.num_members
+        rows, alternating = optim.batch_size * optim.accumulate, self.config.data.mirror == "alternating"
+        return BatchStream(self.data, self.config.seed, rows, members, self.sample_weights, inputs, alternating)
 
 
 def _shorten(names: Sequence[str]) -> str:
@@ -131,6 +132,7 @@ def assemble_experiment(
     if config.log.tensorboard:
         tensorboard.require()
     checks.check_test_examples(data)
+    whiten_first_layers(net, measure_covariance(net, data))
     data, digests = _add_teacher(config, data, answers)
     batch, outputs = checks.probe_network(net, loss, data)
     checks.check_single_examples(config, net, data)
@@ -141,6 +143,7 @@ def assemble_experiment(
     if loss.learns_variances and hasattr(data.problem, "variances"):
         data = replace(data, problem=replace(data.problem, variances=True))  # type: ignore[type-var]
     checks.check_outputs(net, data, outputs)
+    checks.check_views(config, tuple(data.train.shape), data.problem, data.side)
     loss.check(net.num_members, config.sampling.name)
     checks.check_whole_batches(config, net, loss)
     loss = adapt_loss(loss, data, config, outputs)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from mheads.common.device import resolve
 from mheads.common.errors import UserError
 from mheads.config import schema
 from mheads.config.schema import Config
+from mheads.data import Data
 from mheads.data.batches import Batches
 from mheads.distributed.graph_engine import GraphEngine, RankGraph
 from mheads.distributed.placement import Placement
@@ -29,6 +32,8 @@ from mheads.training.build_sample_weights import cluster_classes
 from mheads.training.experiment import Experiment, assemble_experiment
 from mheads.training.init_weights import digest_init
 from mheads.training.plan_ranks import make_workload, place
+from mheads.training.start_from_data import measure_covariance, whiten_first_layers
+from mheads.trees.treenet import TreeNet
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,13 @@ def build_experiment_on_rank(config: Config, world: World) -> Experiment:
         clusters = world.share("groups", lambda: cluster_classes(config))
     if config.data.reader == "lead" and not world.is_main:
         absent = absent_data(world)
+        covariance = world.share("patches", list)
+        whiten_first_layers(net, torch.tensor(covariance, dtype=torch.float64) if covariance else None)
         return RanksExperiment(config, net, adapt_loss(loss, absent, config), absent, None, world, placement)
     data = load_data(config)
     if config.data.reader == "lead":
         world.share("data", lambda: facts_of(data))
+        world.share("patches", lambda: _share_covariance(net, data))
     else:
         world.compare("data", {"data checksum": data.fingerprint})
     experiment = assemble_experiment(config, net, loss, data, clusters=clusters)
@@ -103,6 +111,12 @@ def build_experiment_on_rank(config: Config, world: World) -> Experiment:
         what = "the sample weights" + (" and of the teacher's answers" if config.teacher.answers is not None else "")
         world.compare("sampling", {f"digest of {what}": list(experiment.digests.values())})
     return RanksExperiment(**vars(experiment), world=world, placement=placement)
+
+
+def _share_covariance(net: TreeNet, data: Data) -> list[Any]:
+    """What whitening layers on other ranks are made of; empty where there are none."""
+    covariance = measure_covariance(net.network(), data)
+    return [] if covariance is None else covariance.tolist()
 
 
 def _build_graph(config: Config, world: World, rank_graph: RankGraph) -> GraphExperiment:

@@ -28,6 +28,11 @@ class ThisRank:
     def is_main(self) -> bool:
         return self.world is None or self.world.is_main
 
+    @property
+    def cores(self) -> int | None:
+        """Those that a new run is made for: all, or two if ranks, which may have different numbers, share the work."""
+        return None if self.world is None else 2
+
     def build_experiment(self, config: Config) -> Experiment:
         if self.world is None:
             from mheads.training.experiment import build_experiment

@@ -17,7 +17,7 @@ import torch
 import mheads
 from mheads.common import fingerprint
 from mheads.common.atomic_files import NotSavedError
-from mheads.common.device import peak_memory
+from mheads.common.device import describe_cpu, peak_memory
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.data.batches import Batch
@@ -151,7 +151,8 @@ class Recorder:
         folder.seal_metrics()
         folder.write_model(select_prefix(tensors, "model/"))
         done = summary(result, state.net, self.experiment.evaluated_on, state.step, state.seconds)
-        folder.write_result({**done, "learning": state.diagnostics.learning, "peak_memory": peak_memory()})
+        done |= {"learning": state.diagnostics.learning, "peak_memory": peak_memory()}
+        folder.write_result({**done, "engine": self.engine.options.to_dict()})
         return folder.read_result()
 
     def _measure(self) -> Result | None:
@@ -225,6 +226,7 @@ def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: 
             "numpy": np.__version__,
             "python": platform.python_version(),
         },
+        "machine": describe_cpu(),
     }
 
 

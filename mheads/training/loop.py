@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from typing import Any
 
 from mheads.common.progress import Silent, Watcher, forward_warnings
 from mheads.common.signals import handling
+from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.engine.diagnostics import clip_scale
+from mheads.engine.threads import available_cores
 from mheads.runs.folder import RunFolder
 from mheads.training.experiment import Experiment, build_experiment
 from mheads.training.log_and_checkpoint import Recorder
@@ -37,13 +40,33 @@ def stop_at_once(signum: int) -> None:
 
 
 def train_config(
-    config: Config, folder: RunFolder, watcher: Watcher, build: Callable[[Config], Experiment] = build_experiment
+    config: Config,
+    folder: RunFolder,
+    watcher: Watcher,
+    build: Callable[[Config], Experiment] = build_experiment,
+    cores: int | None = None,
 ) -> dict[str, Any]:
-    """Trains the run of a config; parts that do not fit each other raise before anything is written."""
+    """Trains the run of a config; parts that do not fit each other raise before anything is written.
+
+    `cores` are those that a new run is made for if its config leaves that open; by default all.
+    """
+    config = decide_cores(config, folder, watcher, available_cores() if cores is None else cores)
     with forward_warnings(watcher):
         experiment = build(config)
     watcher.on_build(folder.path)
     return train(experiment, folder, watcher)
+
+
+def decide_cores(config: Config, folder: RunFolder, watcher: Watcher, cores: int) -> Config:
+    """The config with `engine.cores` as a number: it decides the last bits, so a run keeps it on any machine."""
+    if folder.exists() and (begun := folder.begun_config()) is not None:
+        return schema.adopt_choices(config, begun)
+    if config.engine.cores != "auto":
+        return config
+    chosen = 2 if cores < 4 else 2 ** int(math.log2(cores))
+    if chosen > 2:
+        watcher.say(f"engine.cores = {chosen}: the run is made for that many cores, here and wherever it is resumed")
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"cores": chosen})})
 
 
 def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = None) -> dict[str, Any]:
@@ -65,7 +88,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                 report = engine.step(state.step, batch, experiment.loss_at(state.step))
                 record.check_loss(report)
 
-                state.optimizer.set_rate(lr)
+                state.set_rate(lr)
                 if options.clip is not None:
                     state.optimizer.scale = clip_scale(engine, options.clip)
                 engine.update(state.optimizer.update)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,11 @@ class TrainState:
         if self.step == self.pretrain:
             self.optimizer.forget()
         return self.pretrain_lr if self.pretraining else self.schedule.rate(self.step - self.pretrain)
+
+    def set_rate(self, lr: float) -> None:
+        """Gives the optimizer the learning rate of this step."""
+        rate_until = None if self.pretraining else partial(self.schedule.rate, self.step - self.pretrain)
+        self.optimizer.set_rate(lr, rate_until)
 
     def is_due(self, every: int) -> bool:
         """Whether something that happens every n iterations happens now; the end is for itself."""

@@ -1,6 +1,6 @@
-"""A built-in network, trained by `mheads.fit` into a folder: fit.py RUN.
+"""A built-in network, trained by `mheads.fit` into a folder: fit.py RUN [engine.stack=never].
 
-`fit.py RUN FILE.npz` writes what such a run answers."""
+`fit.py RUN --outputs=FILE.npz` writes what such a run answers."""
 
 import sys
 from pathlib import Path
@@ -19,11 +19,12 @@ else:
 digits = load_digits()
 x, y = digits.images[:240, None].astype(np.float32), digits.target[:240]
 if __name__ == "__main__":
-    run, *file = map(Path, sys.argv[1:])
-    if file:
-        np.savez(file[0], outputs=mheads.load(run).predict(x[200:]).numpy())
+    run, option = Path(sys.argv[1]), sys.argv[2].split("=") if sys.argv[2:] else []
+    if "--outputs" in option:
+        np.savez(option[1], outputs=mheads.load(run).predict(x[200:]).numpy())
         sys.exit()
+    more = {"stack": option[1]} if option else {}
     net = mheads.TreeNet(NETWORKS["digits"], members=3, split="conv2")
     log = {"every": 4, "evaluate_every": 12, "checkpoint_every": 8}
     mheads.fit(net, mheads.losses.mcl(k=2), train=(x[:200], y[:200]), test=(x[200:], y[200:]), run=run, iterations=24,
-               batch_size=40, lr=0.02, sampling="bagging", log=log, show=False)  # fmt: skip
+               batch_size=40, lr=0.02, sampling="bagging", log=log, show=False, **more)  # fmt: skip

@@ -35,6 +35,7 @@ from cases import CASES, Case  # noqa: E402
 from helpers.painted_scenes import paint  # noqa: E402
 
 BASE = (HERE / "BASE").read_text().split()[0]
+UNSTACKED = "engine.stack=never"  # a key that the earlier version has not: it stacks nothing
 SECONDS = 300  # after which a command is taken to hang
 
 
@@ -44,12 +45,12 @@ class Version:
     def __init__(self, code: Path, folder: Path, data: Path) -> None:
         self.code, self.folder, self.data = code, folder, data
 
-    def start(self, case: Case, run: Path) -> subprocess.Popen:
-        """Trains a case into a run folder, or goes on with it."""
+    def start(self, case: Case, run: Path, *more: str) -> subprocess.Popen:
+        """Trains a case into a run folder, or goes on with it; `more` are further keys."""
         if case.command == "fit":
-            return self._python(HERE / "fit.py", run)
+            return self._python(HERE / "fit.py", run, *more)
         names = {"data": self.data, "runs": self.folder / "runs"}
-        args = [_filled(arg, names) for arg in case.args]
+        args = [*(_filled(arg, names) for arg in case.args), *more]
         trust = ["--trust"] if case.command == "distil" else []
         return self._mheads(case.ranks, case.command, *args, "--folder", run, "--quiet", *trust)
 
@@ -57,7 +58,7 @@ class Version:
         """The digest of what a run answers to its test set, which is kept in a file."""
         file = self.folder / f"{case.name}.npz"
         if case.command == "fit":
-            _finish(self._python(HERE / "fit.py", run, file))
+            _finish(self._python(HERE / "fit.py", run, f"--outputs={file}"))
         else:
             _finish(self._mheads(1, "eval", run, "--outputs", file, "--trust"))
         with np.load(file) as arrays:
@@ -146,7 +147,7 @@ def _record(version: Version, case: Case) -> None:
 def _compare(before: Version, after: Version, case: Case) -> list[str]:
     """What is the same and what is not, in words."""
     reference, run = before.folder / "runs" / case.name, after.folder / "runs" / case.name
-    _finish(after.start(case, run))
+    _finish(after.start(case, run, UNSTACKED))
     expected = _weights(reference)
     lines = [f"{expected} -> {_weights(run)}: {_same(expected, _weights(run))}"]
     if case.has_outputs:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -192,7 +193,7 @@ def test_a_truncated_or_altered_data_file_is_refused(refused, tmp_path, save, sp
         (["loss.scale_rate=false"], "loss.scale_rate is an option of score_averaged, prob_averaged, and the loss is"),
         (["optim.schedule.every=5"], "optim.schedule.every is an option of step, sigmoid, and optim.schedule.name is"),
         (["optim={schedule: {name: step, at: [5]}}"], "optim.schedule.at is an option of multistep"),
-        (["optim.name=adamw", "optim.momentum=0.9"], "optim.momentum is an option of sgd, adam, adadelta"),
+        (["optim.name=adamw", "optim.momentum=0.9"], "optim.momentum is an option of sgd, muon, adam, adadelta"),
         (["sampling=bagging", "sampling.fraction=0.5"], "give sampling.name=subset too, or leave it out"),
         (["data.resize=16"], "data.resize is an option of folder, list, and data.name is digits: give data=folder too"),
         (["data.regions.most=16"], "data.regions.most is an option of voc"),
@@ -383,6 +384,7 @@ def recomputed(outputs, labels):
     ownership = np.zeros((m, c), int)
     np.add.at(ownership, (owner, labels), 1)
     errors = [calibration(q) for q in predictors]
+    brier = [((q - np.eye(c)[labels]) ** 2).sum(-1).mean() for q in predictors]
     return {
         "members": top[:m, 0],
         "single": top[:m, 0].mean(),
@@ -393,6 +395,11 @@ def recomputed(outputs, labels):
         "top_k": {"single": top[:m].mean(0), "ensemble_mean": top[m]},
         "nll": {"single": loss[:m].mean(), "ensemble_mean": loss[m].mean()},
         "calibration_error": {"single": np.mean(errors[:m]), "ensemble_mean": errors[m]},
+        "brier": {"single": np.mean(brier[:m]), "ensemble_mean": brier[m]},
+        "nll_by_members": [
+            np.mean([-np.log(p[[*some]].mean(0)[np.arange(n), labels]).mean() for some in combinations(range(m), size)])
+            for size in range(1, m + 1)
+        ],
         "disagreement": pairs.sum() / (m * (m - 1)),
         "disagreement_pairs": pairs,
         "ownership": ownership,
@@ -416,8 +423,9 @@ def test_every_metric_follows_from_the_saved_outputs_to_the_last_digit(mheads, u
         assert file["classes"].tolist() == [str(c) for c in range(10)]
     shown = result(undisturbed)
     for name, value in expected.items():
-        assert shown[name] == rounded(value, 6 if name == "nll" else 4), name
-    assert set(shown) - set(expected) == {"iterations", "learning", "parameters", "problem", "split", "versions"}
+        assert shown[name] == rounded(value, 6 if name in ("nll", "brier", "nll_by_members") else 4), name
+    about_training = {"engine", "iterations", "learning", "machine", "parameters", "problem", "split", "versions"}
+    assert set(shown) - set(expected) == about_training
     assert f"{shown['oracle']:.2f} %" in done.out
 
 

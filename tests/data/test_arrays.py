@@ -51,20 +51,21 @@ def test_augmentation_depends_only_on_row_and_seed(draws, pad, mirror):
     assert torch.equal(together, torch.stack(alone))
 
 
-def reference_augment(image, seed, pad, mirror):
+def reference_augment(image, seed, pad, mirror, padding="constant"):
     """One image, by numpy.pad and slices."""
     down, right, flip = uniforms(np.array([seed]), 3)[:, 0]
     y, x = int(down * (2 * pad + 1)), int(right * (2 * pad + 1))
     h, w, _ = image.shape
-    moved = np.pad(image, ((pad, pad), (pad, pad), (0, 0)))[y : y + h, x : x + w]
+    moved = np.pad(image, ((pad, pad), (pad, pad), (0, 0)), padding)[y : y + h, x : x + w]
     return moved[:, ::-1] if mirror and flip < 0.5 else moved
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-def test_augmentation_is_a_crop_of_the_padded_image_mirrored_or_not(dtype):
+@pytest.mark.parametrize(("padding", "mode"), [("zeros", "constant"), ("reflect", "reflect")])
+def test_augmentation_is_a_crop_of_the_padded_image_mirrored_or_not(dtype, padding, mode):
     images = np.random.default_rng(0).integers(1, 255, (40, 5, 7, 2)).astype(dtype)
-    got = crop_and_mirror(images.copy(), np.arange(40), pad=2, mirror=True)
-    expected = [reference_augment(image, i, 2, True) for i, image in enumerate(images)]
+    got = crop_and_mirror(images.copy(), np.arange(40), pad=2, mirror=True, padding=padding)
+    expected = [reference_augment(image, i, 2, True, mode) for i, image in enumerate(images)]
     np.testing.assert_array_equal(got, np.stack(expected))
 
 
@@ -154,6 +155,8 @@ def test_wrong_arrays_are_refused_with_the_value_and_the_remedy(x, y, words):
         ({"limit": 0}, "data.limit is 0"),
         ({"scale": 0.0}, "data.scale is 0.0"),
         ({"pad": -1}, "data.pad is -1"),
+        ({"padding": "edge"}, "data.padding is 'edge'"),
+        ({"pad": 9, "padding": "reflect"}, "can be reflected by less than"),
         ({"normalize": "std"}, "mean_image"),
         ({"classes": ("a", "b")}, "label 2"),
     ],

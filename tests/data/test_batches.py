@@ -150,3 +150,25 @@ def test_a_rank_needs_the_inputs_of_its_micro_batches_if_it_has_a_root():
     # 10 examples in 4 micro-batches: 3, 3, 2, 2.
     found = [inputs_needed(tree, placement, rank, 10, 4) for rank in range(5)]
     assert found == [range(0), range(6), range(0), range(6, 10), range(0)]
+
+
+def test_alternating_mirrors_turn_each_example_in_every_other_epoch():
+    """An example is as it is in one epoch and mirrored in the next, whichever comes first, however batches are cut."""
+    seen = {}
+    for batch_size in (5, 12):
+        x = np.random.default_rng(1).integers(1, 255, (30, 1, 6, 6)).astype(np.uint8)
+        loaded = data.from_arrays((x, np.arange(30)), None, mirror="alternating")
+        stream = BatchStream(loaded, 3, batch_size, 1, None, alternating=True)
+        turned = np.full((4, 30), -1)
+        for step in range(120 // batch_size):
+            batch = stream.read(step)
+            for i, (image, row) in enumerate(zip(batch.inputs[..., 0].numpy(), batch.targets.tolist(), strict=True)):
+                epoch = (step * batch_size + i) // 30
+                turned[epoch, row] = np.array_equal(image, x[row, 0, :, ::-1])
+                assert turned[epoch, row] or np.array_equal(image, x[row, 0])
+        seen[batch_size] = turned
+        assert (turned[0] != turned[1]).all()
+        assert (turned[0] == turned[2]).all()
+        assert (turned[1] == turned[3]).all()
+        assert 6 < turned[0].sum() < 24
+    assert (seen[5] == seen[12]).all()

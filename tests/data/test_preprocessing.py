@@ -81,21 +81,26 @@ def test_a_preprocess_read_back_from_its_tensors_gives_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32])
-@pytest.mark.parametrize(("pad", "mirror"), [(0, True), (2, False), (2, True)])
-def test_the_mean_image_is_moved_and_mirrored_with_the_example(dtype, pad, mirror):
+@pytest.mark.parametrize(
+    ("pad", "mirror", "padding"), [(0, True, "zeros"), (2, False, "zeros"), (2, True, "zeros"), (2, True, "reflect")]
+)
+def test_the_mean_image_is_moved_and_mirrored_with_the_example(dtype, pad, mirror, padding):
     """As Caffe: subtract, then crop and mirror; by one image at a time in numpy."""
     from mheads.data.augmentation import uniforms
     from mheads.data.batches import BatchStream
 
     x = np.random.default_rng(0).integers(0, 256, (20, 3, 5, 7)).astype(dtype)
-    loaded = data.from_arrays((x, np.zeros(20, int)), None, normalize="mean_image", scale=0.5, pad=pad, mirror=mirror)
+    keys = {"normalize": "mean_image", "scale": 0.5, "pad": pad, "padding": padding, "mirror": mirror}
+    loaded = data.from_arrays((x, np.zeros(20, int)), None, **keys)
     rows, seeds = np.arange(40) % 20, np.arange(40)
     mean = (x.astype(np.float64) / 2).mean(axis=0)
     expected = []
     for row, seed in zip(rows, seeds, strict=True):
         down, right, flip = uniforms(np.array([seed]), 3)[:, 0]
         top, left = int(down * (2 * pad + 1)), int(right * (2 * pad + 1))
-        centred = np.pad(x[row] / 2 - mean, ((0, 0), (pad, pad), (pad, pad)))[:, top : top + 5, left : left + 7]
+        how = "constant" if padding == "zeros" else padding
+        padded = np.pad(x[row] / 2 - mean, ((0, 0), (pad, pad), (pad, pad)), how)
+        centred = padded[:, top : top + 5, left : left + 7]
         expected.append(centred[:, :, ::-1] if mirror and flip < 0.5 else centred)
     raw, places = loaded.train.read(rows, seeds), loaded.train.places(seeds)
     got = loaded.preprocess((raw, places))

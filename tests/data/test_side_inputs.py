@@ -106,7 +106,7 @@ def recipe(tmp_path_factory):
     recipe.write_text(
         f"model: user_networks:shifted\nmembers: 3\nsplit: a\ndata: {{name: npz, path: {folder / 'data.npz'}}}\n"
         "loss: mcl\nsampling: bagging\noptim: {iterations: 12, batch_size: 20, lr: 0.1}\n"
-        "engine: {micro_batches: 2}\nlog: {every: 1, evaluate_every: 6, checkpoint_every: 4}\n"
+        "engine: {micro_batches: 2, stack: never}\nlog: {every: 1, evaluate_every: 6, checkpoint_every: 4}\n"
     )
     one = folder / "one"
     done = process("train", recipe, "-f", one)

@@ -1,5 +1,6 @@
 """The engine against plain autograd, and the traps of threads, strides, rows and dropout."""
 
+import copy
 import random
 import threading
 import time
@@ -25,7 +26,7 @@ from mheads.engine.engine_options import EngineOptions
 from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.gradient_sums import PairwiseSum, divides_evenly
 from mheads.engine.rows import Rows
-from mheads.engine.stages import StageFacts, Stages
+from mheads.engine.stages import StageFacts, Stages, threads_of
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, SlicedTape
 from mheads.engine.threads import ThreadsEngine, Workers, auto_micro_batches
 from mheads.engine.training_step import TrainingStep
@@ -1006,3 +1007,35 @@ def test_hooks_on_weights_and_blocks_are_heard():
     _, got = engine_gradients(net, losses.independent(), batch, micro_batches=2)
     assert calls == [1, 1]
     assert got["trunk"][2].abs().sum() == 0
+
+
+def test_threads_and_cuts_follow_the_cores_that_a_run_is_made_for():
+    single, four = TreeNet(norm_net, members=1), TreeNet(norm_net, members=4)
+    tree = TreeNet(norm_net, members=4, split="conv1")
+    assert [set(threads_of(net, 2).values()) for net in (single, four)] == [{2}, {1}]
+    assert [set(threads_of(net, 16).values()) for net in (single, four)] == [{16}, {4}]
+    assert threads_of(tree, 2) == {"trunk": 2} | {name: 1 for name in tree.tree.nodes if name != "trunk"}
+    assert set(list(threads_of(tree, 16).values())[1:]) == {4}
+    assert set(threads_of(TreeNet(conv_net, members=1), 64).values()) == {1}
+
+    plain, shared = TreeNet(conv_net, members=4), TreeNet(conv_net, members=4, split="conv1")
+    assert [auto_micro_batches(350, net) for net in (plain, shared)] == [4, 4]
+    assert [auto_micro_batches(350, net, 16) for net in (plain, shared)] == [4, 16]
+    assert [auto_micro_batches(350, net, 64) for net in (plain, shared)] == [16, 16]  # of at least 16 rows
+    assert auto_micro_batches(8, shared, 64) == 1
+    assert auto_micro_batches(350, single, 64) == 1
+
+
+@pytest.mark.parametrize("factory", [conv_net, norm_net])
+def test_more_workers_and_threads_than_there_are_cores_give_the_same_bits(factory):
+    net = TreeNet(factory, members=3, split="conv1")
+    batch, found = batch_of(40, 3, torch.float32), []
+    state = copy.deepcopy(net.state_dict())
+    for workers in (1, 2, 16):
+        net.load_state_dict(state)
+        parts = auto_micro_batches(40, net, 16)
+        engine = ThreadsEngine(net, EngineOptions(workers, parts, cores=16))
+        engine.step(0, batch, losses.mcl(k=1))
+        found.append([g.clone() for gradients in engine.gradients.values() for g in gradients])
+        engine.close()
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))

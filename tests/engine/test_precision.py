@@ -3,12 +3,14 @@
 import signal
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from helpers.commands import assert_same_run, process, ranks
 from helpers.one_step import engine_gradients
 from torch import nn
 
+import mheads
 from mheads import TreeNet, UserError, losses
 from mheads.common import precision
 from mheads.data.batches import Batch
@@ -190,3 +192,14 @@ def test_a_cpu_that_announces_amx_and_lacks_it_is_found_by_a_trial(monkeypatch):
 def test_a_float64_network_is_not_trained_in_bf16():
     with pytest.raises(UserError, match=r"those of this network are torch\.float64"):
         precision.check_precision("bf16", CPU, torch.float64)
+
+
+def test_an_exported_file_computes_in_float32_and_is_compared_with_that(tmp_path):
+    x = np.random.default_rng(0).normal(size=(40, 3, 8, 8)).astype(np.float32)
+    keys = {"iterations": 3, "batch_size": 20, "precision": "bf16"}
+    run = mheads.fit(TreeNet(normalised, members=2), train=(x, np.arange(40) % 5), **keys)
+    file = torch.export.load(run.export(tmp_path / "run.pt2", "members", x)).module()
+    with torch.no_grad():
+        expected = run.net.eval()(torch.from_numpy(x))
+    torch.testing.assert_close(file(torch.from_numpy(x)), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(run.predict(x), expected, rtol=1e-4, atol=1e-5)  # the run itself answers in bfloat16

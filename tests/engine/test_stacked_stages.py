@@ -1,5 +1,6 @@
 """Stacked stages: those of stages side by side but for rounding, and the same bits for workers, ranks and kills."""
 
+import re
 import signal
 from collections import OrderedDict
 from dataclasses import replace
@@ -16,13 +17,15 @@ from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.engine.diagnostics import gradient_norms
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.stacked_stages import MOST, siblings_to_stack
+from mheads.engine.stacked_layers import find_layers, run
+from mheads.engine.stacked_stages import MOST, PER_THREAD, siblings_to_stack, stack_threads
 from mheads.engine.threads import ThreadsEngine
 from mheads.networks.dropout import Dropout
 from mheads.optim.optim_section import OptimOptions
 from mheads.optim.stage_updates import Optimizer
+from mheads.runs.folder import RunFolder
 
-TRAIN = ["diabetes", "engine.stack=auto", "members=5", "loss=mcl", "loss.k=2", "sampling=bagging",
+TRAIN = ["diabetes", "members=5", "loss=mcl", "loss.k=2", "sampling=bagging",
          "optim.batch_size=40", "optim.iterations=9", "log.every=3", "log.checkpoint_every=3"]  # fmt: skip
 LOSSES = {"independent": losses.independent(), "mcl": losses.mcl(k=2), "mean": losses.score_averaged()}
 
@@ -141,6 +144,9 @@ def test_the_rule_is_about_layers_and_sizes():
     assert stack(small, 16) == [16]
     assert stack(large, 4) == stack(images, 4) == stack(small, 1) == stack(small, 4, "never") == []
     assert stack(large, 4, "always") == stack(images, 4, "always") == [4]
+    net = TreeNet(small, members=16)
+    assert [stack_threads(net, [list(net.tree.nodes)], rows, 2) for rows in (8, 256, 2560)] == [1, 1, 2]
+    assert stack_threads(net, [list(net.tree.nodes)], 2560, 16) == 16 * 2560 * 576 // PER_THREAD == 5
     sizes = stack(small, 2 * MOST + 1)
     assert sum(sizes) == 2 * MOST + 1
     assert max(sizes) - min(sizes) <= 1
@@ -157,6 +163,85 @@ def test_siblings_that_differ_are_not_stacked():
         siblings_to_stack(TreeNet(lambda: nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)), members=2), 48, "always")
 
 
+FORMS = {
+    "linear": lambda: nn.Linear(6, 4),
+    "linear without bias": lambda: nn.Linear(6, 4, bias=False),
+    "layer norm": lambda: nn.LayerNorm(6),
+    "layer norm over two": lambda: nn.LayerNorm([5, 6]),
+    "layer norm without weights": lambda: nn.LayerNorm(6, elementwise_affine=False),
+    "flatten": lambda: nn.Flatten(),
+    "flatten some": lambda: nn.Flatten(1, 2),
+    "gelu": lambda: nn.GELU("tanh"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_layer_on_stacked_weights_is_that_of_each_stage_and_so_is_its_gradient(name):
+    torch.manual_seed(2)
+    stages = [nn.Sequential(FORMS[name]()).double() for _ in range(3)]
+    for parameter in (p for stage in stages for p in stage.parameters()):
+        nn.init.normal_(parameter)
+    x = torch.randn(3, 7, 5, 6, dtype=torch.double, requires_grad=True)
+    expected = torch.stack([stage(part) for stage, part in zip(stages, x, strict=True)])
+    weights = torch.randn_like(expected)
+    sources = [x, *(p for stage in stages for p in stage.parameters())]
+    wanted = torch.autograd.grad((weights * expected).sum(), sources)
+    layers = find_layers(stages[0])
+    tensors = {n: torch.stack([s.get_parameter(n) for s in stages]) for n, _ in stages[0].named_parameters()}
+    y = run(layers, tensors, x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(torch.autograd.grad((weights * y).sum(), sources), wanted)
+
+
+def test_stacked_embeddings_take_each_stage_s_rows_and_padding_learns_nothing():
+    stages = [nn.Sequential(nn.Embedding(9, 4, padding_idx=2)) for _ in range(3)]
+    tokens = torch.tensor([[0, 2, 8], [1, 1, 2]]).expand(3, 2, 3)
+    tensors = {"0.weight": torch.stack([s[0].weight.detach() for s in stages]).requires_grad_()}
+    y = run(find_layers(stages[0]), tensors, tokens)
+    expected = torch.stack([stage(tokens[0]) for stage in stages])
+    assert torch.equal(y, expected)
+    (got,) = torch.autograd.grad(y.square().sum(), tensors["0.weight"])
+    wanted = torch.autograd.grad(expected.square().sum(), [s[0].weight for s in stages])
+    torch.testing.assert_close(got, torch.stack(wanted))
+    assert not got[:, 2].any()
+    assert got[:, 1].any()
+
+
+def test_layers_that_do_something_else_have_no_form():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    hooked = nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda *args: None)
+    odd = [
+        Doubled(2, 2),
+        hooked,
+        nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        nn.Embedding(3, 2, max_norm=1),
+    ]
+    for layer in [*odd, nn.Conv2d(1, 1, 1), nn.BatchNorm1d(2)]:
+        assert find_layers(nn.Sequential(nn.Linear(2, 2), layer)) is None
+    assert [path for path, _ in find_layers(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2))))] == ["0", "1.0"]
+
+
+def test_a_run_from_before_there_were_stacks_resumes_without_and_keeps_its_bits(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert process("train", *TRAIN, "engine.stack=never", "--folder", whole).code == 0
+    killed = process(
+        "train", *TRAIN, "engine.stack=never", "--folder", cut, stop=(signal.SIGKILL, "os.rename", "step-00000006")
+    )
+    assert killed.code == -signal.SIGKILL
+    folder = RunFolder(cut)
+    text = folder.config.read_text()
+    folder.write(folder.config, re.sub(r"  stack: never\n|  cores: 2\n", "", text).encode())
+    assert "stack" not in folder.config.read_text()
+    assert process("train", *TRAIN, "--folder", cut).code == 0
+    assert_same_run(cut, whole)
+    assert RunFolder(cut).read_config().engine.stack == "never"
+    assert RunFolder(cut).read_result()["engine"]["stacks"] == []
+
+
 def test_a_killed_run_and_two_ranks_have_the_bits_of_one_run(tmp_path):
     assert process("train", *TRAIN, "--folder", tmp_path / "one").code == 0
     cut = ["train", *TRAIN, "--folder", tmp_path / "cut"]
@@ -168,10 +253,12 @@ def test_a_killed_run_and_two_ranks_have_the_bits_of_one_run(tmp_path):
     assert [d.code for d in done] == [0, 0], done[0].err
     assert_same_run(tmp_path / "two", tmp_path / "one")
     assert process("eval", tmp_path / "one").code == 0
+    kept = RunFolder(tmp_path / "one").read_result()["engine"]
+    assert kept == {"micro_batches": 1, "cores": 2, "stacks": [5], "stack_threads": 1}
 
 
 def test_a_placement_that_parts_a_stack_is_an_error(tmp_path):
-    args = ["diabetes", "engine.stack=auto", "members=3", "optim.iterations=1", "placement={0: 0, 1: 1, 2: 0}"]
+    args = ["diabetes", "members=3", "optim.iterations=1", "placement={0: 0, 1: 1, 2: 0}"]
     done = ranks(2, "train", *args, "--folder", tmp_path / "run")
     assert [d.code for d in done] == [2, 2]
     assert "engine.stack=never" in " ".join(done[0].err.split())

@@ -97,6 +97,15 @@ class CounterfeitTensor(torch.Tensor):
         wrapper.inside = inside
         return wrapper
 
+    @property
+    def data(self):
+        return self.detach()
+
+    @data.setter
+    def data(self, other):
+        torch.Tensor.data.__set__(self, other)
+        self.inside = other.inside
+
     def __repr__(self):
         return f"CounterfeitTensor({self.inside})"
 
@@ -140,7 +149,10 @@ def _run(function, *args, **kwargs):
             return x
         return written[id(x)] if id(x) in written else CounterfeitTensor(x)
 
-    return tree_map(wrap, result)
+    # A view of a tensor from outside inference mode is none from inside, as on other devices.
+    view = any(argument.alias_info for argument in function._schema.returns)
+    with torch.inference_mode(torch.is_inference_mode_enabled() and not (view and not operands[0].is_inference())):
+        return tree_map(wrap, result)
 
 
 def _unwrap(x):

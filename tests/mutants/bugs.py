@@ -641,6 +641,28 @@ AREAS: dict[str, list[File]] = {
                     "(chance * (most + 1)).astype(int)",
                     "(chance * most).astype(int)",
                 ),
+                Bug(
+                    "alternating mirrors do not alternate",
+                    "(first + epochs) % 2",
+                    "first % 2",
+                    tests="tests/data/test_batches.py -k alternating",
+                ),
+            ],
+        ),
+        File(
+            "mheads/data/views.py",
+            "tests/api/test_views.py",
+            [
+                Bug("a view moves up instead of down", "far - self.down", "far + self.down"),
+                Bug("all views count alike", "part * (view.weight / total)", "part * (1 / len(views))"),
+            ],
+        ),
+        File(
+            "mheads/networks/whitening.py",
+            "tests/training/test_cifar10_fast.py",
+            [
+                Bug("weights from a run are measured anew", ' and not bool(layer.get_parameter("weight").any())', ""),
+                Bug("half of the filters are lost", "torch.cat([filters, -filters])", "torch.cat([filters, filters])"),
             ],
         ),
     ],
@@ -850,13 +872,12 @@ AREAS: dict[str, list[File]] = {
                     "ratio = min(self.rate / rate, HUGE)",
                     "ratio = min(rate / self.rate, HUGE)",
                 ),
+                Bug("multipliers of the rate are ignored", 'group["lr"] = now * group["lr_mult"]', 'group["lr"] = now'),
                 Bug(
-                    "multipliers of the rate are ignored", 'group["lr"] = rate * group["lr_mult"]', 'group["lr"] = rate'
-                ),
-                Bug(
-                    "multipliers of the decay are ignored",
-                    "decay_of: options.weight_decay * decay}",
-                    "decay_of: options.weight_decay}",
+                    "groups that end early do not end",
+                    'rate if rate_until is None or group["until"] == 1 else rate_until(group["until"])',
+                    "rate",
+                    tests="tests/optim/test_muon.py",
                 ),
                 Bug(
                     "gradients are not clipped",
@@ -871,14 +892,41 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/caffe/test_train.py -k every_solver",
                 ),
                 Bug(
-                    "a weight that two layers share is stepped twice",
-                    "if own.requires_grad and id(own) not in seen",
-                    "if own.requires_grad",
-                ),
-                Bug(
                     "what is loaded is what was saved, not a copy",
                     "else tensor.to(parameter.device, copy=True)",
                     "else tensor",
+                ),
+            ],
+        ),
+        File(
+            "mheads/optim/parameter_groups.py",
+            "tests/optim/test_optimizers.py tests/optim/test_muon.py",
+            [
+                Bug(
+                    "multipliers of the decay are ignored",
+                    "decay *= options.weight_decay",
+                    "decay = options.weight_decay",
+                ),
+                Bug(
+                    "a weight that two layers share is stepped twice",
+                    "if not own.requires_grad or id(own) in seen",
+                    "if not own.requires_grad",
+                ),
+                Bug("a group's learning rate is a multiplier", "asked.lr / options.lr", "asked.lr"),
+                Bug("matrices of stacked stages are filters", "own.dim() > 2, ", "parameter.dim() > 2, "),
+            ],
+        ),
+        File(
+            "mheads/optim/muon.py",
+            "tests/optim/test_muon.py",
+            [
+                Bug("filters decay", 'if group["weight_decay"] and not filters', 'if group["weight_decay"]'),
+                Bug("filters are not rescaled", "filters.mul_(", "filters.mul("),
+                Bug("tall matrices come back turned", "return x.mT if tall else x", "return x"),
+                Bug(
+                    "the momentum of filters is SGD's",
+                    'self.momentum if group["filters"]',
+                    'self.sgd_momentum if group["filters"]',
                 ),
             ],
         ),

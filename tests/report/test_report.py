@@ -364,7 +364,11 @@ def test_a_suite_is_shown_beside_the_paper(mheads, tmp_path):
     assert done.out.strip() == str(file)
     found = Parsed(file)
     assert "Two rows." in found.text
-    assert "55.50" in found.text and "not run" in found.text and "mcl.oracle is better than plain.single" in found.text
+    assert (
+        "55.50" in found.text
+        and "Not run: later." in found.text
+        and "mcl.oracle is better than plain.single" in found.text
+    )
     assert [name for name in found.ids if name.startswith("grid-")] == ["grid-owned-0", "grid-owned-1"]
 
 

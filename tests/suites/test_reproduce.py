@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+from dataclasses import replace
 from functools import partial
 from importlib import resources
 
@@ -22,13 +23,15 @@ from mheads.common.number_words import duration
 from mheads.common.progress import Silent
 from mheads.config.read import load
 from mheads.networks.digits import digits
+from mheads.problems.metrics import compute
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
 from mheads.suites import results as documents
+from mheads.suites.dry_run import print_plan_of_all
 from mheads.suites.jobs import Options
 from mheads.suites.planner import Planner
 from mheads.suites.progress_line import Overview
-from mheads.suites.reproduce import Reproduction, SuiteRequest
+from mheads.suites.reproduce import Reproduction, SuiteRequest, reproduce_all
 from mheads.suites.run_entries import digest_job
 from mheads.suites.suite import read_suite
 from mheads.trees.treenet import TreeNet
@@ -225,8 +228,10 @@ def test_one_row_alone_leaves_the_others_as_not_run(mheads, here):
     done = mheads("reproduce", "standard", "--recipe", "digits", "--only", "bagging", *TINY)
     assert done.code == 0, done.err
     assert list(trained_at(here)) == ["bagging-seed0"]
-    assert "| random_init |  | not run | not run | not run |" in (here / "results/standard-digits.md").read_text()
-    assert "open: bagged members are worse than full ones (random_init not run)" in done.out
+    table = (here / "results/standard-digits.md").read_text()
+    assert "Not run: single, one_network, random_init, combined, unique_subset.\n" in table
+    assert "| bagging | 1 |" in table and "| random_init |" not in table
+    assert "claims of which nothing is known yet (random_init not run, unique_subset not run)" in done.out
 
 
 def test_a_run_trained_by_hand_is_reused_whatever_its_log_and_workers(mheads, here):
@@ -635,7 +640,7 @@ def test_a_signal_stops_after_the_step_and_the_same_command_goes_on(mheads, here
     assert list(trained_at(here)) == ["plain-seed0"]
     assert 5 <= Checkpoints(here / "runs/digits/mcl-seed0/checkpoints").steps()[0] < 12
     assert set(results(here)["runs"]) == {"plain"}
-    assert "| mcl |  | not run |" in (here / "results/mine-digits.md").read_text()
+    assert " Not run: mcl.\n" in (here / "results/mine-digits.md").read_text()
 
     assert "1 run to train, 1 finished" in mheads(*command).out
     other = mheads("train", "digits", *longer, "loss=mcl", "loss.k=1", f"init={here}/runs/digits/plain-seed0",
@@ -726,6 +731,47 @@ def test_a_dry_run_lists_times_and_what_is_reused_and_writes_nothing(mheads, her
     assert {p: p.stat().st_mtime_ns for p in here.rglob("*")} == before
 
 
+def test_a_dry_run_of_all_suites_counts_each_run_once(here):
+    given = [
+        SuiteRequest(suite, Options("digits", overrides=tuple(TINY)), trials, folder=here / "runs", output=here / "out")
+        for suite, trials in (("standard", 2), ("mcl", 1))
+    ]
+    shown = io.StringIO()
+    print_plan_of_all(given, rich.console.Console(file=shown, width=100))
+    rows = {words[0]: words[1:] for line in shown.getvalue().splitlines() if len(words := line.split()) > 1}
+    assert rows["standard"][:2] == ["10", "0"]  # five rows, of two seeds
+    assert rows["mcl"][:2] == ["4", "0"]  # k = 1, 2, 3 and from identical weights: the others are in `standard`
+    assert "hours in all" in shown.getvalue() and not (here / "runs").exists() and not (here / "out").exists()
+
+
+def test_all_suites_are_run_and_one_that_fails_is_named_after_the_others(here):
+    (here / "bad.yaml").write_text("rows: [{name: bad, set: [data.path=none]}]\n")
+    (here / "one.yaml").write_text("rows: [{name: plain}]\n")
+    given = [
+        SuiteRequest(name, Options("digits", overrides=tuple(TINY)), folder=here / "runs", output=here / "results")
+        for name in ("bad.yaml", "one.yaml")
+    ]
+    given[0] = replace(given[0], options=Options("digits", overrides=("data={name: file, path: none.npz}",)))
+    with pytest.raises(UserError, match=r"1 of 2 suites failed: bad\.yaml"):
+        reproduce_all(given, rich.console.Console(file=io.StringIO()))
+    assert list(trained_at(here)) == ["plain-seed0"]
+
+
+def test_outputs_of_runs_are_written_from_which_the_figures_can_be_computed_again(mheads, here):
+    given = ["reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY]
+    assert mheads(*given).code == 0 and not (here / "results/outputs").exists()
+    assert mheads(*given, "--tables", "--outputs").code == 0
+    file = here / "results/outputs/digits/plain-seed0.npz"
+    with np.load(file) as arrays:
+        assert arrays["outputs"].dtype == np.float16
+        again = compute(arrays["outputs"].astype(np.float32), arrays["labels"])
+    kept = results(here)["runs"]["plain"][0]["result"]
+    assert again.nll["single"] == pytest.approx(kept["nll_single"], abs=2e-3)
+    assert again.members == pytest.approx(kept["members"], abs=100 / 60 + 1e-4)  # an example near a tie may change
+    before = file.stat().st_mtime_ns
+    assert mheads(*given, "--outputs").code == 0 and file.stat().st_mtime_ns == before
+
+
 def test_a_dry_run_tells_what_cannot_be_built(mheads, here):
     (here / "mine.yaml").write_text("rows:\n  - {name: good}\n  - {name: bad, set: [split=conv9]}\n")
     done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--dry-run", *TINY)
@@ -780,7 +826,7 @@ def test_suites_of_the_larger_networks_run(mheads, here, suite, recipe, side, ro
     found = results(here, f"{suite}-{recipe}")
     assert set(found["runs"]) == {"random_init" if row == "base" else row for row in rows}
     assert all(0 <= runs[0]["result"]["oracle"] <= 100 for runs in found["runs"].values())
-    assert (here / f"results/{suite}-{recipe}.md").read_text().count(" not run |") > 0
+    assert (here / f"results/{suite}-{recipe}.md").read_text().count("Not run: ") == 1
     if recipe == "nin_cifar100":
         assert found["rows"][2]["paper"]["ensemble_mean"] == [66.51, 0.27]
         assert "66.51" not in (here / "results/README.md").read_text()  # of two iterations on three classes

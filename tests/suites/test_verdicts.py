@@ -116,7 +116,11 @@ def test_only_seeds_that_all_rows_have_are_compared():
     (verdict,) = verdicts(document(rows, claim("better")))
     assert (verdict.word, verdict.num_seeds) == ("holds", 3)
     # t = 2.0333 / (0.25166 / sqrt 3) = 13.994 with 2 degrees of freedom: p = 1 - t / sqrt(t^2 + 2) = 0.0051
-    assert verdict.figures == "a.oracle 92.03, b.oracle 90.00; 3 seeds in common, p = 0.0051"
+    figures = "a.oracle 92.03 ± 0.25, b.oracle 90.00 ± 0.00, difference +2.03 ± 0.25"
+    assert verdict.figures == f"{figures}; 3 seeds in common, p = 0.0051"
+    order = {"order": ["b", "a"], "by": "oracle"}
+    (verdict,) = verdicts(document(rows, order))
+    assert verdict.figures == "b 90.00 ± 0.00, a 92.03 ± 0.25; 3 seeds in common, p = 0.0051"
     (verdict,) = verdicts(document({"a": {0: 9.0, 1: 2.0}, "b": {1: 1.0, 2: 9.0}}, claim("better")))
     assert (verdict.word, verdict.figures) == ("higher, one seed", "a.oracle 2.00, b.oracle 1.00; 1 seed in common")
     for made in (claim("better"), {"order": ["a", "b"], "by": "oracle"}):
@@ -145,6 +149,27 @@ def test_a_page_names_the_test_its_level_and_the_number_of_seeds(monkeypatch):
     text = written(document({"a": FAR, "b": EVEN[:2]}, claim("better"), claim("above", "90")))
     assert "(n = 2 to 3)" in text
     assert "t-test" not in written(document({"a": FAR, "b": EVEN}))
+
+
+def test_rows_that_were_not_run_are_one_line_and_what_differs_between_runs_is_said(monkeypatch):
+    monkeypatch.setattr("mheads.suites.markdown.list_runs", lambda found: [])
+    found = document({"a": [40.0, 44.0], "b": [90.0, 91.0], "c": [], "d": []})
+    found |= {"metrics": ["oracle", "train_loss"]}
+    for row in "ab":
+        for run, machine, loss in zip(found["runs"][row], ("x86_64, AVX2", "x86_64, AVX512"), (0.5, None), strict=True):
+            run["machine"] = machine if row == "b" else "x86_64, AVX512"
+            run["result"] |= {"members": [10.0, 10.0, 10.0, 10.0], "oracle_chance": 40.0}
+            run["result"] |= {"train_loss": loss} if loss else {}
+    text = written(found)
+    rows = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    assert rows == ["| row", "| ---", "| a", "| b"]
+    assert "0.500 (n = 1)" in text  # of the two runs of each row
+    assert "Not run: c, d." in text and "not run" not in text
+    # 40 % of four constant members, and a tenth of the way from there to 100 is 46.
+    assert "Near chance: a; members that always give one class each have an Oracle of 40.00." in text
+    assert "On 2 kinds of CPU, whose bits differ: b on x86_64, AVX2; a, b on x86_64, AVX512." in text
+    del found["runs"]["a"]
+    assert "Near chance" not in written(found)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from mheads.common.errors import UserError
-from mheads.data.augmentation import uniforms
+from mheads.data.augmentation import Mirror, draw_mirrored, uniforms
 from mheads.data.detection import proposals
 from mheads.data.detection.voc import CLASSES, Complaints, Scene, find_devkit, read_list, read_scenes
 from mheads.data.file_digests import digest_files
@@ -59,7 +59,7 @@ class RegionSplit(SplitDefaults):
     drawing: RegionSampling
     means: np.ndarray  # [1 + C, 4] of what turns regions into boxes, for each class
     deviations: np.ndarray
-    mirror: bool = False
+    mirror: Mirror = False
     training: bool = True
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class RegionSplit(SplitDefaults):
         """Which of the examples are mirrored."""
         if seeds is None or not self.training or not self.mirror:
             return [False] * count
-        return list(uniforms(np.asarray(seeds), 1)[0] < 0.5)
+        return list(draw_mirrored(seeds, uniforms(np.asarray(seeds), 1)[0], self.mirror))
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> Any:
         """Pixels uint8 [b, H, W, 3], zeros right of and below the smaller ones, and the sizes [b, 2] of the images."""

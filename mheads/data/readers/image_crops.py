@@ -14,7 +14,7 @@ import torch
 
 from mheads.common import seeds
 from mheads.common.errors import UserError
-from mheads.data.augmentation import draw_places, uniforms
+from mheads.data.augmentation import Mirror, draw_mirrored, draw_places, uniforms
 from mheads.data.splits import SplitDefaults
 
 
@@ -23,7 +23,7 @@ class CroppedSplit(SplitDefaults):
     """Read with seeds, the crop is at random and, with `mirror`, mirrored half of the time; without seeds, or without
     `augment`, it is the centre."""
 
-    mirror: bool = False
+    mirror: Mirror = False
     augment: bool = True
 
     @property
@@ -47,12 +47,14 @@ class CroppedSplit(SplitDefaults):
         """Raw images [b, H, W, C], or floats [b, C, H, W], decoded by as many threads as there are cores."""
         channels, height, width = self.shape
         out: np.ndarray = np.empty((len(rows), height, width, channels), self.dtype)
-        chances = None if seeds is None or not self.augment else uniforms(np.asarray(seeds), 3).T
+        chances, flips = None, np.zeros(len(rows), bool)
+        if seeds is not None and self.augment:
+            chances = uniforms(np.asarray(seeds), 3).T
+            flips = draw_mirrored(seeds, chances[:, 2], self.mirror)
 
         def decode(i: int) -> None:
             pixels = self.decode(int(rows[i]), None if chances is None else (chances[i, 0], chances[i, 1]))
-            flip = chances is not None and self.mirror and chances[i, 2] < 0.5
-            out[i] = pixels[:, ::-1] if flip else pixels
+            out[i] = pixels[:, ::-1] if flips[i] else pixels
 
         run_in_threads(decode, len(rows))
         raw = torch.from_numpy(out)

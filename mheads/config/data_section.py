@@ -1,0 +1,82 @@
+"""The keys of a config's `data` section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from mheads.common.options import Location, Section, absolute_path, option
+
+
+def _absolute_proposals(proposals: str) -> str:
+    return str(absolute_path(Path(proposals))) if proposals.endswith((".npz", ".mat")) else proposals
+
+
+class RegionOptions(Section):
+    """Of images with objects; the defaults are those of the Fast R-CNN release."""
+
+    objects: Literal["voc"] | list[str] = option("voc", "their classes, or voc for the twenty of PASCAL VOC")
+    proposals: Annotated[str, AfterValidator(_absolute_proposals)] = option(
+        "selective_search",
+        "where regions come from: selective_search, an .npz or a .mat file; {part} in its name varies",
+    )
+    with_objects: bool = option(False, "evaluation: the objects' own boxes are proposed as well, as in training")
+    most: int = option(2000, "regions proposed in an image", ge=1)
+    per_image: int = option(64, "training: regions that an image gives to a step", ge=1)
+    foreground: float = option(0.25, "training: the share of them that may be objects", gt=0, le=1)
+    foreground_overlap: float = option(0.5, "training: overlap from which a region is an object", gt=0, le=1)
+    background_overlap: tuple[float, float] = option(
+        (0.1, 0.5), "training: overlaps from and below which it is background"
+    )
+    short_side: int = option(600, "length of the shorter side of an image", ge=16, le=10_000)
+    long_side: int = option(1000, "length of the longer side, at most", ge=16, le=10_000)
+    strict: bool = option(False, "stop at the first thing that is wrong in the annotations")
+
+
+class DataOptions(Section):
+    name: str = option("digits", "a dataset by name: `mheads data list` shows them")
+    root: Location | None = option(None, "where a fetched set lies, if not in the cache; list: where names begin")
+    path: Location | None = option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
+    table: str | None = option(None, "uci: which table, the name of its folder in root")
+    fold: int = option(0, "uci: which of the splits of the table", ge=0)
+    test_path: Location | None = option(None, "list, hdf5, lmdb: what is tested on")
+    arrays: tuple[str, str] | None = option(
+        None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
+    )
+    problem: Literal[
+        "auto", "classification", "regression", "multilabel", "soft_labels", "segmentation", "examples"
+    ] = option(
+        "auto",
+        "npz, list, hdf5, lmdb: what is learned; auto: what the targets look like; examples, of any data: to give "
+        "these back",
+    )
+    validation: int = option(0, "hold out the last n training examples and evaluate on them", ge=0)
+    normalize: Literal["none", "mean_image", "mean_std", "init"] = option(
+        "none", "what is subtracted and divided by; init: as in the run that training starts from"
+    )
+    normalize_targets: bool = option(
+        False, "numbers to be learned: less their mean, divided by their standard deviation; answers are in old units"
+    )
+    calibration: int = option(
+        0, "keep the last n training examples from learning, to choose the kernels of a density on", ge=0
+    )
+    scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = option(
+        "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"
+    )
+    channels: Literal["rgb", "bgr"] = option("rgb", "images: the order of channels that the network sees")
+    pad: int = option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
+    padding: Literal["zeros", "reflect"] = option("zeros", "training: what stands around a padded image")
+    mirror: bool | Literal["alternating"] = option(
+        False,
+        "training: mirror at random; alternating: in every other epoch, beginning at random with this or the next",
+    )
+    resize: int = option(256, "folder, list: length of the shorter side after resizing", ge=1, le=10_000)
+    crop: int | None = option(None, "folder, list, lmdb: side of the crop that the network sees", ge=1, le=10_000)
+    grey: bool = option(False, "folder, list: read images in one channel")
+    limit: int | None = option(None, "use only the first n training and n test examples", ge=1)
+    regions: RegionOptions = option(RegionOptions(), "voc: regions of images")
+    reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
+        option("every", "ranks: each reads what it needs, or the main rank, 0, reads for all")
+    )

@@ -1,0 +1,76 @@
+"""Takes the runs of other folders of results over: further seeds, trained elsewhere or at another time."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mheads.common.errors import UserError
+from mheads.suites import results
+from mheads.suites.jobs import Options
+from mheads.suites.planner import Planner
+from mheads.suites.results import Document
+from mheads.suites.suite import read_suite
+
+Warn = Callable[[str], None]
+
+
+def merge_folders(sources: Sequence[Path], output: Path, warn: Warn) -> dict[Path, int]:
+    """Adds the runs in other folders of results to those in `output`, and returns how many each file has gained.
+
+    A row is filled in every suite that has it. No run folder is needed. A run that `output` has already stays as it is.
+    All is checked before anything is written.
+    """
+    found = {path: results.load(path) for source in sources for path in sorted(source.glob("*.json"))}
+    if not found:
+        raise UserError(f"{', '.join(map(str, sources))}: no file of results there; give the -o of the other command")
+    results.check_writable(output / "results.json")
+    with results.lock(output):
+        before = results.load_all(output, warn)
+        merged = {output / path.name: _merge(output / path.name, found[path], sources) for path in found}
+        for path, document in before.items():
+            if path not in merged:
+                try:
+                    merged[path] = _merge(path, document, sources)
+                except UserError as error:
+                    warn(f"{path} stays as it is: {error}")
+        _report_left_out(found, merged, warn)
+        for path, document in merged.items():
+            results.save(document, path)
+    return {path: _count(document) - _count(before.get(path)) for path, document in merged.items()}
+
+
+def _merge(path: Path, known: Document, sources: Sequence[Path]) -> Document:
+    """The document of a file, of which one version is known, with the runs of all others."""
+    words = shlex.split(known["command"])  # mheads reproduce SUITE --recipe RECIPE ...
+    test = bool(known.get("test", False))
+    options = Options(words[4], 0, known["scale"], known["validation"], tuple(known["overrides"]), test)
+    try:
+        planner = Planner(options)
+        table = planner.expand(read_suite(words[2]))
+        document = results.make_document(table, planner)
+    except UserError as error:
+        raise UserError(f"{path.name}: {error}; or give the command that made it, with --merge") from error
+    results.merge(document, path, table, planner, sources=sources)
+    return document
+
+
+def _report_left_out(found: dict[Path, Document], merged: dict[Path, Document], warn: Warn) -> None:
+    """Warns of runs that are in no merged file, or in one with other figures."""
+    by_name = {path.name: document for path, document in merged.items()}
+    for path, source in found.items():
+        for key, runs in source["runs"].items():
+            known = {run["seed"]: run for run in by_name[path.name]["runs"].get(key, ())}
+            for run in runs:
+                if run["seed"] not in known:
+                    why = "its config is not that of the suite here, or names files of a machine"
+                elif known[run["seed"]]["result"] != run["result"]:
+                    why = "the results have this run with other figures"
+                else:
+                    continue
+                warn(f"{path}: {key} with seed {run['seed']} is left out: {why}")
+
+
+def _count(document: Document | None) -> int:
+    return sum(map(len, document["runs"].values())) if document else 0

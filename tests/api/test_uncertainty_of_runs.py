@@ -1,0 +1,100 @@
+"""`mheads eval --temperature-from --ood`, and the same measures in the results of suites."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import mheads as package
+from mheads.api.evaluate import evaluate_run
+from mheads.api.measure_uncertainty import FurtherExamples
+from mheads.common.progress import Silent
+from mheads.config.read import load
+from mheads.problems.uncertainty import (
+    EnsembleOutputs,
+    deep_ensemble_equivalent,
+    measure_other_data,
+    measure_scaled,
+)
+from mheads.runs.folder import RunFolder
+from mheads.suites import findings
+from mheads.training.loop import train_config
+
+QUICK = ["data.limit=120", "optim.iterations=12", "optim.batch_size=40"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A run with validation examples, and an .npz file of noise with labels of other classes."""
+    folder = tmp_path_factory.mktemp("uncertainty")
+    train_config(load("digits", [*QUICK, "data.validation=40", "members=3"]), RunFolder(folder / "run"), Silent())
+    noise = np.random.default_rng(0).integers(0, 17, (60, 1, 8, 8)).astype(np.uint8)
+    np.savez(folder / "noise.npz", x_train=noise, y_train=np.arange(60) % 20, x_test=noise, y_test=np.arange(60) % 20)
+    return folder
+
+
+def test_a_run_is_measured_with_temperatures_and_against_other_data(mheads, place):
+    other = ["data.name=npz", f"data.path={place / 'noise.npz'}"]
+    result = evaluate_run(place / "run", None, Silent(), split="test", further=FurtherExamples("validation", other))
+    (outputs, y), (held_out, y_held_out) = (
+        package.outputs_of(place / "run", split) for split in ("test", "validation")
+    )
+    with np.load(place / "noise.npz") as file:
+        far = package.load(place / "run").predict(file["x_test"])
+    expected = measure_scaled(EnsembleOutputs(outputs), y, EnsembleOutputs(held_out), y_held_out)
+    expected |= measure_other_data(EnsembleOutputs(outputs), EnsembleOutputs(torch.as_tensor(far)))
+    for key, value in expected.items():
+        assert result[key] == pytest.approx(value, abs=2e-4 if key in ("auroc", "fpr95") else 1e-4), key
+    assert result["split"] == "test" and package.evaluate(lambda x: x, (outputs[0], y)).brier is not None
+
+    options = [word for pair in other for word in ("--ood", pair)]
+    done = mheads("eval", place / "run", "--split", "test", "--temperature-from", "validation", *options)
+    assert done.code == 0, done.err
+    words = " ".join(done.out.split())
+    assert f" temperature {result['temperature']['ensemble_mean']:.3f} " in words
+    assert f" Brier score {result['brier']['ensemble_mean']:.4f} " in words
+    assert f"{result['auroc']['ensemble_mean']:.2f} %" in done.out
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--temperature-from", "validation"], "the run is measured on these examples"),
+        (["--temperature-from", "test", "--split", "test"], "would look better than it is"),
+        (["--temperature-from", "held_out"], "there are train, validation, test"),
+        (["--ood", "loss.k=2"], "other data to evaluate on is given by"),
+        (["--ood", "data.path=none.npz", "--ood", "data.name=npz"], "none.npz"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error(mheads, place, given, message):
+    done = mheads("eval", place / "run", *given)
+    assert done.code == 2 and message in done.err, done.out + done.err
+
+
+def test_suites_keep_the_measures_and_count_in_independent_members(mheads, place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "forest.yaml").write_text(
+        "metrics: [ensemble_mean, dee, dee_scaled, auroc_ensemble_mean]\nindependent: four\n"
+        f"ood: [data.name=npz, 'data.path={place / 'noise.npz'}']\n"
+        "rows: [{name: four}, {name: tree, set: [split=conv1]},"
+        " {name: one, from: four, metrics: {ensemble_mean: single}}]\n"
+    )
+    given = ["forest.yaml", "--recipe", "digits", "--validation", 40, *QUICK]
+    assert mheads("reproduce", *given).code == 0
+    done = mheads("reproduce", *given, "--test")
+    assert done.code == 0, done.err
+    (kept,) = (tmp_path / "results").glob("*-test.json")
+    document = json.loads(kept.read_text())
+    four, tree = (document["runs"][row][0] for row in ("four", "tree"))
+    assert str(place) not in kept.read_text() and tree["ood"] == ["data.name=npz", "data.path=.../noise.npz"]
+    for scaled in ("", "_scaled"):
+        known = four["result"][f"nll_by_members{scaled}"]
+        assert known[-1] == pytest.approx(four["result"][f"nll{scaled}_ensemble_mean"], abs=1e-5)
+        expected = min(deep_ensemble_equivalent(tree["result"][f"nll{scaled}_ensemble_mean"], known), 4)
+        equivalents = {row: findings.trials(document, row, f"dee{scaled}").mean for row in ("four", "tree", "one")}
+        assert equivalents == pytest.approx({"four": 4, "tree": expected, "one": 1}, abs=0.01)
+    assert "| DEE | DEE, scaled | auroc ensemble mean |" in kept.with_suffix(".md").read_text()
+    # On the validation examples themselves nothing is fitted, and other data are measured all the same.
+    plain = json.loads((tmp_path / "results/forest-digits-validation40.json").read_text())["runs"]["tree"][0]["result"]
+    assert "auroc_ensemble_mean" in plain and "temperature_ensemble_mean" not in plain

@@ -33,7 +33,7 @@ from mheads.data import Data, read_sample_weights
 from mheads.data.batches import evaluation_batches
 from mheads.data.clusters import input_distances
 from mheads.engine.measure import EVALUATION_ROWS
-from mheads.losses.mcl import assign
+from mheads.losses.winners import assign
 from mheads.problems.baselines import top
 from mheads.runs.folder import RunFolder
 from mheads.training.build_from_config import build_loss, build_net, load_data

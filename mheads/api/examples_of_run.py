@@ -11,7 +11,7 @@ from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.data import TARGET_KINDS, Data
 from mheads.data.catalog import DATASETS
-from mheads.data.splits import Split
+from mheads.data.splits import NormalizedTargets, Split
 from mheads.problems import Problem, finds_objects
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
@@ -19,7 +19,7 @@ from mheads.training.build_from_config import load_data
 
 SPLITS = ("train", "validation", "test")
 DATA_KEYS = (
-    *("name", "root", "path", "test_path", "validation", "resize", "crop", "limit"),
+    *("name", "root", "path", "test_path", "validation", "resize", "crop", "limit", "table", "fold"),
     *("regions.proposals", "regions.with_objects", "regions.strict"),
 )
 
@@ -38,6 +38,8 @@ def load_examples_of_run(
     _check_split(folder, config, split)
     data = _load_data(folder, facts, config, split, bool(overrides))
     examples: Any = data.train.without_augmentation() if split == "train" else data.test  # type: ignore[attr-defined]
+    if isinstance(examples, NormalizedTargets):  # members answer in the units of the targets
+        examples = examples.source
     _check_shape(folder, facts, data, examples, split)
     if unlike:
         return facts, examples, split

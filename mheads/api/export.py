@@ -210,7 +210,7 @@ def _answer_of_run(run: Run, raw: Tensor, what: str) -> Tensor:
     exact = replace(run, config=run.config.model_copy(update={"precision": "float32"}))
     outputs, weights = exact.outputs(raw)
     if what == "scored" and weights is None:
-        raise UserError(f"what={what!r}: {run.folder} has no scores, since it was not trained with loss scored")
+        raise UserError(f"what={what!r}: {run.folder} has no scores: train it with loss=scored or loss.scores")
     if what in ("mean", "scored"):
         return run.data.problem.mean(outputs.double(), weights if what == "scored" else None)
     return outputs if what == "members" else outputs[_member(what, len(outputs))]

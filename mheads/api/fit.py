@@ -41,7 +41,9 @@ from mheads.trees.treenet import TreeNet
 
 Examples = Any  # (inputs, labels) as arrays or tensors, a list of pairs, a torch Dataset or DataLoader
 ITERATIONS = 1000
-DATA_KEYWORDS = ("problem", "normalize", "scale", "pad", "padding", "mirror", "validation")
+DATA_KEYWORDS = (
+    *("problem", "normalize", "normalize_targets", "scale", "pad", "padding", "mirror", "validation", "calibration"),
+)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -185,7 +187,11 @@ def _make_config(
         "members": net.num_members,
         "split": net.spec,
         "freeze": list(net.frozen),
-        "loss": {**named, "base_loss": base_loss.name_base_loss(loss.base_loss_function)},
+        "loss": {
+            **named,
+            "scores": loss.score_weight,
+            "base_loss": base_loss.name_base_loss(loss.base_loss_function),
+        },
         "teacher": {**teacher, "answers": "array"} if teacher else {},
         "data": {"name": "arrays"},
         "engine": {},

@@ -46,11 +46,13 @@ class ConfigKeywords(TypedDict, total=False):
     pretrain: int
     problem: str
     normalize: str
+    normalize_targets: bool
     scale: float | str
     pad: int
     padding: str
     mirror: bool | str
     validation: int
+    calibration: int
     views: list[dict[str, Any]]
     workers: int | str
     micro_batches: int | str

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 import torch
@@ -23,7 +23,7 @@ from mheads.data import ArraySplit
 from mheads.data.arrays import Unlabelled
 from mheads.data.assembly import side_shapes
 from mheads.data.torch_dataset import DatasetSplit
-from mheads.engine.measure import all_answers, in_eval_mode, measure
+from mheads.engine.measure import all_answers, in_eval_mode, measure, with_calibration
 from mheads.problems import Problem, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
@@ -48,6 +48,14 @@ class Temporary:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()  # a pickled run is read elsewhere: what it needs is in memory
+
+
+class Hypotheses(NamedTuple):
+    """M answers to each of N examples, [N, M, ...] in float64, and their probabilities [N, M]: by the members' scores,
+    1 / M without scores."""
+
+    values: Tensor
+    probabilities: Tensor
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -117,6 +125,13 @@ class Run:
         outputs, weights = self.outputs(x, side)
         return self.data.problem.mean(outputs.double(), weights)
 
+    def hypotheses(self, x: Any, side: Mapping[str, Any] | None = None) -> Hypotheses:
+        """What each member answers to raw examples, and how probable it is: probabilities or numbers [N, M, ...]."""
+        outputs, weights = self.outputs(x, side)
+        values = torch.stack([self.data.problem.mean(answer[None].double()) for answer in outputs], 1)
+        equal = values.new_full(values.shape[:2], 1 / len(outputs))
+        return Hypotheses(values, equal if weights is None else weights.T.contiguous())
+
     @torch.no_grad()  # what comes out of inference_mode could not be learned from
     def outputs(self, x: Any, side: Mapping[str, Any] | None = None) -> tuple[Tensor, Tensor | None]:
         """Outputs [M, N, C] of raw examples, and weights [M, N] if members have scores."""
@@ -133,7 +148,7 @@ class Run:
         """
         split, net = self.split_of(x, y, side), self._check_weights()
         with closing(make_engine(self.config, net)) as engine, in_eval_mode([net]):
-            return measure(engine, split, self.data.inputs, self.data.problem)
+            return measure(engine, split, self.data.inputs, with_calibration(self.data.problem, self.summary))
 
     def split_of(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> ArraySplit | DatasetSplit:
         """Raw examples and targets as `evaluate` takes them; raises if they are not like those of training."""

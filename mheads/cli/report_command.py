@@ -44,7 +44,7 @@ def report(
     if suite is not None:
         if follow:
             raise UserError("--watch follows runs: give their folders instead of --suite")
-        options = Options(recipe or read_suite(suite).recipe, scale=scale, validation=validation)
+        options = Options(recipe or read_suite(suite).own_recipes[0], scale=scale, validation=validation)
         page = report_suite(suite, options, output, watch, folder)
     else:
         page = (pages.follow if follow else pages.report)(runs or [], output, watch, trust, paper=paper_figures)

@@ -70,20 +70,24 @@ def reproduce(
     from mheads.suites.reproduce import reproduce as run
     from mheads.suites.suite import SUITES, read_suite
 
-    def request(name: str) -> SuiteRequest:
-        options = Options(recipe or read_suite(name).recipe, seed, scale, validation, tuple(overrides or ()), test)
-        return SuiteRequest(name, options, trials, only or (), folder, output, merge or (), outputs)
+    def requests(name: str) -> list[SuiteRequest]:
+        """One for each recipe."""
+        choices = [recipe] if recipe else read_suite(name).own_recipes
+        every_option = [Options(one, seed, scale, validation, tuple(overrides or ()), test) for one in choices]
+        further = (trials, only or (), folder, output, merge or (), outputs)
+        return [SuiteRequest(name, options, *further) for options in every_option]
 
     train = not (only_tables or merge)
     if every:
         if suite is not None or only or not train:
             raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
-        (print_plan_of_all if dry_run else reproduce_all)([request(name) for name in SUITES], console)
+        (print_plan_of_all if dry_run else reproduce_all)([one for name in SUITES for one in requests(name)], console)
     elif suite is not None:
-        if dry_run:
-            print_plan(Reproduction(request(suite), console), console)
-        else:
-            run(request(suite), console, train=train)
+        for one in requests(suite):
+            if dry_run:
+                print_plan(Reproduction(one, console), console)
+            else:
+                run(one, console, train=train)
     elif train:
         raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
     else:

@@ -170,6 +170,10 @@ class _ProblemFacts(BaseModel):
     of_scores: Yes = False
     size: Annotated[list[Positive], Field(min_length=2, max_length=2)] = [1, 1]
     num_values: Positive = 1
+    shape: list[Positive] = []
+    variances: Yes = False
+    mean_of_targets: list[Finite] = []
+    std_of_targets: list[Annotated[Finite, Field(gt=0)]] = []
     means: list[Annotated[list[Finite], Field(min_length=4, max_length=4)]] = []
     deviations: list[Annotated[list[Finite], Field(min_length=4, max_length=4)]] = []
 

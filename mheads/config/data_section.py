@@ -39,6 +39,8 @@ class DataOptions(Section):
     name: str = option("digits", "a dataset by name: `mheads data list` shows them")
     root: Location | None = option(None, "where a fetched set lies, if not in the cache; list: where names begin")
     path: Location | None = option(None, "the folder or file of your own data: folder, voc, npz, list, hdf5, lmdb")
+    table: str | None = option(None, "uci: which table, the name of its folder in root")
+    fold: int = option(0, "uci: which of the splits of the table", ge=0)
     test_path: Location | None = option(None, "list, hdf5, lmdb: what is tested on")
     arrays: tuple[str, str] | None = option(
         None, "hdf5: the names of the arrays of examples and of targets; none: data and label, or x and y"
@@ -53,6 +55,12 @@ class DataOptions(Section):
     validation: int = option(0, "hold out the last n training examples and evaluate on them", ge=0)
     normalize: Literal["none", "mean_image", "mean_std", "init"] = option(
         "none", "what is subtracted and divided by; init: as in the run that training starts from"
+    )
+    normalize_targets: bool = option(
+        False, "numbers to be learned: less their mean, divided by their standard deviation; answers are in old units"
+    )
+    calibration: int = option(
+        0, "keep the last n training examples from learning, to choose the kernels of a density on", ge=0
     )
     scale: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = option(
         "auto", "raw values are multiplied by this; auto: uint8 to 0..1, floats as they are"

@@ -14,7 +14,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_va
 
 from mheads import networks
 from mheads.common import safe_yaml
-from mheads.common.errors import UserError
 from mheads.common.options import (
     Factories,
     Location,
@@ -28,10 +27,10 @@ from mheads.common.options import (
     select_options,
 )
 from mheads.config.data_section import DataOptions
+from mheads.config.loss_section import LossOptions
 from mheads.data import resampling
 from mheads.data.resampling import SAMPLINGS
 from mheads.data.views import View
-from mheads.losses import BASE_LOSSES, LOSSES, base_loss
 from mheads.optim.optim_section import OptimOptions
 
 
@@ -75,52 +74,6 @@ GIVEN = "weights "  # an `init` that begins with this was given to fit as tensor
 def _absolute_init(init: str) -> str:
     """Makes the path of a file or run folder absolute; other values of `init` are names."""
     return init if init in ("random", "same") or init.startswith(GIVEN) else str(absolute_path(Path(init)))
-
-
-def _loss_name(name: str) -> str:
-    if name not in LOSSES and ":" not in name:
-        raise ValueError(f"a loss is one of {', '.join(LOSSES)}, or package.module:factory of your own")
-    return name
-
-
-def _base_loss(given: Any) -> Any:
-    try:
-        return base_loss.check_base_loss(given)
-    except UserError as error:
-        raise ValueError(str(error)) from None
-
-
-class LossSection(Section):
-    """The keys that every loss has; the others in the section are options of single losses."""
-
-    name: Annotated[str, AfterValidator(_loss_name)] = option(
-        "independent", f"{', '.join(LOSSES)}, or package.module:factory of your own"
-    )
-    args: dict[str, Any] = option({}, "arguments of the factory of your own loss")
-    base_loss: Annotated[str | dict[str, Any] | None, AfterValidator(_base_loss)] = option(
-        None,
-        f"the loss of one member on one example: {', '.join(BASE_LOSSES)}, or package.module:function of your own, "
-        "with its options {name: smooth_l1, beta: 0.5}; none: that of the problem",
-    )
-    scale_rate: bool = option(True, "averaged losses with sgd: multiply the rate by the number of members")
-
-    @property
-    def whole_batch(self) -> bool:
-        """Whether the loss of an example depends on the others in its batch, which then is not cut."""
-        return self.options.get("normalize") == "wins" and self.name in LOSSES
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The arguments for the factory of the loss."""
-        if self.name not in LOSSES:
-            return self.args
-        return select_options(self, LOSSES[self.name])
-
-
-if TYPE_CHECKING:
-    LossOptions = LossSection
-else:
-    LossOptions = make_section("LossOptions", LossSection, LOSSES)
 
 
 class EngineSection(Section):

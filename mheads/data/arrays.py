@@ -197,8 +197,8 @@ def is_token(dtype: np.dtype) -> bool:
 
 
 def as_targets(labels: Any, where: str) -> np.ndarray:
-    """Class numbers, int64 [N], or names, str [N]; numbers to be learned, float32 [N, D]; or several for each example:
-    uint8 where they are bools or bytes, int64 where they are larger."""
+    """Class numbers, int64 [N], or names, str [N]; numbers to be learned, float32 [N, ...]; or several for each
+    example: uint8 where they are bools or bytes, int64 where they are larger."""
     y = stack_arrays(labels, f"{where} labels")
     if y.dtype.kind in "US" and y.ndim == 1:
         return y.astype(str, copy=False)
@@ -206,7 +206,7 @@ def as_targets(labels: Any, where: str) -> np.ndarray:
         return y.astype(np.int64, copy=False)
     if y.dtype.kind in "biu" and y.ndim in (2, 3) and 0 not in y.shape[1:]:
         return y.astype(np.uint8 if y.dtype.itemsize == 1 and y.dtype.kind != "i" else np.int64, copy=False)
-    if y.dtype.kind == "f" and y.ndim in (1, 2) and 0 not in y.shape[1:]:
+    if y.dtype.kind == "f" and 1 <= y.ndim <= 8 and 0 not in y.shape[1:]:
         return as_float32(y[:, None] if y.ndim == 1 else y, where)
     raise UserError(f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; give {WAYS}")
 

@@ -35,11 +35,14 @@ def assemble(
     statistics: int | None = None,
     hold_out: int | None = None,
     weights: Any = None,
+    normalize_targets: bool = False,
+    calibration: int = 0,
 ) -> Data:
     """Data from its two splits, and the problem that their targets pose; `asked` is what the user says that it is.
 
     `auto` is the scale that uint8 gets by default; `statistics` caps the number of examples that the mean is measured
-    on; with the seed `hold_out` the test split is a tenth of the training examples, in proportion to the classes.
+    on; `calibration` training examples, the last that are left, are not learned from; with the seed `hold_out` the test
+    split is a tenth of the training examples, in proportion to the classes.
     """
     count = len(train)
     seen = check_examples(train, test, problem, name, validation)
@@ -61,6 +64,12 @@ def assemble(
             raise UserError(f"{name}: data.limit is {limit}; give the number of examples to keep, 1 or more")
         rows, out = rows[:limit], None if out is None else out[:limit]
         train, test = train.part(slice(limit)), test.part(slice(limit))
+    held_back = None
+    if calibration:
+        if calibration >= len(train):
+            raise UserError(f"{name}: data.calibration is {calibration}; it must leave some of {len(train)} examples")
+        rows, kept = rows[:-calibration], len(train) - calibration
+        train, held_back = train.part(slice(kept)), train.part(slice(kept, None)).without_augmentation()
     test = test.without_augmentation()
     side = check_same_shapes(train, test, name)
     if importance is not None:
@@ -69,6 +78,8 @@ def assemble(
     preprocess = replace(fit_preprocess(train, normalize, factor, statistics), bgr=channels == "bgr")
     fingerprint = _fingerprint(train, test, importance)
     data = Data(name, train, test, problem, preprocess, fingerprint, seen, importance, held_out, out, rows, count, side)
+    data = replace(data, calibration=held_back)
+    data = data.with_normalized_targets() if normalize_targets else data
     if asked == "auto":
         warn_of_flags(train.targets, problem)
     return data.with_examples_as_targets() if asked == "examples" else data

@@ -26,6 +26,13 @@ from mheads.data.readers.image_files import read_sized
 from mheads.data.readers.image_folder import STATISTICS, folder_image, folder_shape, read_folder
 from mheads.data.readers.image_list import read_list
 from mheads.data.readers.npz import npz_shape, read_npz
+from mheads.data.readers.several_answers import (
+    SIDE,
+    read_ambiguous_masks,
+    read_three_futures,
+    read_two_roots,
+)
+from mheads.data.readers.uci import read_uci, uci_shape
 from mheads.data.splits import Data, Source
 from mheads.problems import Problem
 
@@ -148,6 +155,20 @@ DATASETS = {
         Dataset(
             "lmdb", "your LMDBs of Caffe's Datum messages: path and test_path", read_lmdb, lmdb_shape, statistics=50_000
         ),
+        Dataset("two_roots", "a number, to predict one of its two roots; 2,000 train; generated", read_two_roots, (1,)),
+        Dataset(
+            "three_futures",
+            "2 numbers, to predict one of three ways [12, 2]; 2,000 train; generated",
+            read_three_futures,
+            (2,),
+        ),
+        Dataset(
+            "ambiguous_masks",
+            "16 x 16 images of spots, whose masks end at one of three radii; 500 train; generated",
+            read_ambiguous_masks,
+            (1, SIDE, SIDE),
+        ),
+        Dataset("uci", "UCI tables with their standard splits, in root: data.table and data.fold", read_uci, uci_shape),
     )
 }
 
@@ -173,6 +194,10 @@ def load(
     problem: str = "auto",
     regions: dict[str, Any] | None = None,
     only: str | None = None,
+    table: str | None = None,
+    fold: int = 0,
+    normalize_targets: bool = False,
+    calibration: int = 0,
 ) -> Data:
     """A dataset by name, ready to train on. The keywords are those of `data.` in a config.
 
@@ -185,7 +210,9 @@ def load(
     the square cut out of it, and whether they are read in one channel. limit: keep only the first n training and the
     first n test examples. arrays: the names of examples and targets in HDF5 files. problem: what the targets are, where
     they alone do not decide; examples: the examples themselves are learned. regions: the options of voc. only: test,
-    where nothing is to be learned.
+    where nothing is to be learned. table, fold: of uci, which table and which of its splits. normalize_targets: numbers
+    are learned less their mean, divided by their standard deviation. calibration: the last n training examples that are
+    left are not learned from; the kernels of a density are chosen on them.
     """
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
@@ -202,6 +229,8 @@ def load(
         "problem": "auto" if problem == "examples" else problem,
         "regions": regions,
         "only": only,
+        "table": table,
+        "fold": fold,
         "limit": None if validation else limit,  # examples that are not used need not be read
     }
     check_keys(entry, keys)
@@ -210,6 +239,7 @@ def load(
         train = with_augmentation(train, pad=pad, padding=padding, mirror=mirror, where=name)
     options: dict[str, Any] = {"normalize": normalize, "validation": validation, "scale": scale, "channels": channels}
     options |= {"limit": limit, "auto": entry.scale, "statistics": entry.statistics}
+    options |= {"normalize_targets": normalize_targets, "calibration": calibration}
     return assemble(name, train, test, solved, problem, **options)
 
 
@@ -222,6 +252,8 @@ UNUSED = {
     "arrays": (None, "is not read from HDF5 files"),
     "problem": ("auto", "says itself what is learned"),
     "grey": (False, "is not read from image folders"),
+    "table": (None, "is one set"),
+    "fold": (0, "has one split"),
 }
 
 

@@ -48,6 +48,8 @@ def from_arrays(
     limit: int | None = None,
     hold_out: int | None = None,
     weights: Any = None,
+    normalize_targets: bool = False,
+    calibration: int = 0,
     name: str = "arrays",
 ) -> Data:
     """A dataset from (examples, labels), lists of pairs, torch Datasets or DataLoaders.
@@ -75,6 +77,8 @@ def from_arrays(
         limit=limit,
         hold_out=hold_out if test is None and not validation else None,
         weights=weights,
+        normalize_targets=normalize_targets,
+        calibration=calibration,
     )
 
 

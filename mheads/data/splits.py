@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 import torch
 
+from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.preprocessing import Preprocess
 from mheads.data.value_range import ValueRange
@@ -194,6 +195,24 @@ class SelfTargetSplit(WrappedSplit):
 
 
 @dataclass(frozen=True, eq=False)
+class NormalizedTargets(WrappedSplit):
+    """Examples whose targets, numbers [N, D], are learned less a mean [D] and divided by a standard deviation [D]."""
+
+    mean: np.ndarray
+    std: np.ndarray
+
+    @property
+    def targets(self) -> np.ndarray:
+        targets: np.ndarray = ((self.source.targets - self.mean) / self.std).astype(np.float32)
+        return targets
+
+    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
+        read = self.source.read_targets(rows, seeds)
+        numbers = (read.targets.double() - torch.from_numpy(self.mean)) / torch.from_numpy(self.std)
+        return replace(read, targets=numbers.float())
+
+
+@dataclass(frozen=True, eq=False)
 class TaughtSplit(WrappedSplit):
     """Examples with what a teacher answers, probabilities [N, C]: their targets are pairs of label and answer."""
 
@@ -210,7 +229,8 @@ class Data:
 
     `weights` [N] of mean 1 say how much each training example counts, None meaning all alike; `held_out` says which
     training examples the test split was made of, where it was, and `held_out_rows` their numbers; `rows` are those of
-    the training split, of `num_given` examples. `side` has the shapes of the side inputs of one example.
+    the training split, of `num_given` examples. `side` has the shapes of the side inputs of one example. `calibration`
+    are training examples that nothing is learned from and that `engine.measure.calibrate` takes.
     """
 
     name: str
@@ -226,6 +246,18 @@ class Data:
     rows: np.ndarray | None = None
     num_given: int = 0
     side: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    calibration: Split | None = None
+
+    def with_normalized_targets(self) -> Data:
+        """Targets of training have mean 0 and standard deviation 1 in each value; members answer in the old units."""
+        if not isinstance(self.problem, Regression):
+            raise UserError(f"data.normalize_targets is for numbers, and {self.name} is {self.problem.name}")
+        targets = self.train.targets.astype(np.float64)
+        mean, std = targets.mean(0), targets.std(0)
+        std = np.where(std > 0, std, 1.0)
+        units = {"mean_of_targets": tuple(mean.tolist()), "std_of_targets": tuple(std.tolist())}
+        train = NormalizedTargets(self.train, mean, std)  # type: ignore[arg-type]  # it is a source
+        return replace(self, train=train, problem=replace(self.problem, **units))  # type: ignore[arg-type]
 
     def with_examples_as_targets(self) -> Data:
         """The same examples, to be learned themselves, whatever targets they have."""

@@ -19,8 +19,8 @@ Splits = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 Classes = tuple[str, ...] | None
 WAYS = (
-    "class numbers as integers, such as int64, or names, [N]; numbers to be learned as floats, [N] or [N, D]; several "
-    "labels as bools or 0 and 1, [N, C]; or a class for each pixel as integers, [N, H, W]"
+    "class numbers as integers, such as int64, or names, [N]; numbers to be learned as floats, [N], [N, D] or of "
+    "more axes; several labels as bools or 0 and 1, [N, C]; or a class for each pixel as integers, [N, H, W]"
 )
 
 
@@ -126,10 +126,11 @@ def _regression(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
     if classes is not None:
         labels = ", ".join(f"{key} labels are floats" for key in targets)
         raise UserError(f"{labels} and classes are named: give all in the same way")
-    _check_form(targets, (1, 2), "iuf", "for regression give numbers, [N] or [N, D]")
+    _check_form(targets, tuple(range(1, 9)), "iuf", "for regression give numbers, [N], [N, D] or [N, T, D]")
     numbers = {key: as_float32(array, key).reshape(len(array), -1) for key, array in targets.items()}
     size = _check_same_size({key: array.shape[1] for key, array in numbers.items()}, "numbers")
-    return numbers, Regression(size or 1)
+    shape = _check_same_size({key: array.shape[1:] for key, array in targets.items()}, "numbers")
+    return numbers, Regression(size or 1, shape if shape is not None and len(shape) > 1 else ())
 
 
 def _rows_of_classes(name: str, make: Callable[[tuple[str, ...]], Problem]) -> Any:
@@ -178,7 +179,7 @@ def as_float32(array: np.ndarray, where: str) -> np.ndarray:
     lost = np.atleast_1d((error > ROUNDED * spread) & (spread > 0))
     if lost.any():
         column = int(lost.argmax())
-        off, wide = np.atleast_1d(error)[column], np.atleast_1d(spread)[column]
+        off, wide = error.ravel()[column], spread.ravel()[column]
         raise UserError(
             f"{where} labels are numbers like {array.reshape(len(array), -1)[0, column]:.17g}, learned in float32, "
             f"which rounds them by up to {off:.2g} where their standard deviation is {wide:.2g}: subtract their "

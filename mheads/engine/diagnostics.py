@@ -154,11 +154,13 @@ def clip_scale(engine: Engine, most: float) -> float:
     return factor
 
 
-def idle_warning(members: Sequence[int], iterations: int, options: Collection[str]) -> str:
-    """What to do about members that win nothing, under a loss that has these options."""
+def idle_warning(members: Sequence[int], iterations: int, options: Collection[str], far: bool = False) -> str:
+    """What to do about members that win nothing, under a loss that has these options; `far`: targets are numbers that
+    are not normalised. `examples/dead_members.py` has measured what helps."""
     who = f"member {members[0]} has" if len(members) == 1 else f"members {', '.join(map(str, members))} have"
-    remedies = {"ce_weight": "loss.ce_weight=0.1 (losers learn a little)", "k": "a larger loss.k"}
-    helps = ["pretrain=500 (all learn first)", *(remedy for key, remedy in remedies.items() if key in options)]
+    soft = "loss=annealed loss.relative=true loss.temperature=0.5 loss.floor=0.001 (all learn first)"
+    helps = ["data.normalize_targets=true"] if far else []
+    helps += ["a higher loss.temperature" if "temperature" in options else soft, "or fewer members"]
     return (
         f"{who} won no example in the last {iterations:,} iterations, and so little or nothing to learn from. What "
         f"helps: {', '.join(helps)}"

@@ -19,10 +19,11 @@ from mheads.losses.confident import confident as confident
 from mheads.losses.ensemble_loss import Loss, LossValue
 from mheads.losses.evolving import evolving as evolving
 from mheads.losses.independent import independent as independent
-from mheads.losses.mcl import assign
 from mheads.losses.mcl import mcl as mcl
+from mheads.losses.mixture_density import mixture_density as mixture_density
 from mheads.losses.relaxed import relaxed as relaxed
 from mheads.losses.scored import scored as scored
+from mheads.losses.winners import assign
 from mheads.problems import BASE_LOSSES, BaseLoss, cross_entropies, squared_errors
 
 LOSSES: dict[str, Callable[..., Loss]] = {
@@ -35,10 +36,14 @@ LOSSES: dict[str, Callable[..., Loss]] = {
     "annealed": annealed,
     "confident": confident,
     "scored": scored,
+    "mixture_density": mixture_density,
 }
+
+WITH_SCORES = ("scored", "mixture_density")  # whose networks give a score beside the answer
 
 __all__ = [
     "LOSSES",
+    "WITH_SCORES",
     "BASE_LOSSES",
     "Loss",
     "LossValue",

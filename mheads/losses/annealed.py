@@ -27,6 +27,9 @@ def annealed(
         Literal["exponential", "linear"], Field(description="how the temperature goes down to the floor")
     ] = "exponential",
     until: Until = 0.5,
+    relative: Annotated[
+        bool, Field(description="temperatures are in units of the loss at the start, that of outputs of 0")
+    ] = False,
     normalize: Normalize = "batch",
     base_loss: BaseLossSpec = None,
 ) -> Loss:
@@ -34,7 +37,8 @@ def annealed(
 
     l is the problem's own loss or `base_loss`, w the sample weights; members whose sample weight is 0 have a q of 0.
     The temperature T goes from `temperature` to `floor`, where `until` of the iterations are over; from there on the
-    best member alone learns. `normalize` as in `mcl`.
+    best member alone learns. With `relative` both are multiplied by the mean loss of outputs that are 0 on the training
+    examples, about that of the start: log C for C classes. `normalize` as in `mcl`.
     """
     if temperature <= 0 or floor <= 0:
         raise UserError(f"temperatures are above 0: loss.temperature is {temperature}, loss.floor {floor}")
@@ -42,15 +46,22 @@ def annealed(
         raise UserError(f"loss.fall is exponential or linear, not {fall!r}")
     check_until(until)
     options = {"temperature": temperature, "floor": floor, "fall": fall, "until": until, "normalize": normalize}
+    in_units_of = partial(_in_units_of, {**options, "base_loss": base_loss}) if relative else None
     return Loss(
         "annealed",
         partial(_annealed, temperature=temperature, normalize=normalize),
         whole_batch=check_normalize(normalize),
-        options=options,
+        options={**options, "relative": relative},
         base_loss=base_loss,
         schedule=partial(_cooled, options),
         masks=True,
+        in_units_of=in_units_of,
     )
+
+
+def _in_units_of(options: dict[str, Any], unit: float) -> Loss:
+    """Annealed from these temperatures times the unit."""
+    return annealed(**{**options, "temperature": options["temperature"] * unit, "floor": options["floor"] * unit})
 
 
 def _cooled(options: dict[str, Any], iteration: int, iterations: int, members: int) -> Loss:

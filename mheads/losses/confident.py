@@ -13,7 +13,8 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
-from mheads.losses.mcl import K, assign, check_k
+from mheads.losses.mcl import K, check_k
+from mheads.losses.winners import assign
 from mheads.problems import cross_entropies
 from mheads.problems.member_losses import mean_of_pixels
 

@@ -19,7 +19,8 @@ from mheads.common.nested_values import Value
 from mheads.common.safe_yaml import short
 from mheads.losses import check_function
 from mheads.losses.base_loss import BaseLossSpec, make_base_loss, masks_rows, name_base_loss
-from mheads.problems import BaseLoss, Problem, cross_entropies
+from mheads.losses.winners import assign, score_losses
+from mheads.problems import BASE_LOSSES, BaseLoss, Problem, cross_entropies
 from mheads.trees import member_scores
 
 
@@ -59,7 +60,8 @@ class Loss:
     therefore not cut; `each_batch`: a step that accumulates batches treats each by itself. `masks`: a member's outputs
     on examples whose sample weight is 0 change nothing in the total, so they are not computed and are zeros. `options`:
     the options that it was made with. `schedule`: for a loss that changes over training, its form at an iteration,
-    given (iteration, iterations, members); see `at`.
+    given (iteration, iterations, members); see `at`. `score_weight`: see `with_scores`. `in_units_of`: for
+    options that are relative to the loss at the start, the loss given that number.
     """
 
     name: str
@@ -75,11 +77,16 @@ class Loss:
     whole_batch: bool = False
     each_batch: bool = False
     masks: bool = False
+    score_weight: float = 0.0
+    in_units_of: Callable[[float], Loss] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_loss", make_base_loss(self.base_loss))
         if self.base_loss_of_whole_batch:  # what a member wins teaches it about the rest of the batch too
             object.__setattr__(self, "winners", None)
+        if self.score_weight:  # every score learns from every example, and who won it
+            object.__setattr__(self, "winners", None)
+            object.__setattr__(self, "separable", False)
         check_function.check_function(self.name, self.function, self._num_arguments)
 
     def __call__(
@@ -93,8 +100,27 @@ class Loss:
         check_function.check_value(self.name, value, leaves[0].shape[:2], learns)
         if isinstance(value, Tensor):
             weights = ones_or(sample_weights, value.detach())
-            return LossValue((weights * value).sum(), weights, value.detach())
-        return LossValue(value.total, value.assignment.detach(), value.losses.detach())
+            value = LossValue((weights * value).sum(), weights, value.detach())
+        value = LossValue(value.total, value.assignment.detach(), value.losses.detach())
+        return self._add_scores(value, outputs, sample_weights, ties) if self.score_weight else value
+
+    def _add_scores(
+        self, value: LossValue, outputs: Value, sample_weights: Tensor | None, ties: Tensor | None
+    ) -> LossValue:
+        won = assign(value.losses, 1, sample_weights, ties)
+        learned = ones_or(sample_weights, won) * score_losses(self.name, outputs, won)
+        return replace(value, total=value.total + self.score_weight * learned.sum())
+
+    def with_scores(self, weight: float = 1.0) -> Loss:
+        """This loss, and `weight` times the cross-entropy of the members' scores with who does best on an example.
+
+        The network must give scores (`mheads.with_scores`), and the ensemble then has one answer weighted by them.
+        """
+        if weight < 0:
+            raise UserError(f"loss.scores must not be negative: {weight}")
+        if weight and self.name in ("scored", "mixture_density"):
+            raise UserError(f"loss.scores = {weight:g}: {self.name} teaches scores by itself; leave loss.scores out")
+        return replace(self, score_weight=weight)
 
     def _base_losses(self, outputs: Value, y: Value) -> Tensor:
         """The losses [M, B] of the members by themselves."""
@@ -130,10 +156,13 @@ class Loss:
             return self
         if iterations < 1:
             raise UserError(f"{self.name} changes over the iterations of training, and these are {iterations}")
+        if self.in_units_of is not None:
+            raise UserError(f"{self.name} is relative to the loss at the start: give that, loss.in_units_of(number)")
         now = self.schedule(iteration, iterations, members)
         base_loss = self.base_loss if now.base_loss is None else now.base_loss
-        kept = {"whole_batch": self.whole_batch, "each_batch": self.each_batch, "masks": self.masks}
-        return replace(now, name=self.name, base_loss=base_loss, **kept)  # type: ignore[arg-type]
+        names = ("whole_batch", "each_batch", "masks", "score_weight")
+        kept = {name: getattr(self, name) for name in names}
+        return replace(now, name=self.name, base_loss=base_loss, **kept)
 
     def check(self, members: int, sampling: str) -> None:
         """Raises UserError for a number of members, or a sampling, that it cannot take."""
@@ -167,6 +196,11 @@ class Loss:
     def base_loss_name(self) -> str:
         """The base loss as messages call it."""
         return str(getattr(self._plain_base_loss, "__name__", short(self.base_loss)))
+
+    @property
+    def learns_variances(self) -> bool:
+        """Whether members learn a variance beside each number that they answer."""
+        return self.name == "mixture_density" or self._plain_base_loss is BASE_LOSSES["gaussian_nll"]
 
     @property
     def base_loss_of_whole_batch(self) -> bool:

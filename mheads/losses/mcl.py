@@ -7,7 +7,6 @@ from functools import partial
 from numbers import Integral
 from typing import Annotated, Any
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
 from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
 from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
+from mheads.losses.winners import assign, check_members
 from mheads.problems import BaseLoss
 
 K = Annotated[int, Field(ge=1, description="how many members learn from each example")]
@@ -57,29 +57,7 @@ def check_k(k: int) -> Callable[[int], None]:
     """Refuses a k that no number of members has; returns what refuses one that a number of members does not have."""
     if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
         raise UserError(f"loss.k must be a whole number, at least 1, not {k!r}")
-    return partial(_check_members, k)
-
-
-def _check_members(k: int, members: int) -> None:
-    if k > members:
-        raise UserError(f"loss.k is {k}, but there are only {members} members: k goes from 1 to {members}")
-
-
-def assign(losses: Tensor, k: int, sample_weights: Tensor | None = None, ties: Tensor | None = None) -> Tensor:
-    """1 for the k lowest of the M losses of each example, else 0: [M, B] -> [M, B].
-
-    Equal losses are ordered by the keys `ties`: by sorting on (loss, key), since noise added to the losses would
-    also reorder close ones. Members whose sample weight is 0 are never chosen.
-    """
-    _check_members(k, len(losses))
-    if sample_weights is not None:
-        losses = losses.masked_fill(sample_weights == 0, torch.inf)
-    if ties is None:
-        ties = torch.rand(losses.shape, device=losses.device)
-    by_key = ties.argsort(dim=0, stable=True)
-    by_loss = losses.gather(0, by_key).argsort(dim=0, stable=True)
-    chosen = torch.zeros_like(losses).scatter_(0, by_key.gather(0, by_loss)[:k], 1.0)
-    return chosen if sample_weights is None else chosen * (sample_weights > 0)
+    return partial(check_members, k)
 
 
 def _mcl(

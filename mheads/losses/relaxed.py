@@ -12,8 +12,8 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
 from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
-from mheads.losses.mcl import assign
 from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
+from mheads.losses.winners import assign
 from mheads.problems import BaseLoss
 
 

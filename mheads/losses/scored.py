@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated
 
-import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -13,10 +12,10 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.losses.base_loss import BaseLossSpec
 from mheads.losses.ensemble_loss import Loss, LossValue, ones_or
-from mheads.losses.mcl import K, assign, check_k
+from mheads.losses.mcl import K, check_k
 from mheads.losses.normalize import Normalize, check_normalize, normalize_assignment
+from mheads.losses.winners import assign, score_losses
 from mheads.problems import BaseLoss
-from mheads.trees import member_scores
 
 
 def scored(
@@ -54,17 +53,10 @@ def _scored(
     score_weight: float,
     normalize: str,
 ) -> LossValue:
-    score = member_scores.score_of(outputs)
-    if score is None:
-        raise UserError(
-            "loss scored needs a network that gives a score beside its answer: in Python, "
-            f"mheads.TreeNet(mheads.with_scores(factory), ...), which adds one to the last layer; "
-            f"or {member_scores.OWN}"
-        )
     losses = base_loss(outputs, y)
     fixed, weights = losses.detach(), ones_or(sample_weights, losses.detach())
     won = assign(fixed, k, sample_weights, ties)
-    learned = F.binary_cross_entropy_with_logits(score, won, reduction="none")
+    learned = score_losses("scored", outputs, won)
     assignment = won * weights
     total = (normalize_assignment(assignment, normalize) * losses + score_weight * weights * learned).sum()
     return LossValue(total, assignment, fixed)

@@ -22,6 +22,7 @@ from mheads.networks.digits import digits
 from mheads.networks.fast_rcnn import fast_rcnn
 from mheads.networks.mlp import mlp
 from mheads.networks.nin import nin_cifar100, nin_ilsvrc
+from mheads.networks.pixels import pixels
 from mheads.networks.resnet import resnet18, resnet20, resnet56, wide_resnet
 from mheads.networks.text import text
 from mheads.networks.vit import vit
@@ -40,6 +41,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
     "vit": vit,
     "mlp": mlp,
     "text": text,
+    "pixels": pixels,
     "fast_rcnn": fast_rcnn,
 }
 
@@ -56,6 +58,7 @@ INPUT_SHAPES: dict[str, tuple[int, ...]] = {  # where the factory's defaults dec
     "airbench": (3, 32, 32),
     "vit": (3, 32, 32),
     "text": (64,),
+    "pixels": (1, 16, 16),
 }
 
 _PATHS = {f"{make.__module__}:{make.__qualname__}": name for name, make in NETWORKS.items()}

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from mheads.common.errors import UserError
 from mheads.networks.caffe_style_layers import network
 
 
+class MeanAndLogVariance(nn.Module):
+    """[B, 2 D] -> a pair of [B, D]: the mean, and log (softplus(v) + 0.0001), so that variances do not vanish."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, raw = x.chunk(2, -1)
+        return mean, (F.softplus(raw) + 1e-4).log()
+
+
 def mlp(
-    features: int, outputs: int = 1, hidden: Sequence[int] = (64, 64), dropout: float = 0.0, layer_norm: bool = False
+    features: int,
+    outputs: int = 1,
+    hidden: Sequence[int] = (64, 64),
+    dropout: float = 0.0,
+    layer_norm: bool = False,
+    variance: bool = False,
 ) -> nn.Sequential:
-    """Vectors [B, features] -> [B, outputs]: scores of classes, or numbers."""
+    """Vectors [B, features] -> [B, outputs]: scores of classes, or numbers.
+
+    With `variance` it gives numbers and logarithms of variances, each [B, outputs], as gaussian_nll takes them.
+    """
     if features < 1 or outputs < 1 or any(size < 1 for size in hidden):
         raise UserError(f"mlp: features={features}, hidden={list(hidden)} and outputs={outputs} must be 1 or more")
     layers: dict[str, nn.Module] = {}
@@ -24,4 +41,5 @@ def mlp(
         layers[f"relu{i}"] = nn.ReLU()
         if dropout:
             layers[f"drop{i}"] = nn.Dropout(dropout)
-    return network(**layers, out=nn.Linear([features, *hidden][-1], outputs))
+    last = nn.Linear([features, *hidden][-1], outputs * (2 if variance else 1))
+    return network(**layers, out=last, **({"pair": MeanAndLogVariance()} if variance else {}))

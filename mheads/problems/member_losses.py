@@ -87,16 +87,22 @@ def gaussian_nlls(outputs: Value, y: Tensor) -> Tensor:
 
     The network gives a pair: the mean, which is the answer, and s, the logarithm of the variance, each [B, D].
     """
+    mean, log_variance, y = mean_and_log_variance("gaussian_nll", outputs, y)
+    return (log_variance + (mean - y).square() * (-log_variance).exp()).mean(-1) / 2
+
+
+def mean_and_log_variance(name: str, outputs: Value, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The two parts of outputs, each [M, B, D], and the targets; `name` is what messages call the loss."""
     parts = nested_values.leaves(outputs)
     if len(parts) != 2 or parts[0].shape != parts[1].shape:
         shapes = " and ".join(str(list(t.shape[2:])) for t in parts)
         raise UserError(
-            f"gaussian_nll: the network gives outputs of shape {shapes} for an example; let it give a pair, the mean "
+            f"{name}: the network gives outputs of shape {shapes} for an example; let it give a pair, the mean "
             "and the logarithm of the variance, both of the shape of the targets: a last layer that returns "
             "x.chunk(2, -1), say"
         )
-    mean, y = _same_shape("gaussian_nll", outputs, y)
-    return (parts[1] + (mean - y).square() * (-parts[1]).exp()).mean(-1) / 2
+    mean, y = _same_shape(name, outputs, y)
+    return mean, _flat(parts[1]), y
 
 
 def region_losses(
@@ -118,13 +124,18 @@ def region_losses(
 
 def _same_shape(name: str, outputs: Value, y: Tensor) -> tuple[Tensor, Tensor]:
     """The answer and targets of its shape: others would be spread over each other."""
-    answers = nested_values.leaves(outputs)[0]
+    answers, y = _flat(nested_values.leaves(outputs)[0]), y.flatten(1) if y.dim() > 2 else y
     if answers.shape[1:] != y.shape:
         raise UserError(
             f"{name} compares outputs with targets of their shape, and these are {list(answers.shape[1:])} and "
             f"{list(y.shape)}: give [B, D] both"
         )
     return answers, y
+
+
+def _flat(answers: Tensor) -> Tensor:
+    """Answers of any shape, such as [M, B, T, 2], as targets have them: [M, B, D]."""
+    return answers.flatten(2) if answers.dim() > 3 else answers
 
 
 BASE_LOSSES: dict[str, BaseLoss] = {

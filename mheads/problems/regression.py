@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,9 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
-from mheads.problems.base import ProblemDefaults, further_row, mean_or_weighted
+from mheads.problems.answer_text import AnswerColumns, AnswerText
+from mheads.problems.base import ProblemDefaults, further_row, mean_or_weighted, number
+from mheads.problems.kernels import KERNEL_SCALES, KernelChoice, Kernels, densities_of, log_weights_or_equal
 from mheads.problems.member_losses import absolute_errors, squared_errors
 from mheads.problems.metrics import by_predictor, weighted_mean
 from mheads.problems.plain_result import PlainResult
@@ -37,6 +40,13 @@ class RegressionResult(PlainResult):
     r2: Measures = field(default_factory=dict)  # the share of the targets' variance that is explained
     spread_correlation: Number = math.nan  # over examples, of the members' spread with the error of their mean
     ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
+    distortion: Number = math.nan  # mean squared distance of the hypothesis that comes closest
+    min_ade: Number | None = None  # of trajectories: mean distance of the closest one, mean over its points
+    min_fde: Number | None = None  # of trajectories: distance of the closest last point
+    nll: Number | None = None  # mean of -log density, that of a mixture with a Gaussian for each member
+    nll_voronoi: Number | None = None  # the same, of Gaussians that end at the borders of Voronoi cells
+    kernel_scale: Number | None = None  # standard deviation of the Gaussians, if held-out examples decided it
+    kernel_scale_voronoi: Number | None = None
 
     def headline(self) -> dict[str, str]:
         scored = {} if self.ensemble_scored is None else {"Ensemble-Scored": f"{self.ensemble_scored:.4g}"}
@@ -58,12 +68,24 @@ class RegressionMetrics:
 
     The members, their mean, if they are `scored` their mean weighted by the scores, and the Oracle are the predictors
     of the arrays below. What a variance is made of is
-    counted from the first example on, so that large values cancel nothing.
+    counted from the first example on, so that large values cancel nothing. `shape` is that of a target; of two axes it
+    is a trajectory, points [T, d]. `kernels` makes the density of hypotheses without variances.
     """
 
-    def __init__(self, members: int, num_values: int, scored: bool = False) -> None:
+    def __init__(
+        self,
+        members: int,
+        num_values: int,
+        scored: bool = False,
+        shape: tuple[int, ...] = (),
+        kernels: Kernels | None = None,
+    ) -> None:
         self.members, self.num_values, self.scored = members, num_values, scored
+        self.trajectory = shape if len(shape) == 2 else None
+        self.kernels = kernels
         self.examples = 0
+        self._displacements = torch.zeros(2, dtype=torch.float64)  # sums of the closest mean and last ones
+        self._nlls: dict[str, float] = {}
         self._squares = torch.zeros(members + 2 + scored, dtype=torch.float64)
         self._distances = torch.zeros(members + 2 + scored, dtype=torch.float64)
         self._ownership = torch.zeros(members, dtype=torch.long)
@@ -72,12 +94,18 @@ class RegressionMetrics:
         self._targets = torch.zeros(2, num_values, dtype=torch.float64)  # sums of the values and of their squares
         self._pairs = torch.zeros(5, dtype=torch.float64)  # sums of spread s, error e, ss, ee, se
 
-    def update(self, outputs: Tensor, y: Tensor, weights: Tensor | None = None) -> None:
+    def update(
+        self, outputs: Tensor, y: Tensor, weights: Tensor | None = None, log_variances: Tensor | None = None
+    ) -> None:
         outputs, y = outputs.detach().cpu().double(), y.detach().cpu().double()
+        outputs = outputs.flatten(2) if outputs.dim() > 3 else outputs
         if outputs.shape[1:] != y.shape:
             raise ValueError(f"outputs are {tuple(outputs.shape)}, targets {tuple(y.shape)}")
         if not len(y):
             return
+        self._add_densities(outputs, y, weights, log_variances)
+        if self.trajectory is not None:
+            self._displacements += closest_displacements(outputs, y, self.trajectory).sum(1)
         mean = outputs.mean(0)
         together = [mean] if weights is None else [mean, weighted_mean(outputs, weights.detach().cpu())]
         predictors, m = torch.cat([outputs, torch.stack(together)]), self.members
@@ -98,6 +126,19 @@ class RegressionMetrics:
         self._targets += torch.stack([values, values.square()]).sum(1)
         self._pairs += torch.stack([s, e, s * s, e * e, s * e]).sum(1)
 
+    def _add_densities(self, outputs: Tensor, y: Tensor, weights: Tensor | None, log_variances: Tensor | None) -> None:
+        if log_variances is None and self.kernels is None:
+            return
+        log_weights = log_weights_or_equal(weights, outputs)
+        for name, density in densities_of(self.num_values).items():
+            if log_variances is None:
+                assert self.kernels is not None
+                variances = self.kernels.log_variances(name)
+            else:
+                variances = log_variances.detach().cpu().double().reshape(outputs.shape)
+            nll = -density(outputs, variances, log_weights, y).sum().item()
+            self._nlls[name] = self._nlls.get(name, 0.0) + nll
+
     def result(self) -> RegressionResult:
         if self.examples == 0:
             raise ValueError("no examples to measure")
@@ -115,14 +156,37 @@ class RegressionMetrics:
             mae=by_predictor((self._distances / self.examples).tolist(), self.scored),
             r2=by_predictor(explained.tolist(), self.scored),
             spread_correlation=(se - s * e) / deviations if deviations > 0 else math.nan,
+            distortion=self.num_values * self._squares[-1].item() / self.examples,
+            **self._further(),
         )
+
+    def _further(self) -> dict[str, Any]:
+        """What not every regression has."""
+        further = {name: total / self.examples for name, total in self._nlls.items()}
+        if self.trajectory is not None:
+            means = (self._displacements / self.examples).tolist()
+            further |= dict(zip(("min_ade", "min_fde"), means, strict=True))
+        if self.kernels is not None:
+            further |= {KERNEL_SCALES[name]: self.kernels.scales[name] for name in self._nlls}
+        return further
 
 
 @dataclass(frozen=True)
 class Regression(ProblemDefaults):
-    """Targets are numbers [B, D], answers are [M, B, D]; the loss is the squared error unless another is named."""
+    """Targets are numbers [B, D], answers are [M, B, D]; the loss is the squared error unless another is named.
+
+    Targets that had a `shape` of more axes, such as [T, 2], are flat, and answers have that shape, [M, B, T, 2].
+    Members that learn targets less `mean_of_targets`, divided by `std_of_targets` [D], answer in the old units.
+    `variances`:
+    a member gives the logarithm of the variance beside its answer. `kernels`: see `calibrated`.
+    """
 
     num_values: int
+    shape: tuple[int, ...] = ()
+    mean_of_targets: tuple[float, ...] = ()
+    std_of_targets: tuple[float, ...] = ()
+    variances: bool = False
+    kernels: Kernels | None = field(default=None, compare=False)
     name: ClassVar[str] = "regression"
     unit: ClassVar[str] = ""
     answer_kind: ClassVar[str] = "numbers"
@@ -130,11 +194,48 @@ class Regression(ProblemDefaults):
     result_type: ClassVar[Any] = RegressionResult
     base_losses: ClassVar[tuple[str, ...]] = ("mse", "mae", "smooth_l1", "gaussian_nll")
 
-    answer_dims: ClassVar[int] = 2
+    @property
+    def answer_dims(self) -> int:
+        return 1 + max(1, len(self.shape))
 
     @property
     def output_form(self) -> str:
         return f"numbers [B, {self.num_values}], as y.reshape(len(y), -1) gives them"
+
+    def answer(self, outputs: Value) -> Tensor:
+        answers = self._in_shape(nested_values.leaves(outputs)[0])
+        if self.std_of_targets:
+            mean, std = (
+                answers.new_tensor(values).reshape(self.shape or (-1,))
+                for values in (self.mean_of_targets, self.std_of_targets)
+            )
+            answers = answers * std + mean
+        return answers
+
+    def log_variances(self, outputs: Value) -> Tensor | None:
+        """The logarithms of variances [M, B, ...] in the units of the targets, where members give some."""
+        if not self.variances:
+            return None
+        log_variances = self._in_shape(nested_values.leaves(outputs)[1])
+        if self.std_of_targets:
+            log_variances = log_variances + 2 * log_variances.new_tensor(self.std_of_targets).log().reshape(
+                self.shape or (-1,)
+            )
+        return log_variances
+
+    def _in_shape(self, values: Tensor) -> Tensor:
+        flat = self.shape and tuple(values.shape[-len(self.shape) :]) != self.shape
+        return values.unflatten(-1, self.shape) if flat else values
+
+    def calibrator(self) -> KernelChoice | None:
+        """Chooses the kernels of a density on held-out examples; None where members give variances."""
+        return None if self.variances else KernelChoice(self.std_of_targets)
+
+    def calibrated(self, summary: Mapping[str, Any]) -> Regression:
+        """With the kernels that a result, as JSON has it, names."""
+        scales = {name: summary.get(key) for name, key in KERNEL_SCALES.items()}
+        known = {name: float(scale) for name, scale in scales.items() if scale is not None}
+        return replace(self, kernels=Kernels(known, self.std_of_targets)) if known else self
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return mean_or_weighted(answers, weights)
@@ -144,7 +245,7 @@ class Regression(ProblemDefaults):
 
     def check_output(self, output: Value, network: str, data: str) -> None:
         answers = nested_values.leaves(output)[0]
-        if answers.dim() != 2 or answers.shape[1] != self.num_values:
+        if tuple(answers.shape[1:]) not in {(self.num_values,), self.shape or (self.num_values,)}:
             pair = (
                 " (for gaussian_nll a pair of them: x.chunk(2, -1))" if answers.shape[-1] == 2 * self.num_values else ""
             )
@@ -168,7 +269,7 @@ class Regression(ProblemDefaults):
             raise UserError(f"{where}: the target of example {bad[0]} is not finite ({len(bad)} such); take them out")
 
     def metrics(self, members: int, scored: bool = False) -> RegressionMetrics:
-        return RegressionMetrics(members, self.num_values, scored)
+        return RegressionMetrics(members, self.num_values, scored, self.shape, self.kernels)
 
     def unknown(self, members: int) -> RegressionResult:
         return RegressionResult.unknown(members)
@@ -186,11 +287,29 @@ class Regression(ProblemDefaults):
             ]
         if "mae" in summary:  # runs of older versions have none
             rows += [("MAE", further_row(summary["mae"], ".4g", "")), ("R²", further_row(summary["r2"], ".4f", ""))]
-        return rows
+        names = {"distortion": "distortion", "min_ade": "minADE", "min_fde": "minFDE"}
+        names |= {"nll": "NLL", "nll_voronoi": "NLL, Voronoi"}
+        return rows + [(text, number(summary[key], ".4g")) for key, text in names.items() if key in summary]
+
+    def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
+        return super().answer_text(outputs.flatten(2), [answer.flatten(1) for answer in ensemble])
+
+    def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
+        return super().answer_columns(outputs.flatten(2), [answer.flatten(1) for answer in ensemble])
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "num_values": self.num_values}
+        facts: dict[str, Any] = {"name": self.name, "num_values": self.num_values}
+        further = {"shape": list(self.shape), "variances": self.variances}
+        further |= {"mean_of_targets": list(self.mean_of_targets), "std_of_targets": list(self.std_of_targets)}
+        return facts | {key: value for key, value in further.items() if value}
 
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Regression:
-        return cls(int(facts["num_values"]))
+        mean, std = (tuple(map(float, facts.get(f"{key}_of_targets", ()))) for key in ("mean", "std"))
+        return cls(int(facts["num_values"]), tuple(facts.get("shape", ())), mean, std, facts.get("variances", False))
+
+
+def closest_displacements(outputs: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """How far the closest of M trajectories [T, d] is, by the mean over its points and by its last one -> [2, b]."""
+    distances = (outputs - y).unflatten(-1, shape).norm(dim=-1).nan_to_num(nan=math.inf)  # [M, b, T]
+    return torch.stack([distances.mean(-1), distances[..., -1]]).amin(1)

@@ -78,6 +78,7 @@ class SuiteJob:
     recipe: str
     needs: tuple[SuiteJob, ...] = ()  # runs that it starts from
     rounds: int | None = None  # of classical MCL: the path then holds a run for each
+    by_seed: bool = False  # whether the seed also decides keys, such as the split of the data
 
     @property
     def name(self) -> str:

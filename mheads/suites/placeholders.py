@@ -21,7 +21,8 @@ class Placeholders:
 
     `each` takes lists, ranges such as 1..M-1, `splits` (every layer that the network can be split at) and `first two
     splits`. Texts take the names of `each`, `<M>` (members), `<copies>` (member 0 for each member), `<binary>` (a
-    balanced binary tree over the first splits) and, left as it is here, `<run:ROW>`, the folder of another row's run.
+    balanced binary tree over the first splits) and, left as they are here, `<seed>` and `<run:ROW>`, the folder of
+    another row's run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -68,9 +69,9 @@ class Placeholders:
                 return known[name]
             if name == "binary":
                 return self._binary()
-            if name.startswith("run:") or ".." in name:
+            if name.startswith("run:") or name == "seed" or ".." in name:
                 return match[0]
-            names = ", ".join(f"<{name}>" for name in (*known, "binary", "run:ROW"))
+            names = ", ".join(f"<{name}>" for name in (*known, "binary", "seed", "run:ROW"))
             raise ValueError(f"{match[0]} stands for nothing; there are {names}")
 
         return lambda text: re.sub(r"<([^<>]+)>", fill, text)

@@ -39,16 +39,21 @@ class Planner:
 
     def expand(self, suite: Suite) -> ExpandedSuite:
         if suite.source not in self._expanded:
-            config = configs.load(self.options.recipe, self._overrides(suite))
+            config = configs.load(self._base(suite), self._overrides(suite, self.options.seed))
             self._expanded[suite.source] = expand(suite, self.options.short, config)
         return self._expanded[suite.source]
 
     def _changes(self, suite: Suite) -> RecipeChanges:
         return suite.recipes.get(self.options.short, RecipeChanges())
 
-    def _overrides(self, suite: Suite, row: Sequence[str] = ()) -> list[str]:
+    def _base(self, suite: Suite) -> str:
+        """The recipe that is read."""
+        return self._changes(suite).base or self.options.recipe
+
+    def _overrides(self, suite: Suite, seed: int, row: Sequence[str] = ()) -> list[str]:
         held_out = [f"data.validation={self.options.validation}"] if self.options.validation else []
-        return [*self._changes(suite).set, *row, *self.options.overrides, *held_out]
+        own = [override.replace("<seed>", str(seed)) for override in (*self._changes(suite).set, *row)]
+        return [*own, *self.options.overrides, *held_out]
 
     def job(self, suite: Suite, name: str, seed: int, within: tuple[str, ...] = ()) -> SuiteJob:
         """The run of a row: its own, or that of the row that it is `from`. `within` are the rows that need it."""
@@ -97,22 +102,23 @@ class Planner:
 
         def fill(place: Callable[[SuiteJob], Path]) -> list[str]:
             own = [RUN.sub(lambda match: _quote(place(sources[match[1]])), override) for override in row.set]
-            return self._overrides(suite, own)
+            return self._overrides(suite, seed, own)
 
         overrides, last = fill(lambda source: source.path), [f"seed={seed}"]
-        config = configs.load(self.options.recipe, [*overrides, *last])
+        config = configs.load(self._base(suite), [*overrides, *last])
         if self.options.scale != 1:
             last += scale_training(config, self.options.scale)
-            config = configs.load(self.options.recipe, [*overrides, *last])
+            config = configs.load(self._base(suite), [*overrides, *last])
         return SuiteJob(
             row.name,
             seed,
             config,
             (*map(hide_local_paths, fill(self.public_path)), *last),
             self.folder / self._group(suite) / f"{row.name}-seed{seed}{self.options.suffix}",
-            self.options.recipe,
+            self._base(suite),
             tuple(sources.values()),
             row.rounds,
+            any("<seed>" in override for override in (*self._changes(suite).set, *row.set)),
         )
 
     def jobs_with_folders(self, suite: Suite, name: str) -> list[SuiteJob]:

@@ -123,7 +123,9 @@ class Reproduction:
 
     def _jobs(self, rows: Sequence[str]) -> list[SuiteJob]:
         """Of all rows the first seed first."""
-        return [self.planner.job(self.suite, row, seed) for seed in self.request.seeds for row in rows]
+        changes = self.suite.recipes.get(self.request.options.short)
+        most = None if changes is None else changes.trials
+        return [self.planner.job(self.suite, row, seed) for seed in self.request.seeds[:most] for row in rows]
 
     def gather(self) -> None:
         """Adds the finished runs to the document."""

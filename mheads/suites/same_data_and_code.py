@@ -54,7 +54,7 @@ def _config_names(job: SuiteJob) -> dict[str, str]:
     teacher = config.teacher.model_dump(mode="json", exclude={"answers"})
     names: dict[str, Any] = {
         "data": data,
-        "network": [config.model, config.model_args, config.loss.name == "scored"],
+        "network": [config.model, config.model_args, config.loss.has_scores],
         "loss": [config.loss.model_dump(mode="json"), config.teacher.answers is not None and teacher],
     }
     if job.rounds is None:  # of several rounds each has files of its own

@@ -56,7 +56,9 @@ class RecipeChanges(BaseModel):
     """What is different about a recipe in a suite."""
 
     model_config = STRICT
+    base: str | None = None  # the recipe that `set` makes this one of, where it is none by itself
     set: list[str] = []
+    trials: Annotated[int | None, Field(ge=1)] = None  # at most: a table may have few splits
     folder: Annotated[str | None, Field(pattern=r"^[\w-]+$")] = (
         None  # of its runs, since they are not those of other suites
     )
@@ -67,7 +69,7 @@ class Suite(BaseModel):
     name: str
     source: str
     about: str = ""
-    recipe: str = "cifar10_quick"  # what is trained, unless the command says otherwise
+    recipe: str | list[str] = "cifar10_quick"  # what is trained, unless the command says otherwise
     metrics: list[str] = ["single", "ensemble_mean", "oracle", "top_m"]
     rows: list[SuiteRow] = Field(min_length=1)
     independent: str | None = None  # the row of independent members, by which `dee` counts
@@ -75,6 +77,10 @@ class Suite(BaseModel):
     recipes: dict[str, RecipeChanges] = {}
     paper: dict[str, dict[str, dict[str, Any]]] = {}  # recipe -> row -> metric -> figure, see read_figure
     claims: list[Claim] = []
+
+    @property
+    def own_recipes(self) -> list[str]:
+        return [self.recipe] if isinstance(self.recipe, str) else self.recipe
 
 
 def read_suite(name: str) -> Suite:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Collection
@@ -12,14 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from mheads import data as datasets
 from mheads import networks
-from mheads.common import fingerprint, safe_yaml
+from mheads.common import fingerprint, nested_values, safe_yaml
 from mheads.common.device import default_workers, resolve
 from mheads.common.errors import UserError, describe_error, warn
+from mheads.common.nested_values import Value
 from mheads.common.precision import PRECISIONS, reason_against
 from mheads.config.schema import Config
 from mheads.data import Data
@@ -30,8 +33,11 @@ from mheads.losses import LOSSES, Loss
 from mheads.losses.distillation import mix_in_teacher
 from mheads.runs.folder import RunFolder
 from mheads.training.init_weights import load_init
+from mheads.trees import member_scores
 from mheads.trees.member_scores import with_scores
 from mheads.trees.treenet import TreeNet
+
+START_ROWS = 10_000  # examples on which the loss at the start is measured
 
 
 def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[], nn.Module]:
@@ -61,7 +67,7 @@ def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[
     # identity.py describes what is wrapped; of a run from a config, its config describes the arguments
     make.__wrapped__ = partial(function, **config.model_args) if as_partial else function  # type: ignore[attr-defined]
     make.in_config = config.model, config.model_args  # type: ignore[attr-defined]
-    return with_scores(make) if config.loss.name == "scored" else make
+    return with_scores(make) if config.loss.has_scores else make
 
 
 def make_tree(config: Config, **options: Any) -> TreeNet:
@@ -113,7 +119,7 @@ def build_net_of_run(
         network_factory = make_network_factory(
             config, as_partial=fingerprint.is_partial(folder.read_identity()["network"]["code"])
         )
-    elif config.loss.name == "scored":
+    elif config.loss.has_scores:
         network_factory = with_scores(network_factory)
     identity = folder.read_identity()
     drawn = identity["network"]
@@ -147,22 +153,51 @@ def build_loss(config: Config) -> Loss:
             "example; leave loss.base_loss out"
         )
     loss = loss if base_loss is None else replace(loss, base_loss=base_loss)
+    loss = loss.with_scores(config.loss.scores) if config.loss.scores else loss
     loss.check(config.members, config.sampling.name)
     return loss
 
 
-def adapt_loss(loss: Loss, data: Data, config: Config) -> Loss:
-    """The loss as it is on these data, with what the teacher answers if there is one."""
+def adapt_loss(loss: Loss, data: Data, config: Config, outputs: Value = None) -> Loss:
+    """The loss as it is on these data, with what the teacher answers if there is one.
+
+    `outputs` [b, ...] are some of a network; None on a rank without data.
+    """
     loss, teacher = loss.on(data.problem), config.teacher
     if teacher.answers is None:
-        return loss
+        return _at_its_start(loss, data, outputs)
     if not loss.takes_base_loss:
         raise UserError(
             f"teacher: {loss.name} has a loss of its own for each example, which takes no answers of a teacher; use "
             "independent, score_averaged, mcl, relaxed, evolving, annealed or scored"
         )
     assert loss.base_loss_function is not None  # that of the problem, if no other
-    return replace(loss, base_loss=mix_in_teacher(loss.base_loss_function, teacher.weight, teacher.temperature))
+    mixed = mix_in_teacher(loss.base_loss_function, teacher.weight, teacher.temperature)
+    return _at_its_start(replace(loss, base_loss=mixed), data, outputs)
+
+
+def _at_its_start(loss: Loss, data: Data, outputs: Value) -> Loss:
+    """The loss with options in units of the loss at the start: the mean of that of outputs of 0, which depends on the
+    targets alone, so that resumed runs and ranks get the same."""
+    if loss.in_units_of is None:
+        return loss
+    if outputs is None:
+        raise UserError("loss.relative needs the targets on every rank: give data.reader=every", key="loss.relative")
+    rows = np.arange(min(START_ROWS, len(data.train)))
+    targets = data.train.read_targets(rows, None).targets
+    count = nested_values.num_rows(targets)
+    zeros = nested_values.map_leaves(lambda t: t.new_zeros(1, count, *t.shape[1:]), outputs)
+    base_loss = loss.base_loss_function
+    assert base_loss is not None  # that of the problem, if no other
+    start = base_loss(member_scores.answer_of(zeros), targets).double().mean().item()
+    if not 0 < start < math.inf:
+        raise UserError(
+            f"loss.relative: outputs of 0 have the loss {start:g} on these data, which is no unit of a temperature; "
+            "leave loss.relative out",
+            key="loss.relative",
+        )
+    scaled = loss.in_units_of(float(f"{start:.6g}"))  # of which other CPUs have the same digits
+    return replace(loss, function=scaled.function, schedule=scaled.schedule, in_units_of=None)
 
 
 def _make_loss(config: Config) -> Loss:

@@ -13,7 +13,7 @@ from mheads.common.nested_values import Value
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.batches import Batch, Reader
-from mheads.losses import Loss
+from mheads.losses import WITH_SCORES, Loss
 from mheads.losses.check_promises import check_promises
 from mheads.problems import PROBABILITIES, Problem, are_probabilities, is_single_label
 from mheads.training.build_from_config import count_micro_batches
@@ -45,9 +45,11 @@ def probe_network(net: TreeNet, loss: Loss, data: Data) -> tuple[Batch, Value]:
 
 def _hint(error: LayerError, inputs: torch.Tensor, loss: Loss, data: Data) -> str:
     """What may be the reason that a layer fails."""
-    if loss.name == "scored" and isinstance(error.__cause__, TypeError | LookupError | AttributeError):
+    if (loss.name in WITH_SCORES or loss.score_weight) and isinstance(
+        error.__cause__, TypeError | LookupError | AttributeError
+    ):
         # With a score the last layer gives a dict, which no later operation can take.
-        return f"; it goes on with what its last layer gives. For loss scored, {OWN}"
+        return f"; it goes on with what its last layer gives. For loss {loss.name}, {OWN}"
     if inputs.dim() == 4 and inputs.shape[1] == 1 and error.shapes == [tuple(inputs.shape)]:
         return (
             " (examples [N, H, W] are taken as grey images [N, 1, H, W]; if they are sequences [N, C, T], begin with a "

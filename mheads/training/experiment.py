@@ -140,11 +140,13 @@ def assemble_experiment(
     data = replace(data, problem=widen_classes(data.problem, outputs, net.network_name))
     if loss.of_scores and hasattr(data.problem, "of_scores"):
         data = replace(data, problem=replace(data.problem, of_scores=True))  # type: ignore[type-var]
+    if loss.learns_variances and hasattr(data.problem, "variances"):
+        data = replace(data, problem=replace(data.problem, variances=True))  # type: ignore[type-var]
     checks.check_outputs(net, data, outputs)
     checks.check_views(config, tuple(data.train.shape), data.problem, data.side)
     loss.check(net.num_members, config.sampling.name)
     checks.check_whole_batches(config, net, loss)
-    loss = adapt_loss(loss, data, config)
+    loss = adapt_loss(loss, data, config, outputs)
     sample_weights, groups, more = build_sample_weights(config, net.num_members, data, array, clusters)
     checks.check_weights_on_examples(loss, data)
     checks.check_gradients(config, net, loss, data, sample_weights, batch, outputs)

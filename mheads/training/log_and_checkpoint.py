@@ -23,7 +23,7 @@ from mheads.common.progress import Watcher
 from mheads.data.batches import Batch
 from mheads.engine.diagnostics import gradient_norms, idle_warning
 from mheads.engine.interface import Engine
-from mheads.engine.measure import measure
+from mheads.engine.measure import calibrate, measure
 from mheads.engine.training_step import StepReport
 from mheads.problems import Result
 from mheads.runs.checkpoint import Checkpoints
@@ -117,7 +117,8 @@ class Recorder:
             by_member = [norms[leaf.name].item() for leaf in state.net.tree.leaves]
             self.log.write(state.diagnostics.line(state.step, lr, by_member))
         if idle := state.diagnostics.find_idle(self.options.idle_after):
-            self.watch.warn(idle_warning(idle, self.options.idle_after, self.experiment.loss.options))
+            far = getattr(self.experiment.data.problem, "std_of_targets", None) == ()
+            self.watch.warn(idle_warning(idle, self.options.idle_after, self.experiment.loss.options, far))
 
     def evaluate(self) -> None:
         """Evaluates and records it."""
@@ -156,7 +157,8 @@ class Recorder:
 
     def _measure(self) -> Result | None:
         data = self.experiment.data
-        return measure(self.engine, data.test, data.preprocess, data.problem, self.watch)
+        problem = calibrate(self.engine, data.calibration, data.preprocess, data.problem)
+        return measure(self.engine, data.test, data.preprocess, problem, self.watch)
 
     def _record(self, result: Result, log: MetricsLog) -> None:
         self.state.add_evaluation(result)

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -53,6 +54,12 @@ def weights(outputs: Value) -> Tensor | None:
     """
     score = score_of(outputs)
     return None if score is None else F.logsigmoid(score.double()).softmax(0)
+
+
+def log_weights(outputs: Value, like: Tensor) -> Tensor:
+    """The logarithms of `weights`, with a gradient and in the precision of `like` [M, B]; equal without scores."""
+    score = score_of(outputs)
+    return (torch.zeros_like(like) if score is None else F.logsigmoid(score)).log_softmax(0)
 
 
 def _is_scored(outputs: Value) -> bool:

@@ -45,7 +45,7 @@ def test_each_of_300_mutated_configs_is_a_config_or_a_message(tmp_path, monkeypa
             raise AssertionError(f"mutated({number}):\n{mutated(number)[:2000]}") from error
         assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
     assert valid > 50
-    assert built > 20
+    assert built > 15
     assert len(messages) > 50
 
 

@@ -91,11 +91,11 @@ def test_wins_are_of_rows_where_examples_have_several():
 
 
 def test_what_helps_is_what_the_loss_has():
-    by_loss = {name: idle_warning([0], 5, losses.LOSSES[name]().options) for name in ("mcl", "confident", "annealed")}
-    assert [("ce_weight" in told, "loss.k" in told) for told in by_loss.values()] == [
-        (True, True), (False, True), (False, False),
-    ]  # fmt: skip
-    assert all("pretrain=500" in told for told in by_loss.values())
+    by_loss = {name: idle_warning([0], 5, losses.LOSSES[name]().options) for name in ("mcl", "relaxed", "annealed")}
+    assert ["loss=annealed" in told for told in by_loss.values()] == [True, True, False]
+    assert "a higher loss.temperature" in by_loss["annealed"]
+    assert "normalize_targets" not in by_loss["mcl"]
+    assert "data.normalize_targets=true, loss=annealed" in idle_warning([0], 5, losses.mcl().options, far=True)
 
 
 def test_entropy_is_that_of_the_wins():
@@ -167,8 +167,8 @@ def test_members_that_win_nothing_are_named_once_with_what_helps(tmp_path):
         )
     told = [str(w.message) for w in warned if "won no example" in str(w.message)]
     assert len(told) == 1
-    assert "pretrain" in told[0]
-    assert "loss." not in told[0]  # this one has no such options
+    assert "loss=annealed" in told[0]
+    assert "normalize_targets" not in told[0]  # which is for numbers
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert result["learning"]["wins"] == [1, 0, 0]
     assert result["learning"]["effective_batch"] == [16, 0, 0]

@@ -106,7 +106,7 @@ def test_to_ask_who_may_learn_is_to_look_at_the_sample_weights():
     assert trained(Loss("mine", who_may), sampling=(WEIGHTS > 1).astype(np.float32))
 
 
-KNOWN = [make() for name, make in losses.LOSSES.items() if name != "scored"]  # which needs scores
+KNOWN = [make() for name, make in losses.LOSSES.items() if name not in losses.WITH_SCORES]
 BY_WINS = [losses.LOSSES[known.name](normalize="wins") for known in KNOWN if "normalize" in known.options]
 
 

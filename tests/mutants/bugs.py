@@ -59,6 +59,18 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/losses/test_losses.py",
                 ),
                 Bug(
+                    "scores learn from examples of sample weight 0",
+                    "learned = ones_or(sample_weights, won) * score_losses",
+                    "learned = score_losses",
+                    tests="tests/losses/test_with_scores.py -k best",
+                ),
+                Bug(
+                    "a loss that changes forgets its scores",
+                    '"masks", "score_weight")',
+                    '"masks")',
+                    tests="tests/losses/test_with_scores.py -k over_training",
+                ),
+                Bug(
                     "the mean is over members",
                     "return self.total / self.losses.shape[1]",
                     "return self.total / self.losses.shape[0]",
@@ -67,7 +79,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/losses/mcl.py",
+            "mheads/losses/winners.py",
             'tests/losses/test_losses.py tests/losses/test_kin_of_mcl.py -k "not fit and not engine and not loop and not evaluated"',
             [
                 Bug("one winner whatever k", "[:k], 1.0)", "[:1], 1.0)"),
@@ -91,6 +103,70 @@ AREAS: dict[str, list[File]] = {
                     "return chosen if sample_weights is None else chosen * (sample_weights > 0)",
                     "return chosen",
                 ),
+            ],
+        ),
+        File(
+            "mheads/losses/mixture_density.py",
+            "tests/losses/test_with_scores.py -k components",
+            [
+                Bug(
+                    "components are equally likely",
+                    "joint = member_scores.log_weights(outputs, like=log_densities) +",
+                    "joint = 0 +",
+                ),
+                Bug(
+                    "the sample weights are ignored",
+                    "ones_or(sample_weights, log_densities.detach())",
+                    "ones_or(None, log_densities.detach())",
+                ),
+            ],
+        ),
+        File(
+            "mheads/problems/densities.py",
+            'tests/losses/test_with_scores.py -k "voronoi or place"',
+            [
+                Bug("cells end at the next hypothesis", "(border + here) / 2 - here", "border - here"),
+                Bug("kernels are not cut off", "(probability + kernel - volume)", "(probability + kernel)"),
+                Bug(
+                    "of hypotheses at one place one counts",
+                    "same = centre == here",
+                    "same = torch.arange(len(centre))[:, None] == nearest",
+                ),
+            ],
+        ),
+        File(
+            "mheads/problems/kernels.py",
+            "tests/problems/test_hypotheses.py -k kernels",
+            [
+                Bug("the least likely kernel is chosen", "grid[max(range", "grid[min(range"),
+                Bug(
+                    "kernels are not in the units of the targets",
+                    "math.log(self.scales[density]) + _logs(self.units)",
+                    "math.log(self.scales[density]) + _logs(())",
+                ),
+            ],
+        ),
+        File(
+            "mheads/problems/regression.py",
+            "tests/problems/test_hypotheses.py -k 'trajectories or units'",
+            [
+                Bug(
+                    "the first point is taken for the last",
+                    "distances[..., -1]]).amin(1)",
+                    "distances[..., 0]]).amin(1)",
+                ),
+                Bug(
+                    "distortion is a mean over values",
+                    "distortion=self.num_values * self._squares",
+                    "distortion=self._squares",
+                ),
+                Bug("answers are in the units of training", "answers = answers * std + mean", "answers = answers"),
+            ],
+        ),
+        File(
+            "mheads/losses/mcl.py",
+            'tests/losses/test_losses.py tests/losses/test_kin_of_mcl.py -k "not fit and not engine and not loop and not evaluated"',
+            [
                 Bug(
                     "the mixture is not weighted by the sample weights",
                     "assignment = (best + ce_weight) * weights",

@@ -197,7 +197,7 @@ def copy(tmp_path_factory):
     (package / "problems/absolute.py").write_text(PROBLEM)
     (package / "data/readers/distances.py").write_text(DISTANCES)
     (package / "config/recipes/bars.yaml").write_text(RECIPE)
-    insert(package / "losses/__init__.py", loss_line, '    "scored": scored,\n')
+    insert(package / "losses/__init__.py", loss_line, '    "mixture_density": mixture_density,\n')
     catalog, last = package / "data/catalog.py", '.npz file", read_npz, npz_shape),\n'
     insert(catalog, dataset_line, last)
     entry = '        Dataset("distances", "the bars again", read_distances, (1, 6, 10)),'
@@ -253,7 +253,7 @@ def copy(tmp_path_factory):
 @pytest.fixture(scope="module")
 def command(copy, tmp_path_factory):
     """Commands of that copy: `command("train", "digits")` gives code, out and err."""
-    environment = {**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "200"}
+    environment = {**os.environ, "PYTHONPATH": str(copy), "COLUMNS": "240"}
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
         cwd=tmp_path_factory.mktemp("here"),

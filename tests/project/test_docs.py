@@ -122,6 +122,16 @@ def test_two_answers_are_shared_out_and_drawn(tmp_path, capsys):
     assert imread(tmp_path / "two.png").std() > 0.05  # something is drawn
 
 
+def test_dead_members_are_counted(capsys):
+    example = runpy.run_path(str(ROOT / "examples/dead_members.py"), run_name="example")
+    names = example["main"].__globals__
+    names["WAYS"] = {way: names["WAYS"][way] for way in ("mcl", "annealed")}
+    names["SETS"] = {"three futures, M=6": names["SETS"]["three futures, M=6"]}
+    dead = example["main"](iterations=60, seeds=1)
+    assert dead["mcl"] == 5 > dead["annealed"]  # whoever comes near first wins everything
+    assert capsys.readouterr().out.splitlines()[1].split("mcl")[1].strip().startswith("5 of 6, ")
+
+
 def test_the_drawing_of_gradients_is_what_its_script_draws(tmp_path):
     script = runpy.run_path(str(ROOT / "docs/draw_gradients.py"), run_name="script")
     kept = imread(script["PICTURE"])

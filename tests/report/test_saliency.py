@@ -92,7 +92,10 @@ def with_modules(network):
 SMALLER = {"nin_ilsvrc": (3, 96, 96), "resnet18": (3, 64, 64), "mlp": (10,)}  # where the network takes any size
 
 
-@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in ("text", "fast_rcnn")])  # tokens; regions
+OTHERS = ("text", "fast_rcnn", "pixels")  # of tokens, regions and maps
+
+
+@pytest.mark.parametrize("name", [name for name in NETWORKS if name not in OTHERS])
 def test_guided_backprop_equals_that_of_captum_on_every_network(name):
     args = {"mlp": {"features": 10, "outputs": 3}, "vit": {"depth": 2}}.get(name, {})
     network = package.TreeNet(lambda: NETWORKS[name](**args), members=1).member(0)

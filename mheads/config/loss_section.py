@@ -1,0 +1,65 @@
+"""The keys of `loss.`: those that every loss has, and the options of single losses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator
+
+from mheads.common.errors import UserError
+from mheads.common.options import Section, make_section, option, select_options
+from mheads.losses import BASE_LOSSES, LOSSES, WITH_SCORES, base_loss
+
+
+def _loss_name(name: str) -> str:
+    if name not in LOSSES and ":" not in name:
+        raise ValueError(f"a loss is one of {', '.join(LOSSES)}, or package.module:factory of your own")
+    return name
+
+
+def _base_loss(given: Any) -> Any:
+    try:
+        return base_loss.check_base_loss(given)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+class LossSection(Section):
+    """The keys that every loss has; the others in the section are options of single losses."""
+
+    name: Annotated[str, AfterValidator(_loss_name)] = option(
+        "independent", f"{', '.join(LOSSES)}, or package.module:factory of your own"
+    )
+    args: dict[str, Any] = option({}, "arguments of the factory of your own loss")
+    base_loss: Annotated[str | dict[str, Any] | None, AfterValidator(_base_loss)] = option(
+        None,
+        f"the loss of one member on one example: {', '.join(BASE_LOSSES)}, or package.module:function of your own, "
+        "with its options {name: smooth_l1, beta: 0.5}; none: that of the problem",
+    )
+    scores: float = option(
+        0.0, "weight of scores, by which members also learn on which examples they do best; 0: they have none", ge=0
+    )
+    scale_rate: bool = option(True, "averaged losses with sgd: multiply the rate by the number of members")
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the loss of an example depends on the others in its batch, which then is not cut."""
+        return self.options.get("normalize") == "wins" and self.name in LOSSES
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether the network gives a score beside its answer."""
+        return self.name in WITH_SCORES or self.scores > 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments for the factory of the loss."""
+        if self.name not in LOSSES:
+            return self.args
+        return select_options(self, LOSSES[self.name])
+
+
+if TYPE_CHECKING:
+    LossOptions = LossSection
+else:
+    LossOptions = make_section("LossOptions", LossSection, LOSSES)

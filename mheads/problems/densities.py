@@ -1,0 +1,50 @@
+"""Hypotheses as a density: a mixture of Gaussians, and kernels that end at the borders of Voronoi cells.
+
+M hypotheses for each of B examples, with means [M, B, D], logarithms of variances of the same shape (or one number for
+all) and logarithms of probabilities [M, B].
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def gaussian_log_densities(mean: Tensor, log_variance: Tensor, y: Tensor) -> Tensor:
+    """log N(y; mean, variance) = -1/2 sum_d (log 2 pi + s_d + (mean_d - y_d)^2 exp(-s_d)) -> [M, B]."""
+    return -(math.log(2 * math.pi) + log_variance + (mean - y).square() * (-log_variance).exp()).sum(-1) / 2
+
+
+def mixture_log_density(mean: Tensor, log_variance: Tensor, log_weights: Tensor, y: Tensor) -> Tensor:
+    """log sum_m pi_m N(y; mean_m, variance_m) -> [B]."""
+    return torch.logsumexp(log_weights + gaussian_log_densities(mean, log_variance, y), 0)
+
+
+def voronoi_log_density(mean: Tensor, log_variance: Tensor, log_weights: Tensor, y: Tensor) -> Tensor:
+    """log (pi_m N(y; mean_m, variance_m) / V_m), m the hypothesis nearest to y, for targets of one number -> [B].
+
+    V_m is the probability that the kernel of m gives its own Voronoi cell, which is the interval up to halfway to the
+    hypotheses below and above. So the cell of m has the probability pi_m exactly (Letzelter et al. 2024). Hypotheses at
+    the same place share a cell: their probabilities are added, and the kernel is that of the first.
+    """
+    if mean.shape[-1] != 1:
+        raise ValueError(f"cells of {mean.shape[-1]} numbers are not intervals: targets have one")
+    centre, scale = mean[..., 0], (log_variance / 2).expand_as(mean)[..., 0]
+    nearest = (centre - y[:, 0]).abs().argmin(0, keepdim=True)  # [1, B], the first of equal ones
+    here = centre.gather(0, nearest)
+    same = centre == here
+    below = centre.masked_fill(centre >= here, -math.inf).amax(0, keepdim=True)
+    above = centre.masked_fill(centre <= here, math.inf).amin(0, keepdim=True)
+    log_scale = scale.gather(0, nearest)
+    low, high = ((border + here) / 2 - here for border in (below, above))
+    volume = _log_interval(low / log_scale.exp(), high / log_scale.exp())
+    probability = log_weights.masked_fill(~same, -math.inf).logsumexp(0)
+    kernel = gaussian_log_densities(here[..., None], 2 * log_scale[..., None], y)
+    return (probability + kernel - volume)[0]
+
+
+def _log_interval(low: Tensor, high: Tensor) -> Tensor:
+    """log (Phi(high) - Phi(low)) of the standard normal distribution, for low <= 0 <= high: nothing cancels."""
+    return torch.log((torch.erf(high / math.sqrt(2)) + torch.erf(-low / math.sqrt(2))) / 2)

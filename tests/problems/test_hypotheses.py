@@ -1,0 +1,155 @@
+"""Members as hypotheses about numbers: targets of any shape, distances, densities, and answers in the old units."""
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+import mheads
+from mheads import TreeNet, UserError, fit, losses, with_scores
+from mheads.networks.mlp import mlp
+from mheads.problems import Regression
+from mheads.problems.kernels import GRID, KernelChoice, Kernels
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(120, 3)).astype(np.float32)
+PATHS = np.cumsum(RNG.normal(size=(120, 4, 2)), 1).astype(np.float32)  # trajectories [N, T, 2]
+NUMBERS = (50 + 20 * X[:, :1] + 5 * RNG.normal(size=(120, 1))).astype(np.float32)
+
+
+def paths(flat=False):
+    return nn.Sequential(nn.Linear(3, 8), nn.Identity() if flat else nn.Unflatten(1, (4, 2)))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_trajectories_are_learned_in_their_shape_and_measured_as_numpy_does(flat, tmp_path):
+    net = TreeNet(partial(paths, flat), members=3, seed=0)
+    run = fit(
+        net, losses.mcl(k=1), train=(X[:90], PATHS[:90]), test=(X[90:], PATHS[90:]), iterations=20, run=tmp_path / "run"
+    )
+    outputs = run.predict(X[90:]).double().numpy()
+    assert outputs.shape == (3, 30, 4, 2)
+    errors = outputs - PATHS[90:].astype(np.float64)
+    distances = np.linalg.norm(errors, axis=-1)  # [M, N, T]
+    result = mheads.load(tmp_path / "run", partial(paths, flat)).result
+    assert result.min_ade == pytest.approx(distances.mean(-1).min(0).mean(), rel=1e-5)
+    assert result.min_fde == pytest.approx(distances[..., -1].min(0).mean(), rel=1e-5)
+    assert result.distortion == pytest.approx((errors**2).sum((-1, -2)).min(0).mean(), rel=1e-5)
+    assert result.oracle == pytest.approx(np.sqrt((errors**2).mean((-1, -2)).min(0).mean()), rel=1e-5)
+    assert result.nll is None and result.nll_voronoi is None
+    again = run.evaluate(X[90:], PATHS[90:])
+    assert again.min_fde == pytest.approx(result.min_fde, rel=1e-5)
+    assert run.answer(X[:2]).shape == (2, 4, 2)
+
+
+def test_outputs_of_another_shape_are_an_error():
+    with pytest.raises(UserError, match=r"gives outputs of shape \(2, 4\)"):
+        fit(
+            TreeNet(lambda: nn.Sequential(nn.Linear(3, 8), nn.Unflatten(1, (2, 4))), members=2),
+            train=(X, PATHS), iterations=1,
+        )  # fmt: skip
+
+
+def test_hypotheses_are_what_each_member_answers_with_its_probability():
+    net = TreeNet(with_scores(lambda: nn.Sequential(nn.Linear(3, 1))), members=3, seed=0)
+    run = fit(net, losses.relaxed().with_scores(), train=(X, NUMBERS), iterations=15, normalize_targets=True)
+    values, probabilities = run.hypotheses(X[:7])
+    outputs, weights = run.outputs(X[:7])
+    np.testing.assert_array_equal(values, outputs.double().transpose(0, 1))
+    np.testing.assert_array_equal(probabilities, weights.T)
+    np.testing.assert_allclose(probabilities.sum(1), 1)
+    torch.testing.assert_close((probabilities[..., None] * values).sum(1), run.answer(X[:7]))
+    labels = (X[:, 0] > 0).astype(np.int64)
+    classes = fit(TreeNet(lambda: nn.Linear(3, 2), members=2), train=(X, labels), iterations=2)
+    values, probabilities = classes.hypotheses(X[:4])
+    torch.testing.assert_close(values, classes.predict(X[:4]).double().softmax(-1).transpose(0, 1))
+    assert (probabilities == 0.5).all()
+
+
+def linear():
+    return nn.Linear(3, 1)
+
+
+def test_targets_are_normalised_on_the_training_part_and_answers_are_in_old_units(tmp_path):
+    common = {"test": (X[90:], NUMBERS[90:]), "iterations": 30, "lr": 0.1, "seed": 3}
+    run = fit(
+        TreeNet(linear, members=2, seed=1), train=(X[:90], NUMBERS[:90]), normalize_targets=True, run=tmp_path / "run",
+        **common,
+    )  # fmt: skip
+    mean, std = NUMBERS[:90].mean(dtype=np.float64), NUMBERS[:90].std(dtype=np.float64)
+    common["test"] = (X[90:], (NUMBERS[90:] - mean) / std)
+    by_hand = fit(TreeNet(linear, members=2, seed=1), train=(X[:90], (NUMBERS[:90] - mean) / std), **common)
+    np.testing.assert_allclose(run.predict(X), by_hand.predict(X).double() * std + mean, rtol=1e-4)
+    assert run.result.oracle == pytest.approx(by_hand.result.oracle * std, rel=1e-3)
+    assert run.result.r2["ensemble_mean"] == pytest.approx(by_hand.result.r2["ensemble_mean"], rel=1e-3)
+    loaded = mheads.load(tmp_path / "run", linear)
+    np.testing.assert_array_equal(loaded.predict(X), run.predict(X))
+    assert loaded.evaluate(X[90:], NUMBERS[90:]).oracle == pytest.approx(run.result.oracle, rel=1e-5)
+    exported = run.export(tmp_path / "mean.pt2")
+    found = torch.export.load(exported).module()(torch.from_numpy(X[:5]))
+    torch.testing.assert_close(found.double(), run.answer(X[:5]), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="normalize_targets is for numbers, and arrays is classification"):
+        fit(TreeNet(lambda: nn.Linear(3, 2), members=2), train=(X, np.arange(120) % 2), normalize_targets=True)
+
+
+def test_variances_make_a_mixture_in_the_units_of_the_targets():
+    net = TreeNet(lambda: mlp(3, hidden=(8,), variance=True), members=2, seed=0)
+    run = fit(
+        net, losses.independent(base_loss="gaussian_nll"), train=(X[:90], NUMBERS[:90]),
+        test=(X[90:], NUMBERS[90:]), iterations=30, normalize_targets=True,
+    )  # fmt: skip
+    mean, std = NUMBERS[:90].mean(dtype=np.float64), NUMBERS[:90].std(dtype=np.float64)
+    with torch.no_grad():
+        parts = [[t.numpy() for t in run.net.member(m)(torch.from_numpy(X[90:]))] for m in range(2)]
+    pdf = [stats.norm.pdf(NUMBERS[90:], mu * std + mean, np.exp(s / 2) * std) for mu, s in parts]
+    assert run.result.nll == pytest.approx(-np.log(np.mean(pdf, 0)).mean(), rel=1e-4)
+    assert run.result.nll_voronoi is not None and run.result.kernel_scale is None
+    assert run.evaluate(X[90:], NUMBERS[90:]).nll == pytest.approx(run.result.nll, rel=1e-5)
+
+
+def test_kernels_are_chosen_on_examples_that_nothing_is_learned_from(tmp_path):
+    def train(**options):
+        return fit(
+            TreeNet(linear, members=3, seed=1), losses.mcl(k=1), train=(X[:100], NUMBERS[:100]),
+            test=(X[100:], NUMBERS[100:]), iterations=20, normalize_targets=True, **options,
+        )  # fmt: skip
+
+    run = train(calibration=30, run=tmp_path / "run")
+    outputs, y = run.predict(X).double().numpy(), NUMBERS.astype(np.float64)
+
+    def nll(h, rows):
+        return -np.logaddexp.reduce(stats.norm.logpdf(y[rows], outputs[:, rows], h) - np.log(3), 0).mean()
+
+    std = NUMBERS[:70].std(dtype=np.float64)  # of what was learned from
+    scales = GRID.numpy() * (NUMBERS[70:100].astype(np.float64) / std).std()
+    best = min(scales, key=lambda h: nll(h * std, slice(70, 100)))
+    assert run.result.kernel_scale == pytest.approx(best, rel=1e-5)
+    assert run.result.nll == pytest.approx(nll(best * std, slice(100, None)), rel=1e-5)
+    assert run.evaluate(X[100:], NUMBERS[100:]).nll == pytest.approx(run.result.nll, rel=1e-5)
+    assert json.loads((tmp_path / "run/result.json").read_text())["nll_voronoi"] == run.result.nll_voronoi
+    assert train().result.nll is None
+    with pytest.raises(UserError, match="it must leave some of 100 examples"):
+        train(calibration=100)
+
+
+def test_kernels_of_each_density_are_the_most_likely_of_the_grid():
+    outputs, y = torch.tensor([[[0.0], [0.0]], [[4.0], [4.0]]]), torch.tensor([[0.5], [3.5]])
+    choice = KernelChoice()
+    choice.update(outputs[:, :1], y[:1])
+    choice.update(outputs[:, 1:], y[1:], torch.tensor([[0.5], [0.5]]))
+    scales = choice.result()
+    assert scales["kernel_scale"] == pytest.approx(0.5, rel=0.1)  # the distance of both targets
+    assert scales["kernel_scale_voronoi"] == pytest.approx(0.5, rel=0.1)
+    problem = Regression(1).calibrated(scales)
+    assert problem.kernels == Kernels({"nll": scales["kernel_scale"], "nll_voronoi": scales["kernel_scale_voronoi"]})
+    assert Regression(1).calibrated({}).kernels is None
+
+
+def test_facts_of_numbers_go_to_disk_and_back():
+    problem = Regression(8, (4, 2), tuple(range(8)), tuple(range(1, 9)), True)
+    assert Regression.from_dict(json.loads(json.dumps(problem.to_dict()))) == problem
+    assert Regression(3).to_dict() == {"name": "regression", "num_values": 3}  # as older versions wrote it

@@ -68,7 +68,7 @@ class PretendedCores:
             began = max(self.free) if wide else began
             clock = time.perf_counter()
             node = next((arg for arg in args if isinstance(arg, Node)), None)
-            with _spawned_later(self) as later:
+            with SpawnedLater(self) as later:
                 function(*args)
             seconds = time.perf_counter() - clock
             self.work += seconds
@@ -81,7 +81,7 @@ class PretendedCores:
         return end
 
 
-class _spawned_later:
+class SpawnedLater:
     """Collects what a task spawns: it is ready when the task ends."""
 
     def __init__(self, cores: PretendedCores) -> None:

@@ -142,7 +142,8 @@ def serial_parts(case: str) -> dict[str, float]:
     if not net.batch_statistics_layers():
         return {}
     batch = pixels(rows, 1)
-    x, seconds = batch.network_inputs(torch.float32), {}
+    x = batch.network_inputs(torch.float32)
+    seconds: dict[int, float] = {}
     stage = net.stage(next(iter(net.stages)))
     before = torch.get_num_threads()
     for turn in range(20):

@@ -95,12 +95,13 @@ class RemoteRanks:
 
     def latency(self, turns: int = 20) -> float:
         """Seconds of an almost empty all-gather."""
-        return min(max(self._call("transfer", 1, 1)) for _ in range(turns))
+        return min(max(map(float, self._call("transfer", 1, 1))) for _ in range(turns))
 
     def transfer(self, outputs: int, gradients: int, micro_batches: int) -> float:
         """Seconds to move what a step moves for a shared stage, round by round, while nothing is computed."""
         rounds = -(-micro_batches // RANKS)
-        return max(self._call("transfer", outputs // micro_batches, gradients // micro_batches, rounds))
+        seconds = self._call("transfer", outputs // micro_batches, gradients // micro_batches, rounds)
+        return max(map(float, seconds))
 
     def close(self) -> None:
         for pipe in self._pipes:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mheads.cli.shared import FOLDER, console
 from mheads.common.errors import UserError
+
+if TYPE_CHECKING:
+    from mheads.suites.reproduce import SuiteRequest
 
 
 def reproduce(
@@ -61,37 +66,59 @@ def reproduce(
 
     Example: mheads reproduce standard --recipe cifar10_quick --trials 3
     """
+    options = (seed, scale, validation, tuple(overrides or ()), test)
+    request = partial(_requests, recipe, options, (trials, only or (), folder, output, merge or (), outputs))
+    train = not (only_tables or merge)
+    if every and (suite is not None or only or not train):
+        raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
+    if every:
+        _run_all(request, dry_run)
+    elif suite is not None:
+        _run_suite(request(suite), dry_run, train)
+    else:
+        _make_tables(merge or (), output, train)
+
+
+def _requests(recipe: str | None, options: tuple[Any, ...], further: tuple[Any, ...], name: str) -> list[SuiteRequest]:
+    """What is asked of a suite: one request for each recipe."""
+    from mheads.suites.jobs import Options
+    from mheads.suites.reproduce import SuiteRequest
+    from mheads.suites.suite import read_suite
+
+    recipes = [recipe] if recipe else read_suite(name).own_recipes
+    return [SuiteRequest(name, Options(one, *options), *further) for one in recipes]
+
+
+def _run_all(request: Callable[[str], list[SuiteRequest]], dry_run: bool) -> None:
+    from mheads.suites.dry_run import print_plan_of_all
+    from mheads.suites.reproduce import reproduce_all
+    from mheads.suites.suite import SUITES
+
+    (print_plan_of_all if dry_run else reproduce_all)([one for name in SUITES for one in request(name)], console)
+
+
+def _run_suite(requests: list[SuiteRequest], dry_run: bool, train: bool) -> None:
+    from mheads.suites.dry_run import print_plan
+    from mheads.suites.reproduce import Reproduction
+    from mheads.suites.reproduce import reproduce as run
+
+    for request in requests:
+        if dry_run:
+            print_plan(Reproduction(request, console), console)
+        else:
+            run(request, console, train=train)
+
+
+def _make_tables(merge: Sequence[Path], output: Path, train: bool) -> None:
     from mheads.common.number_words import count
     from mheads.common.progress import Terminal
-    from mheads.suites.dry_run import print_plan, print_plan_of_all
-    from mheads.suites.jobs import Options
     from mheads.suites.merge import merge_folders
-    from mheads.suites.reproduce import Reproduction, SuiteRequest, reproduce_all, write_tables
-    from mheads.suites.reproduce import reproduce as run
-    from mheads.suites.suite import SUITES, read_suite
+    from mheads.suites.reproduce import write_tables
+    from mheads.suites.suite import SUITES
 
-    def requests(name: str) -> list[SuiteRequest]:
-        """One for each recipe."""
-        choices = [recipe] if recipe else read_suite(name).own_recipes
-        every_option = [Options(one, seed, scale, validation, tuple(overrides or ()), test) for one in choices]
-        further = (trials, only or (), folder, output, merge or (), outputs)
-        return [SuiteRequest(name, options, *further) for options in every_option]
-
-    train = not (only_tables or merge)
-    if every:
-        if suite is not None or only or not train:
-            raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
-        (print_plan_of_all if dry_run else reproduce_all)([one for name in SUITES for one in requests(name)], console)
-    elif suite is not None:
-        for one in requests(suite):
-            if dry_run:
-                print_plan(Reproduction(one, console), console)
-            else:
-                run(one, console, train=train)
-    elif train:
+    if train:
         raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
-    else:
-        for path, gained in merge_folders(merge, output, Terminal(console).warn).items() if merge else ():
-            console.print(f"{path}: {count(gained, 'new run')}", soft_wrap=True)
-        for path in write_tables(output, console):
-            console.print(f"{path} read", soft_wrap=True)
+    for path, gained in merge_folders(merge, output, Terminal(console).warn).items() if merge else ():
+        console.print(f"{path}: {count(gained, 'new run')}", soft_wrap=True)
+    for path in write_tables(output, console):
+        console.print(f"{path} read", soft_wrap=True)

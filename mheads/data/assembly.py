@@ -64,12 +64,8 @@ def assemble(
             raise UserError(f"{name}: data.limit is {limit}; give the number of examples to keep, 1 or more")
         rows, out = rows[:limit], None if out is None else out[:limit]
         train, test = train.part(slice(limit)), test.part(slice(limit))
-    held_back = None
-    if calibration:
-        if calibration >= len(train):
-            raise UserError(f"{name}: data.calibration is {calibration}; it must leave some of {len(train)} examples")
-        rows, kept = rows[:-calibration], len(train) - calibration
-        train, held_back = train.part(slice(kept)), train.part(slice(kept, None)).without_augmentation()
+    train, held_back = _hold_back(train, calibration, name) if calibration else (train, None)
+    rows = rows[: len(train)]
     test = test.without_augmentation()
     side = check_same_shapes(train, test, name)
     if importance is not None:
@@ -83,6 +79,14 @@ def assemble(
     if asked == "auto":
         warn_of_flags(train.targets, problem)
     return data.with_examples_as_targets() if asked == "examples" else data
+
+
+def _hold_back(train: Source, count: int, name: str) -> tuple[Source, Source]:
+    """All but the last `count` training examples, and these."""
+    kept = len(train) - count
+    if kept < 1:
+        raise UserError(f"{name}: data.calibration is {count}; it must leave some of {len(train)} examples")
+    return train.part(slice(kept)), train.part(slice(kept, None)).without_augmentation()
 
 
 def check_examples(train: Source, test: Source, problem: Problem, name: str, validation: int) -> ValueRange:

@@ -217,22 +217,11 @@ def load(
     if name not in DATASETS:
         raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
     entry, paths = DATASETS[name], {"root": root, "path": path, "test_path": test_path}
-    keys = {
-        **{key: None if place is None else Path(place).expanduser() for key, place in paths.items()},
-        "pad": pad,
-        "mirror": mirror,
-        "resize": resize,
-        "crop": crop,
-        "grey": grey,
-        "channels": channels,
-        "arrays": arrays,
-        "problem": "auto" if problem == "examples" else problem,
-        "regions": regions,
-        "only": only,
-        "table": table,
-        "fold": fold,
-        "limit": None if validation else limit,  # examples that are not used need not be read
-    }
+    keys: dict[str, Any] = {key: None if place is None else Path(place).expanduser() for key, place in paths.items()}
+    keys |= {"pad": pad, "mirror": mirror, "resize": resize, "crop": crop, "grey": grey, "channels": channels}
+    keys |= {"arrays": arrays, "regions": regions, "only": only, "table": table, "fold": fold}
+    keys |= {"problem": "auto" if problem == "examples" else problem}
+    keys |= {"limit": None if validation else limit}  # examples that are not used need not be read
     check_keys(entry, keys)
     train, test, solved = _call(entry.read, {**keys, "need_test": validation == 0})
     if not entry.takes("mirror"):

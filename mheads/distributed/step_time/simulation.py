@@ -17,22 +17,9 @@ from mheads.common.number_ranges import cuts
 from mheads.distributed.collectives import subtrees
 from mheads.distributed.placement import Division, Placement, terms_given
 from mheads.distributed.step_time.stage_loads import StageLoad
+from mheads.distributed.step_time.wires import Wires
 from mheads.distributed.step_time.workload import Workload
 from mheads.engine.training_step import BACKWARD, FORWARD
-
-
-@dataclass(frozen=True)
-class Wires:
-    """What collectives take: an all-gather passes blocks around a ring, an all-to-all sends all at once."""
-
-    seconds_per_float: float
-    latency: float
-
-    def gather(self, ranks: int, block: float) -> float:
-        return (ranks - 1) * (self.latency + block * self.seconds_per_float)
-
-    def exchange(self, floats: float) -> float:
-        return self.latency + floats * self.seconds_per_float
 
 
 @dataclass

@@ -49,12 +49,13 @@ class Ours:
         rows: int = BATCH,
         micro_batches: int | None = None,
         factory: Callable[[], torch.nn.Module] = network,
+        precision: torch.dtype = torch.float32,
     ) -> None:
         self.net = TreeNet(factory, tree=tree)
         self.loss = loss
         self.batch = pixels(rows, self.net.num_members)
         parts = micro_batches or auto_micro_batches(rows, self.net)
-        self.engine = ThreadsEngine(self.net, EngineOptions(workers or available_cores(), parts))
+        self.engine = ThreadsEngine(self.net, EngineOptions(workers or available_cores(), parts, precision=precision))
         self.optimizer = optimizer(self.net)
         self.count = 0
 

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import peers
+from benchmarks.cores import cores
 from benchmarks.detection import detection
 from benchmarks.measure import MATMUL_FLOPS, interleave, machine, matmul_rate, ratio
 from benchmarks.ours import BATCH, MEMBERS, SHAPE, Ours, network, pixels, running, tiny
+from benchmarks.precision import precision
 from benchmarks.profile import convolutions
 from benchmarks.remote import RemotePeers
+from benchmarks.small import small
 from mheads import losses
 from mheads.engine.cost import step_multiply_adds
 from mheads.losses import Loss
@@ -276,6 +279,9 @@ SUITES: dict[str, Callable[[Progress, int], dict[str, Any]]] = {
     "detection": detection,
     "eval": evaluation,
     "scale": scale,
+    "small": small,
+    "precision": precision,
+    "cores": cores,
     "memory": memory,
     "profile": profile,
     "comm": comm,

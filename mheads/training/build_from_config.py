@@ -123,7 +123,10 @@ def build_net_of_run(
         network_factory = with_scores(network_factory)
     identity = folder.read_identity()
     drawn = identity["network"]
-    net = TreeNet(network_factory, config.members, tree=config.split, seed=int(drawn["seed"]), init=drawn["init"])
+    try:
+        net = TreeNet(network_factory, config.members, tree=config.split, seed=int(drawn["seed"]), init=drawn["init"])
+    except UserError as error:
+        raise UserError(f"{folder.path}: {error}") from error
     if lines := fingerprint.differences(identity, {**identity, "network": net.identity}):
         warn("\n  ".join([f"the network is not the one that {folder.path} was trained with:", *lines]))
     return net

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks import peers
 from benchmarks.cores import cores
 from benchmarks.detection import detection
+from benchmarks.fma_peak import fma_peak
 from benchmarks.measure import MATMUL_FLOPS, interleave, machine, matmul_rate, ratio
 from benchmarks.ours import BATCH, MEMBERS, SHAPE, Ours, network, pixels, running, tiny
 from benchmarks.precision import precision
@@ -25,6 +26,7 @@ from benchmarks.remote import RemotePeers
 from benchmarks.small import small
 from mheads import losses
 from mheads.engine.cost import step_multiply_adds
+from mheads.engine.threads import available_cores
 from mheads.losses import Loss
 from mheads.networks import NETWORKS
 from mheads.trees.treenet import TreeNet
@@ -64,6 +66,9 @@ def step(progress: Progress, rounds: int) -> dict[str, Any]:
     result["useful_gflops"] = round(useful / times["ours"].best / 1e9, 1)
     result["fraction_of_matmul"] = round(useful / times["ours"].best / matmul, 3)
     result["images_per_second"] = round(BATCH / times["ours"].best, 1)
+    if (peak := fma_peak(available_cores())) is not None:
+        result["peak_gflops"] = round(peak / 1e9, 1)
+        result["fraction_of_peak"] = round(useful / times["ours"].best / peak, 3)
     return result | ({"not_timed": skipped} if skipped else {})
 
 

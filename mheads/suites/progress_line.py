@@ -14,7 +14,7 @@ from mheads.common.number_words import duration
 from mheads.common.progress import Pace, Watcher, step_bar, step_line
 from mheads.problems.baselines import top
 from mheads.suites.jobs import SuiteJob
-from mheads.suites.run_claims import Claim
+from mheads.suites.run_locks import Claim
 
 
 class Overview(Watcher):

@@ -27,8 +27,8 @@ from mheads.suites import findings, markdown, results, tables
 from mheads.suites.jobs import Options, SuiteJob, sort_jobs
 from mheads.suites.planner import FOLDER, Planner
 from mheads.suites.progress_line import Overview
-from mheads.suites.run_claims import Claims
 from mheads.suites.run_entries import add_run, check_same_marks, digest_data_and_code, write_half_outputs
+from mheads.suites.run_locks import Claims
 from mheads.suites.same_data_and_code import SameDataAndCode
 from mheads.suites.suite import SUITES, read_suite
 from mheads.training.experiment import Experiment, build_experiment

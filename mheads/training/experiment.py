@@ -27,7 +27,7 @@ from mheads.training import check_experiment as checks
 from mheads.training.build_from_config import adapt_loss, build_loss, build_net, load_data, make_engine
 from mheads.training.build_sample_weights import build_sample_weights
 from mheads.training.init_weights import digest_init
-from mheads.training.start_from_data import measure_covariance, whiten_first_layers
+from mheads.training.measure_whitening import measure_covariance, whiten_first_layers
 from mheads.trees.treenet import TreeNet
 
 

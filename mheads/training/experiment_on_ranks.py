@@ -31,8 +31,8 @@ from mheads.training.build_from_config import (
 from mheads.training.build_sample_weights import cluster_classes
 from mheads.training.experiment import Experiment, assemble_experiment
 from mheads.training.init_weights import digest_init
+from mheads.training.measure_whitening import measure_covariance, whiten_first_layers
 from mheads.training.plan_ranks import make_workload, place
-from mheads.training.start_from_data import measure_covariance, whiten_first_layers
 from mheads.trees.treenet import TreeNet
 
 

@@ -11,8 +11,8 @@ import pytest
 from helpers.commands import Running
 
 from mheads.common.errors import UserError
-from mheads.suites import reproduce, run_claims
-from mheads.suites.run_claims import Claim, Claims
+from mheads.suites import reproduce, run_locks
+from mheads.suites.run_locks import Claim, Claims
 
 TINY = ["data.limit=60", "optim.iterations=4", "optim.batch_size=20", "log.every=1"]
 SUITE = """rows:
@@ -29,8 +29,8 @@ def clock(monkeypatch):
     class Clock:
         now, machine = 1000.0, "this one"
 
-    monkeypatch.setattr(run_claims.time, "monotonic", lambda: Clock.now)
-    monkeypatch.setattr(run_claims, "_machine", lambda: Clock.machine)
+    monkeypatch.setattr(run_locks.time, "monotonic", lambda: Clock.now)
+    monkeypatch.setattr(run_locks, "_machine", lambda: Clock.machine)
     return Clock
 
 
@@ -45,7 +45,7 @@ def test_a_run_is_claimed_once_and_given_back(tmp_path):
 
 
 def test_a_claim_of_a_killed_process_is_taken_over_at_once(tmp_path):
-    code = "import sys, pathlib, time; from mheads.suites.run_claims import Claims; "
+    code = "import sys, pathlib, time; from mheads.suites.run_locks import Claims; "
     code += "c = Claims().take(pathlib.Path(sys.argv[1])); print('has it', flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code, tmp_path / "run"], **pipes) as child:
@@ -63,13 +63,13 @@ def test_a_claim_of_another_machine_is_stale_when_nobody_has_touched_it(tmp_path
     with Claims().take(tmp_path / "run") as others:
         clock.machine, looking = "this one", Claims()
         assert looking.take(tmp_path / "run") is None
-        clock.now += run_claims.STALE - 1
+        clock.now += run_locks.STALE - 1
         assert looking.take(tmp_path / "run") is None
         assert Claims().take(tmp_path / "run") is None  # one that has just come looks for as long
         os.utime(others.file, ns=(1, 1))  # whatever the time there
         clock.now += 2
         assert looking.take(tmp_path / "run") is None
-        clock.now += run_claims.STALE
+        clock.now += run_locks.STALE
         with looking.take(tmp_path / "run") as claim:
             others.check()
             assert others.lost and not claim.lost
@@ -77,17 +77,17 @@ def test_a_claim_of_another_machine_is_stale_when_nobody_has_touched_it(tmp_path
 
 
 def test_the_owner_touches_its_claim(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_claims, "BEAT", 0.001)
+    monkeypatch.setattr(run_locks, "BEAT", 0.001)
     touched = threading.Event()
     utime = os.utime
-    monkeypatch.setattr(run_claims.os, "utime", lambda file: (utime(file), touched.set()))
+    monkeypatch.setattr(run_locks.os, "utime", lambda file: (utime(file), touched.set()))
     with Claims().take(tmp_path / "run"):
         assert touched.wait(60)
 
 
 def test_a_new_claim_is_put_back_where_two_find_the_old_one_stale(tmp_path):
     with Claims().take(tmp_path / "run") as new:
-        run_claims._remove(new.file, inode=-1)  # the stale one, which another process has replaced
+        run_locks._remove(new.file, inode=-1)  # the stale one, which another process has replaced
         new.check()
         assert not new.lost and Claims().take(tmp_path / "run") is None
     assert os.listdir(tmp_path) == []
@@ -128,7 +128,7 @@ def test_a_process_waits_for_what_others_train_and_one_that_lost_its_claim_stops
             super().__init__(file)
             self.lost = True
 
-    monkeypatch.setattr(run_claims, "Claim", Lost)
+    monkeypatch.setattr(run_locks, "Claim", Lost)
     done = mheads(*given, "--seed", 1)
     assert done.code == 2 and "another process took plain-seed1 over" in done.err
     assert not [*tmp_path.glob("runs/digits/plain-seed1/result.json")]

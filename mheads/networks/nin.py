@@ -38,8 +38,12 @@ def nin_cifar100(classes: int = 100, channels: int = 3) -> nn.Sequential:
     )
 
 
-def nin_ilsvrc(classes: int = 1000, channels: int = 3) -> nn.Sequential:
-    """Images [B, channels, 224, 224] -> logits [B, classes]; 7,595,176 parameters."""
+def nin_ilsvrc(classes: int = 1000, channels: int = 3, last_bias: float = 0.0) -> nn.Sequential:
+    """Images [B, channels, 224, 224] -> logits [B, classes]; 7,595,176 parameters.
+
+    `last_bias` is the constant that biases of cccp8 start from. Softmax does not see it, but the ReLU after cccp8 does:
+    from 0, maps of classes can fall below zero in the first steps, where they get no gradient any more.
+    """
     return network(
         conv1=conv(channels, 96, 11, stride=4, std=0.01),  # 54 x 54
         relu1=nn.ReLU(),
@@ -67,7 +71,7 @@ def nin_ilsvrc(classes: int = 1000, channels: int = 3) -> nn.Sequential:
         relu4=nn.ReLU(),
         cccp7=conv(1024, 1024, 1, std=0.05),
         relu_cccp7=nn.ReLU(),
-        cccp8=conv(1024, classes, 1, std=0.01),
+        cccp8=conv(1024, classes, 1, std=0.01, bias=last_bias),
         relu_cccp8=nn.ReLU(),
         pool4=global_average_pool(),
         flatten=nn.Flatten(),

@@ -1,6 +1,7 @@
 import re
 
 import pytest
+import torch
 import yaml
 
 from mheads.cli.printing.recipes import annotate
@@ -8,6 +9,7 @@ from mheads.common.errors import UserError
 from mheads.config import aliases, schema, unknown_keys
 from mheads.config import read as configs
 from mheads.config.schema import Config
+from mheads.networks import NETWORKS
 from mheads.optim.schedules import ScheduleOptions
 
 
@@ -24,6 +26,16 @@ def test_the_papers_recipe_of_cifar10_quick_is_as_published():
     )  # fmt: skip
     assert optim.caffe_momentum
     assert optim.schedule.at == [4000]
+
+
+@pytest.mark.parametrize("name", ["caffenet", "caffenet_small", "nin_ilsvrc", "nin_small"])
+def test_crops_of_photos_fit_the_network(name):
+    config = configs.load(name)
+    with torch.device("meta"):
+        logits = NETWORKS[config.model](**config.model_args).eval()(
+            torch.empty(2, 3, config.data.crop, config.data.crop)
+        )
+    assert logits.shape == (2, config.model_args.get("classes", 1000))
 
 
 def test_overrides_reach_nested_keys_and_short_forms():

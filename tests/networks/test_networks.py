@@ -133,6 +133,35 @@ def test_caffenet_groups():
     assert [net.get_submodule(f"conv{i}").groups for i in range(1, 6)] == [1, 2, 1, 2, 2]
 
 
+@pytest.mark.parametrize(("image", "side"), [(63, 1), (67, 1), (115, 3), (127, 3), (160, 4), (224, 6), (227, 6)])
+def test_caffenet_takes_images_of_other_sizes(image, side):
+    with torch.device("meta"):
+        net = NETWORKS["caffenet"](classes=10, image=image).eval()
+        assert net(torch.empty(2, 3, image, image)).shape == (2, 10)
+    assert net.get_submodule("fc6").in_features == 256 * side**2
+
+
+def test_caffenet_takes_the_biases_of_caffes_alexnet():
+    net = NETWORKS["caffenet"](classes=10, image=67, bias=0.1)
+    biases = {name: layer.bias.unique().tolist() for name, layer in layers_with_parameters(net).items()}
+    assert biases == {name: [pytest.approx(0.1 * bias)] for name, (_, bias) in CAFFENET.items()}
+
+
+def test_a_last_bias_of_nin_shifts_all_logits_alike_until_the_relu_cuts():
+    """Softmax sees no constant that all logits share, so only what the last ReLU lets through differs."""
+    images = 70 * torch.randn(2, 3, 80, 80)
+    logits = {}
+    for last_bias in (0.0, 1.0):
+        torch.manual_seed(0)
+        net = NETWORKS["nin_ilsvrc"](classes=10, last_bias=last_bias).eval()
+        before_relu = net[: list(dict(net.named_children())).index("relu_cccp8")](images)
+        logits[last_bias] = net(images)
+    assert (before_relu > 0).all()
+    torch.testing.assert_close(logits[1.0], before_relu.mean((2, 3)))
+    assert (logits[0.0] >= logits[1.0] - 1 - 1e-5).all()
+    assert not torch.allclose(logits[0.0], logits[1.0] - 1, atol=1e-3)
+
+
 def test_weights_follow_the_global_seed():
     def weights(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)

@@ -20,7 +20,7 @@ enum { CHAINS = 16, TURNS = 4000000 };
 static void *work(void *result) {
     lanes sums[CHAINS], a, b;
     for (int i = 0; i < 16; i++) { a[i] = 0.999f; b[i] = 1e-3f * i; }
-    for (int c = 0; c < CHAINS; c++) sums[c] = b + c;
+    for (int c = 0; c < CHAINS; c++) sums[c] = b + (float)c;
     for (int turn = 0; turn < TURNS; turn++)
         for (int c = 0; c < CHAINS; c++) sums[c] = sums[c] * a + b;
     float total = 0;

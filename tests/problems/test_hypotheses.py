@@ -46,6 +46,29 @@ def test_trajectories_are_learned_in_their_shape_and_measured_as_numpy_does(flat
     assert run.answer(X[:2]).shape == (2, 4, 2)
 
 
+@pytest.mark.parametrize("what", ["mean", "members", "member:1"])
+def test_trajectories_are_exported_for_any_number_of_examples(what, tmp_path):
+    net = TreeNet(partial(paths, True), members=2, seed=0)
+    run = fit(net, train=(X, PATHS), iterations=3, normalize_targets=True)
+    run.export(tmp_path / "paths.pt2", what)
+    answers = torch.export.load(tmp_path / "paths.pt2").module()
+    outputs = run.predict(X[:5])
+    expected = {"mean": outputs.mean(0), "members": outputs, "member:1": outputs[1]}[what]
+    torch.testing.assert_close(answers(torch.from_numpy(X[:5])), expected)
+
+
+def test_one_trajectory_of_one_point_keeps_its_shape():
+    problem = Regression(2, (1, 2))
+    assert problem.answer(torch.zeros(3, 1, 2)).shape == problem.answer(torch.zeros(3, 1, 1, 2)).shape == (3, 1, 1, 2)
+
+
+@pytest.mark.parametrize("problem, kind", [("classification", "classification"), ("examples", "classification")])
+def test_calibration_examples_of_what_has_no_kernels_are_an_error(problem, kind):
+    labels = (X[:, 0] > 0).astype(np.int64)
+    with pytest.raises(UserError, match=f"calibration.* is for numbers, and .* is {kind}"):
+        fit(TreeNet(lambda: nn.Linear(3, 3), members=2), train=(X, labels), problem=problem, calibration=10)
+
+
 def test_outputs_of_another_shape_are_an_error():
     with pytest.raises(UserError, match=r"gives outputs of shape \(2, 4\)"):
         fit(

@@ -65,9 +65,8 @@ def assemble(
         rows, out = rows[:limit], None if out is None else out[:limit]
         train, test = train.part(slice(limit)), test.part(slice(limit))
     if calibration and (asked == "examples" or not isinstance(problem, Regression)):
-        raise UserError(
-            f"data.calibration is for numbers, and {name} is {problem.name}; data.validation holds out others"
-        )
+        kind = "the examples themselves" if asked == "examples" else problem.name
+        raise UserError(f"data.calibration is {calibration}, and is for numbers; {name} is {kind}: leave it out")
     train, held_back = _hold_back(train, calibration, name) if calibration else (train, None)
     rows = rows[: len(train)]
     test = test.without_augmentation()

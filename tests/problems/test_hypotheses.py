@@ -62,10 +62,10 @@ def test_one_trajectory_of_one_point_keeps_its_shape():
     assert problem.answer(torch.zeros(3, 1, 2)).shape == problem.answer(torch.zeros(3, 1, 1, 2)).shape == (3, 1, 1, 2)
 
 
-@pytest.mark.parametrize("problem, kind", [("classification", "classification"), ("examples", "classification")])
+@pytest.mark.parametrize("problem, kind", [("classification", "classification"), ("examples", "the examples")])
 def test_calibration_examples_of_what_has_no_kernels_are_an_error(problem, kind):
     labels = (X[:, 0] > 0).astype(np.int64)
-    with pytest.raises(UserError, match=f"calibration.* is for numbers, and .* is {kind}"):
+    with pytest.raises(UserError, match=f"calibration is 10, and is for numbers; .* is {kind}"):
         fit(TreeNet(lambda: nn.Linear(3, 3), members=2), train=(X, labels), problem=problem, calibration=10)
 
 

@@ -62,11 +62,14 @@ def test_one_trajectory_of_one_point_keeps_its_shape():
     assert problem.answer(torch.zeros(3, 1, 2)).shape == problem.answer(torch.zeros(3, 1, 1, 2)).shape == (3, 1, 1, 2)
 
 
-@pytest.mark.parametrize("problem, kind", [("classification", "classification"), ("examples", "the examples")])
-def test_calibration_examples_of_what_has_no_kernels_are_an_error(problem, kind):
-    labels = (X[:, 0] > 0).astype(np.int64)
-    with pytest.raises(UserError, match=f"calibration is 10, and is for numbers; .* is {kind}"):
-        fit(TreeNet(lambda: nn.Linear(3, 3), members=2), train=(X, labels), problem=problem, calibration=10)
+@pytest.mark.parametrize("option", [{"calibration": 10}, {"normalize_targets": True}])
+@pytest.mark.parametrize(
+    ("y", "problem", "learned"),
+    [((X[:, 0] > 0).astype(np.int64), "auto", "classification"), (NUMBERS, "examples", "its examples themselves")],
+)
+def test_options_of_numbers_are_an_error_where_none_are_learned(y, problem, learned, option):
+    with pytest.raises(UserError, match=f"{next(iter(option))} is for numbers, and arrays is {learned}: leave out"):
+        fit(TreeNet(lambda: nn.Linear(3, 3), members=2), train=(X, y), problem=problem, iterations=1, **option)
 
 
 def test_outputs_of_another_shape_are_an_error():

@@ -95,8 +95,10 @@ class Exported(nn.Module):
         return (x.flip(1) if self.preprocess.bgr else x).to(self.dtype)
 
     def answer(self, outputs: Value) -> Tensor:
+        if self.what.startswith("member:"):
+            return self.problem.answer(nested_values.map_leaves(lambda t: t[None], outputs))[0]
         answers = self.problem.answer(outputs)
-        if self.what not in ("mean", "scored"):
+        if self.what == "members":
             return answers
         if self.dtype.itemsize < 4:
             answers = answers.float()  # in half precision the mean would be rounded once more

@@ -148,7 +148,10 @@ ABSENT = {
     "deterministic": "the same call always gives the same bits",
 }
 NEAR = 0.75  # from here on words are spelt alike: preprocess and epochs are not
-_KEYS = re.compile(r"(?<![\w./])(?:optim|data|engine|log|sampling|teacher)(?:\.schedule)?\.\w+(?![\w/]|\.\w)")
+_KEYS = re.compile(
+    r"(?<![\w./])(?:(?:eval\.views|optim\.parameter_groups)(?=\.\w)"  # and what is in them
+    r"|(?:optim|data|engine|eval|log|sampling|teacher)(?:\.schedule)?\.\w+(?![\w/]|\.\w))"
+)
 
 
 def check_keywords(options: Mapping[str, Any], function: Callable[..., Any]) -> None:

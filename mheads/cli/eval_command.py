@@ -28,8 +28,8 @@ def eval(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Also measure how confidence tells other data apart (AUROC, FPR95): data.path=other.npz. May be given "
-            "several times.",
+            help="Also measure how confidence tells other data apart (AUROC, FPR95): data.name=cifar100. May be given "
+            "several times, once for each key.",
         ),
     ] = None,
     trust: Trust = False,

@@ -99,9 +99,11 @@ def _run_all(request: Callable[[str], list[SuiteRequest]], dry_run: bool) -> Non
 
 def _run_suite(requests: list[SuiteRequest], dry_run: bool, train: bool) -> None:
     from mheads.suites.dry_run import print_plan
+    from mheads.suites.merge import find_results
     from mheads.suites.reproduce import Reproduction
     from mheads.suites.reproduce import reproduce as run
 
+    find_results(requests[0].sources)
     for request in requests:
         if dry_run:
             print_plan(Reproduction(request, console), console)

@@ -17,7 +17,7 @@ from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
 from mheads.common.options import expand_name
 from mheads.config.aliases import rename_key, rename_keys
-from mheads.config.schema import SECTIONS, Config, all_keys
+from mheads.config.schema import ENTRIES, SECTIONS, Config, all_keys
 from mheads.config.unknown_keys import suggest
 
 Defaults = Mapping[str, Mapping[str, Any]]  # values of keys that a file does not have, by section
@@ -178,15 +178,19 @@ def validate(tree: dict[str, Any], source: str = "the config") -> Config:
 def _explain(problem: Any) -> tuple[str, str]:
     """The place with its value, and what is wrong with it."""
     where = [str(part) for part in problem["loc"]]
+    entry = next((key for key in ENTRIES if ".".join(where).startswith(f"{key}.")), None)
+    place = where[: entry.count(".") + 2] if entry else []
+    known = [".".join([*place, name]) for name in ENTRIES[entry].model_fields] if entry else all_keys()
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {'.'.join(where)!r}", f"; {suggest(where, all_keys())}"
+        hint = f"there are {', '.join(known)}" if entry else suggest(where, known)
+        return f"unknown key {'.'.join(where)!r}", f"; {hint}"
     # Pydantic appends the branch of a union that it tried: keep what is a key.
-    while len(where) > 1 and ".".join(where) not in all_keys():
+    while len(where) > max(1, len(place)) and ".".join(where) not in known:
         where.pop()
     key = ".".join(where)
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] in ("model_type", "model_attributes_type"):
-        inside = [k for k in all_keys() if k.startswith(f"{key}.")]
+        inside = [k for k in known if k.startswith(f"{key}.")]
         message = f"it is a section with keys of its own: {', '.join(inside)}"
     if not key:
         return "", message

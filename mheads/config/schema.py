@@ -31,7 +31,7 @@ from mheads.config.loss_section import LossOptions
 from mheads.data import resampling
 from mheads.data.resampling import SAMPLINGS
 from mheads.data.views import View
-from mheads.optim.optim_section import OptimOptions
+from mheads.optim.optim_section import GroupOptions, OptimOptions
 
 
 class SamplingSection(Section):
@@ -273,6 +273,8 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 SECTIONS = ("sampling", "loss", "teacher", "data", "data.regions", "engine", "optim", "optim.schedule", "eval", "log")
+# Keys whose value holds sections.
+ENTRIES: dict[str, type[BaseModel]] = {"eval.views": View, "optim.parameter_groups": GroupOptions}
 
 
 @cache

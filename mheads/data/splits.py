@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 import torch
 
-from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.preprocessing import Preprocess
 from mheads.data.value_range import ValueRange
@@ -250,8 +249,7 @@ class Data:
 
     def with_normalized_targets(self) -> Data:
         """Targets of training have mean 0 and standard deviation 1 in each value; members answer in the old units."""
-        if not isinstance(self.problem, Regression):
-            raise UserError(f"data.normalize_targets is for numbers, and {self.name} is {self.problem.name}")
+        assert isinstance(self.problem, Regression)
         targets = self.train.targets.astype(np.float64)
         mean, std = targets.mean(0), targets.std(0)
         std = np.where(std > 0, std, 1.0)

@@ -224,8 +224,8 @@ class Regression(ProblemDefaults):
         return log_variances
 
     def _in_shape(self, values: Tensor) -> Tensor:
-        flat = self.shape and tuple(values.shape[-len(self.shape) :]) != self.shape
-        return values.unflatten(-1, self.shape) if flat else values
+        """[M, B, D] or [M, B, *shape] -> [M, B, *shape]."""
+        return values.flatten(2).unflatten(2, self.shape) if self.shape else values
 
     def calibrator(self) -> KernelChoice | None:
         """Chooses the kernels of a density on held-out examples; None where members give variances."""

@@ -16,15 +16,21 @@ from mheads.suites.suite import read_suite
 Warn = Callable[[str], None]
 
 
+def find_results(sources: Sequence[Path]) -> list[Path]:
+    """The files in other folders of results; each folder has some."""
+    files = {source: sorted(source.glob("*.json")) for source in sources}
+    if lacking := [str(source) for source, paths in files.items() if not paths]:
+        raise UserError(f"--merge {', '.join(lacking)}: no file of results there; give the -o of the other command")
+    return [path for paths in files.values() for path in paths]
+
+
 def merge_folders(sources: Sequence[Path], output: Path, warn: Warn) -> dict[Path, int]:
     """Adds the runs in other folders of results to those in `output`, and returns how many each file has gained.
 
     A row is filled in every suite that has it. No run folder is needed. A run that `output` has already stays as it is.
     All is checked before anything is written.
     """
-    found = {path: results.load(path) for source in sources for path in sorted(source.glob("*.json"))}
-    if not found:
-        raise UserError(f"{', '.join(map(str, sources))}: no file of results there; give the -o of the other command")
+    found = {path: results.load(path) for path in find_results(sources)}
     results.check_writable(output / "results.json")
     with results.lock(output):
         before = results.load_all(output, warn)

@@ -46,6 +46,32 @@ def test_trajectories_are_learned_in_their_shape_and_measured_as_numpy_does(flat
     assert run.answer(X[:2]).shape == (2, 4, 2)
 
 
+@pytest.mark.parametrize("what", ["mean", "members", "member:1"])
+def test_trajectories_are_exported_for_any_number_of_examples(what, tmp_path):
+    net = TreeNet(partial(paths, True), members=2, seed=0)
+    run = fit(net, train=(X, PATHS), iterations=3, normalize_targets=True)
+    run.export(tmp_path / "paths.pt2", what)
+    answers = torch.export.load(tmp_path / "paths.pt2").module()
+    outputs = run.predict(X[:5])
+    expected = {"mean": outputs.mean(0), "members": outputs, "member:1": outputs[1]}[what]
+    torch.testing.assert_close(answers(torch.from_numpy(X[:5])), expected)
+
+
+def test_one_trajectory_of_one_point_keeps_its_shape():
+    problem = Regression(2, (1, 2))
+    assert problem.answer(torch.zeros(3, 1, 2)).shape == problem.answer(torch.zeros(3, 1, 1, 2)).shape == (3, 1, 1, 2)
+
+
+@pytest.mark.parametrize("option", [{"calibration": 10}, {"normalize_targets": True}])
+@pytest.mark.parametrize(
+    ("y", "problem", "learned"),
+    [((X[:, 0] > 0).astype(np.int64), "auto", "classification"), (NUMBERS, "examples", "its examples themselves")],
+)
+def test_options_of_numbers_are_an_error_where_none_are_learned(y, problem, learned, option):
+    with pytest.raises(UserError, match=f"{next(iter(option))} is for numbers, and arrays is {learned}: leave out"):
+        fit(TreeNet(lambda: nn.Linear(3, 3), members=2), train=(X, y), problem=problem, iterations=1, **option)
+
+
 def test_outputs_of_another_shape_are_an_error():
     with pytest.raises(UserError, match=r"gives outputs of shape \(2, 4\)"):
         fit(

@@ -93,3 +93,10 @@ def test_what_cannot_be_merged_is_an_error_and_nothing_is_written(mheads, here, 
     done = mheads("reproduce", "--merge", "elsewhere")
     assert done.code == 2 and message in done.err, done.out + done.err
     assert {path: path.read_bytes() for path in here.glob("results/*")} == before
+
+
+@pytest.mark.parametrize("suite", [(), ("mine.yaml", "--recipe", "digits", *TINY)])
+def test_each_folder_that_is_merged_has_results(mheads, here, suite):
+    done = mheads("reproduce", *suite, "--merge", "elsewhere", "--merge", "elswhere", "-o", "new")
+    assert done.code == 2 and "--merge elswhere: no file of results there" in done.err
+    assert not (here / "new").exists()

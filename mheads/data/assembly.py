@@ -16,7 +16,7 @@ from mheads.data.preprocessing import fit_preprocess
 from mheads.data.splits import Data, RowSubset, Source, Split
 from mheads.data.targets import warn_of_flags
 from mheads.data.value_range import ValueRange
-from mheads.problems import Problem, Regression
+from mheads.problems import Problem, gives_numbers
 
 
 def assemble(
@@ -64,11 +64,7 @@ def assemble(
             raise UserError(f"{name}: data.limit is {limit}; give the number of examples to keep, 1 or more")
         rows, out = rows[:limit], None if out is None else out[:limit]
         train, test = train.part(slice(limit)), test.part(slice(limit))
-    if asked == "examples" or not isinstance(problem, Regression):
-        learned = "its examples themselves" if asked == "examples" else problem.name
-        for key, value in (("calibration", calibration), ("normalize_targets", normalize_targets)):
-            if value:
-                raise UserError(f"data.{key} is for numbers, and {name} is {learned}: leave out data.{key}={value}")
+    check_for_numbers(name, problem, asked, calibration=calibration, normalize_targets=normalize_targets)
     train, held_back = _hold_back(train, calibration, name) if calibration else (train, None)
     rows = rows[: len(train)]
     test = test.without_augmentation()
@@ -84,6 +80,16 @@ def assemble(
     if asked == "auto":
         warn_of_flags(train.targets, problem)
     return data.with_examples_as_targets() if asked == "examples" else data
+
+
+def check_for_numbers(name: str, problem: Problem, asked: str, **options: Any) -> None:
+    """Raises for options that only targets that are numbers can have."""
+    if asked != "examples" and gives_numbers(problem):
+        return
+    learned = "its examples themselves" if asked == "examples" else problem.name
+    for key, value in options.items():
+        if value:
+            raise UserError(f"data.{key} is for numbers, and {name} is {learned}: leave out data.{key}={value}")
 
 
 def _hold_back(train: Source, count: int, name: str) -> tuple[Source, Source]:

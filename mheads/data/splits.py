@@ -14,7 +14,7 @@ import torch
 from mheads.common.nested_values import Value
 from mheads.data.preprocessing import Preprocess
 from mheads.data.value_range import ValueRange
-from mheads.problems import Problem, Regression
+from mheads.problems import Problem, Regression, gives_numbers
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Data:
 
     def with_normalized_targets(self) -> Data:
         """Targets of training have mean 0 and standard deviation 1 in each value; members answer in the old units."""
-        assert isinstance(self.problem, Regression)
+        assert gives_numbers(self.problem)
         targets = self.train.targets.astype(np.float64)
         mean, std = targets.mean(0), targets.std(0)
         std = np.where(std > 0, std, 1.0)

@@ -13,7 +13,7 @@ from typing import Any
 from mheads.problems.base import Metrics, Problem, Result, widen_classes
 from mheads.problems.classification import PROBABILITIES, Classification, are_probabilities
 from mheads.problems.detection import Detection
-from mheads.problems.kinds import finds_objects, gives_probabilities, is_single_label
+from mheads.problems.kinds import finds_objects, gives_numbers, gives_probabilities, is_single_label
 from mheads.problems.member_losses import BASE_LOSSES, BaseLoss, cross_entropies, squared_errors
 from mheads.problems.multilabel import MultiLabel
 from mheads.problems.regression import Regression
@@ -48,6 +48,7 @@ __all__ = [
     "find_problem_type",
     "finds_objects",
     "from_dict",
+    "gives_numbers",
     "gives_probabilities",
     "is_single_label",
     "squared_errors",

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from mheads.problems.classification import Classification
     from mheads.problems.detection import Detection
     from mheads.problems.multilabel import MultiLabel
+    from mheads.problems.regression import Regression
 
 
 def is_single_label(problem: Any) -> TypeGuard[Classification]:
@@ -23,3 +24,8 @@ def gives_probabilities(problem: Any) -> TypeGuard[Classification | MultiLabel]:
 def finds_objects(problem: Any) -> TypeGuard[Detection]:
     """Whether an answer is boxes in an image: `finds_objects = True`, and it has what Detection has."""
     return bool(getattr(problem, "finds_objects", False))
+
+
+def gives_numbers(problem: Any) -> TypeGuard[Regression]:
+    """Whether an answer is numbers in the units of the targets: `gives_numbers = True`, and what Regression has."""
+    return bool(getattr(problem, "gives_numbers", False))

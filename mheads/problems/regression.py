@@ -177,9 +177,10 @@ class Regression(ProblemDefaults):
 
     Targets that had a `shape` of more axes, such as [T, 2], are flat, and answers have that shape, [M, B, T, 2].
     Members that learn targets less `mean_of_targets`, divided by `std_of_targets` [D], answer in the old units.
-    `variances`:
-    a member gives the logarithm of the variance beside its answer. `kernels`: see `calibrated`.
+    `variances`: a member gives the logarithm of the variance beside its answer. `kernels`: see `calibrated`.
     """
+
+    gives_numbers: ClassVar[bool] = True
 
     num_values: int
     shape: tuple[int, ...] = ()

@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+import time
 
 import pytest
 from helpers.commands import assert_same_run
@@ -82,6 +83,8 @@ def test_the_folder_of_another_training_in_the_same_place_is_left_alone(whole, t
     run = tmp_path / "run"
 
     def replace():
+        while step == 5 and not (run / "checkpoints/step-00000004").exists():
+            time.sleep(0.01)  # the checkpoint is written beside the training, which would otherwise meet the new folder
         shutil.rmtree(run)
         shutil.copytree(whole, run)
         (run / ".lock").unlink()

@@ -43,6 +43,14 @@ def test_a_block_is_what_the_paper_draws():
     torch.testing.assert_close(block(x), F.relu(inner + shortcut))
 
 
+def test_gradients_of_a_shortcut_keep_the_layout_of_images():
+    """A gradient in another layout makes every pass over it, down to the first layer, several times as slow."""
+    block = NETWORKS["resnet20"]().layer2[0].to(memory_format=torch.channels_last)
+    x = torch.randn(2, 16, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+    (dx,) = torch.autograd.grad(block(x).square().sum(), x)
+    assert dx.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_transformer_block_attends_as_torchs_own():
     torch.manual_seed(0)
     block = NETWORKS["vit"](width=24, heads=3, depth=1).block0.eval()

@@ -22,6 +22,7 @@ from mheads.common.signals import handling
 from mheads.config.schema import Config
 from mheads.problems.metric_text import label
 from mheads.report.figures.figure import save
+from mheads.report.figures.suite_costs import draw_costs
 from mheads.report.figures.suite_rows import draw_suite
 from mheads.suites import findings, markdown, results, tables
 from mheads.suites.jobs import Options, SuiteJob, sort_jobs
@@ -270,13 +271,18 @@ def _write_tables(folder: Path, console: Console, changed: Sequence[Path] | None
 
 def _draw(document: results.Document) -> Any:
     rows = findings.rows_run(document) or [entry["name"] for entry in document["rows"]]
+    against_costs = document.get("cost_figure", [])
     panels: dict[str, list[tuple[Any, ...]]] = {}
-    for metric in [metric for metric in document["metrics"] if metric != "members"] or ["oracle"]:
+    for metric in against_costs or [metric for metric in document["metrics"] if metric != "members"] or ["oracle"]:
         panels[label(metric)] = points = []
         for row in rows:
             ours, paper = findings.trials(document, row, metric), findings.paper(document, row, metric) or {}
             mean, std = (ours.mean, ours.std) if ours else (None, None)
             points.append((mean, std, paper.get("mean"), paper.get("std")))
+    if against_costs:
+        counted = {entry["name"]: entry.get("cost", {}) for entry in document["rows"]}
+        costs = {f"{kind} FLOP": [counted[row].get(kind) for row in rows] for kind in ("training", "inference")}
+        return draw_costs(rows, panels, costs, tables.title(document))
     return draw_suite(rows, panels, tables.title(document))
 
 

@@ -1,7 +1,7 @@
 """The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
 
-{"suite", "about", "recipe", "members", "scale", "validation", "test", "independent", "overrides", "command", "metrics",
- "rows": [{"name", "run", "metrics", "paper", "cost"}], "claims": [...],
+{"suite", "about", "recipe", "members", "scale", "validation", "test", "independent", "cost_figure",
+ "overrides", "command", "metrics", "rows": [{"name", "run", "metrics", "paper", "cost"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "marks", "command", "result", "versions", "machine"}]}}
 
 A row's "run" is the key of its runs: see `Planner.key`. `run_entries.py` says what is kept of a run. Tables and figures
@@ -56,6 +56,7 @@ def make_document(table: ExpandedSuite, planner: Planner) -> Document:
         "validation": options.validation,
         **({"test": True} if options.test else {}),
         **({"independent": suite.independent} if suite.independent else {}),
+        **({"cost_figure": suite.cost_figure} if suite.cost_figure else {}),
         "overrides": [hide_local_paths(override) for override in options.overrides],
         "command": "",
         "metrics": suite.metrics,
@@ -198,6 +199,7 @@ class _Document(_Model):
     validation: int
     test: bool = False
     independent: str = ""
+    cost_figure: list[str] = []
     overrides: list[str]
     command: str
     metrics: list[str]

@@ -73,6 +73,7 @@ class Suite(BaseModel):
     metrics: list[str] = ["single", "ensemble_mean", "oracle", "top_m"]
     rows: list[SuiteRow] = Field(min_length=1)
     independent: str | None = None  # the row of independent members, by which `dee` counts
+    cost_figure: list[str] = []  # the metrics that the figure shows against what a row costs, instead of row by row
     ood: list[str] = []  # data keys of other examples, which confidence should tell apart (`auroc`, `fpr95`)
     recipes: dict[str, RecipeChanges] = {}
     paper: dict[str, dict[str, dict[str, Any]]] = {}  # recipe -> row -> metric -> figure, see read_figure
@@ -126,8 +127,9 @@ def _parse(text: str, name: str, source: str) -> Suite:
 
 
 def _check_metrics(suite: Suite) -> None:
-    for metric in suite.metrics:
-        check_metric(metric, f"{suite.source}: metrics")
+    for key, metrics in (("metrics", suite.metrics), ("cost_figure", suite.cost_figure)):
+        for metric in metrics:
+            check_metric(metric, f"{suite.source}: {key}")
     for row in suite.rows:
         check_shown(row.metrics, f"row {row.name!r}: metrics")
     for recipe, rows in suite.paper.items():

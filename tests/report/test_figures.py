@@ -19,6 +19,7 @@ from mheads.report.charts.over_training import chart_losses, chart_measures
 from mheads.report.charts.overlaps import Hidden, find_hidden_parts, name_equal_lines
 from mheads.report.figures import draw, figure
 from mheads.report.figures.figure import save
+from mheads.report.figures.suite_costs import draw_costs
 from mheads.report.figures.suite_rows import draw_suite
 from mheads.report.page import svg
 
@@ -216,6 +217,18 @@ def test_a_suite_has_panels_and_rows_for_what_is_known():
     assert [panel.get_xlabel() for panel in shown] == ["Oracle", "Ensemble-Mean"]
     assert [text.get_text() for text in shown[0].get_yticklabels()] == ["one", "three"]
     assert len(draw_suite(["one"], {"Oracle": [nothing]}, "not run yet").axes) == 1
+
+
+def test_costs_of_a_suite_are_multiples_of_those_of_its_first_row():
+    nothing = (None,) * 4
+    metrics = {"Ensemble-Mean": [(80.0, 1.0, None, None), (82.0, None, None, None), nothing, (90.0, None, None, None)]}
+    costs = {"training FLOP": [2e9, 8e9, 1e9, None], "inference FLOP": [1e6, 1e6, 1e6, None]}
+    figure = draw_costs(["one", "four", "not run", "of unknown cost"], metrics, costs, "a suite")
+    training, inference = figure.axes
+    points = [[tuple(bar[0].get_xydata()[0]) for bar in panel.containers] for panel in (training, inference)]
+    assert points == [[(1, 80), (4, 82)], [(1, 80), (1, 82)]]
+    assert training.get_xlabel() == "training FLOP, one = 1" and training.get_ylabel() == "Ensemble-Mean"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one", "four"]
 
 
 # Losses, and lines that lie on each other.

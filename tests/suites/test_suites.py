@@ -36,7 +36,7 @@ def rows(suite, recipe, *overrides):
 # Rows.
 
 
-FOREST = ("forest", "forest_full", "forest_rates")  # which name layers of one network
+FOREST = ("fast", "forest", "forest_full", "forest_rates")  # which name layers of one network
 
 
 @pytest.mark.parametrize("recipe", [*PAPER, "digits", "cifar10_resnet20", "cifar10_fast"])

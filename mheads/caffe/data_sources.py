@@ -12,6 +12,7 @@ from mheads.caffe.net_plan import NetPlan
 from mheads.caffe.network import check_shape
 from mheads.caffe.prototxt import CaffeLayer, Net
 from mheads.data import DATASETS
+from mheads.data.data_section import read_options
 from mheads.data.readers.caffe_lmdb import lmdb_shape
 
 KNOWN = {"cifar100": "cifar100", "cifar-100": "cifar100", "cifar10": "cifar10", "cifar-10": "cifar10"}
@@ -217,11 +218,8 @@ def shape_of(tree: dict[str, Any], layer: CaffeLayer) -> Shape | None:
         return check_shape(given)
     data = tree["data"]
     entry = DATASETS.get(str(data.get("name")))
-    if entry is not None:
-        keys: dict[str, Any] = {"resize": 256, "crop": None, "grey": False, "path": None} | data
-        keys["path"] = None if keys["path"] is None else Path(str(keys["path"])).expanduser()
-        if (shape := entry.example_shape(**keys)) is not None:
-            return tuple(shape)
+    if entry is not None and (shape := entry.example_shape(**dict(read_options(**data)))) is not None:
+        return tuple(shape)
     dims = _dims(layer)
     if len(dims) > 1 and all(0 < size < 2**31 for size in dims):
         return tuple(dims[1:])

@@ -26,9 +26,9 @@ from mheads.common.options import (
     options_by_key,
     select_options,
 )
-from mheads.config.data_section import DataOptions
 from mheads.config.loss_section import LossOptions
 from mheads.data import resampling
+from mheads.data.data_section import DataOptions
 from mheads.data.resampling import SAMPLINGS
 from mheads.data.views import View
 from mheads.optim.optim_section import GroupOptions, OptimOptions

@@ -15,6 +15,7 @@ from PIL import Image
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
 from mheads.data.augmentation import PADDINGS, Mirror, augment, draw_places
+from mheads.data.data_section import DataOptions
 from mheads.data.readers.image_files import pixels_of
 from mheads.data.splits import SplitDefaults, TargetRows
 from mheads.data.targets import WAYS, as_float32
@@ -96,10 +97,9 @@ class Unlabelled(PaddedSplit):
         return self.raw[rows]
 
 
-def with_augmentation(split: Any, *, pad: int, mirror: Mirror, where: str, padding: str = "zeros") -> Any:
+def with_augmentation(split: Any, options: DataOptions) -> Any:
     """The split with images moved and mirrored in training."""
-    if pad < 0:
-        raise UserError(f"{where}: data.pad is {pad}; it counts pixels, so give 0 or more")
+    where, pad, mirror, padding = options.name, options.pad, options.mirror, options.padding
     reason = ""
     if len(split.shape) != 3:
         reason = f"are for images, but an example is {split.shape[0]} numbers or tokens"
@@ -107,8 +107,6 @@ def with_augmentation(split: Any, *, pad: int, mirror: Mirror, where: str, paddi
         reason = "would move the images and not the classes of their pixels"
     if (pad or mirror) and reason:
         raise UserError(f"{where}: data.pad={pad} and data.mirror={mirror} {reason}; leave both out")
-    if padding not in PADDINGS:
-        raise UserError(f"{where}: data.padding is {padding!r}; it can be {', '.join(PADDINGS)}")
     if padding == "reflect" and len(split.shape) == 3 and pad >= min(split.shape[1:]):
         raise UserError(
             f"{where}: data.pad is {pad}, but images of {split.shape[1]} x {split.shape[2]} pixels can be reflected "

@@ -12,6 +12,7 @@ import torch
 
 from mheads.common import seeds
 from mheads.common.errors import UserError
+from mheads.data.data_section import DataOptions
 from mheads.data.preprocessing import fit_preprocess
 from mheads.data.splits import Data, RowSubset, Source, Split
 from mheads.data.targets import warn_of_flags
@@ -20,31 +21,22 @@ from mheads.problems import Problem, gives_numbers
 
 
 def assemble(
-    name: str,
     train: Source,
     test: Source,
     problem: Problem,
-    asked: str = "auto",
+    options: DataOptions,
     *,
-    normalize: str = "none",
-    validation: int = 0,
-    scale: float | str = "auto",
-    channels: str = "rgb",
     auto: float = 1 / 255,
-    limit: int | None = None,
     statistics: int | None = None,
     hold_out: int | None = None,
     weights: Any = None,
-    normalize_targets: bool = False,
-    calibration: int = 0,
 ) -> Data:
-    """Data from its two splits, and the problem that their targets pose; `asked` is what the user says that it is.
+    """Data from its two splits, and the problem that their targets pose.
 
     `auto` is the scale that uint8 gets by default; `statistics` caps the number of examples that the mean is measured
-    on; `calibration` training examples, the last that are left, are not learned from; with the seed `hold_out` the test
-    split is a tenth of the training examples, in proportion to the classes.
+    on; with the seed `hold_out` the test split is a tenth of the training examples, in proportion to the classes.
     """
-    count = len(train)
+    name, validation, limit, count = options.name, options.validation, options.limit, len(train)
     seen = check_examples(train, test, problem, name, validation)
     importance = None if weights is None else check_weights(weights, count, name)
     rows, out, held_out = np.arange(count), None, None
@@ -60,36 +52,35 @@ def assemble(
         train, test = train.part(slice(count - validation)), train.part(slice(count - validation, None))
         held_out = f"{validation} of {count} examples, the last"
     if limit is not None:
-        if limit < 1:
-            raise UserError(f"{name}: data.limit is {limit}; give the number of examples to keep, 1 or more")
         rows, out = rows[:limit], None if out is None else out[:limit]
         train, test = train.part(slice(limit)), test.part(slice(limit))
-    check_for_numbers(name, problem, asked, calibration=calibration, normalize_targets=normalize_targets)
-    train, held_back = _hold_back(train, calibration, name) if calibration else (train, None)
+    check_for_numbers(problem, options)
+    train, held_back = _hold_back(train, options.calibration, name) if options.calibration else (train, None)
     rows = rows[: len(train)]
     test = test.without_augmentation()
     side = check_same_shapes(train, test, name)
     if importance is not None:
         importance = _scale_weights(importance[rows], name)
-    factor = check_scaling(train, seen, normalize, scale, channels, auto, name)
-    preprocess = replace(fit_preprocess(train, normalize, factor, statistics), bgr=channels == "bgr")
+    factor = check_scaling(train, seen, options, auto)
+    preprocess = fit_preprocess(train, options.normalize, factor, statistics)
+    preprocess = replace(preprocess, bgr=options.channels == "bgr")
     fingerprint = _fingerprint(train, test, importance)
     data = Data(name, train, test, problem, preprocess, fingerprint, seen, importance, held_out, out, rows, count, side)
     data = replace(data, calibration=held_back)
-    data = data.with_normalized_targets() if normalize_targets else data
-    if asked == "auto":
+    data = data.with_normalized_targets() if options.normalize_targets else data
+    if options.problem == "auto":
         warn_of_flags(train.targets, problem)
-    return data.with_examples_as_targets() if asked == "examples" else data
+    return data.with_examples_as_targets() if options.problem == "examples" else data
 
 
-def check_for_numbers(name: str, problem: Problem, asked: str, **options: Any) -> None:
+def check_for_numbers(problem: Problem, options: DataOptions) -> None:
     """Raises for options that only targets that are numbers can have."""
-    if asked != "examples" and gives_numbers(problem):
+    if options.problem != "examples" and gives_numbers(problem):
         return
-    learned = "its examples themselves" if asked == "examples" else problem.name
-    for key, value in options.items():
-        if value:
-            raise UserError(f"data.{key} is for numbers, and {name} is {learned}: leave out data.{key}={value}")
+    learned = "its examples themselves" if options.problem == "examples" else problem.name
+    for key in ("calibration", "normalize_targets"):
+        if value := getattr(options, key):
+            raise UserError(f"data.{key} is for numbers, and {options.name} is {learned}: leave out data.{key}={value}")
 
 
 def _hold_back(train: Source, count: int, name: str) -> tuple[Source, Source]:
@@ -144,27 +135,22 @@ def side_shapes(split: Split) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_scaling(
-    train: Source, seen: ValueRange, normalize: str, scale: float | str, channels: str, auto: float, name: str
-) -> float:
+def check_scaling(train: Source, seen: ValueRange, options: DataOptions, auto: float) -> float:
     """The number that raw values are multiplied by, if what is asked for fits the examples."""
-    if seen.kind == "tokens" and (normalize != "none" or scale != "auto"):
+    scale = options.scale
+    if seen.kind == "tokens" and (options.normalize != "none" or scale != "auto"):
         raise UserError(
-            f"{name}: data.normalize={normalize} and data.scale={scale} are for numbers, but the examples are {seen}, "
-            "which go to the network as they are; give data.normalize=none and data.scale=auto"
+            f"{options.name}: data.normalize={options.normalize} and data.scale={scale} are for numbers, but the "
+            f"examples are {seen}, which go to the network as they are; give data.normalize=none and data.scale=auto"
         )
-    if channels == "bgr" and (len(train.shape) != 3 or train.shape[0] != 3):
+    if options.channels == "bgr" and (len(train.shape) != 3 or train.shape[0] != 3):
         raise UserError(
-            f"{name}: data.channels is bgr, but examples have the shape {train.shape}: it is for images of three "
-            "channels; leave it out"
+            f"{options.name}: data.channels is bgr, but examples have the shape {train.shape}: it is for images of "
+            "three channels; leave it out"
         )
     if scale == "auto":
         return auto if seen.kind == "uint8" else 1.0
-    if isinstance(scale, str) or not scale > 0:
-        raise UserError(
-            f"{name}: data.scale is {scale}; raw values are multiplied by it, so give auto or a number above 0"
-        )
-    return float(scale)
+    return scale
 
 
 def _groups(split: Split, problem: Problem) -> np.ndarray:

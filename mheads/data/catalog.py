@@ -14,7 +14,7 @@ import numpy as np
 from mheads.common.errors import UserError
 from mheads.data.arrays import with_augmentation
 from mheads.data.assembly import assemble
-from mheads.data.augmentation import Mirror
+from mheads.data.data_section import DataOptions, read_options
 from mheads.data.detection.regions import read_voc, region_shape
 from mheads.data.readers.cache import cache_dir
 from mheads.data.readers.caffe_lmdb import lmdb_shape, read_lmdb
@@ -39,9 +39,9 @@ from mheads.problems import Problem
 
 @dataclass(frozen=True)
 class Dataset:
-    """All that is particular to a dataset. Its functions get those keys of `load` that are their arguments.
+    """All that is particular to a dataset. Its functions get those keys of `data.` that are their arguments.
 
-    `read(root, path, mirror, resize, crop, grey, problem, need_test)` gives the training and the test split and the
+    `read(path, mirror, ..., need_test, only)` gives the training and the test split and the
     problem. Splits that it mirrors itself are left alone; others are arrays, moved and mirrored by `pad` and `mirror`.
     Without `need_test`, examples for testing will be held out of the training split, and the test split may be empty.
 
@@ -173,76 +173,40 @@ DATASETS = {
 }
 
 
-def load(
-    name: str,
-    *,
-    root: Path | None = None,
-    path: Path | None = None,
-    test_path: Path | None = None,
-    validation: int = 0,
-    normalize: str = "none",
-    scale: float | str = "auto",
-    channels: str = "rgb",
-    pad: int = 0,
-    padding: str = "zeros",
-    mirror: Mirror = False,
-    resize: int = 256,
-    crop: int | None = None,
-    grey: bool = False,
-    limit: int | None = None,
-    arrays: tuple[str, str] | None = None,
-    problem: str = "auto",
-    regions: dict[str, Any] | None = None,
-    only: str | None = None,
-    table: str | None = None,
-    fold: int = 0,
-    normalize_targets: bool = False,
-    calibration: int = 0,
-) -> Data:
-    """A dataset by name, ready to train on. The keywords are those of `data.` in a config.
+def load(name: str, *, only: str | None = None, **keys: Any) -> Data:
+    """A dataset by name, ready to train on. The keywords are the keys of `data.` in a config (docs/configuration.md).
 
-    root: where cifar10 and cifar100 are, instead of the cache. path: the user's folder or file.
-    validation: hold out the last n training examples as the test split, and leave the real test set alone.
-    normalize: none, mean_image (of every pixel) or mean_std (of every channel), measured on the training examples.
-    scale: multiplies the raw values first; auto brings uint8 pixels to 0..1 and leaves floats alone.
-    channels: rgb or bgr, the order that the network sees. pad, padding, mirror: random crops of the image padded with
-    zeros or its reflection, and random mirrors, in training. resize, crop, grey: for images in files, the shorter side,
-    the square cut out of it, and whether they are read in one channel. limit: keep only the first n training and the
-    first n test examples. arrays: the names of examples and targets in HDF5 files. problem: what the targets are, where
-    they alone do not decide; examples: the examples themselves are learned. regions: the options of voc. only: test,
-    where nothing is to be learned. table, fold: of uci, which table and which of its splits. normalize_targets: numbers
-    are learned less their mean, divided by their standard deviation. calibration: the last n training examples that are
-    left are not learned from; the kernels of a density are chosen on them.
+    `only` is test where nothing is to be learned.
     """
-    if name not in DATASETS:
-        raise UserError(f"there is no dataset {name!r}; there are {', '.join(DATASETS)}")
-    entry, paths = DATASETS[name], {"root": root, "path": path, "test_path": test_path}
-    keys: dict[str, Any] = {key: None if place is None else Path(place).expanduser() for key, place in paths.items()}
-    keys |= {"pad": pad, "mirror": mirror, "resize": resize, "crop": crop, "grey": grey, "channels": channels}
-    keys |= {"arrays": arrays, "regions": regions, "only": only, "table": table, "fold": fold}
-    keys |= {"problem": "auto" if problem == "examples" else problem}
-    keys |= {"limit": None if validation else limit}  # examples that are not used need not be read
+    return load_section(read_options(name=name, **keys), only)
+
+
+def load_section(options: DataOptions, only: str | None = None) -> Data:
+    """The dataset that the `data` section of a config describes."""
+    if options.name not in DATASETS:
+        raise UserError(f"there is no dataset {options.name!r}; there are {', '.join(DATASETS)}")
+    entry = DATASETS[options.name]
+    keys = {**dict(options), "only": only, "need_test": options.validation == 0}
+    keys["problem"] = "auto" if options.problem == "examples" else options.problem
+    keys["limit"] = None if options.validation else options.limit  # examples that are not used need not be read
     check_keys(entry, keys)
-    train, test, solved = _call(entry.read, {**keys, "need_test": validation == 0})
+    train, test, problem = _call(entry.read, keys)
     if not entry.takes("mirror"):
-        train = with_augmentation(train, pad=pad, padding=padding, mirror=mirror, where=name)
-    options: dict[str, Any] = {"normalize": normalize, "validation": validation, "scale": scale, "channels": channels}
-    options |= {"limit": limit, "auto": entry.scale, "statistics": entry.statistics}
-    options |= {"normalize_targets": normalize_targets, "calibration": calibration}
-    return assemble(name, train, test, solved, problem, **options)
+        train = with_augmentation(train, options)
+    return assemble(train, test, problem, options, auto=entry.scale, statistics=entry.statistics)
 
 
-# Keys that are an error for datasets whose reader does not take them, unless they have this value; and why.
+# Keys that are an error for datasets whose reader does not take them, unless they have their default; and why.
 UNUSED = {
-    "path": (None, "is not read from a path"),
-    "test_path": (None, "takes none"),
-    "root": (None, "has none"),
-    "crop": (None, "keeps its size (data.pad makes random crops)"),
-    "arrays": (None, "is not read from HDF5 files"),
-    "problem": ("auto", "says itself what is learned"),
-    "grey": (False, "is not read from image folders"),
-    "table": (None, "is one set"),
-    "fold": (0, "has one split"),
+    "path": "is not read from a path",
+    "test_path": "takes none",
+    "root": "has none",
+    "crop": "keeps its size (data.pad makes random crops)",
+    "arrays": "is not read from HDF5 files",
+    "problem": "says itself what is learned",
+    "grey": "is not read from image folders",
+    "table": "is one set",
+    "fold": "has one split",
 }
 
 
@@ -250,8 +214,8 @@ def check_keys(entry: Dataset, keys: dict[str, Any]) -> None:
     """Raises an error for keys that mean nothing to this dataset, instead of ignoring them."""
     if entry.needs_path and keys["path"] is None:
         raise UserError(f"dataset {entry.name!r} reads your own files; say where they are with data.path")
-    for key, (unset, reason) in UNUSED.items():
-        if keys[key] != unset and not entry.takes(key):
+    for key, reason in UNUSED.items():
+        if keys[key] != DataOptions.model_fields[key].default and not entry.takes(key):
             others = " or ".join(other.name for other in DATASETS.values() if other.takes(key))
             raise UserError(
                 f"data.{key} is {keys[key]}, but {entry.name!r} {reason}; leave it out, or use {others}",

@@ -15,7 +15,6 @@ from mheads.common.nested_values import Value
 if TYPE_CHECKING:
     from mheads.data.splits import Source, Split
 
-NORMALIZE = ("none", "mean_image", "mean_std")  # and init, which is not measured
 CHUNK = 500  # examples read at a time for the statistics
 
 
@@ -143,8 +142,6 @@ def fit_preprocess(train: Source, normalize: str, scale: float, limit: int | Non
     none: scaling alone. mean_image: the mean of every pixel of the whole images, as Caffe does. mean_std: mean and
     standard deviation of every channel (of every feature, for vectors).
     """
-    if normalize not in NORMALIZE:
-        raise UserError(f"data.normalize is {normalize!r}; it can be {', '.join(NORMALIZE)}")
     if normalize == "none":
         return Preprocess(scale=scale)
     count = len(train) if limit is None else min(limit, len(train))

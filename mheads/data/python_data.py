@@ -24,7 +24,7 @@ from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.data.arrays import ArraySplit, as_side, as_split, with_augmentation
 from mheads.data.assembly import assemble
-from mheads.data.augmentation import Mirror
+from mheads.data.data_section import read_options
 from mheads.data.splits import Data
 from mheads.data.targets import pose_targets
 from mheads.data.torch_dataset import DatasetSplit, item_of, read_dataset, repeatable, same_names, stack, stack_side
@@ -38,19 +38,10 @@ def from_arrays(
     test: Any,
     *,
     classes: Sequence[str] | None = None,
-    problem: str = "auto",
-    normalize: str = "none",
-    validation: int = 0,
-    scale: float | str = "auto",
-    pad: int = 0,
-    padding: str = "zeros",
-    mirror: Mirror = False,
-    limit: int | None = None,
     hold_out: int | None = None,
     weights: Any = None,
-    normalize_targets: bool = False,
-    calibration: int = 0,
     name: str = "arrays",
+    **keys: Any,
 ) -> Data:
     """A dataset from (examples, labels), lists of pairs, torch Datasets or DataLoaders.
 
@@ -59,27 +50,19 @@ def from_arrays(
     where they alone do not decide. Without `test` (and without `validation`) the test split is empty,
     or with the seed `hold_out` a tenth of the training examples, of each class its share. Without `classes` they are
     the sorted names of the training labels, or numbered up to the largest label. `weights` [N] say how much each
-    training example counts. The other options are those of `load`.
+    training example counts. The other keywords are keys of `data.` in a config.
     """
+    options = read_options(name=name, **keys)
     splits = {"train": as_source(train, f"{name}: train")}
     if test is not None:
         splits["test"] = as_source(test, f"{name}: test")
-    sources, solved = pose_targets(splits, classes, "auto" if problem == "examples" else problem)
+    sources, problem = pose_targets(splits, classes, "auto" if options.problem == "examples" else options.problem)
+    held_out = hold_out if test is None and not options.validation else None
+    empty = sources["train"].part(slice(0))
     return assemble(
-        name,
-        with_augmentation(sources["train"], pad=pad, padding=padding, mirror=mirror, where=name),
-        sources.get("test", sources["train"].part(slice(0))),
-        solved,
-        problem,
-        normalize=normalize,
-        validation=validation,
-        scale=scale,
-        limit=limit,
-        hold_out=hold_out if test is None and not validation else None,
-        weights=weights,
-        normalize_targets=normalize_targets,
-        calibration=calibration,
-    )
+        with_augmentation(sources["train"], options), sources.get("test", empty), problem, options,
+        hold_out=held_out, weights=weights,
+    )  # fmt: skip
 
 
 def as_source(examples: Any, where: str) -> ArraySplit | DatasetSplit:

@@ -13,7 +13,7 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.data.batches import Reader
 from mheads.data.detection.proposals import propose_regions
-from mheads.data.detection.regions import RegionSampling, RegionSplit, decode_image
+from mheads.data.detection.regions import RegionSplit, decode_image
 from mheads.data.detection.voc import Scene
 from mheads.data.readers.image_files import open_image
 from mheads.problems import finds_objects
@@ -47,8 +47,9 @@ def find_objects(
     net = build_net_of_run(folder, config, watch.warn, trust=trust)
     folder.load_weights(net, watch.warn)
     scene = read_scene(image, watch)
-    options = config.data.regions.model_dump(exclude={"objects", "strict"})
-    sampling = RegionSampling(**{**options, "proposals": proposals or options["proposals"]})
+    sampling = config.data.regions
+    if proposals:
+        sampling = sampling.model_copy(update={"proposals": proposals})
     (regions,) = propose_regions(sampling.proposals, [scene], "test", sampling.most, watch.warn)
     if not len(regions):
         raise UserError(f"no region is proposed in {image} by {sampling.proposals}: give others with --proposals")

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from mheads import data as datasets
 from mheads import networks
 from mheads.common import fingerprint, nested_values, safe_yaml
 from mheads.common.device import default_workers, resolve
@@ -26,6 +25,7 @@ from mheads.common.nested_values import Value
 from mheads.common.precision import PRECISIONS, reason_against
 from mheads.config.schema import Config
 from mheads.data import Data
+from mheads.data.catalog import load_section
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.stacked_stages import all_small, siblings_to_stack, stack_threads
 from mheads.engine.threads import ThreadsEngine, auto_micro_batches, available_cores
@@ -248,13 +248,12 @@ def _is_plain_loss(function: Callable[..., Any], args: dict[str, Any]) -> bool:
 
 def load_data(config: Config, only: str | None = None) -> Data:
     """The data of a config; `only` test where nothing is to be learned from them."""
-    options = {**config.data.model_dump(exclude={"reader"}), "only": only}
-    if options["normalize"] != "init":
-        return datasets.load(options.pop("name"), **options)
+    if config.data.normalize != "init":
+        return load_section(config.data, only)
     source = RunFolder(Path(config.init))
     if config.init in ("random", "same") or not source.exists():
         raise UserError(f"data.normalize=init is for a start from a run, and init is {config.init}: give its folder")
-    data = datasets.load(options.pop("name"), **{**options, "normalize": "none"})
+    data = load_section(config.data.model_copy(update={"normalize": "none"}), only)
     facts = source.read_data()
     same = facts.shape == tuple(data.train.shape)
     return replace(data, preprocess=facts.preprocess if same else facts.preprocess.by_channel())

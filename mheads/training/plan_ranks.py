@@ -97,7 +97,7 @@ def place(
 def input_shape(config: Config) -> tuple[int, ...]:
     """The shape of an example, as its dataset or else its network is known to have it."""
     entry = DATASETS.get(config.data.name)
-    shape = None if entry is None else entry.example_shape(**config.data.model_dump())
+    shape = None if entry is None else entry.example_shape(**dict(config.data))
     if shape is None:
         shape = INPUT_SHAPES.get(config.model)
     if shape is None:

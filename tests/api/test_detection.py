@@ -18,7 +18,8 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Silent
 from mheads.config import read as configs
 from mheads.data.batches import BatchStream, Reader
-from mheads.data.detection.regions import RegionSampling, label_regions
+from mheads.data.data_section import RegionOptions
+from mheads.data.detection.regions import label_regions
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import average_precisions, matches
 from mheads.problems.detection import FLOOR, MOST, SUPPRESS
@@ -100,7 +101,7 @@ def test_difficult_objects_are_neither_learned_nor_background():
     proposed = np.array(
         [[0, 0, 19, 19], [1, 0, 19, 9], [0, 0, 19, 60], [40, 0, 59, 18], [40, 0, 59, 60], [80, 30, 90, 40]]
     )
-    boxes, classes, deltas = label_regions(scene, proposed, RegionSampling(), with_truth=True)
+    boxes, classes, deltas = label_regions(scene, proposed, RegionOptions(), with_truth=True)
     assert len(boxes) == 7 and np.array_equal(boxes[0], objects[0])  # the one that is not difficult joins
     assert classes.tolist() == [1, 1, 0, 0, -1, -1, -1]  # itself, a hit, two near; on a difficult one; near it; far
     assert np.abs(deltas[:2]).max() == 0
@@ -119,7 +120,7 @@ def test_statistics_of_box_targets_bring_them_to_mean_0_and_deviation_1(experime
 
 
 def test_images_keep_their_ratio_within_the_sides():
-    drawing = RegionSampling(short_side=600, long_side=1000)
+    drawing = RegionOptions(short_side=600, long_side=1000)
     assert drawing.scale(500, 375) == 1.6
     assert drawing.scale(1000, 200) == 1.0
     assert drawing.scale(300, 300) == 2.0
@@ -654,7 +655,7 @@ def test_what_overlaps_nothing_is_background_though_another_object_is_difficult(
 
     scene = Scene("s", None, Truth(np.array([[0.0, 0, 9, 9]]), np.array([1]), np.array([True]), 100, 50))
     proposed = np.array([[0, 0, 9, 8], [50, 20, 60, 30]])
-    drawing = RegionSampling(background_overlap=(0, 0.5))
+    drawing = RegionOptions(background_overlap=(0, 0.5))
     assert label_regions(scene, proposed, drawing, with_truth=True)[1].tolist() == [-1, 0]
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 from mheads.common.errors import UserError
 from mheads.data.augmentation import Mirror, draw_mirrored, uniforms
+from mheads.data.data_section import RegionOptions
 from mheads.data.detection import proposals
 from mheads.data.detection.voc import CLASSES, Complaints, Scene, find_devkit, read_list, read_scenes
 from mheads.data.file_digests import digest_files
@@ -28,26 +29,6 @@ WHOLE = 256  # side of the squares that the pixels' mean is measured on
 COMMON = np.array([0.1, 0.1, 0.2, 0.2])  # deviations of box targets where too few are there to measure
 
 
-@dataclass(frozen=True)
-class RegionSampling:
-    """How regions are drawn; the defaults are those of the Fast R-CNN release."""
-
-    proposals: str = proposals.SEARCH
-    with_objects: bool = False
-    most: int = 2000
-    per_image: int = 64
-    foreground: float = 0.25
-    foreground_overlap: float = 0.5
-    background_overlap: tuple[float, float] = (0.1, 0.5)
-    short_side: int = 600
-    long_side: int = 1000
-
-    def scale(self, width: int, height: int) -> float:
-        """What the image is multiplied by: the shorter side becomes `short_side`, the longer at most `long_side`."""
-        ratio = self.short_side / min(width, height)
-        return self.long_side / max(width, height) if round(ratio * max(width, height)) > self.long_side else ratio
-
-
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
 class RegionSplit(SplitDefaults):
     """Images with regions. In training, some regions of each, drawn by the seed, which also mirrors half of them; else
@@ -56,7 +37,7 @@ class RegionSplit(SplitDefaults):
     scenes: Sequence[Scene]
     proposed: Sequence[np.ndarray]
     numbers: np.ndarray
-    drawing: RegionSampling
+    drawing: RegionOptions
     means: np.ndarray  # [1 + C, 4] of what turns regions into boxes, for each class
     deviations: np.ndarray
     mirror: Mirror = False
@@ -177,7 +158,7 @@ def decode_image(path: Path, size: tuple[int, int] | None = None) -> np.ndarray:
 
 
 def label_regions(
-    scene: Scene, proposed: np.ndarray, drawing: RegionSampling, with_truth: bool
+    scene: Scene, proposed: np.ndarray, drawing: RegionOptions, with_truth: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Boxes [P, 4], first the objects if `with_truth`, with their classes [P] and what turns each into its object.
 
@@ -200,7 +181,7 @@ def label_regions(
     return boxes, classes, box.encode(boxes, truth.boxes[best])
 
 
-def _draw(classes: np.ndarray, drawing: RegionSampling, chance: np.random.Generator) -> np.ndarray:
+def _draw(classes: np.ndarray, drawing: RegionOptions, chance: np.random.Generator) -> np.ndarray:
     """Rows of the regions that an image gives: at most a part of objects, the rest background."""
     objects, background = np.flatnonzero(classes > 0), np.flatnonzero(classes == 0)
     count = min(len(objects), round(drawing.foreground * drawing.per_image))
@@ -211,7 +192,7 @@ def _draw(classes: np.ndarray, drawing: RegionSampling, chance: np.random.Genera
 
 
 def box_statistics(
-    scenes: Sequence[Scene], proposed: Sequence[np.ndarray], drawing: RegionSampling, classes: int, mirror: bool
+    scenes: Sequence[Scene], proposed: Sequence[np.ndarray], drawing: RegionOptions, classes: int, mirror: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation [1 + C, 4] of what turns the regions of a class into its objects, in training.
 
@@ -241,16 +222,14 @@ def read_voc(
     path: Path,
     *,
     mirror: bool,
-    regions: dict[str, Any],
+    regions: RegionOptions,
     need_test: bool,
     limit: int | None = None,
     only: str | None = None,
 ) -> tuple[RegionSplit, RegionSplit, Problem]:
     """Images to learn from and to test on, and the problem; with `only` test, those to test on, twice."""
-    options = dict(regions)
-    objects, complain = options.pop("objects"), Complaints(options.pop("strict"))
-    classes = CLASSES if objects == "voc" else tuple(objects)
-    drawing = RegionSampling(**{**options, "background_overlap": tuple(options["background_overlap"])})
+    drawing, complain = regions, Complaints(regions.strict)
+    classes = CLASSES if regions.objects == "voc" else tuple(regions.objects)
     check_regions(classes, drawing)
     root = find_devkit(path)
     parts: dict[str, tuple[list[Scene], list[np.ndarray]]] = {}
@@ -287,7 +266,7 @@ def read_voc(
     return splits[0], splits[1].without_augmentation(), problem
 
 
-def check_regions(classes: Sequence[str], drawing: RegionSampling) -> None:
+def check_regions(classes: Sequence[str], drawing: RegionOptions) -> None:
     """Raises an error for options that would teach nothing, or not what they say."""
     doubles = [name for i, name in enumerate(classes) if name in classes[:i] or name == BACKGROUND]
     if doubles or not classes:
@@ -306,7 +285,7 @@ def check_regions(classes: Sequence[str], drawing: RegionSampling) -> None:
 
 
 def _select_useful(
-    scenes: list[Scene], proposed: list[np.ndarray], drawing: RegionSampling, complain: Complaints
+    scenes: list[Scene], proposed: list[np.ndarray], drawing: RegionOptions, complain: Complaints
 ) -> tuple[list[Scene], list[np.ndarray]]:
     """The images that have a region to learn from."""
     useful = []
@@ -322,6 +301,6 @@ def _select_useful(
     return [scenes[i] for i in useful], [proposed[i] for i in useful]
 
 
-def region_shape(regions: dict[str, Any]) -> tuple[int, ...]:
+def region_shape(regions: RegionOptions) -> tuple[int, ...]:
     """The shape that the largest images have."""
-    return (3, regions["short_side"], regions["long_side"])
+    return (3, regions.short_side, regions.long_side)

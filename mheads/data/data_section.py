@@ -1,13 +1,16 @@
-"""The keys of a config's `data` section."""
+"""The keys of a config's `data` section, which are the keywords of `load` and `from_arrays` as well."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
+from mheads.common.errors import UserError
 from mheads.common.options import Location, Section, absolute_path, option
+from mheads.common.safe_yaml import as_plain, short
+from mheads.data.augmentation import Mirror
 
 
 def _absolute_proposals(proposals: str) -> str:
@@ -33,6 +36,11 @@ class RegionOptions(Section):
     short_side: int = option(600, "length of the shorter side of an image", ge=16, le=10_000)
     long_side: int = option(1000, "length of the longer side, at most", ge=16, le=10_000)
     strict: bool = option(False, "stop at the first thing that is wrong in the annotations")
+
+    def scale(self, width: int, height: int) -> float:
+        """What an image is multiplied by: the shorter side becomes `short_side`, the longer at most `long_side`."""
+        ratio = self.short_side / min(width, height)
+        return self.long_side / max(width, height) if round(ratio * max(width, height)) > self.long_side else ratio
 
 
 class DataOptions(Section):
@@ -68,7 +76,7 @@ class DataOptions(Section):
     channels: Literal["rgb", "bgr"] = option("rgb", "images: the order of channels that the network sees")
     pad: int = option(0, "training: pad by n pixels and crop back at random", ge=0, le=1000)
     padding: Literal["zeros", "reflect"] = option("zeros", "training: what stands around a padded image")
-    mirror: bool | Literal["alternating"] = option(
+    mirror: Mirror = option(
         False,
         "training: mirror at random; alternating: in every other epoch, beginning at random with this or the next",
     )
@@ -80,3 +88,16 @@ class DataOptions(Section):
     reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
         option("every", "ranks: each reads what it needs, or the main rank, 0, reads for all")
     )
+
+
+def read_options(**keys: Any) -> DataOptions:
+    """The section with these keys; a value that it does not take raises a UserError."""
+    try:
+        return DataOptions.model_validate(as_plain(keys))
+    except ValidationError as error:
+        mistakes = error.errors(include_url=False)
+        key = str(mistakes[0]["loc"][0])
+        messages = [mistake["msg"].removeprefix("Value error, ") for mistake in mistakes if mistake["loc"][0] == key]
+        raise UserError(
+            f"data.{key} is {short(keys.get(key))}: {', or '.join(dict.fromkeys(messages))}", key=f"data.{key}"
+        ) from None

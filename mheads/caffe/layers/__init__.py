@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
+
+from torch import nn
 
 from mheads.caffe.layer_graph import BROADCAST, DATA, GATHER, is_data
 from mheads.caffe.layers import activations, losses, pooling
@@ -41,10 +44,10 @@ KINDS: dict[str, Kind] = {
     "LRN": Kind(pooling.lrn),
     "ReLU": Kind(activations.relu),
     "ELU": Kind(activations.elu),
-    "Sigmoid": Kind(activations.sigmoid),
-    "TanH": Kind(activations.tanh),
-    "AbsVal": Kind(activations.absolute),
-    "BNLL": Kind(activations.bnll),
+    "Sigmoid": Kind(activations.without_options(nn.Sigmoid)),
+    "TanH": Kind(activations.without_options(nn.Tanh)),
+    "AbsVal": Kind(activations.without_options(activations.Abs)),
+    "BNLL": Kind(activations.without_options(partial(nn.Softplus, threshold=50))),
     "Power": Kind(activations.power),
     "Exp": Kind(activations.exponential),
     "Log": Kind(activations.logarithm),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,6 @@ def elu(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     return LayerModules([nn.ELU(layer.message.elu_param.alpha)])
 
 
-def sigmoid(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    return LayerModules([nn.Sigmoid()])
-
-
-def tanh(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    return LayerModules([nn.Tanh()])
-
-
 class Abs(nn.Module):
     """|x|."""
 
@@ -36,12 +29,9 @@ class Abs(nn.Module):
         return x.abs()
 
 
-def absolute(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    return LayerModules([Abs()])
-
-
-def bnll(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
-    return LayerModules([nn.Softplus(threshold=50)])
+def without_options(make: Callable[[], nn.Module]) -> Callable[[CaffeLayer, list[Shape]], LayerModules]:
+    """The maker of a layer that is always the same module."""
+    return lambda layer, shapes: LayerModules([make()])
 
 
 class Power(nn.Module):

@@ -153,9 +153,9 @@ def batch_norm(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
 class Scale(nn.Module):
     """x times a weight, plus a bias, each spread over the axes before `axis` and after its own."""
 
-    def __init__(self, shape: Shape, axis: int, bias: bool, dims: int) -> None:
+    def __init__(self, shape: Shape, axis: int, bias: bool) -> None:
         super().__init__()
-        self.axis, self.dims = axis, dims
+        self.axis = axis
         self.weight = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(shape)) if bias else None
 
@@ -221,7 +221,7 @@ def scale(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
         return LayerModules([ScaleBy(axis, covered if p.bias_term else None)], fillers)
     shape = _weight_shape(layer, p, shapes[0], axis)
     filler = p.filler if p.HasField("filler") else _constant(1)
-    return LayerModules([Scale(shape, axis, p.bias_term, len(shapes[0]))], {"weight": filler, **fillers})
+    return LayerModules([Scale(shape, axis, p.bias_term)], {"weight": filler, **fillers})
 
 
 def bias(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:

@@ -20,10 +20,6 @@ class LayerModules:
     modules: list[nn.Module]
     fillers: Fillers = field(default_factory=dict)
 
-    @property
-    def weighted(self) -> nn.Module:
-        return self.modules[-1]
-
 
 class Detach(nn.Module):
     """Its inputs, some of which no gradient goes back to."""

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mheads.caffe.layers.layer_modules import LayerModules, Shape, per_axis
-from mheads.caffe.message_schema import message
 from mheads.caffe.prototxt import CaffeLayer
 
 MAX, AVE, STOCHASTIC = range(3)
+WITHIN_CHANNEL = 1
 
 
 class Pool(nn.Module):
@@ -120,17 +120,10 @@ class WithinChannelNorm(nn.Module):
 
 def lrn(layer: CaffeLayer, shapes: list[Shape]) -> LayerModules:
     p = layer.message.lrn_param
-    within = (
-        p.norm_region
-        == message("LRNParameter")
-        .DESCRIPTOR.fields_by_name["norm_region"]
-        .enum_type.values_by_name["WITHIN_CHANNEL"]
-        .number
-    )
     if p.local_size % 2 == 0:
         raise layer.refuse(f"local_size: {p.local_size}: give an odd number, so that there is a middle")
     if len(shapes[0]) != 4:
         raise layer.refuse(f"its bottom has the shape {list(shapes[0])}: it takes images")
-    if within:
+    if p.norm_region == WITHIN_CHANNEL:
         return LayerModules([WithinChannelNorm(p.local_size, p.alpha, p.beta)])
     return LayerModules([nn.LocalResponseNorm(p.local_size, p.alpha, p.beta, k=p.k)])

@@ -77,21 +77,9 @@ def _mp4(path: Path, frames: Iterator[np.ndarray], advance: Callable[[int], None
     first = next(frames)
     size = f"{first.shape[1]}x{first.shape[0]}"
     # H.264 in yuv420p with its index first: what browsers and phones play.
-    raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", size, "-r", str(RATE), "-i", "-"]
-    encoding = [
-        "-c:v",
-        "libx264",
-        "-pix_fmt",
-        "yuv420p",
-        "-crf",
-        "23",
-        "-movflags",
-        "+faststart",
-        "-f",
-        "mp4",
-        str(path),
-    ]
-    command = [get_ffmpeg_exe(), "-y", "-loglevel", "error", *raw, *encoding]
+    raw = f"-f rawvideo -pix_fmt rgb24 -s {size} -r {RATE} -i -".split()
+    encoding = ["-c:v", "libx264", "-pix_fmt", "yuv420p", "-crf", "23", "-movflags", "+faststart", "-f", "mp4"]
+    command = [get_ffmpeg_exe(), "-y", "-loglevel", "error", *raw, *encoding, str(path)]
     with tempfile.TemporaryFile() as messages:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=messages, stderr=messages) as ffmpeg:
             assert ffmpeg.stdin is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-GENERATORS = threading.RLock()  # those of torch, numpy and `random`, which belong to the whole process
+_GENERATORS = threading.RLock()  # those of torch, numpy and `random`, which belong to the whole process
 
 
 def derive(*key: int | str) -> int:
@@ -42,26 +42,38 @@ def numpy_generator(*key: int | str) -> np.random.Generator:
 
 
 @contextmanager
-def seed_generators(*key: int | str) -> Iterator[None]:
-    """Inside, the global generators of torch, numpy and `random` start from this key; then they are put back.
+def keep_generators() -> Iterator[Callable[[int], None]]:
+    """Inside, a function that seeds the global generators of torch, numpy and `random`; then they are put back.
 
-    For code that is not ours and draws from them, such as factories of networks. Other threads wait for their turn.
+    For code that is not ours and draws from them. Other threads wait for their turn.
     """
     import numpy as np
     import torch
 
-    seed = derive(*key)
-    with GENERATORS:
-        ours, theirs = random.getstate(), np.random.get_state()
+    def seed(number: int) -> None:
+        torch.default_generator.manual_seed(number)
+        np.random.seed(number % 2**32)
+        random.seed(number)
+
+    with _GENERATORS:
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                np.random.seed(seed % 2**32)
-                random.seed(seed)
-                yield
+            yield seed
         finally:
-            random.setstate(ours)
-            np.random.set_state(theirs)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.set_rng_state(states[2])
+
+
+@contextmanager
+def seed_generators(*key: int | str) -> Iterator[None]:
+    """Inside, the global generators start from this key, on accelerators too: for factories of networks, say."""
+    import torch
+
+    with keep_generators() as seed:
+        torch.manual_seed(derive(*key))
+        seed(derive(*key))
+        yield
 
 
 def global_states() -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from mheads.data.preprocessing import Preprocess
 from mheads.data.python_data import as_source, from_arrays
 from mheads.data.readers.cache import cache_dir
 from mheads.data.readers.download import get
-from mheads.data.resampling import deal, draw_sample_weights, multiply_weights, order, stream
+from mheads.data.resampling import deal, multiply_weights, order, stream
 from mheads.data.sample_weights import check_answers, read_answers, read_sample_weights, select_training_rows
 from mheads.data.splits import Data, Split
 from mheads.data.targets import TARGET_KINDS, pose_targets, warn_of_flags
@@ -31,7 +31,6 @@ __all__ = [
     "check_answers",
     "confusable",
     "deal",
-    "draw_sample_weights",
     "from_arrays",
     "get",
     "load",

@@ -27,8 +27,7 @@ def digest_files(
 
     These are also given to `check`; the first UserError that it raises ends this, with the number of all.
     """
-    store = _store(root)
-    known = _read_store(store)
+    known = _read_store(root)
     entries: dict[str, Entry] = {}
     errors: dict[str, UserError] = {}
 
@@ -50,7 +49,7 @@ def digest_files(
     ):
         list(pool.map(share, range(threads)))
     if any(known.get(name) != entry for name, entry in entries.items()):
-        _write_store(store, entries)
+        _write_store(root, entries)
     if errors:
         more = f" ({len(errors)} such files)" if len(errors) > 1 else ""
         raise UserError(f"{errors[min(errors)]}{more}")
@@ -71,30 +70,24 @@ def _entry(path: Path, known: Entry | None) -> Entry:
         raise UserError(f"{path} cannot be read ({error.strerror}); replace it or take it out") from error
 
 
-def _store(root: Path) -> Path | None:
-    """The file that remembers the digests of a folder; None where there is no place for one."""
-    name = hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]
-    try:
-        return cache.cache_dir() / "contents" / f"{name}.json"
-    except UserError:  # no home folder
-        return None
+def _store(root: Path) -> Path:
+    """The file that remembers the digests of a folder."""
+    return cache.cache_dir() / "contents" / f"{hashlib.sha256(os.fsencode(root.absolute())).hexdigest()[:16]}.json"
 
 
-def _read_store(store: Path | None) -> dict[str, Entry]:
+def _read_store(root: Path) -> dict[str, Entry]:
     try:
-        if store is None:
-            return {}
-        cache.recover(store)
-        return {name: entry for name, entry in unseal(store.read_text())["files"].items() if len(entry) == 4}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        cache.recover(_store(root))
+        return {name: entry for name, entry in unseal(_store(root).read_text())["files"].items() if len(entry) == 4}
+    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # reading all files again is never wrong
 
 
-def _write_store(store: Path | None, entries: dict[str, Entry]) -> None:
-    with suppress(OSError), _writing:  # without it, only the next start is slower
-        if store is not None:
-            content = seal({"files": _read_store(store) | entries})  # two splits may share a folder
-            cache.store(store, content.encode())
+def _write_store(root: Path, entries: dict[str, Entry]) -> None:
+    # Without it, or without a home folder for it, only the next start is slower.
+    with suppress(OSError, UserError), _writing:
+        content = seal({"files": _read_store(root) | entries})  # two splits may share a folder
+        cache.store(_store(root), content.encode())
 
 
 @contextmanager

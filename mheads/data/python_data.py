@@ -27,7 +27,7 @@ from mheads.data.assembly import assemble
 from mheads.data.data_section import read_options
 from mheads.data.splits import Data
 from mheads.data.targets import pose_targets
-from mheads.data.torch_dataset import DatasetSplit, item_of, read_dataset, repeatable, same_names, stack, stack_side
+from mheads.data.torch_dataset import DatasetSplit, item_of, read_dataset, same_names, stack, stack_side
 from mheads.problems import Problem
 
 FORMS = "(examples, labels), (examples, labels, {name: side input}), a list of pairs, a torch Dataset or a DataLoader"
@@ -108,7 +108,7 @@ def read_arrays(
 
 def _read_once(items: Iterable[Any], where: str) -> list[Any]:
     """All items, drawn with the same seed each time, so that a resumed run sees the same."""
-    with repeatable() as seed:
+    with seeds.keep_generators() as seed:
         seed(seeds.derive("stream"))
         kept = list(items)
     if not kept:

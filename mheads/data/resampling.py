@@ -16,7 +16,7 @@ from pydantic import Field
 
 from mheads.common import seeds
 from mheads.common.errors import UserError
-from mheads.common.options import Location, options_of
+from mheads.common.options import Location
 from mheads.data.sample_weights import check_sample_weights
 
 
@@ -33,8 +33,6 @@ def stream(seed: int, n: int, start: int, stop: int) -> tuple[np.ndarray, np.nda
 
     Two int64 arrays [stop - start]. Only the position matters, so a resumed run needs no state.
     """
-    if n < 1:
-        raise UserError(f"there are {n} examples to draw from; give a dataset with at least one")
     positions = np.arange(start, stop)
     epochs = positions // n
     rows = np.empty_like(positions)
@@ -48,14 +46,14 @@ def stream(seed: int, n: int, start: int, stop: int) -> tuple[np.ndarray, np.nda
 class Request:
     """What samplings look at: the class of each training example, int [N], among so many.
 
-    `groups`: the classes of each member, where another run decided them. `weights`: the array that `where` names.
+    `groups`: the classes of each member, where members have their own. `weights`: the array that `where` names.
     """
 
     seed: int
     members: int
     labels: np.ndarray
     num_classes: int
-    groups: Sequence[Sequence[int]] | Literal["random"] | None = None
+    groups: Sequence[Sequence[int]] | None = None
     weights: Any = None
     where: str = "sampling"
 
@@ -94,8 +92,6 @@ def bagging() -> Sampling:
 
 def subset(fraction: Fraction = 0.63) -> Sampling:
     """From a random fraction of the examples, each once."""
-    if not 0 < fraction <= 1:
-        raise UserError(f"sampling fraction is {fraction}; give a part of the training set, above 0 and up to 1")
 
     def draw(request: Request) -> np.ndarray:
         n = len(request.labels)
@@ -110,19 +106,32 @@ def subset(fraction: Fraction = 0.63) -> Sampling:
 
 def specialists(groups: Groups = "random") -> Sampling:
     """From the examples of the member's own classes."""
-
-    def draw(request: Request) -> np.ndarray:
-        own = groups if request.groups is None else request.groups
-        if own == "random":
-            own = deal(request.seed, request.members, request.num_classes)
-        return _specialists(own, request.members, request.labels, request.num_classes)
-
-    return draw
+    return draw_by_class
 
 
 def clustered(generalist: Generalist = None) -> Sampling:
     """As specialists, with groups of classes that another run confuses (`clusters.py`)."""
-    return specialists()
+    return draw_by_class
+
+
+def draw_by_class(request: Request) -> np.ndarray:
+    assert request.groups is not None
+    num_classes, labels = request.num_classes, request.labels
+    owned = np.zeros((request.members, len(labels)), np.float32)
+    for m, group in enumerate(request.groups):
+        if len(group) == 0:
+            raise UserError(f"sampling group {m} is empty; give member {m} at least one class")
+        wrong = [c for c in group if c not in range(num_classes)]
+        if wrong:
+            raise UserError(f"sampling group {m} names class {wrong[0]!r}; the classes are 0 to {num_classes - 1}")
+        mine = np.isin(labels, group)
+        if not mine.any():
+            raise UserError(
+                f"sampling group {m} is {list(group)}, but no training example has such a class;"
+                f" give member {m} classes that occur"
+            )
+        owned[m, mine] = len(labels) / mine.sum()
+    return owned
 
 
 def file(path: WeightsFile = None) -> Sampling:
@@ -158,22 +167,6 @@ SAMPLINGS: dict[str, SamplingEntry] = {
 FACTORIES = {name: entry.make for name, entry in SAMPLINGS.items()}
 
 
-def draw_sample_weights(
-    name: str, *, groups: Any = None, weights: Any = None, where: str = "sampling", **more: Any
-) -> Any:
-    """The sample weights [M, N] of a sampling by name, or None for all alike.
-
-    `more` are seed, members, labels and num_classes of a `Request`, and options of the sampling.
-    """
-    if name not in SAMPLINGS:
-        raise UserError(f"sampling is {name!r}; it can be {', '.join(SAMPLINGS)}")
-    entry = SAMPLINGS[name]
-    if groups is not None and not entry.by_class:
-        raise UserError(f"sampling groups are for 'specialists', but sampling is {name!r}; leave the groups out")
-    options = {key: more.pop(key) for key in options_of(entry.make) if key in more}
-    return entry.make(**options)(Request(groups=groups, weights=weights, where=where, **more))
-
-
 def multiply_weights(sample_weights: np.ndarray | None, weights: np.ndarray | None, members: int) -> np.ndarray | None:
     """The sample weights [M, N] times weights [N] common to all members, with rows of mean 1 again."""
     if weights is None:
@@ -198,23 +191,3 @@ def deal(seed: int, members: int, num_classes: int) -> list[list[int]]:
         )
     dealt = seeds.numpy_generator(seed, "specialists").permutation(num_classes)
     return [sorted(map(int, part)) for part in np.array_split(dealt, members)]
-
-
-def _specialists(groups: Sequence[Sequence[int]], members: int, labels: np.ndarray, num_classes: int) -> np.ndarray:
-    if len(groups) != members:
-        raise UserError(f"sampling has {len(groups)} groups of classes for {members} members; give one to each")
-    owned = np.zeros((members, len(labels)), np.float32)
-    for m, group in enumerate(groups):
-        if len(group) == 0:
-            raise UserError(f"sampling group {m} is empty; give member {m} at least one class")
-        wrong = [c for c in group if c not in range(num_classes)]
-        if wrong:
-            raise UserError(f"sampling group {m} names class {wrong[0]!r}; the classes are 0 to {num_classes - 1}")
-        mine = np.isin(labels, group)
-        if not mine.any():
-            raise UserError(
-                f"sampling group {m} is {list(group)}, but no training example has such a class;"
-                f" give member {m} classes that occur"
-            )
-        owned[m, mine] = len(labels) / mine.sum()
-    return owned

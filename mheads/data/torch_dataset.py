@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -44,7 +42,7 @@ class DatasetSplit(PaddedSplit):
         seeds = seeds if self.augment else None
         keys = [keyed.derive("row", int(row)) for row in rows] if seeds is None else [int(seed) for seed in seeds]
         items = []
-        with repeatable() as seed:
+        with keyed.keep_generators() as seed:
             for row, key in zip(np.asarray(rows).tolist(), keys, strict=True):
                 items.append(_read_example(self.dataset, row, seed, key, self.where))
                 check_alike(items[-1], self.shape, self.dtype, f"{self.where} item {row}")
@@ -69,7 +67,7 @@ def read_dataset(dataset: Any, where: str) -> DatasetSplit:
         raise UserError(f"{where}: the dataset is empty; give one with at least one example")
     labels, sides, lows, highs, digest = [], [], [], [], hashlib.sha256()
     first = np.empty(0)
-    with repeatable() as seed:
+    with keyed.keep_generators() as seed:
         for row in range(len(dataset)):
             key = keyed.derive("row", row)
             seed(key)
@@ -212,22 +210,3 @@ def check_repeatable(dataset: Any, seed: Any, key: int, example: np.ndarray, lab
                 f"{where} item 0 has another label each time it is read, by random transforms: labels are read once, "
                 "so leave out of the dataset what changes them"
             )
-
-
-@contextmanager
-def repeatable() -> Iterator[Any]:
-    """A function that seeds the generators of torch, numpy and random; they are put back afterwards."""
-
-    def seed(key: int) -> None:
-        random.seed(key)
-        np.random.seed(key % 2**32)  # the one that transforms use
-        torch.default_generator.manual_seed(key)
-
-    with keyed.GENERATORS:
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        try:
-            yield seed
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
-            torch.set_rng_state(states[2])

@@ -17,6 +17,7 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Silent
 from mheads.config.schema import Config
 from mheads.data import Data
+from mheads.data.resampling import Request
 from mheads.engine.measure import all_answers
 from mheads.problems import finds_objects, is_single_label
 from mheads.runs.folder import RunFolder
@@ -48,17 +49,9 @@ def build_sample_weights(
     elif sampling.name == "array" and array is None:
         raise UserError("sampling = array is for fit, which is given one: give sampling.name=file and sampling.path")
     array = datasets.select_training_rows(array, data.rows, members, data.num_given)
-    sample_weights = datasets.draw_sample_weights(
-        sampling.name,
-        seed=config.seed,
-        members=members,
-        labels=data.problem.group(torch.as_tensor(data.train.targets)).numpy(),
-        num_classes=len(classes),
-        groups=groups,
-        weights=array,
-        where=where,
-        **{key: value for key, value in options.items() if key != "groups"},
-    )
+    labels = data.problem.group(torch.as_tensor(data.train.targets)).numpy()
+    request = Request(config.seed, members, labels, len(classes), groups, array, where)
+    sample_weights = sampling.entry.make(**options)(request)
     if array is not None and sample_weights is not None:
         digests = {f"the sample weights of {where}": fingerprint.weights({"": torch.from_numpy(sample_weights)})}
     return sample_weights, groups, digests

@@ -12,6 +12,7 @@ import mheads as package
 from mheads import data
 from mheads.api import evaluate
 from mheads.common.errors import UserError
+from mheads.data import resampling
 
 TINY = [
     "digits", "model=user_networks:with_dropout", "members=3", "split=conv", "data.limit=150", "optim.batch_size=32",
@@ -26,7 +27,7 @@ def of_file(path):
 def bagged():
     """The sample weights of sampling=bagging on the tiny data."""
     labels = data.load("digits", limit=150).train.targets
-    return data.draw_sample_weights("bagging", seed=0, members=3, labels=labels, num_classes=10)
+    return resampling.bagging()(resampling.Request(0, 3, labels, 10))
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_fit_takes_an_array_of_sample_weights():
         options = {"train": (x, y), "test": (x, y), **options}
         return package.fit(net, iterations=5, batch_size=20, sampling=sampling, **options)
 
-    drawn = data.draw_sample_weights("bagging", seed=0, members=2, labels=y, num_classes=3)
+    drawn = resampling.bagging()(resampling.Request(0, 2, y, 3))
     one, other = fit("bagging"), fit(drawn)
     assert all(a.equal(b) for a, b in zip(one.net.parameters(), other.net.parameters(), strict=True))
     assert other.config.sampling.name == "array"

@@ -20,6 +20,7 @@ from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.common.packed_arrays import refuse_too_large
 from mheads.common.protobuf import BYTES, FIXED32, FIXED64, VARINT, encode, field, fields, read_packed
+from mheads.data.readers.hdf5 import import_h5py
 
 BINARY, HDF5 = (".caffemodel",), (".h5", ".hdf5")
 SUFFIXES = (*BINARY, *HDF5)
@@ -39,11 +40,7 @@ def read(path: Path) -> Blobs:
     """The blobs of each layer that has some."""
     try:
         with atomic_files.open_file(path) as file:
-            content = file.read() if path.suffix in BINARY else b""
-        if path.suffix in BINARY:
-            blobs = _read_binary(memoryview(content))
-        else:
-            blobs = _read_hdf5(path)
+            blobs = _read_binary(memoryview(file.read())) if path.suffix in BINARY else _read_hdf5(path)
     except FileNotFoundError:
         raise UserError(f"there is no file {path} with weights") from None
     except (OSError, ValueError, KeyError, struct.error, RuntimeError, AttributeError) as error:
@@ -165,16 +162,8 @@ def _binary(blobs: Blobs, types: Mapping[str, str]) -> bytes:
 # HDF5: data / layer / number of the blob.
 
 
-def _h5py() -> Any:
-    try:
-        import h5py
-    except ImportError as error:
-        raise UserError("HDF5 files are read with h5py, which is not installed: pip install 'mheads[caffe]'") from error
-    return h5py
-
-
 def _read_hdf5(path: Path) -> Blobs:
-    h5py = _h5py()
+    h5py = import_h5py()
     by_layer: dict[str, dict[int, np.ndarray]] = {}
     with h5py.File(path, "r") as file:
         if "data" not in file:
@@ -192,7 +181,7 @@ def _read_hdf5(path: Path) -> Blobs:
 
 def _hdf5(blobs: Blobs) -> bytes:
     buffer = io.BytesIO()
-    with _h5py().File(buffer, "w") as file:
+    with import_h5py().File(buffer, "w") as file:
         for name, arrays in blobs.items():
             for i, array in enumerate(arrays):
                 file[f"data/{name}/{i}"] = np.asarray(array, np.float32)

@@ -287,26 +287,24 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     lines = []
     for what in ("network", "loss"):
         there, now = old[what], new[what]
-        for key in ("seed", "init", "name"):
-            if there.get(key) != now.get(key):
-                lines.append(f"{key} of the {what}: {there.get(key)} there, {now.get(key)} now")
+        before, after = ({key: part.get(key) for key in ("seed", "init", "name")} for part in (there, now))
+        lines += _changes(f"{{}} of the {what}", before, after)
         if there.get("iterations") != now.get("iterations"):
             lengths = [f"{part.get('iterations', 'no')} iterations" for part in (there, now)]
             lines.append(f"the {what} follows a schedule of {lengths[0]} there, of {lengths[1]} now")
-        layers, layers_now = there.get("layers", {}), now.get("layers", {})
-        for name in dict.fromkeys([*layers, *layers_now]):
-            before, after = layers.get(name, "nothing"), layers_now.get(name, "nothing")
-            if before != after:
-                lines.append(f"layer {name}: {before} there, {after} now")
+        lines += _changes("layer {}", there.get("layers", {}), now.get("layers", {}), "nothing")
         lines += _code_differences(there["code"], now["code"])
     if old.get("start") != new.get("start"):
         lines.append("the weights that training starts from differ")
     if not same_sampling(old, new):
-        before, after = old.get("sampling") or {}, new.get("sampling") or {}
-        for what in dict.fromkeys([*before, *after]):
-            if before.get(what) != after.get(what):
-                lines.append(f"{what}: {before.get(what)} there, {after.get(what)} now")
+        lines += _changes("{}", old.get("sampling") or {}, new.get("sampling") or {})
     return lines
+
+
+def _changes(what: str, old: Mapping[str, Any], new: Mapping[str, Any], absent: str | None = None) -> list[str]:
+    """A line for each key whose value differs; `what` is a form for the key."""
+    pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in [*old, *new]}
+    return [f"{what.format(key)}: {a} there, {b} now" for key, (a, b) in pairs.items() if a != b]
 
 
 def same_sampling(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -321,10 +319,7 @@ def _code_differences(old: Code, new: Code) -> list[str]:
         if before is None or after is None:
             lines.append(f"{name} is {'used now, and was not' if before is None else 'used there, and not now'}")
             continue
-        values, values_now = before.get("values", {}), after.get("values", {})
-        for key in dict.fromkeys([*values, *values_now]):
-            if values.get(key) != values_now.get(key):
-                lines.append(f"{key} in {name}: {values.get(key)} there, {values_now.get(key)} now")
+        lines += _changes(f"{{}} in {name}", before.get("values", {}), after.get("values", {}))
         if not _same_code(before, after):
             diff = difflib.unified_diff(before.get("source", []), after.get("source", []), lineterm="", n=0)
             shown = [line for line in diff if not line.startswith(("---", "+++", "@@"))]

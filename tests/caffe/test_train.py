@@ -687,6 +687,18 @@ def test_arrays_of_hdf5_files_are_found_by_the_names_of_tops(files):
         )
 
 
+def test_the_shape_of_an_example_is_that_of_the_data_that_are_named(files):
+    table = files.path / "tables/boat"
+    table.mkdir(parents=True)
+    for name, content in (("data.txt", "1 2 3 4"), ("index_features.txt", "0 1 2"), ("index_target.txt", "3")):
+        (table / name).write_text(content)
+    files(data() + ip("i", "data", 1) + layer("l", "EuclideanLoss", ["i", "label"]))
+    voc = load("net.prototxt", None, ["data.name=voc", "data.path=x", "data.regions.short_side=40"])[0]
+    assert voc.model_args["shape"] == [3, 40, 1000]
+    uci = load("net.prototxt", None, ["data.name=uci", "data.root=tables", "data.table=boat"])[0]
+    assert uci.model_args["shape"] == [3]
+
+
 def test_hdf5_files_may_hold_examples_alone(files):
     h5py = pytest.importorskip("h5py")
     x = np.random.default_rng(0).normal(size=(20, 6)).astype("float32")

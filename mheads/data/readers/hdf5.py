@@ -81,11 +81,16 @@ def _hdf5_files(path: Path) -> list[Path]:
     return [name if name.is_file() else path.parent / name for name in names]
 
 
-def _open_hdf5(path: Path) -> Any:
+def import_h5py() -> Any:
     try:
         import h5py
     except ImportError as error:
         raise UserError("HDF5 files are read with h5py, which is not installed: pip install 'mheads[caffe]'") from error
+    return h5py
+
+
+def _open_hdf5(path: Path) -> Any:
+    h5py = import_h5py()
     try:
         atomic_files.open_file(path).close()  # which no pipe is, and h5py would wait on
         return h5py.File(path, "r")

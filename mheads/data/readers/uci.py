@@ -23,7 +23,7 @@ def read_uci(root: Path | None, table: str | None, fold: int) -> tuple[ArraySpli
     if not (folder / f"index_train_{fold}.txt").is_file():
         count = len(list(folder.glob("index_train_*.txt")))
         raise UserError(f"{folder} has {count} splits, 0 to {count - 1}, and data.fold is {fold}", key="data.fold")
-    rows = _read(folder / "data.txt", np.float64)
+    rows = _read(folder / "data.txt")
     features, target = (_read_index(folder / f"index_{part}.txt", rows.shape[1]) for part in ("features", "target"))
     x, y = rows[:, features].astype(np.float32), rows[:, target]
     train, test = (_read_index(folder / f"index_{part}_{fold}.txt", len(rows)) for part in ("train", "test"))
@@ -31,7 +31,7 @@ def read_uci(root: Path | None, table: str | None, fold: int) -> tuple[ArraySpli
 
 
 def uci_shape(root: Path | None, table: str | None) -> tuple[int, ...]:
-    return (len(_read(_find(root, table) / "index_features.txt", np.float64)),)
+    return (_read(_find(root, table) / "index_features.txt").size,)
 
 
 def _find(root: Path | None, table: str | None) -> Path:
@@ -47,14 +47,14 @@ def _find(root: Path | None, table: str | None) -> Path:
 
 
 def _read_index(file: Path, count: int) -> np.ndarray:
-    index = _read(file, np.float64).ravel()
+    index = _read(file).ravel()
     if not len(index) or (index != index.round()).any() or index.min() < 0 or index.max() >= count:
         raise UserError(f"{file} should hold whole numbers from 0 to {count - 1}")
     return index.astype(np.int64)
 
 
-def _read(file: Path, dtype: type) -> np.ndarray:
+def _read(file: Path) -> np.ndarray:
     try:
-        return np.loadtxt(file, dtype, ndmin=2)
+        return np.loadtxt(file, ndmin=2)
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as rows of numbers: {error}") from error

@@ -34,7 +34,6 @@ class Table:
     rows: Sequence[Sequence[Cell]]
     sortable: bool = False
     note: str = ""
-    kind: str = "table"  # among the parts of a page
 
     @property
     def numbers(self) -> list[bool]:

@@ -28,6 +28,7 @@ from mheads.report.charts.outcomes import chart_reliability, map_ownership_over_
 from mheads.report.charts.over_training import chart_losses
 from mheads.report.page import describe, report, several_runs, svg
 from mheads.report.page import html as page
+from mheads.report.page.html import Missing
 from mheads.report.page.one_run import make_page, show_saliency
 from mheads.report.page.run_results import tabulate_result
 from mheads.report.page.stage_tree import box_stages, name_members
@@ -172,7 +173,7 @@ def test_soft_labels_are_shown_by_their_most_probable_class(runs):
     record = Record.read(runs["soft"])
     parts = {section.name: section.parts for section in make_page(ShownRun(record)).sections}
     assert list(parts) == SECTIONS
-    assert not [part for part in parts.values() if part[0].kind == "missing"]
+    assert not [part for part in parts.values() if isinstance(part[0], Missing)]
     np.testing.assert_allclose(
         page.cells(parts["agreement"][1].maps[0]).astype(int).sum(2), 100, atol=2
     )  # of each true class

@@ -69,7 +69,6 @@ class LineChart:
     note: str = ""
     below: LineChart | None = None  # another chart, smaller, along the same x axis
     size: tuple[float, float] = (5.0, 3.5)  # inches on paper
-    kind: str = "lines"
 
     @property
     def legend(self) -> list[Line]:

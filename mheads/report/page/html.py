@@ -20,7 +20,7 @@ NOTHING = 255  # in the cells of a heat map: nothing to show
 MOST_COLUMNS = 60  # of a heat map; of more, those that change most are shown
 MOST_CELLS = 300_000  # of all moments of a heat map together
 
-# What sections are made of, beside charts of lines and tables. `kind` says how the template shows it.
+# What sections are made of, beside charts of lines and tables. The template shows each by the name of its class.
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class HeatMaps:
     maps: Sequence[HeatMap]
     by: str = "time"
     note: str = ""
-    kind: str = "heat maps"
 
     @property
     def moments(self) -> int:
@@ -42,7 +41,6 @@ class FactList:
     """Names and texts."""
 
     facts: Sequence[tuple[str, str]]
-    kind: str = "facts"
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class StageTree:
     shape: str
     roots: Sequence[StageBox]
     note: str = ""
-    kind: str = "tree"
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,6 @@ class Gallery:
 
     pictures: Sequence[tuple[str, str, str]]
     note: str = ""
-    kind: str = "gallery"
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,6 @@ class Hardest:
     """Examples with everybody's answer."""
 
     examples: Sequence[HardExample]
-    kind: str = "hardest"
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,6 @@ class CodeBlock:
     title: str
     text: str
     folded: bool = False
-    kind: str = "code"
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,6 @@ class Missing:
     """Why something is not there."""
 
     text: str
-    kind: str = "missing"
 
 
 Part = LineChart | HeatMaps | Table | FactList | StageTree | Gallery | Hardest | CodeBlock | Missing
@@ -117,7 +110,8 @@ class Page:
     refresh: int = 0  # seconds after which the page is loaded again; 0: never
 
     def html(self) -> str:
-        functions = {"draw_chart": draw_chart, "name_style": name_style, "cells": cells, "encode": encode_cells}
+        functions: dict[str, Any] = {"draw_chart": draw_chart, "name_style": name_style, "encode": encode_cells}
+        functions |= {"cells": cells, "kind_of": lambda part: type(part).__name__}
         # Half a surrogate pair is how Python shows a byte of a file's name that is not UTF-8.
         return str(render("template.html", page=self, **functions)).encode("utf-8", "replace").decode()
 

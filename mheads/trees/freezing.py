@@ -57,8 +57,7 @@ def check_names(net: TreeNet, names: Collection[str]) -> None:
                 f"freeze: there is no stage and no layer {layer!r}; the stages are {shown}, the layers of "
                 f"{net.network_name} {', '.join(layers)}"
             )
-    for name in names:
-        if name.startswith(UP_TO) and name.removeprefix(UP_TO) not in layers:
+        if name.startswith(UP_TO) and layer not in layers:
             raise UserError(
                 f"freeze = [{name}]: {UP_TO} stands before a layer of {net.network_name}: {', '.join(layers)}"
             )

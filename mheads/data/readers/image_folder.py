@@ -63,9 +63,9 @@ def read_folder(
     path: Path, *, resize: int, crop: int | None, mirror: bool, grey: bool, need_test: bool
 ) -> tuple[FolderSplit, FolderSplit, Problem]:
     """Train and test splits and the problem; without `need_test` a missing test folder is an empty split."""
-    split = partial(_list_split, resize=resize, crop=choose_crop(resize, crop), grey=grey)
+    split = partial(FolderSplit, resize=resize, crop=choose_crop(resize, crop), grey=grey)
     classes = _class_folders(path / "train")
-    train = split(path / "train", classes, mirror=mirror)
+    train = split(path / "train", *_list_images(path / "train", classes), mirror=mirror)
     lacking = sorted(set(range(len(classes))) - set(train.targets.tolist()))
     if lacking:
         raise UserError(
@@ -86,7 +86,7 @@ def read_folder(
             f"{held_out} has the class {unknown[0]!r}, which {path / 'train'} does not have;"
             f" its classes are {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}"
         )
-    test = split(held_out, classes)
+    test = split(held_out, *_list_images(held_out, classes))
     if not len(test):
         raise UserError(f"{held_out} holds no image ({', '.join(SUFFIXES)}) in its class folders; put some there")
     return train, test, Classification(classes)
@@ -112,9 +112,8 @@ def _class_folders(path: Path) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _list_split(
-    root: Path, classes: tuple[str, ...], *, resize: int, crop: int, grey: bool, mirror: bool = False
-) -> FolderSplit:
+def _list_images(root: Path, classes: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Files and class numbers."""
     images = [
         (f"{name}/{entry.name}", label)
         for label, name in enumerate(classes)
@@ -122,5 +121,4 @@ def _list_split(
         for entry in sorted(os.scandir(root / name), key=lambda entry: entry.name)
         if entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(".")  # what systems leave there
     ]
-    files, labels = shuffle_examples("folder", [file for file, _ in images], [label for _, label in images])
-    return FolderSplit(root, files, labels, resize, crop, grey, mirror=mirror)
+    return shuffle_examples("folder", [file for file, _ in images], [label for _, label in images])

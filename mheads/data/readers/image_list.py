@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.data.readers.image_crops import choose_crop, shuffle_examples
@@ -33,15 +35,14 @@ def read_list(
     Numbers may be something else to learn than classes, if `problem` says so.
     """
     check_test_path(path, test_path, need_test, "a list")
-    images = partial(_list_images, root=root, resize=resize, crop=choose_crop(resize, crop), grey=grey)
-    train = images(path, mirror=mirror)
-    test = train.part(slice(0)) if test_path is None else images(test_path)
+    split = partial(FolderSplit, resize=resize, crop=choose_crop(resize, crop), grey=grey)
+    train = split(*_list_images(path, root), mirror=mirror)
+    test = train.part(slice(0)) if test_path is None else split(*_list_images(test_path, root))
     return pose_numbers(train, test, problem, str(test_path))
 
 
-def _list_images(
-    path: Path, root: Path | None, resize: int, crop: int, grey: bool, mirror: bool = False
-) -> FolderSplit:
+def _list_images(path: Path, root: Path | None) -> tuple[Path, np.ndarray, np.ndarray]:
+    """The folder where names begin, names and class numbers."""
     names, labels = [], []
     for number, line in enumerate(read_lines(path), 1):
         if not line.strip():
@@ -53,8 +54,7 @@ def _list_images(
         labels.append(int(label))
     if not names:
         raise UserError(f"{path} lists no image: write a name and a class number on each line")
-    files, targets = shuffle_examples("list", names, labels)
-    return FolderSplit(path.parent if root is None else root, files, targets, resize, crop, grey, mirror=mirror)
+    return path.parent if root is None else root, *shuffle_examples("list", names, labels)
 
 
 def read_lines(path: Path) -> list[str]:

@@ -76,12 +76,20 @@ def tabulate(graph: fx.Graph) -> tuple[list[tuple[Any, ...]], dict[fx.Node, At]]
 
 def refer(value: Any, at: dict[fx.Node, At]) -> Any:
     """The value with rows of a table in place of nodes, also inside tuples, lists and dicts."""
-    return fx.node.map_aggregate(value, lambda part: at[part] if isinstance(part, fx.Node) else part)
+
+    def replace(part: Any) -> Any:
+        return at[part] if isinstance(part, fx.Node) else part
+
+    return fx.node.map_aggregate(value, replace)
 
 
 def resolve(value: Any, nodes: list[fx.Node]) -> Any:
     """The value with nodes in place of rows."""
-    return fx.node.map_aggregate(value, lambda part: nodes[part.row] if isinstance(part, At) else part)
+
+    def replace(part: Any) -> Any:
+        return nodes[part.row] if isinstance(part, At) else part
+
+    return fx.node.map_aggregate(value, replace)
 
 
 def rebuild(rows: list[tuple[Any, ...]]) -> list[fx.Node]:

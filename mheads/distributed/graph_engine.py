@@ -82,7 +82,8 @@ class GraphEngine(ThreadsEngine):
 
     def __init__(self, net: TreeNet, options: EngineOptions, world: World, rank_graph: RankGraph) -> None:
         super().__init__(net, replace(options, workers=1))  # collectives have one order
-        self.world, self.rank_graph, self.is_main = world, rank_graph, world.is_main
+        self.world, self.rank_graph = world, rank_graph
+        self.is_main, self.rank = world.is_main, world.rank
         self.gathering = Gathering(options.device)
         (self.name,) = net.tree.nodes
         self.modules_: dict[str, Any] = dict(net.stage(self.name)._modules)

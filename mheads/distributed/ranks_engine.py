@@ -48,7 +48,7 @@ class RanksEngine(ThreadsEngine):
     ) -> None:
         super().__init__(net, options)
         self.world, self.placement, self.lead_reads, self.sums = world, placement, lead_reads, sums
-        self.is_main = world.is_main
+        self.is_main, self.rank, self.notes = world.is_main, world.rank, world
         self.wire = world.wire_device(options.device)
         self.collectives, self.gathering = OrderedCollectives(self._report_lost), Gathering(self.wire)
         self.depth: dict[str, int] = {}
@@ -232,17 +232,19 @@ class RanksEngine(ThreadsEngine):
         decision: list[Any] = [None, None]
         kept = None
         if self.is_main:
-            self.workers.waiting = True  # reading a large checkpoint is no hanging, nor is waiting for it
             try:
-                decision[0], kept = decide()
+                with self.pausing():  # it may read a large checkpoint
+                    decision[0], kept = decide()
             except UserError as error:
                 decision[1] = str(error)
-            finally:
-                self.workers.waiting = False
         self.together(lambda: dist.broadcast_object_list(decision, src=0))
         if decision[1] is not None:
             raise UserError(decision[1])
         return decision[0], kept
+
+    @property
+    def writers(self) -> dict[str, int]:
+        return {stage: self.placement.all_holders(stage)[0] for stage in self.placement.stages}
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         gathered: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ from mheads.caffe.layers.layer_modules import Shape
 from mheads.caffe.member_trees import plan_of
 from mheads.caffe.net_plan import NetPlan
 from mheads.caffe.prototxt import CaffeLayer, Solver, is_solver, read_net, read_solver
-from mheads.common import atomic_files
+from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
 from mheads.config import read as configs
 from mheads.config.schema import Config
@@ -232,8 +232,8 @@ def _note_tree(plan: NetPlan, notes: list[str]) -> None:
 # As a recipe.
 
 
-class _RecipeDumper(yaml.SafeDumper):
-    pass
+class _RecipeDumper(safe_yaml.QuotingDumper):
+    """Writes texts of several lines as such."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:

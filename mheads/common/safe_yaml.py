@@ -147,20 +147,20 @@ class _Loader(yaml.SafeLoader):
         return _FORMS[kind][1](text)
 
 
-class _QuotingDumper(yaml.SafeDumper):
+class QuotingDumper(yaml.SafeDumper):
     """YAML's safe dumper, which puts into quotes what either version of YAML would not read as text."""
 
 
 for _kind, (_form, _) in _FORMS.items():
     _Loader.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"({_form})$"), None)
     _Loader.add_constructor(f"{_TAG}{_kind}", _Loader.construct_plain)
-    _QuotingDumper.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"({_form})$"), None)
+    QuotingDumper.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"({_form})$"), None)
 _Loader.add_implicit_resolver(f"{_TAG}merge", re.compile("<<$"), ["<"])
 
 
 def to_yaml(value: Any) -> str:
     """The YAML text of a value, in the order of its keys; `from_yaml` is the inverse."""
-    return yaml.dump(value, Dumper=_QuotingDumper, sort_keys=False)
+    return yaml.dump(value, Dumper=QuotingDumper, sort_keys=False)
 
 
 def _count(node: yaml.Node, sizes: dict[int, int | None]) -> int:

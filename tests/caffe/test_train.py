@@ -21,6 +21,7 @@ from mheads.caffe.convert import convert, load
 from mheads.caffe.network import Blobs
 from mheads.caffe.prototxt import Solver, parse
 from mheads.caffe.solver import log_of, optim_of, seed_of
+from mheads.common import safe_yaml
 from mheads.common.errors import UserError
 from mheads.common.protobuf import field
 from mheads.config.schema import Config
@@ -757,6 +758,12 @@ def test_the_data_layer_is_the_one_that_the_network_reads(files):
     )
     found = convert("net.prototxt", None, ["data.name=npz", "data.path=classes.npz"])
     assert found.asks is None and any("of line 1: those of npz are taken instead" in note for note in found.notes)
+
+
+def test_a_layer_whose_name_looks_like_a_number_keeps_it_in_a_recipe(files, mheads):
+    files(nets.toy().replace('"conv2"', '"1e5"'))
+    done = mheads("convert", "net.prototxt", "solver.prototxt", "data=digits")
+    assert safe_yaml.from_yaml(done.out)["split"] == {"1e5": 3}
 
 
 def test_a_recipe_without_data_says_what_is_to_do(files, mheads):

@@ -28,7 +28,7 @@ from mheads.common.safe_yaml import as_plain, short
 from mheads.config import read as configs
 from mheads.data import Preprocess
 from mheads.data.batches import Batch
-from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, join_answers, measure, with_calibration
+from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, join_answers, measure
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.runs.folder import RunFolder
 from mheads.training.build_from_config import build_net_of_run, make_engine
@@ -180,7 +180,7 @@ def evaluate_run(
             parts.append((outputs.cpu(), None if weights is None else weights.cpu(), targets))
 
     with closing(make_engine(config, net)) as engine:
-        problem = with_calibration(data.problem, folder.read_result() if weights.final else {})
+        problem = data.problem.calibrated(folder.read_result() if weights.final else {})
         result: Any = measure(engine, examples, data.inputs, problem, watch, keep)
         assert result is not None  # there are examples
         if parts:

@@ -23,7 +23,7 @@ from mheads.data import ArraySplit
 from mheads.data.arrays import Unlabelled
 from mheads.data.assembly import side_shapes
 from mheads.data.torch_dataset import DatasetSplit
-from mheads.engine.measure import all_answers, in_eval_mode, measure, with_calibration
+from mheads.engine.measure import all_answers, in_eval_mode, measure
 from mheads.problems import Problem, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
@@ -148,7 +148,7 @@ class Run:
         """
         split, net = self.split_of(x, y, side), self._check_weights()
         with closing(make_engine(self.config, net)) as engine, in_eval_mode([net]):
-            return measure(engine, split, self.data.inputs, with_calibration(self.data.problem, self.summary))
+            return measure(engine, split, self.data.inputs, self.data.problem.calibrated(self.summary))
 
     def split_of(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> ArraySplit | DatasetSplit:
         """Raw examples and targets as `evaluate` takes them; raises if they are not like those of training."""

@@ -21,10 +21,10 @@ from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number, OfClasses, check
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
-from mheads.problems.base import ProblemDefaults, number, percent_rows
+from mheads.problems.base import Problem, number, percent_rows
 from mheads.problems.member_losses import region_losses
 from mheads.problems.metrics import by_predictor, owner_of
-from mheads.problems.plain_result import PercentResult
+from mheads.problems.result import PercentResult
 
 BACKGROUND = "background"
 BOXES = ("regressed", "proposals")  # what is measured: the boxes that members give, or those that were proposed
@@ -91,20 +91,20 @@ class DetectionResult(PercentResult):
                     raise ValueError(f"classes.{which}.{measure} has {len(row)} classes, and the run {groups - 1}")
 
     @classmethod
-    def unknown(cls, members: int, classes: int) -> DetectionResult:
-        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
+    def unknown(cls, members: int, groups: int) -> DetectionResult:
+        nan, each, classes = math.nan, by_predictor([math.nan] * (members + 2)), groups - 1
         of_classes = {
             "members": [[nan] * classes] * members,
             "ensemble_mean": [nan] * classes,
             "oracle": [nan] * classes,
         }
         further, every = ({which: dict.fromkeys(MEASURES, part) for which in BOXES} for part in (each, of_classes))
-        owned = [[0] * (classes + 1)] * members
+        owned = [[0] * groups] * members
         return cls([nan] * members, nan, nan, nan, nan, nan, further, every, owned, 0, oracle_chance=nan)
 
 
 @dataclass(frozen=True)
-class Detection(ProblemDefaults):
+class Detection(Problem):
     """Targets are, for each region, the class (0: background), what turns it into the object's box, the region itself
     in pixels of the image, and the number of the image. Outputs are scores [M, B, 1 + C] and, normalised by the `means`
     and `deviations` [1 + C, 4] of the training set, what turns a region into a box of each class, [M, B, 4 (1 + C)].
@@ -165,9 +165,6 @@ class Detection(ProblemDefaults):
             raise UserError("loss scored is not for detection: regions have scores of their own")
         return DetectionMetrics(self, members)
 
-    def unknown(self, members: int) -> DetectionResult:
-        return DetectionResult.unknown(members, len(self.classes))
-
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows = percent_rows(summary, "members, mAP of VOC 2007")
@@ -185,16 +182,11 @@ class Detection(ProblemDefaults):
             )
         return rows
 
-    def to_dict(self) -> dict[str, Any]:
-        sizes = {"means": [list(row) for row in self.means], "deviations": [list(row) for row in self.deviations]}
-        return {"name": self.name, "classes": list(self.classes), **sizes}
-
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Detection:
-        means, deviations = (tuple(tuple(map(float, row)) for row in facts[key]) for key in ("means", "deviations"))
-        if {len(means), len(deviations)} != {1 + len(facts["classes"])}:
+        if {len(facts["means"]), len(facts["deviations"])} != {1 + len(facts["classes"])}:
             raise ValueError("problem.means and problem.deviations should have a row for each class and the background")
-        return cls(tuple(map(str, facts["classes"])), means, deviations)
+        return super().from_dict(facts)
 
     def read(self, answers: Tensor, regions: np.ndarray, width: int, height: int) -> tuple[np.ndarray, np.ndarray]:
         """Probabilities [M, R, 1 + C] and boxes [M, R, 1 + C, 4] that answers mean for regions [R, 4] of an image."""

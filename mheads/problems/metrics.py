@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mheads.common.schemas import Answers, Count, Number, Ranks
 from mheads.problems.baselines import chance_of_oracle, top
-from mheads.problems.plain_result import PercentResult
+from mheads.problems.result import PercentResult
 
 BINS = 15  # of the expected calibration error
 LEAST_K = 10  # top_k goes at least so far, so that one network can be compared with an Oracle of several

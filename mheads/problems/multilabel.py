@@ -16,10 +16,10 @@ from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns
-from mheads.problems.base import ProblemDefaults, further_row, more_classes, percent_rows, refuse_other_width, together
+from mheads.problems.base import ClassScores, further_row, more_classes, percent_rows, refuse_other_width
 from mheads.problems.member_losses import binary_cross_entropies
 from mheads.problems.metrics import by_predictor, mean_members, owner_of, weighted_mean
-from mheads.problems.plain_result import PercentResult
+from mheads.problems.result import PercentResult
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class MultiLabelResult(PercentResult):
     ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
 
     @classmethod
-    def unknown(cls, members: int) -> MultiLabelResult:
-        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
-        return cls([nan] * members, nan, nan, nan, each, each, [[0]] * members, 0)
+    def unknown(cls, members: int, groups: int) -> MultiLabelResult:
+        measures = by_predictor([math.nan] * (members + 2))
+        return cls(**measures, f1_micro=measures, f1_macro=measures, ownership=[[0] * groups] * members, examples=0)
 
 
 class MultiLabelMetrics:
@@ -111,26 +111,24 @@ def f1(answers: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class MultiLabel(ProblemDefaults):
+class MultiLabel(ClassScores):
     """Targets are 0 and 1 [B, C], answers are scores [M, B, C], whose sigmoids are probabilities.
 
     Examples are one group: each has several labels, and is owned once.
     """
 
-    classes: tuple[str, ...]
-    of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "multilabel"
-    unit: ClassVar[str] = "%"
     answer_kind: ClassVar[str] = "several classes"
     measure: ClassVar[str] = "mean average precision, %"
     result_type: ClassVar[Any] = MultiLabelResult
+    metrics_type: ClassVar[Any] = MultiLabelMetrics
     base_losses: ClassVar[tuple[str, ...]] = ("bce",)
     gives_probabilities: ClassVar[bool] = True
     output_form: ClassVar[str] = "logits [B, C]"
     answer_dims: ClassVar[int] = 2
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
-        return together(answers, torch.sigmoid, weights, self.of_scores)
+        return self.average(answers, torch.sigmoid, weights)
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return binary_cross_entropies(outputs, targets)
@@ -154,12 +152,6 @@ class MultiLabel(ProblemDefaults):
                 f"{where}: example {bad[0]} has labels {targets[bad[0]].tolist()[:10]} ({len(bad)} such); give 1 for "
                 "each class that it has and 0 for the others"
             )
-
-    def metrics(self, members: int, scored: bool = False) -> MultiLabelMetrics:
-        return MultiLabelMetrics(members, len(self.classes), scored, self.of_scores)
-
-    def unknown(self, members: int) -> MultiLabelResult:
-        return MultiLabelResult.unknown(members)
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -185,10 +177,3 @@ class MultiLabel(ProblemDefaults):
             agree = f"{int((given[:, row] == (p > 0.5)).all(-1).sum())} of {len(given)}"
             members = (", ".join(self.classes[c] for c in one.nonzero()[:, 0]) or "none" for one in given[:, row])
             yield [*(labels(answer[row]) for answer in ensemble), agree, *members]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "classes": list(self.classes)} | ({"of_scores": True} if self.of_scores else {})
-
-    @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> MultiLabel:
-        return cls(tuple(map(str, facts["classes"])), facts.get("of_scores", False))

@@ -32,7 +32,7 @@ class CollapseWatch:
         self._generalists = experiment.loss.separable and sampling.even
         # Of training: what only an evaluation reads may be damaged, and training should not end before that.
         examples = data.train.without_augmentation()  # type: ignore[attr-defined]  # it is a source
-        rows = getattr(data.problem, "evaluation_rows", EXAMPLES)
+        rows = data.problem.evaluation_rows or EXAMPLES
         self._readers = evaluation_batches(examples, data.preprocess, rows)[:1]
         self._constant: set[int] = set()
         self._at_chance = False

@@ -5,13 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from mheads.common.schemas import check
 
 
-class PlainResult:
-    """A dataclass of numbers in lists and dicts that goes to JSON and back."""
+class Result:
+    """The measures of an ensemble: a dataclass of numbers in lists and dicts that goes to JSON and back.
+
+    All results have the fields below.
+    """
+
+    problem: ClassVar[str]  # its name
+    forms: ClassVar[tuple[str, str]] = (".4g", ".4g")  # of measures of the ensemble, and of those of single members
+    members: list[float]
+    single: float
+    ensemble_mean: float
+    oracle: float
+    ownership: list[list[int]]
+    examples: int
+    ensemble_scored: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields ready for JSON; numbers that are not finite become null."""
@@ -56,27 +69,21 @@ class PlainResult:
         """A number of a field, rounded for JSON to six digits."""
         return x if isinstance(x, int) else float(f"{x:.6g}")
 
+    def headline(self) -> dict[str, str]:
+        """The few measures that a line of progress shows, by name."""
+        form, of_members = self.forms
+        together = {"Ensemble-Mean": self.ensemble_mean, "Ensemble-Scored": self.ensemble_scored, "Oracle": self.oracle}
+        texts = {name: format(value, form) for name, value in together.items() if value is not None}
+        return {**texts, "members": " ".join(format(value, of_members) for value in self.members)}
 
-class PercentResult(PlainResult):
+
+class PercentResult(Result):
     """A result whose measures are in percent."""
 
-    members: list[float]
-    single: float
-    ensemble_mean: float
-    oracle: float
-    ensemble_scored: float | None
+    forms = (".2f", ".1f")
 
     def round_number(self, name: str, x: float) -> float:
         return round(x, 4)
-
-    def headline(self) -> dict[str, str]:
-        scored = {} if self.ensemble_scored is None else {"Ensemble-Scored": f"{self.ensemble_scored:.2f}"}
-        return {
-            "Ensemble-Mean": f"{self.ensemble_mean:.2f}",
-            **scored,
-            "Oracle": f"{self.oracle:.2f}",
-            "members": " ".join(f"{a:.1f}" for a in self.members),
-        }
 
 
 def _map_numbers(function: Callable[[Any], Any], value: Any) -> Any:

@@ -17,7 +17,7 @@ from mheads.common.nested_values import Value
 from mheads.common.schemas import Count, Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText
 from mheads.problems.base import Problem, further_row, mean_or_weighted, number
-from mheads.problems.kernels import KERNEL_SCALES, KernelChoice, Kernels, densities_of, log_weights_or_equal
+from mheads.problems.densities import KERNEL_SCALES, KernelChoice, Kernels, densities_of, log_weights_or_equal
 from mheads.problems.member_losses import absolute_errors, squared_errors
 from mheads.problems.metrics import by_predictor, weighted_mean
 from mheads.problems.result import Result

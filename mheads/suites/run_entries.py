@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mheads.api.evaluate import TARGETS, evaluate_run, outputs_and_weights_of
-from mheads.api.measure_uncertainty import FurtherExamples
+from mheads.api.evaluate import TARGETS, FurtherExamples, evaluate_run, outputs_and_weights_of
 from mheads.common import atomic_files, nested_values, packed_arrays
 from mheads.common.device import describe_cpu
 from mheads.common.errors import UserError

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import mheads as package
-from mheads.api.evaluate import evaluate_run
-from mheads.api.measure_uncertainty import FurtherExamples
+from mheads.api.evaluate import FurtherExamples, evaluate_run
 from mheads.common.progress import Silent
 from mheads.config.read import load
 from mheads.problems.uncertainty import (

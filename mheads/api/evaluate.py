@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from mheads import data as datasets
-from mheads.api.examples_of_run import class_names, load_examples_of_run
+from mheads.api.examples_of_run import check_overrides, class_names, load_examples_of_run
 from mheads.api.raw_examples import PreprocessingNetwork
 from mheads.api.run import Run, load, make_labelled_split
 from mheads.common import nested_values
-from mheads.common.atomic_files import check_place, write_atomically
+from mheads.common.atomic_files import check_output, write_atomically
 from mheads.common.errors import UserError, warn
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher, forward_warnings
@@ -37,6 +37,7 @@ from mheads.training.log_and_checkpoint import summary
 from mheads.trees.treenet import TreeNet
 
 VIEWS = "eval.views="
+NAMES_OF_DATA = ("name", "path", "test_path", "table")  # the data keys that decide which examples there are
 Model = Callable[[Tensor], Any]
 TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
 
@@ -166,6 +167,13 @@ class FurtherExamples:
                 f"--temperature-from {split}: the run is measured on these examples, and would look better than it is; "
                 "give --split test with --temperature-from validation"
             )
+        check_overrides(self.other_data)
+        own, other = folder.read_config().data, configs.read(folder.config, self.other_data).data
+        if self.other_data and all(getattr(own, key) == getattr(other, key) for key in NAMES_OF_DATA):
+            raise UserError(
+                f"--ood {' '.join(self.other_data)}: that is the run's own {own.name}, which nothing tells apart from "
+                "itself; name other data, data.name=cifar100 or data.path=OTHER"
+            )
 
     def measure(
         self,
@@ -180,7 +188,8 @@ class FurtherExamples:
         measures: dict[str, Any] = {}
 
         def answer(overrides: Sequence[str], split: str | None, unlike: bool) -> tuple[EnsembleOutputs, Any]:
-            _, examples, _ = load_examples_of_run(folder, overrides, split, unlike)
+            with forward_warnings(watch):
+                _, examples, _ = load_examples_of_run(folder, overrides, split, unlike)
             outputs, weights, targets = all_answers(engine, examples, data.inputs, data.problem, watch)
             return EnsembleOutputs(outputs, weights, of_scores), targets
 
@@ -219,7 +228,7 @@ def evaluate_run(
         config = configs.read(folder.config, views)
         overrides = [given for given in overrides if given not in views]
     if outputs_file is not None:
-        check_place(outputs_file)
+        check_output(outputs_file, (".npz",))
     net = build_net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
     with forward_warnings(watch):

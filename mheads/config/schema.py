@@ -169,7 +169,8 @@ class Config(Section):
             )
         if self.optim.entry.decoupled and self.optim.regularization == "l1":
             raise ValueError(
-                f"optim.regularization = l1 is not for {self.optim.name}, whose decay is apart from gradients: use adam"
+                f"optim.regularization = l1 is not for {self.optim.name}, whose decay is apart from gradients: use sgd "
+                "or adam"
             )
         if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What an ensemble knows of its own doubt: temperature scaling, other data, and how many independent members it equals.
+"""The uncertainty of an ensemble: temperature scaling, other data, and how many independent members it equals.
 
 Legend: M members, N examples, C classes; scores are logits, or logarithms of probabilities. All arithmetic is float64.
 """

@@ -62,8 +62,9 @@ class CollapseWatch:
         self._at_chance = True
         self._warn(
             f"iteration {iteration:,}: the Oracle is {figures['oracle']:.2f} %, and members that always give one class "
-            f"each have {figures['oracle_chance']:.2f} %: have they collapsed? What helps: a lower optim.lr, "
-            "pretrain=500 (all learn first), or more members that learn from each example (a larger loss.k)"
+            f"each have {figures['oracle_chance']:.2f} %: have they collapsed? What helps: a lower optim.lr, or a loss "
+            "from which all members learn at first (loss={name: annealed, relative: true}) or always a little "
+            "(loss.ce_weight=0.1 of mcl)"
         )
 
     def _inputs_differ(self) -> bool:

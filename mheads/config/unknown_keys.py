@@ -71,6 +71,12 @@ def meaning(name: str) -> str | None:
     return MEANINGS.get(name.lower().replace("-", "_"))
 
 
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """A hint in brackets if a name is spelt nearly like a known one, else nothing."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def suggest(where: Sequence[str], known: Sequence[str]) -> str:
     """What is meant by an unknown key: one of that name in another section, of that meaning, or spelt alike."""
     section, last = ".".join(where[:-1]), where[-1]

@@ -15,8 +15,9 @@ from mheads.common import safe_yaml
 from mheads.common.errors import UserError
 from mheads.common.number_words import count
 from mheads.config.schema import Config
+from mheads.config.unknown_keys import did_you_mean
 from mheads.suites.claims import Claim
-from mheads.suites.metric_names import check_metric, did_you_mean
+from mheads.suites.metric_names import check_metric
 from mheads.suites.placeholders import LACKING, Placeholders
 from mheads.suites.suite import Suite, SuiteError, SuiteRow, explain_value
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_type_hints
 
 from mheads.common import safe_yaml
 from mheads.common.errors import UserError
+from mheads.config.unknown_keys import did_you_mean
 from mheads.problems import PROBLEMS
 from mheads.problems.base import ANSWERS
 
@@ -36,12 +36,6 @@ def metric_names() -> tuple[str, ...]:
             elif not group and "list" not in str(hints[field.name]):
                 names.append(field.name)
     return tuple(dict.fromkeys(names))
-
-
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A hint in brackets if a name is spelt nearly like a known one, else nothing."""
-    near = get_close_matches(name, known, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def check_metric(metric: str, where: str) -> None:

@@ -70,10 +70,10 @@ def _measure_speed(job: SuiteJob) -> tuple[float, int]:
     config = job.config.model_copy(update={"optim": optim, "pretrain": 0, **start})
     flop = count_cost(replace(job, config=config, rounds=None))["training"] / optim.iterations
     experiment = build_experiment(config)
-    optimizer = Optimizer(experiment.net, optim)
-    optimizer.set_rate(optim.lr)
     times = []
     with closing(experiment.make_engine()) as engine, closing(experiment.batches(engine)) as batches:
+        optimizer = Optimizer(experiment.net, optim, engine.stacks)
+        optimizer.set_rate(optim.lr)
         for step in range(STEPS):
             began = time.perf_counter()
             engine.step(step, batches.batch(step), experiment.loss_at(step))

@@ -134,11 +134,13 @@ class Reproduction:
             self._add(job)
 
     def _add(self, job: SuiteJob) -> None:
-        measures = self.request.options.test or self.suite.ood or self.request.outputs
+        options = self.request.options
+        measures = options.test or self.suite.ood or self.request.outputs
         with self.console.status(Text(f"measuring {job.name}")) if measures else nullcontext():
             add_run(self.document, job, self.planner, self.suite)
             if self.request.outputs:
-                write_half_outputs(job, self.path.parent / "outputs" / job.path.parent.name / f"{job.name}.npz")
+                name = f"{job.name}{'-test' if options.test else ''}.npz"
+                write_half_outputs(job, self.path.parent / "outputs" / job.path.parent.name / name, options.split)
 
     def _merge(self) -> None:
         request = self.request

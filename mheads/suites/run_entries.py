@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +67,16 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
     document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
 
 
-def write_half_outputs(job: SuiteJob, path: Path) -> None:
-    """Writes the outputs of a run on the examples that it is evaluated on as float16, with their labels, compressed.
+def write_half_outputs(job: SuiteJob, path: Path, split: str) -> None:
+    """Writes the outputs of a run on the examples of a split as float16, with their labels, compressed.
 
     A file of the same weights stays as it is.
     """
     weights = atomic_files.digest(job.folder.model)
-    if path.is_file():
-        with packed_arrays.open_arrays(path) as file:
-            if str(file["weights_digest"]) == weights:
-                return
-    outputs, member_weights, targets = outputs_and_weights_of(job.folder.path)
+    with suppress(OSError, ValueError, KeyError), packed_arrays.open_arrays(path) as file:  # else it is written anew
+        if str(file["weights_digest"]) == weights:
+            return
+    outputs, member_weights, targets = outputs_and_weights_of(job.folder.path, split)
     limit = torch.finfo(torch.float16).max
     arrays = {"outputs": outputs.clamp(-limit, limit).half().numpy(), "weights_digest": np.array(weights)}
     arrays |= dict(zip(TARGETS, (leaf.numpy() for leaf in nested_values.leaves(targets)), strict=False))

@@ -770,6 +770,19 @@ def test_outputs_of_runs_are_written_from_which_the_figures_can_be_computed_agai
     assert again.members == pytest.approx(kept["members"], abs=100 / 60 + 1e-4)  # an example near a tie may change
     before = file.stat().st_mtime_ns
     assert mheads(*given, "--outputs").code == 0 and file.stat().st_mtime_ns == before
+    file.write_bytes(b"cut off")
+    assert mheads(*given, "--outputs").code == 0 and "labels" in np.load(file)
+
+
+def test_outputs_of_runs_with_validation_examples_are_those_that_the_table_is_of(mheads, here):
+    given = ["reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY, "--validation", 30, "--outputs"]
+    assert mheads(*given).code == 0 and mheads(*given, "--test").code == 0
+    folder = here / "results/outputs/digits"
+    on_validation, on_test = (np.load(folder / f"plain-seed0-validation30{end}.npz") for end in ("", "-test"))
+    assert len(on_validation["labels"]) == 30
+    (kept,) = json.loads((here / "results/mine-digits-validation30-test.json").read_text())["runs"]["plain"]
+    again = compute(on_test["outputs"].astype(np.float32), on_test["labels"])
+    assert again.nll["single"] == pytest.approx(kept["result"]["nll_single"], abs=2e-3)
 
 
 def test_a_dry_run_tells_what_cannot_be_built(mheads, here):

@@ -251,19 +251,19 @@ def evaluate_run(
         if further:
             result = replace(result, **further.measure(folder, engine, data, kept, watch))
     if outputs_file is not None:
-        _write_outputs(outputs_file, kept, class_names(data.problem))
+        arrays = name_outputs(*kept) | {"classes": np.array(class_names(data.problem))}
+        write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
     return summary(result, net, split, weights.iteration, weights.seconds)
 
 
-def _write_outputs(path: Path, kept: tuple[Tensor, Tensor | None, Value], classes: Sequence[str]) -> None:
-    outputs, weights, targets = kept
-    arrays = {
-        "outputs": outputs.numpy(),
-        **dict(zip(TARGETS, (leaf.numpy() for leaf in nested_values.leaves(targets)), strict=False)),
-        "classes": np.array(classes),
-        **({} if weights is None else {"weights": weights.numpy()}),
+def name_outputs(outputs: Tensor, weights: Tensor | None, targets: Value) -> dict[str, np.ndarray]:
+    """Outputs, weights by the scores of members and targets under the names that they have in an .npz file."""
+    tensors = {
+        "outputs": outputs,
+        **dict(zip(TARGETS, nested_values.leaves(targets), strict=False)),
+        "weights": weights,
     }
-    write_atomically(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+    return {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
 
 
 def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> tuple[torch.Tensor, Value]:

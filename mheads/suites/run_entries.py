@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mheads.api.evaluate import TARGETS, FurtherExamples, evaluate_run, outputs_and_weights_of
-from mheads.common import atomic_files, nested_values, packed_arrays
+from mheads.api.evaluate import FurtherExamples, evaluate_run, name_outputs, outputs_and_weights_of
+from mheads.common import atomic_files, packed_arrays
 from mheads.common.device import describe_cpu
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
@@ -78,9 +78,8 @@ def write_half_outputs(job: SuiteJob, path: Path, split: str) -> None:
             return
     outputs, member_weights, targets = outputs_and_weights_of(job.folder.path, split)
     limit = torch.finfo(torch.float16).max
-    arrays = {"outputs": outputs.clamp(-limit, limit).half().numpy(), "weights_digest": np.array(weights)}
-    arrays |= dict(zip(TARGETS, (leaf.numpy() for leaf in nested_values.leaves(targets)), strict=False))
-    arrays |= {} if member_weights is None else {"weights": member_weights.half().numpy()}
+    halves = outputs.clamp(-limit, limit).half(), None if member_weights is None else member_weights.half()
+    arrays = name_outputs(*halves, targets) | {"weights_digest": np.array(weights)}
     with atomic_files.saving(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.write_atomically(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -23,52 +23,78 @@ from mheads.suites.reproduce import Reproduction, SuiteRequest
 from mheads.training.experiment import build_experiment
 
 STEPS, ROWS = 3, 128  # that are timed, and examples of each at most
+FORWARD = 1 / 3  # what an example costs in an evaluation, as a part of a step
+
+
+class StepTime(NamedTuple):
+    """What an example takes in steps of a run: seconds, and FLOP where they can be counted; and the test examples."""
+
+    seconds: float
+    flop: float | None
+    test_examples: int
 
 
 class TimePredictor:
-    """Predicts times: of one run of each recipe small steps are timed, and all runs go by their FLOP."""
+    """Predicts times: of one run of each recipe small steps are timed, and others go by their FLOP.
+
+    A run whose FLOP cannot be counted without its data is timed itself.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._speeds: dict[str, tuple[float, int] | UserError] = {}  # by recipe
-        self._costs: dict[str, dict[str, float]] = {}  # by row: another seed costs as much
+        self._costs: dict[str, dict[str, float] | None] = {}  # by row: another seed costs as much
+        self._times: dict[str, StepTime | UserError] = {}  # by recipe, or by row
         self.reasons: dict[str, str] = {}  # why a time is not known -> the first run of which it is not
 
     def predict(self, job: SuiteJob) -> float | None:
         """The seconds that the rest of a run will take, its steps and its evaluations; None where that is not known."""
+        row = f"{job.path.parent.name}/{job.row}"
+        if row not in self._costs:
+            self._costs[row] = _count_or_none(job)
+        cost = self._costs[row]
         try:
-            row = f"{job.path.parent.name}/{job.row}"
-            cost = self._costs[row] = self._costs.get(row) or count_cost(job)
-            flop_per_second, test_examples = self._speed(job)
+            one = self._time(job, row if cost is None else job.recipe)
         except UserError as error:  # it may need a run that is not there yet
             self.reasons.setdefault(str(error), job.name)
             return None
+        if cost is not None and one.flop is not None:
+            training, answer = (cost[key] * one.seconds / one.flop for key in ("training", "inference"))
+        else:
+            optim = job.config.optim
+            training = one.seconds * optim.batch_size * optim.accumulate * job.total
+            answer = one.seconds * FORWARD
         done, every = job.steps_done(), job.config.log.evaluate_every
         evaluations = 1 + ((job.total - 1) // every - done // every if every else 0)
-        answers = evaluations * test_examples * max(1, len(job.config.eval.views))
-        return (cost["training"] * (1 - done / job.total) + cost["inference"] * answers) / flop_per_second
+        answers = evaluations * one.test_examples * max(1, len(job.config.eval.views))
+        return training * (1 - done / job.total) + answer * answers
 
-    def _speed(self, job: SuiteJob) -> tuple[float, int]:
-        """FLOP per second in steps of the recipe, and how many examples its runs are evaluated on."""
-        if job.recipe not in self._speeds:
+    def _time(self, job: SuiteJob, key: str) -> StepTime:
+        if key not in self._times:
             with self._console.status(Text(f"{STEPS} steps of {job.name}")):
                 try:
-                    self._speeds[job.recipe] = _measure_speed(job)
+                    self._times[key] = _time_steps(job)
                 except UserError as error:
-                    self._speeds[job.recipe] = error
-        speed = self._speeds[job.recipe]
-        if isinstance(speed, UserError):
-            raise speed
-        return speed
+                    self._times[key] = error
+        known = self._times[key]
+        if isinstance(known, UserError):
+            raise known
+        return known
 
 
-def _measure_speed(job: SuiteJob) -> tuple[float, int]:
+def _count_or_none(job: SuiteJob) -> dict[str, float] | None:
+    try:
+        return count_cost(job)
+    except UserError:  # the shape of an example is not known without the data
+        return None
+
+
+def _time_steps(job: SuiteJob) -> StepTime:
     """Times small steps of a run, from any weights: those that it starts from may not be there yet. Writes nothing."""
     rows = min(ROWS, job.config.optim.batch_size)
     optim = job.config.optim.model_copy(update={"batch_size": rows, "accumulate": 1})
     start: dict[str, Any] = {"init": "random", "init_members": None, "init_map": {}}
     config = job.config.model_copy(update={"optim": optim, "pretrain": 0, **start})
-    flop = count_cost(replace(job, config=config, rounds=None))["training"] / optim.iterations
+    cost = _count_or_none(replace(job, config=config, rounds=None))
     experiment = build_experiment(config)
     times = []
     with closing(experiment.make_engine()) as engine, closing(experiment.batches(engine)) as batches:
@@ -79,7 +105,9 @@ def _measure_speed(job: SuiteJob) -> tuple[float, int]:
             engine.step(step, batches.batch(step), experiment.loss_at(step))
             engine.update(optimizer.update)
             times.append(time.perf_counter() - began)
-    return flop / min(times), len(experiment.data.test)  # the first step prepares what later ones reuse
+    flop = None if cost is None else cost["training"] / optim.iterations / rows
+    # The first step prepares what later ones reuse.
+    return StepTime(min(times) / rows, flop, len(experiment.data.test))
 
 
 def print_plan(suite: Reproduction, console: Console) -> None:

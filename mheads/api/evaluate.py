@@ -18,7 +18,7 @@ from mheads.api.examples_of_run import check_overrides, class_names, load_exampl
 from mheads.api.raw_examples import PreprocessingNetwork
 from mheads.api.run import Run, load, make_labelled_split
 from mheads.common import nested_values
-from mheads.common.atomic_files import check_output, write_atomically
+from mheads.common.atomic_files import check_output, check_place, write_atomically
 from mheads.common.errors import UserError, warn
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher, forward_warnings
@@ -228,7 +228,7 @@ def evaluate_run(
         config = configs.read(folder.config, views)
         overrides = [given for given in overrides if given not in views]
     if outputs_file is not None:
-        check_output(outputs_file, (".npz",))
+        check_output(check_place(outputs_file), (".npz",))
     net = build_net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
     with forward_warnings(watch):

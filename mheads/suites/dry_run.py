@@ -14,6 +14,7 @@ from rich.text import Text
 
 from mheads.common.errors import UserError
 from mheads.common.number_words import count, duration
+from mheads.common.progress import Terminal
 from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.optim.stage_updates import Optimizer
@@ -125,7 +126,7 @@ def print_plan(suite: Reproduction, console: Console) -> None:
     _print_table(console, "Runs", ("run", "iterations", "time"), rows, predictor)
     about, reused = "more than" if predictor.reasons else "about", len(suite.jobs) - len(suite.missing)
     text = f"{count(len(suite.missing), 'run')} to train, {about} {duration(total)}; {reused} reused"
-    console.print(text, markup=False, soft_wrap=True)
+    Terminal(console).say(text)
 
 
 def print_plan_of_all(requests: Sequence[SuiteRequest], console: Console) -> None:
@@ -151,7 +152,7 @@ def print_plan_of_all(requests: Sequence[SuiteRequest], console: Console) -> Non
     text = f"{'more than' if predictor.reasons else 'about'} {total / 3600:.1f} hours in all"
     if in_results:
         text += f"; {in_results / 3600:.1f} of them for runs that the results have, without a run folder here"
-    console.print(text, markup=False, soft_wrap=True)
+    Terminal(console).say(text)
 
 
 def _print_table(
@@ -161,4 +162,4 @@ def _print_table(
     head = [Head(text, right=i > 0, whole=True) for i, text in enumerate(heads)]
     console.print(terminal_table(Table(title, head, text_rows(rows))))
     for reason, run in predictor.reasons.items():
-        console.print(f"{run}: {reason}", style="yellow", markup=False, soft_wrap=True)
+        Terminal(console).warn(f"{run}: {reason}")

@@ -18,13 +18,13 @@ from torch import Tensor
 from mheads.common import nested_values, seeds
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.common.schemas import Count, Measures, Number, OfClasses, check
+from mheads.common.schemas import Measures, Number, OfClasses, check
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
 from mheads.problems.base import Problem, number, percent_rows
 from mheads.problems.member_losses import region_losses
-from mheads.problems.metrics import by_predictor, owner_of
-from mheads.problems.result import PercentResult
+from mheads.problems.metrics import owner_of
+from mheads.problems.result import PercentResult, by_predictor
 
 BACKGROUND = "background"
 BOXES = ("regressed", "proposals")  # what is measured: the boxes that members give, or those that were proposed
@@ -51,22 +51,17 @@ class DetectionResult(PercentResult):
     """Mean average precisions, in percent, of VOC 2007's 11 points and with the boxes that members give, unless said.
 
     Classes of which no image has an object have none, and do not count. `further` holds those of other measures and
-    with the boxes as proposed, `classes` of every class: [boxes][measure], then by predictor.
+    with the boxes as proposed, `classes` of every class: [boxes][measure], then by predictor. `ensemble_mean` is of
+    mean probabilities and mean boxes, `oracle` of each region answered by its owner; examples are images, and members
+    own regions of each class.
     """
 
     problem: ClassVar[str] = "detection"
 
-    members: list[Number]  # of each
-    single: Number  # the mean of these
-    ensemble_mean: Number  # of mean probabilities and mean boxes
-    oracle: Number  # each region answered by the member with the lowest loss on it
     on_proposals: Number  # of mean probabilities, with the boxes as proposed
     single_on_proposals: Number  # the mean of that over the members
     further: Annotated[dict[str, Any], _each(Measures)]
     classes: Annotated[dict[str, Any], _each(OfClasses)]
-    ownership: list[list[Count]]  # [M][1 + C] regions of each class on which each member has the lowest loss
-    examples: Count  # images
-    ensemble_scored: Number | None = None
     oracle_chance: Number | None = None  # the Oracle of members whose answers are dealt to the regions at random
     images: str = ""  # a digest of sizes and objects, by which others tell whether they were measured on the same
 
@@ -91,16 +86,13 @@ class DetectionResult(PercentResult):
                     raise ValueError(f"classes.{which}.{measure} has {len(row)} classes, and the run {groups - 1}")
 
     @classmethod
-    def unknown(cls, members: int, groups: int) -> DetectionResult:
-        nan, each, classes = math.nan, by_predictor([math.nan] * (members + 2)), groups - 1
-        of_classes = {
-            "members": [[nan] * classes] * members,
-            "ensemble_mean": [nan] * classes,
-            "oracle": [nan] * classes,
-        }
-        further, every = ({which: dict.fromkeys(MEASURES, part) for which in BOXES} for part in (each, of_classes))
-        owned = [[0] * groups] * members
-        return cls([nan] * members, nan, nan, nan, nan, nan, further, every, owned, 0, oracle_chance=nan)
+    def unknown(cls, members: int, groups: int, **further: Any) -> DetectionResult:
+        row, each = [math.nan] * (groups - 1), by_predictor([math.nan] * (members + 2))
+        of_classes = {"members": [row] * members, "ensemble_mean": row, "oracle": row}
+        parts = {"further": each, "classes": of_classes}
+        further |= {key: {which: dict.fromkeys(MEASURES, part) for which in BOXES} for key, part in parts.items()}
+        further |= dict.fromkeys(("on_proposals", "single_on_proposals", "oracle_chance"), math.nan)
+        return super().unknown(members, groups, **further)
 
 
 @dataclass(frozen=True)

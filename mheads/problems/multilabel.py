@@ -14,34 +14,30 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.common.schemas import Count, Measures, Number
+from mheads.common.schemas import Measures
 from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns
 from mheads.problems.base import ClassScores, further_row, more_classes, percent_rows, refuse_other_width
 from mheads.problems.member_losses import binary_cross_entropies
-from mheads.problems.metrics import by_predictor, mean_members, owner_of, weighted_mean
-from mheads.problems.result import PercentResult
+from mheads.problems.metrics import mean_members, owner_of, weighted_mean
+from mheads.problems.result import PercentResult, by_predictor
 
 
 @dataclass(frozen=True)
 class MultiLabelResult(PercentResult):
-    """Mean average precisions, in percent; `f1_micro` and `f1_macro` hold the same of other measures."""
+    """Mean average precisions, in percent; `f1_micro` and `f1_macro` hold the same of other measures.
+
+    `oracle` is of the scores of the member with the lowest loss on each example.
+    """
 
     problem: ClassVar[str] = "multilabel"
 
-    members: list[Number]  # of each
-    single: Number  # the mean of these
-    ensemble_mean: Number  # of the mean of the members' probabilities
-    oracle: Number  # of the scores of the member with the lowest loss on each example
     f1_micro: Measures  # of all labels of all classes together
     f1_macro: Measures  # the mean of that of each class
-    ownership: list[list[Count]]  # [M][1] examples on which each member has the lowest loss
-    examples: Count
-    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
 
     @classmethod
-    def unknown(cls, members: int, groups: int) -> MultiLabelResult:
+    def unknown(cls, members: int, groups: int, **further: Any) -> MultiLabelResult:
         measures = by_predictor([math.nan] * (members + 2))
-        return cls(**measures, f1_micro=measures, f1_macro=measures, ownership=[[0] * groups] * members, examples=0)
+        return super().unknown(members, groups, f1_micro=measures, f1_macro=measures)
 
 
 class MultiLabelMetrics:

@@ -14,32 +14,28 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.common.schemas import Count, Measures, Number
+from mheads.common.schemas import Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText
 from mheads.problems.base import Problem, further_row, mean_or_weighted, number
 from mheads.problems.densities import KERNEL_SCALES, KernelChoice, Kernels, densities_of, log_weights_or_equal
 from mheads.problems.member_losses import absolute_errors, squared_errors
-from mheads.problems.metrics import by_predictor, weighted_mean
-from mheads.problems.result import Result
+from mheads.problems.metrics import weighted_mean
+from mheads.problems.result import Result, by_predictor
 
 
 @dataclass(frozen=True)
 class RegressionResult(Result):
-    """Root mean square errors, in the units of the targets; `mae` and `r2` hold the same of other measures."""
+    """Root mean square errors, in the units of the targets; `mae` and `r2` hold the same of other measures.
+
+    `oracle` is of the member that comes closest on each example, which owns it.
+    """
 
     problem: ClassVar[str] = "regression"
 
-    members: list[Number]  # of each
-    single: Number  # the mean of these
-    ensemble_mean: Number  # of the mean of the members' outputs
-    oracle: Number  # of the member that comes closest on each example
     spread: Number  # how far members are from their mean, root mean square
-    ownership: list[list[Count]]  # [M][1] examples on which each member comes closest
-    examples: Count
     mae: Measures = field(default_factory=dict)  # mean absolute errors
     r2: Measures = field(default_factory=dict)  # the share of the targets' variance that is explained
     spread_correlation: Number = math.nan  # over examples, of the members' spread with the error of their mean
-    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
     distortion: Number = math.nan  # mean squared distance of the hypothesis that comes closest
     min_ade: Number | None = None  # of trajectories: mean distance of the closest one, mean over its points
     min_fde: Number | None = None  # of trajectories: distance of the closest last point
@@ -49,9 +45,9 @@ class RegressionResult(Result):
     kernel_scale_voronoi: Number | None = None
 
     @classmethod
-    def unknown(cls, members: int, groups: int) -> RegressionResult:
-        measures, owned = by_predictor([math.nan] * (members + 2)), [[0] * groups] * members
-        return cls(**measures, spread=math.nan, ownership=owned, examples=0, mae=measures, r2=measures)
+    def unknown(cls, members: int, groups: int, **further: Any) -> RegressionResult:
+        measures = by_predictor([math.nan] * (members + 2))
+        return super().unknown(members, groups, spread=math.nan, mae=measures, r2=measures)
 
 
 class RegressionMetrics:

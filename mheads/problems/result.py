@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from mheads.common.schemas import check
+from mheads.common.schemas import Count, Number, check
+
+TOGETHER = ("ensemble_mean", "ensemble_scored")  # what the members answer together
 
 
+def by_predictor(values: Sequence[float], scored: bool = False) -> dict[str, Any]:
+    """Values of the members, of the ensemble mean, if `scored` of the scored answer, and of the Oracle, by name."""
+    *first, oracle = map(float, values)
+    members, together = first[: -1 - scored], first[-1 - scored :]
+    single = sum(members) / len(members)
+    return {"members": members, "single": single, **dict(zip(TOGETHER, together, strict=False)), "oracle": oracle}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """The measures of an ensemble: a dataclass of numbers in lists and dicts that goes to JSON and back.
+    """The measures of an ensemble: numbers in lists and dicts that go to JSON and back.
 
-    All results have the fields below.
+    Problems say what is measured, and add fields. `oracle` is that of the best member on each example. A member owns
+    the examples on which it has the lowest loss. What is not finite is NaN here and null in JSON.
     """
 
     problem: ClassVar[str]  # its name
     forms: ClassVar[tuple[str, str]] = (".4g", ".4g")  # of measures of the ensemble, and of those of single members
-    members: list[float]
-    single: float
-    ensemble_mean: float
-    oracle: float
-    ownership: list[list[int]]
-    examples: int
-    ensemble_scored: float | None
+    members: list[Number]  # of each
+    single: Number  # the mean of these
+    ensemble_mean: Number  # of the mean of the members' answers
+    oracle: Number
+    ownership: list[list[Count]]  # [M][groups] examples of each group that each member owns
+    examples: Count
+    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores, if they have some
+
+    @classmethod
+    def unknown(cls, members: int, groups: int, **further: Any) -> Self:
+        """The result where nothing was evaluated; `further` are the fields that only this problem has."""
+        measures = by_predictor([math.nan] * (members + 2))
+        return cls(**measures, ownership=[[0] * groups] * members, examples=0, **further)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields ready for JSON; numbers that are not finite become null."""
@@ -35,7 +53,7 @@ class Result:
             # + 0 turns -0.0 to 0.0
             return _map_numbers(lambda x: self.round_number(name, x) + 0 if math.isfinite(x) else None, value)
 
-        names = [f.name for f in fields(self) if getattr(self, f.name) is not None]  # type: ignore[arg-type]
+        names = [f.name for f in fields(self) if getattr(self, f.name) is not None]
         return {name: plain(name) for name in names}
 
     @classmethod
@@ -44,7 +62,7 @@ class Result:
 
         Raises ValueError if they are not such values.
         """
-        known = {name: values[name] for name in (f.name for f in fields(cls)) if name in values}  # type: ignore[arg-type]
+        known = {name: values[name] for name in (f.name for f in fields(cls)) if name in values}
         known = _map_numbers(lambda x: math.nan if x is None else x, known)
         check(cls, known)
         return cls(**known)

@@ -16,35 +16,30 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.common.schemas import Count, Measures, Number
+from mheads.common.schemas import Measures
 from mheads.problems.answer_text import AnswerColumns, AnswerText
 from mheads.problems.base import ClassScores, further_row, percent_rows
 from mheads.problems.member_losses import IGNORED, cross_entropies
-from mheads.problems.metrics import add_counts, by_predictor, mean_members, owner_of, weighted_mean
-from mheads.problems.result import PercentResult
+from mheads.problems.metrics import add_counts, mean_members, owner_of, weighted_mean
+from mheads.problems.result import PercentResult, by_predictor
 
 CHUNK = 2**22  # numbers that are looked at together, to bound the memory
 
 
 @dataclass(frozen=True)
 class SegmentationResult(PercentResult):
-    """Mean intersections over unions, in percent; `pixel_accuracy` holds the same of another measure."""
+    """Mean intersections over unions, in percent; `pixel_accuracy` holds the same of another measure.
+
+    `oracle` is of the member with the best mean IoU on each image, and the group of an image the class of most pixels.
+    """
 
     problem: ClassVar[str] = "segmentation"
 
-    members: list[Number]  # of each
-    single: Number  # the mean of these
-    ensemble_mean: Number  # of the mean of the members' probabilities
-    oracle: Number  # of the member with the best mean IoU on each image
     pixel_accuracy: Measures
-    ownership: list[list[Count]]  # [M][C] images, by the class of most pixels, of which each has the lowest loss
-    examples: Count
-    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
 
     @classmethod
-    def unknown(cls, members: int, groups: int) -> SegmentationResult:
-        measures = by_predictor([math.nan] * (members + 2))
-        return cls(**measures, pixel_accuracy=measures, ownership=[[0] * groups] * members, examples=0)
+    def unknown(cls, members: int, groups: int, **further: Any) -> SegmentationResult:
+        return super().unknown(members, groups, pixel_accuracy=by_predictor([math.nan] * (members + 2)))
 
 
 class SegmentationMetrics:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.problems.metrics import MOST_TOGETHER, TOGETHER, compute, subsets, weighted_mean
+from mheads.problems.metrics import MOST_TOGETHER, compute, subsets, weighted_mean
+from mheads.problems.result import TOGETHER
 
 LARGEST_TEMPERATURE = 1000.0  # and its inverse the smallest: scores that are always right ask for 0
 

@@ -28,6 +28,7 @@ from mheads.config import schema
 from mheads.problems import is_single_label
 from mheads.runs.folder import RunFolder
 from mheads.suites.jobs import SuiteJob
+from mheads.suites.metric_names import is_number
 from mheads.suites.planner import Planner, hide_local_paths
 from mheads.suites.suite import Suite
 
@@ -132,8 +133,8 @@ def measure(folder: RunFolder, result: dict[str, Any], iterations: int) -> dict[
     numbers: dict[str, Any] = {}
     for key, value in result.items():
         if isinstance(value, dict) and key != "versions":
-            numbers |= {f"{key}_{part}": number for part, number in value.items() if _is_number(number)}
-        elif _is_number(value) or key in ("members", "problem", "split"):
+            numbers |= {f"{key}_{part}": number for part, number in value.items() if is_number(number)}
+        elif is_number(value) or key in ("members", "problem", "split"):
             numbers[key] = value
     for who, values in result.get("top_k", {}).items():
         numbers["top_k" if who == "ensemble_mean" else f"top_k_{who}"] = values
@@ -147,10 +148,6 @@ def measure(folder: RunFolder, result: dict[str, Any], iterations: int) -> dict[
     if len(result["members"]) > 1:
         numbers["evenness"] = round(evenness([sum(row) for row in result["ownership"]]), 6)
     return numbers
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def evenness(owned: list[float]) -> float:

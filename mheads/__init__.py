@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from mheads import data, distributed, losses, networks
     from mheads.api.evaluate import evaluate, outputs_of
     from mheads.api.fit import Interrupted, fit
-    from mheads.api.load import load
-    from mheads.api.run import Run
+    from mheads.api.run import Run, load
     from mheads.common.errors import UserError
     from mheads.networks import dropout
     from mheads.networks.dropout import Dropout
@@ -60,7 +59,7 @@ _HOMES = {
     "UserError": "mheads.common.errors",
     "evaluate": "mheads.api.evaluate",
     "fit": "mheads.api.fit",
-    "load": "mheads.api.load",
+    "load": "mheads.api.run",
     "outputs_of": "mheads.api.evaluate",
     "with_scores": "mheads.trees.member_scores",
 }

@@ -246,7 +246,7 @@ def read_rounds(folder: Path, config: Config) -> list[dict[str, Any]]:
     lines = [
         f"  {k}: {old.get(k, default[k])!r} in the folder, {new[k]!r} now"
         for k in new
-        if not schema.same(k, old.get(k, default[k]), new[k]) and _decides(k, config)
+        if not schema.same(k, old.get(k, default[k]), new[k]) and schema.decides_result(k, config)
         if k != "init" or not _same_start(folder, config)
     ]
     if lines and not RunFolder(folder / "round0").exists():  # it failed before there was anything to keep
@@ -265,16 +265,12 @@ def _same_start(folder: Path, config: Config) -> bool:
 
 
 def _summary(config: Config, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"config": {k: v for k, v in schema.flatten(config).items() if _decides(k, config)}, "rounds": entries}
+    decisive = {k: v for k, v in schema.flatten(config).items() if schema.decides_result(k, config)}
+    return {"config": decisive, "rounds": entries}
 
 
 def _write(folder: Path, config: Config, entries: list[dict[str, Any]]) -> None:
     atomic_files.write_atomically(folder / SUMMARY, seal(_summary(config, entries), indent=1))
-
-
-def _decides(key: str, config: Config) -> bool:
-    # More iterations would change the weights that later rounds have started from.
-    return key == "optim.iterations" or not schema.is_free(key, config)
 
 
 def _describe(entry: dict[str, Any]) -> str:

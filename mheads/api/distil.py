@@ -21,6 +21,7 @@ from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher, forward_warnings
 from mheads.config import read as configs
+from mheads.config.options_without_effect import check_idle_options
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.catalog import DATASETS
@@ -114,15 +115,14 @@ def _make_config(teacher: RunFolder, overrides: Sequence[str], folder: Path) -> 
             f"teacher.answers is what {teacher.path} answers: leave it out, or train with a file of yours, "
             "mheads train RECIPE teacher.answers=FILE"
         )
-    config = configs.read(
-        teacher.config,
-        [
-            *ONE,
-            *(["model_args={}"] if "model" in keys else []),  # they were those of the other network
-            *overrides,
-            f"teacher.answers={json.dumps(f'{folder.absolute()}.npz')}",
-        ],
-    )
+    arguments = ["model_args={}"] if "model" in keys else []  # they were those of the other network
+    answers = f"teacher.answers={json.dumps(f'{folder.absolute()}.npz')}"
+    try:
+        config = configs.read(teacher.config, [*ONE, *arguments, *overrides, answers])
+    except configs.ConfigError as error:  # the config of a run is right, so that these are not
+        raise configs.ConfigError(f"{teacher.path} with {' '.join(overrides)}", error.problems) from error
+    if not folder.exists():
+        check_idle_options(config, overrides)
     if config.data.name not in DATASETS:
         raise UserError(
             f"{teacher.path} was trained from Python on arrays, and does not keep them: there, "

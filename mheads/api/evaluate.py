@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from mheads import data as datasets
-from mheads.api.examples_of_run import class_names, load_examples_of_run
-from mheads.api.load import load
-from mheads.api.measure_uncertainty import FurtherExamples
+from mheads.api.examples_of_run import check_overrides, class_names, load_examples_of_run
 from mheads.api.raw_examples import PreprocessingNetwork
-from mheads.api.run import Run, make_labelled_split
+from mheads.api.run import Run, load, make_labelled_split
 from mheads.common import nested_values
-from mheads.common.atomic_files import check_place, write_atomically
+from mheads.common.atomic_files import check_output, check_place, write_atomically
 from mheads.common.errors import UserError, warn
 from mheads.common.nested_values import Value
 from mheads.common.progress import Watcher, forward_warnings
@@ -28,8 +26,10 @@ from mheads.common.safe_yaml import as_plain, short
 from mheads.config import read as configs
 from mheads.data import Preprocess
 from mheads.data.batches import Batch
-from mheads.engine.measure import Models, all_answers, answers, in_eval_mode, join_answers, measure, with_calibration
+from mheads.engine.measure import GivesOutputs, Models, all_answers, answers, in_eval_mode, join_answers, measure
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
+from mheads.problems.uncertainty import EnsembleOutputs, measure_other_data, measure_scaled
+from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.training.build_from_config import build_net_of_run, make_engine
 from mheads.training.check_experiment import check_views
@@ -37,6 +37,7 @@ from mheads.training.log_and_checkpoint import summary
 from mheads.trees.treenet import TreeNet
 
 VIEWS = "eval.views="
+NAMES_OF_DATA = ("name", "path", "test_path", "table")  # the data keys that decide which examples there are
 Model = Callable[[Tensor], Any]
 TARGETS = ("labels", "box_targets", "regions", "images")  # the names of what targets hold; most hold labels alone
 
@@ -144,6 +145,68 @@ def _name(model: Model) -> str:
     return getattr(model, "__name__", type(model).__name__)
 
 
+@dataclass(frozen=True)
+class FurtherExamples:
+    """The split that temperatures are fitted on, and data keys of other examples (`data.path=other.npz`)."""
+
+    temperature_from: str | None = None
+    other_data: Sequence[str] = ()
+
+    def __bool__(self) -> bool:
+        return self.temperature_from is not None or bool(self.other_data)
+
+    def check(self, folder: RunFolder, data: DataFacts, split: str) -> None:
+        """Raises an error before anything is computed."""
+        if not is_single_label(data.problem):
+            raise UserError(
+                f"{folder.path} was trained for {data.problem.name}: temperatures and other data are for runs whose "
+                "examples have one class each"
+            )
+        if self.temperature_from == split:
+            raise UserError(
+                f"--temperature-from {split}: the run is measured on these examples, and would look better than it is; "
+                "give --split test with --temperature-from validation"
+            )
+        check_overrides(self.other_data)
+        own, other = folder.read_config().data, configs.read(folder.config, self.other_data).data
+        if self.other_data and all(getattr(own, key) == getattr(other, key) for key in NAMES_OF_DATA):
+            raise UserError(
+                f"--ood {' '.join(self.other_data)}: that is the run's own {own.name}, which nothing tells apart from "
+                "itself; name other data, data.name=cifar100 or data.path=OTHER"
+            )
+
+    def measure(
+        self,
+        folder: RunFolder,
+        engine: GivesOutputs,
+        data: DataFacts,
+        kept: tuple[Tensor, Tensor | None, Any],
+        watch: Watcher,
+    ) -> dict[str, Any]:
+        """The fields that a result gains; `kept` are outputs, weights and targets of what it was measured on."""
+        of_scores = getattr(data.problem, "of_scores", False)
+        measures: dict[str, Any] = {}
+
+        def answer(overrides: Sequence[str], split: str | None, unlike: bool) -> tuple[EnsembleOutputs, Any]:
+            with forward_warnings(watch):
+                _, examples, _ = load_examples_of_run(folder, overrides, split, unlike)
+            outputs, weights, targets = all_answers(engine, examples, data.inputs, data.problem, watch)
+            return EnsembleOutputs(outputs, weights, of_scores), targets
+
+        outputs, y = EnsembleOutputs(kept[0], kept[1], of_scores), self._labels(data, kept[2])
+        if self.temperature_from is not None:
+            held_out, targets = answer((), self.temperature_from, unlike=False)
+            measures |= measure_scaled(outputs, y, held_out, self._labels(data, targets))
+        if self.other_data:
+            measures |= measure_other_data(outputs, answer(self.other_data, "test", unlike=True)[0])
+        return measures
+
+    @staticmethod
+    def _labels(data: DataFacts, targets: Any) -> Tensor:
+        labels: Tensor = data.problem.group(nested_values.leaves(targets)[0])
+        return labels
+
+
 def evaluate_run(
     path: Path,
     outputs_file: Path | None,
@@ -165,7 +228,7 @@ def evaluate_run(
         config = configs.read(folder.config, views)
         overrides = [given for given in overrides if given not in views]
     if outputs_file is not None:
-        check_place(outputs_file)
+        check_output(check_place(outputs_file), (".npz",))
     net = build_net_of_run(folder, config, watch.warn, trust=trust)
     weights = folder.load_weights(net, watch.warn)
     with forward_warnings(watch):
@@ -180,7 +243,7 @@ def evaluate_run(
             parts.append((outputs.cpu(), None if weights is None else weights.cpu(), targets))
 
     with closing(make_engine(config, net)) as engine:
-        problem = with_calibration(data.problem, folder.read_result() if weights.final else {})
+        problem = data.problem.calibrated(folder.read_result() if weights.final else {})
         result: Any = measure(engine, examples, data.inputs, problem, watch, keep)
         assert result is not None  # there are examples
         if parts:
@@ -188,19 +251,19 @@ def evaluate_run(
         if further:
             result = replace(result, **further.measure(folder, engine, data, kept, watch))
     if outputs_file is not None:
-        _write_outputs(outputs_file, kept, class_names(data.problem))
+        arrays = name_outputs(*kept) | {"classes": np.array(class_names(data.problem))}
+        write_atomically(outputs_file, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
     return summary(result, net, split, weights.iteration, weights.seconds)
 
 
-def _write_outputs(path: Path, kept: tuple[Tensor, Tensor | None, Value], classes: Sequence[str]) -> None:
-    outputs, weights, targets = kept
-    arrays = {
-        "outputs": outputs.numpy(),
-        **dict(zip(TARGETS, (leaf.numpy() for leaf in nested_values.leaves(targets)), strict=False)),
-        "classes": np.array(classes),
-        **({} if weights is None else {"weights": weights.numpy()}),
+def name_outputs(outputs: Tensor, weights: Tensor | None, targets: Value) -> dict[str, np.ndarray]:
+    """Outputs, weights by the scores of members and targets under the names that they have in an .npz file."""
+    tensors = {
+        "outputs": outputs,
+        **dict(zip(TARGETS, nested_values.leaves(targets), strict=False)),
+        "weights": weights,
     }
-    write_atomically(path, lambda file: np.savez(file, **arrays))  # type: ignore[arg-type]
+    return {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}
 
 
 def outputs_of(run: Run | str | Path, split: str | None = None, **data: Any) -> tuple[torch.Tensor, Value]:

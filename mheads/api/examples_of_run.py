@@ -32,7 +32,7 @@ def load_examples_of_run(
     By default they are those that training evaluated on; `overrides` are other data keys than the run's. Of data that
     are `unlike` the run's, labels do not matter.
     """
-    _check_overrides(overrides)
+    check_overrides(overrides)
     facts, config = folder.read_data(), configs.read(folder.config, overrides)
     split = split or ("validation" if config.data.validation else "test")
     _check_split(folder, config, split)
@@ -50,7 +50,8 @@ def load_examples_of_run(
     return facts, examples, split
 
 
-def _check_overrides(overrides: Sequence[str]) -> None:
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Raises for a key that does not choose examples."""
     for override in overrides:
         key = override.partition("=")[0]
         if key not in [f"data.{name}" for name in DATA_KEYS]:
@@ -81,7 +82,7 @@ def _load_data(folder: RunFolder, facts: DataFacts, config: Config, split: str, 
     same = config.data == folder.read_config().data
     if config.data.normalize == "init":  # inputs are preprocessed as in training: where it started may be gone
         config = _update_data(config, normalize="none")
-    wanted = config
+    wanted = config if same else _update_data(config, pad=0, mirror=False)  # which other data may not take
     if split == "test":  # the real one, which training did not look at
         wanted = _update_data(wanted, validation=0)
     poses = DATASETS[config.data.name].takes("problem") and config.data.problem != "examples"
@@ -109,7 +110,10 @@ def _check_shape(folder: RunFolder, facts: DataFacts, data: Data, examples: Spli
     if not len(examples):
         raise UserError(f"{data.name} has no {split} examples to evaluate on")
     if tuple(examples.shape) != facts.shape:
-        raise UserError(f"examples of shape {tuple(examples.shape)}, but {folder.path} was trained on {facts.shape}")
+        raise UserError(
+            f"{data.name} has examples of shape {tuple(examples.shape)}, but {folder.path} was trained on "
+            f"{facts.shape}: give examples of that shape (data.resize and data.crop scale images in files)"
+        )
 
 
 def _check_like_training(folder: RunFolder, facts: DataFacts, data: Data, examples: Split, split: str) -> None:

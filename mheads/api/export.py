@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mheads.api.load import load
+from mheads.api.run import load
 from mheads.caffe import weights as blobs
 from mheads.common import atomic_files, nested_values
 from mheads.common.errors import UserError, describe_error

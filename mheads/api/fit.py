@@ -22,8 +22,8 @@ from mheads.api.fit_keywords import (
     list_config_keywords,
     speaking_python,
 )
-from mheads.api.fit_start import check_not_failed, digest_start, remember_start, set_init
-from mheads.api.run import Run, Temporary, open_run
+from mheads.api.fit_start import check_not_failed, digest_start, set_init
+from mheads.api.run import Run, Temporary, open_run, remember_start
 from mheads.common import fingerprint
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher, watcher

@@ -93,7 +93,8 @@ def list_config_keywords(function: F) -> F:
     return function
 
 
-# Keywords of fit, and what others call them: scikit-learn, Keras, Lightning, and our own config.
+# Keywords of fit, and what scikit-learn, Keras, Lightning and our own config call them, where that is not what
+# `config/unknown_keys.py` says of a config key.
 ALIASES = {
     "train=(inputs, labels)": "x y X inputs labels targets data dataset datamodule train_data train_dataset "
     "train_dataloader train_dataloaders train_loader X_train x_train y_train train_ds",
@@ -101,34 +102,19 @@ ALIASES = {
     "test_dataset val_dataloader val_dataloaders test_dataloaders val_loader X_val X_test x_test y_val y_test",
     "validation": "validation_split validation_fraction val_split val_size test_size holdout",
     "weights": "sample_weight sample_weights class_weight class_weights example_weights",
-    "iterations": "max_iter max_steps num_steps steps steps_per_epoch total_steps max_iterations",
-    "lr": "learning_rate learning_rate_init eta base_lr",
     "optimizer": "name optimiser optimizers solver",
     "schedule": "schedule_name lr_schedule lr_scheduler scheduler lr_scheduler_type learning_rate_schedule",
-    "schedule={'warmup': ...}": "warmup warmup_steps warmup_epochs warmup_ratio",
-    "momentum": "beta_1 beta1",
-    "momentum2": "beta_2 beta2",
+    "schedule={'warmup': ...}": "warmup",
     "delta": "eps epsilon",
-    "weight_decay": "l2 wd alpha decay",
-    "regularization": "penalty regularizer",
-    "clip": "clipnorm clipvalue gradient_clip_val max_grad_norm grad_clip clip_grad_norm clip_gradients",
-    "accumulate": "accumulate_grad_batches gradient_accumulation_steps",
-    "batch_size": "per_device_train_batch_size minibatch_size",
+    "device": "gpu gpus cuda",
     "normalize": "preprocess preprocessing standardize scaler normalization",
-    "pad and mirror": "augment augmentation augmentations transform transforms",
     "classes": "class_names target_names labels_names",
-    "problem": "task objective_type",
     "sampling='bagging'": "bagging bootstrap",
     "sampling={'name': 'subset', 'fraction': ...}": "subsample max_samples",
-    "workers": "n_jobs num_workers threads num_threads",
-    "device": "accelerator gpu gpus cuda devices",
-    "seed": "random_state random_seed",
     "show": "verbose progress verbosity enable_progress_bar progress_bar",
     "run": "folder output_dir default_root_dir save_dir log_dir out path checkpoint_dir",
     "init": "pretrained checkpoint ckpt_path warm_start resume_from_checkpoint init_weights",
-    "log={'every': ...}": "log_every log_every_n_steps logging_steps",
-    "log={'evaluate_every': ...}": "eval_every check_val_every_n_epoch val_check_interval eval_steps validation_freq",
-    "log={'checkpoint_every': ...}": "save_every save_steps checkpoint_every",
+    "log={'checkpoint_every': ...}": "checkpoint_every",
     "log={'tensorboard': True}": "tensorboard logger",
     "loss": "criterion objective loss_fn loss_function",
     "teacher": "teacher_answers soft_targets",

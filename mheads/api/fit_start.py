@@ -61,11 +61,6 @@ def digest_start(net: TreeNet, folder: RunFolder) -> str | None:
     return net.history.starts.get(folder.path.resolve(), (now, ""))[0] if resumes else now
 
 
-def remember_start(net: TreeNet, folder: RunFolder, start: str | None, init: str) -> None:
-    net.history.weights = fingerprint.weights(net.state_dict())
-    net.history.starts[folder.path.resolve()] = start, init
-
-
 def check_not_failed(net: TreeNet, folder: RunFolder | None) -> None:
     """Raises for a net whose weights an earlier fit has ruined, before anything is tried with them."""
     if net.history.failed and (folder is None or not _resumes(folder)):

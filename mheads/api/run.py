@@ -1,4 +1,4 @@
-"""A trained ensemble in Python."""
+"""A trained ensemble in Python, and `mheads.load`, which reads one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mheads.data import ArraySplit
 from mheads.data.arrays import Unlabelled
 from mheads.data.assembly import side_shapes
 from mheads.data.torch_dataset import DatasetSplit
-from mheads.engine.measure import all_answers, in_eval_mode, measure, with_calibration
+from mheads.engine.measure import all_answers, in_eval_mode, measure
 from mheads.problems import Problem, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
@@ -34,6 +34,12 @@ from mheads.trees.treenet import TreeNet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+from torch import nn
+
+from mheads.common.progress import Silent
+from mheads.training.build_from_config import build_net_of_run
 
 
 class Temporary:
@@ -148,7 +154,7 @@ class Run:
         """
         split, net = self.split_of(x, y, side), self._check_weights()
         with closing(make_engine(self.config, net)) as engine, in_eval_mode([net]):
-            return measure(engine, split, self.data.inputs, with_calibration(self.data.problem, self.summary))
+            return measure(engine, split, self.data.inputs, self.data.problem.calibrated(self.summary))
 
     def split_of(self, x: Any, y: Any = None, side: Mapping[str, Any] | None = None) -> ArraySplit | DatasetSplit:
         """Raw examples and targets as `evaluate` takes them; raises if they are not like those of training."""
@@ -247,3 +253,31 @@ def make_labelled_split(
     problem = problem or posed
     problem.check_targets(splits[where].targets, where)
     return splits[where], problem
+
+
+def remember_start(net: TreeNet, folder: RunFolder, start: str | None, init: str) -> None:
+    """Remembers which weights training in this folder started from, so that `fit` may resume with the net there."""
+    net.history.weights = fingerprint.weights(net.state_dict())
+    net.history.starts[folder.path.resolve()] = start, init
+
+
+def load(
+    run: str | Path | Run,
+    network_factory: Callable[[], nn.Module] | None = None,
+    *,
+    trust: bool = False,
+    warn: Callable[[str], None] | None = None,
+) -> Run:
+    """Loads a run with its newest weights, finished or not.
+
+    A network that is not built in is made by `network_factory`, or, with `trust`, by the factory that the folder names:
+    that runs its code. The result of an unfinished run is its newest evaluation. `warn` is called with messages about
+    this; without it, Python warns.
+    """
+    folder = RunFolder(run.folder if isinstance(run, Run) else Path(run))
+    config = folder.read_config()
+    with torch.inference_mode(False):  # a service may be in it, and what is loaded may learn later
+        net = build_net_of_run(folder, config, warn or Silent().warn, network_factory, trust)
+        loaded = open_run(folder, config, net, warn or Silent().warn)
+    remember_start(net, folder, folder.read_identity().get("start"), config.init)
+    return loaded

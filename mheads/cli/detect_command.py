@@ -69,14 +69,9 @@ def evaluate(
 
     watch = Terminal(console)
     results = detectors.evaluate_detectors(runs, watch, overrides or [], split, trust)
-    several = len(results[0]["members"]) > 1
-    columns = {
-        title: detectors.precisions(runs, results, boxes, measure, predictor)
-        for predictor, title in detectors.PREDICTORS.items()
-        if several or predictor == "single"
-    }
-    ours = detectors.precisions(runs, results, boxes, measure, "ensemble_mean")
-    paper = None
+    by_predictor = detectors.precisions(runs, results, boxes, measure)
+    ours, several, paper = by_predictor["ensemble_mean"], len(results[0]["members"]) > 1, None
+    columns = {detectors.PREDICTORS[who]: each for who, each in by_predictor.items() if several or who == "single"}
     if measure == "11-point" and split is None and not overrides:
         paper = detectors.paper_figures(runs, ours.classes, boxes)
     console.print(precision_table(columns, measure, boxes, paper))
@@ -91,7 +86,7 @@ def evaluate(
     if against:
         others = detectors.evaluate_detectors(against, watch, overrides or [], split, trust)
         detectors.check_same_images([*runs, *against], [*results, *others])
-        theirs = detectors.precisions(against, others, boxes, measure, "ensemble_mean")
+        theirs = detectors.precisions(against, others, boxes, measure)["ensemble_mean"]
         console.print(verdict(ours, theirs, detectors.compare(ours, theirs)))
 
 

@@ -40,8 +40,7 @@ def eval(
 
     Example: mheads eval runs/mcl --split test --temperature-from validation --ood data.name=cifar100
     """
-    from mheads.api.evaluate import evaluate_run
-    from mheads.api.measure_uncertainty import FurtherExamples
+    from mheads.api.evaluate import FurtherExamples, evaluate_run
     from mheads.cli.printing.result_tables import result_table
     from mheads.common.progress import Terminal
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,44 +65,27 @@ def reproduce(
 
     Example: mheads reproduce standard --recipe cifar10_quick --trials 3
     """
-    options = (seed, scale, validation, tuple(overrides or ()), test)
-    request = partial(_requests, recipe, options, (trials, only or (), folder, output, merge or (), outputs))
+    from mheads.suites.dry_run import print_plan, print_plan_of_all
+    from mheads.suites.merge import find_results
+    from mheads.suites.reproduce import Reproduction, reproduce_all
+    from mheads.suites.reproduce import reproduce as run
+    from mheads.suites.suite import SUITES
+
     train = not (only_tables or merge)
     if every and (suite is not None or only or not train):
         raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
+    if suite is None and not every:
+        if train:
+            raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
+        _make_tables(merge or (), output)
+        return
+    options = (seed, scale, validation, tuple(overrides or ()), test)
+    further = (trials, only or (), folder, output, merge or (), outputs)
+    requests = _make_requests([suite] if suite is not None else list(SUITES), recipe, options, further)
     if every:
-        _run_all(request, dry_run)
-    elif suite is not None:
-        _run_suite(request(suite), dry_run, train)
-    else:
-        _make_tables(merge or (), output, train)
-
-
-def _requests(recipe: str | None, options: tuple[Any, ...], further: tuple[Any, ...], name: str) -> list[SuiteRequest]:
-    """What is asked of a suite: one request for each recipe."""
-    from mheads.suites.jobs import Options
-    from mheads.suites.reproduce import SuiteRequest
-    from mheads.suites.suite import read_suite
-
-    recipes = [recipe] if recipe else read_suite(name).own_recipes
-    return [SuiteRequest(name, Options(one, *options), *further) for one in recipes]
-
-
-def _run_all(request: Callable[[str], list[SuiteRequest]], dry_run: bool) -> None:
-    from mheads.suites.dry_run import print_plan_of_all
-    from mheads.suites.reproduce import reproduce_all
-    from mheads.suites.suite import SUITES
-
-    (print_plan_of_all if dry_run else reproduce_all)([one for name in SUITES for one in request(name)], console)
-
-
-def _run_suite(requests: list[SuiteRequest], dry_run: bool, train: bool) -> None:
-    from mheads.suites.dry_run import print_plan
-    from mheads.suites.merge import find_results
-    from mheads.suites.reproduce import Reproduction
-    from mheads.suites.reproduce import reproduce as run
-
-    find_results(requests[0].sources)
+        (print_plan_of_all if dry_run else reproduce_all)(requests, console)
+        return
+    find_results(merge or ())
     for request in requests:
         if dry_run:
             print_plan(Reproduction(request, console), console)
@@ -111,15 +93,27 @@ def _run_suite(requests: list[SuiteRequest], dry_run: bool, train: bool) -> None
             run(request, console, train=train)
 
 
-def _make_tables(merge: Sequence[Path], output: Path, train: bool) -> None:
+def _make_requests(
+    suites: Sequence[str], recipe: str | None, options: tuple[Any, ...], further: tuple[Any, ...]
+) -> list[SuiteRequest]:
+    """What is asked of suites: one request for each recipe of each."""
+    from mheads.suites.jobs import Options
+    from mheads.suites.reproduce import SuiteRequest
+    from mheads.suites.suite import read_suite
+
+    return [
+        SuiteRequest(name, Options(one, *options), *further)
+        for name in suites
+        for one in ([recipe] if recipe else read_suite(name).own_recipes)
+    ]
+
+
+def _make_tables(merge: Sequence[Path], output: Path) -> None:
     from mheads.common.number_words import count
     from mheads.common.progress import Terminal
     from mheads.suites.merge import merge_folders
     from mheads.suites.reproduce import write_tables
-    from mheads.suites.suite import SUITES
 
-    if train:
-        raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
     for path, gained in merge_folders(merge, output, Terminal(console).warn).items() if merge else ():
         console.print(f"{path}: {count(gained, 'new run')}", soft_wrap=True)
     for path in write_tables(output, console):

@@ -100,4 +100,11 @@ def _load_config(recipe: str, overrides: Sequence[str], solver: Path | None) -> 
         raise UserError(
             f"--solver {solver} goes with a Caffe net, and {recipe} is a recipe: change keys of optim instead"
         )
-    return configs.load(recipe, overrides), []
+    try:
+        return configs.load(recipe, overrides), []
+    except UserError:
+        from mheads.suites.suite import SUITES
+
+        if recipe in SUITES and recipe not in configs.recipes() and not Path(recipe).exists():
+            raise UserError(f"{recipe} is a suite, which trains several runs: mheads reproduce {recipe}") from None
+        raise

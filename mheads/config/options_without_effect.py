@@ -58,3 +58,7 @@ def check_idle_keys(config: Config, given: Iterable[str]) -> None:
             )
         if key in ("teacher.weight", "teacher.temperature") and config.teacher.answers is None:
             raise UserError(f"{key} is about a teacher's answers, and there are none: give teacher.answers too")
+        if key == "data.padding" and not config.data.pad:
+            raise UserError(
+                f"data.padding = {config.data.padding}, but data.pad is 0: give data.pad too, or leave it out"
+            )

@@ -5,7 +5,6 @@ config = load("cifar10_quick", ["loss.name=mcl", "loss.k=1"])
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -18,7 +17,7 @@ from mheads.common.errors import UserError
 from mheads.common.options import expand_name
 from mheads.config.aliases import rename_key, rename_keys
 from mheads.config.schema import ENTRIES, SECTIONS, Config, all_keys
-from mheads.config.unknown_keys import suggest
+from mheads.config.unknown_keys import did_you_mean, suggest
 
 Defaults = Mapping[str, Mapping[str, Any]]  # values of keys that a file does not have, by section
 
@@ -59,17 +58,15 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
             f"{recipe} is a Caffe specification: mheads train takes it as it is, and mheads convert makes a recipe of "
             "it for the other commands"
         )
-    if _is_file(recipe):
+    if is_file(recipe):
         return read(Path(recipe), overrides)
-    near = difflib.get_close_matches(recipe, recipes(), 1)
-    hint = f" (did you mean {near[0]}?)" if near else ""
     raise UserError(
-        f"there is no recipe and no file {safe_yaml.short(recipe)}{hint}: "
+        f"there is no recipe and no file {safe_yaml.short(recipe)}{did_you_mean(recipe, recipes())}: "
         f"give one of {', '.join(recipes())}, or the path of a YAML file"
     )
 
 
-def _is_file(name: str) -> bool:
+def is_file(name: str) -> bool:
     try:
         return Path(name).is_file()
     except OSError:  # too long, say

@@ -169,7 +169,8 @@ class Config(Section):
             )
         if self.optim.entry.decoupled and self.optim.regularization == "l1":
             raise ValueError(
-                f"optim.regularization = l1 is not for {self.optim.name}, whose decay is apart from gradients: use adam"
+                f"optim.regularization = l1 is not for {self.optim.name}, whose decay is apart from gradients: use sgd "
+                "or adam"
             )
         if self.optim.batch_size * self.optim.accumulate > MAX_ROWS:
             raise ValueError(
@@ -208,13 +209,18 @@ class Config(Section):
         Keys at their defaults do not count, so that a key added in a later version changes no name.
         """
         given, default = {key: form(value) for key, value in flatten(self).items()}, flatten(Config())
-        counts = [k for k in given if k == "optim.iterations" or not is_free(k, self)]
+        counts = [k for k in given if decides_result(k, self)]
         decisive = {FIRST_NAMES.get(k, k): given[k] for k in counts if given[k] != default[k]}
         text = json.dumps(decisive, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 FIRST_NAMES = {"loss.base_loss": "loss.of"}  # of keys in digests, which name folders: these keep their names
+
+
+def decides_result(key: str, config: Config) -> bool:
+    """Whether another value of a key gives another result. How long a run is does, though a run may resume longer."""
+    return key == "optim.iterations" or not is_free(key, config)
 
 
 def is_free(key: str, config: Config) -> bool:

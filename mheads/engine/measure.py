@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -48,7 +48,7 @@ def answers(
 def _outputs(
     engine: GivesOutputs, examples: Split, inputs: Inputs, problem: Problem, watch: Watcher | None, rows: int
 ) -> Iterator[tuple[Value, Value]]:
-    readers = evaluation_batches(examples, inputs, getattr(problem, "evaluation_rows", rows))
+    readers = evaluation_batches(examples, inputs, problem.evaluation_rows or rows)
     with (watch or Silent()).evaluating(len(examples)) as advance:
         # The engine is asked first: it has something to do after the last batch.
         for (outputs, targets), reader in zip(engine.outputs(readers), readers, strict=False):
@@ -84,9 +84,8 @@ def measure(
     metrics = None
     for outputs, targets in _outputs(engine, examples, inputs, problem, watch, rows):
         answer, weights = problem.answer(outputs), member_scores.weights(outputs)
-        # A problem of one's own need know neither of scores nor of variances.
-        variances = problem.log_variances(outputs) if hasattr(problem, "log_variances") else None
-        further = {"weights": weights, "log_variances": variances}
+        # The metrics of a problem of one's own need know neither of scores nor of variances.
+        further = {"weights": weights, "log_variances": problem.log_variances(outputs)}
         metrics = metrics or problem.metrics(len(answer), **({} if weights is None else {"scored": True}))
         metrics.update(answer, targets, **{key: value for key, value in further.items() if value is not None})
         if keep is not None:
@@ -96,18 +95,12 @@ def measure(
 
 def calibrate(engine: GivesOutputs, examples: Split | None, inputs: Inputs, problem: Problem) -> Problem:
     """The problem with what held-out examples decide: for numbers, the kernels of the density of hypotheses."""
-    calibrator = getattr(problem, "calibrator", lambda: None)()
+    calibrator = problem.calibrator()
     if examples is None or calibrator is None:
         return problem
     for outputs, weights, targets in answers(engine, examples, inputs, problem):
         calibrator.update(outputs, targets, weights)
-    calibrated: Problem = problem.calibrated(calibrator.result()) if engine.is_main else problem  # type: ignore[attr-defined]
-    return calibrated
-
-
-def with_calibration(problem: Problem, summary: Mapping[str, Any]) -> Problem:
-    """The problem with what held-out examples decided for a run whose result, as JSON has it, is this."""
-    calibrated: Problem = problem.calibrated(summary) if hasattr(problem, "calibrated") else problem
+    calibrated: Problem = problem.calibrated(calibrator.result()) if engine.is_main else problem
     return calibrated
 
 

@@ -132,7 +132,7 @@ class Loss:
 
     def on(self, problem: Problem) -> Loss:
         """This loss for a problem; raises UserError if its base loss is for other targets."""
-        if self.name in getattr(problem, "other_losses", ()):
+        if self.name in problem.other_losses:
             raise UserError(
                 f"loss.name = {self.name} is about the probabilities of classes alone, and {problem.name} learns more: "
                 "use independent, score_averaged, mcl, relaxed, evolving or annealed"

@@ -55,7 +55,7 @@ class OptimizerEntry:
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "sgd": OptimizerEntry(sgd, linear=True),
     "adamw": OptimizerEntry(adamw, decoupled=True),
-    "muon": OptimizerEntry(muon),
+    "muon": OptimizerEntry(muon, decoupled=True),  # of filters, which are rescaled instead
     "adam": OptimizerEntry(adam),
     "adagrad": OptimizerEntry(adagrad),
     "rmsprop": OptimizerEntry(rmsprop),

@@ -8,15 +8,15 @@ example, the metrics, and the groups that ownership counts.
 `PROBLEMS` turns the name in a file into the class that reads the rest of the file.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
-from mheads.problems.base import Metrics, Problem, Result, widen_classes
+from mheads.problems.base import Metrics, Problem, widen_classes
 from mheads.problems.classification import PROBABILITIES, Classification, are_probabilities
 from mheads.problems.detection import Detection
-from mheads.problems.kinds import finds_objects, gives_numbers, gives_probabilities, is_single_label
 from mheads.problems.member_losses import BASE_LOSSES, BaseLoss, cross_entropies, squared_errors
 from mheads.problems.multilabel import MultiLabel
 from mheads.problems.regression import Regression
+from mheads.problems.result import Result
 from mheads.problems.segmentation import Segmentation
 from mheads.problems.soft_labels import SoftLabels
 
@@ -67,3 +67,26 @@ def find_problem_type(name: str) -> Any:
     if name not in PROBLEMS:
         raise ValueError(f"problem = {name!r}: there are {', '.join(PROBLEMS)}")
     return PROBLEMS[name]
+
+
+# What kind of answers a problem has, for code that shows or uses these.
+
+
+def is_single_label(problem: Problem) -> TypeGuard[Classification]:
+    """Whether an answer is one class of several: then the problem has what Classification has."""
+    return problem.single_label
+
+
+def gives_probabilities(problem: Problem) -> TypeGuard[Classification | MultiLabel]:
+    """Whether the ensemble's mean is a probability for each class."""
+    return problem.gives_probabilities
+
+
+def finds_objects(problem: Problem) -> TypeGuard[Detection]:
+    """Whether an answer is boxes in an image: then the problem has what Detection has."""
+    return problem.finds_objects
+
+
+def gives_numbers(problem: Problem) -> TypeGuard[Regression]:
+    """Whether an answer is numbers in the units of the targets: then the problem has what Regression has."""
+    return problem.gives_numbers

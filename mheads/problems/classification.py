@@ -15,7 +15,7 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.problems.answer_text import AnswerColumns, AnswerDetail, AnswerText
-from mheads.problems.base import ANSWERS, ProblemDefaults, more_classes, number, percent_rows, together, with_classes
+from mheads.problems.base import ANSWERS, ClassScores, more_classes, number, percent_rows
 from mheads.problems.baselines import near_chance, top
 from mheads.problems.member_losses import cross_entropies
 from mheads.problems.metrics import ClassificationMetrics, ClassificationResult
@@ -25,16 +25,14 @@ RANKS = ("answer", "second", "third")  # the classes that are shown of the answe
 
 
 @dataclass(frozen=True)
-class Classification(ProblemDefaults):
+class Classification(ClassScores):
     """Targets are class numbers [B], answers are scores [M, B, C]."""
 
-    classes: tuple[str, ...]
-    of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "classification"
-    unit: ClassVar[str] = "%"
     answer_kind: ClassVar[str] = "one class"
     measure: ClassVar[str] = "accuracy, %"
     result_type: ClassVar[Any] = ClassificationResult
+    metrics_type: ClassVar[Any] = ClassificationMetrics
     base_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     single_label: ClassVar[bool] = True
     gives_probabilities: ClassVar[bool] = True
@@ -49,7 +47,7 @@ class Classification(ProblemDefaults):
         return nested_values.leaves(targets)[0]  # labels come first, a teacher's answers serve the loss
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
-        return together(answers, partial(torch.softmax, dim=-1), weights, self.of_scores)
+        return self.average(answers, partial(torch.softmax, dim=-1), weights)
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return cross_entropies(outputs, targets)
@@ -80,12 +78,6 @@ class Classification(ProblemDefaults):
                 f"{where}: example {bad[0]} has label {targets[bad[0]]}, but the {count} classes are numbered 0 to "
                 f"{count - 1} ({len(bad)} such labels); correct the labels or name all classes"
             )
-
-    def metrics(self, members: int, scored: bool = False) -> ClassificationMetrics:
-        return ClassificationMetrics(members, len(self.classes), scored, self.of_scores)
-
-    def unknown(self, members: int) -> ClassificationResult:
-        return ClassificationResult.unknown(members, len(self.classes))
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -128,8 +120,7 @@ class Classification(ProblemDefaults):
         return AnswerColumns([*names, "agreement", *(f"member_{m}" for m in range(len(votes)))], lines)
 
     def for_scores(self, count: int) -> Classification:
-        """The same with as many classes as a network has scores."""
-        return with_classes(self, count)
+        return self.with_classes(count)
 
     def _answer_lines(self, votes: Tensor, ensemble: Sequence[Tensor]) -> Iterator[list[str]]:
         """From the classes [M, B] that members vote for, and probabilities [B, C] of the ensemble."""
@@ -151,13 +142,6 @@ class Classification(ProblemDefaults):
         about = f"({100 * ensemble[0][row, answer]:.1f}%), {agree} of {len(probabilities)} members agree"
         members = [best(p) for p in probabilities]
         return AnswerDetail(self.classes[answer], about, columns, members, [best(p) for p in ensemble])
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "classes": list(self.classes)} | ({"of_scores": True} if self.of_scores else {})
-
-    @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> Classification:
-        return cls(tuple(map(str, facts["classes"])), facts.get("of_scores", False))
 
 
 def _fair_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -18,13 +18,13 @@ from torch import Tensor
 from mheads.common import nested_values, seeds
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.common.schemas import Count, Measures, Number, OfClasses, check
+from mheads.common.schemas import Measures, Number, OfClasses, check
 from mheads.problems import boxes as box
 from mheads.problems.average_precision import MEASURES, Truth, average_precisions, matches
-from mheads.problems.base import ProblemDefaults, number, percent_rows
+from mheads.problems.base import Problem, number, percent_rows
 from mheads.problems.member_losses import region_losses
-from mheads.problems.metrics import by_predictor, owner_of
-from mheads.problems.plain_result import PercentResult
+from mheads.problems.metrics import owner_of
+from mheads.problems.result import PercentResult, by_predictor
 
 BACKGROUND = "background"
 BOXES = ("regressed", "proposals")  # what is measured: the boxes that members give, or those that were proposed
@@ -51,22 +51,17 @@ class DetectionResult(PercentResult):
     """Mean average precisions, in percent, of VOC 2007's 11 points and with the boxes that members give, unless said.
 
     Classes of which no image has an object have none, and do not count. `further` holds those of other measures and
-    with the boxes as proposed, `classes` of every class: [boxes][measure], then by predictor.
+    with the boxes as proposed, `classes` of every class: [boxes][measure], then by predictor. `ensemble_mean` is of
+    mean probabilities and mean boxes, `oracle` of each region answered by its owner; examples are images, and members
+    own regions of each class.
     """
 
     problem: ClassVar[str] = "detection"
 
-    members: list[Number]  # of each
-    single: Number  # the mean of these
-    ensemble_mean: Number  # of mean probabilities and mean boxes
-    oracle: Number  # each region answered by the member with the lowest loss on it
     on_proposals: Number  # of mean probabilities, with the boxes as proposed
     single_on_proposals: Number  # the mean of that over the members
     further: Annotated[dict[str, Any], _each(Measures)]
     classes: Annotated[dict[str, Any], _each(OfClasses)]
-    ownership: list[list[Count]]  # [M][1 + C] regions of each class on which each member has the lowest loss
-    examples: Count  # images
-    ensemble_scored: Number | None = None
     oracle_chance: Number | None = None  # the Oracle of members whose answers are dealt to the regions at random
     images: str = ""  # a digest of sizes and objects, by which others tell whether they were measured on the same
 
@@ -91,20 +86,17 @@ class DetectionResult(PercentResult):
                     raise ValueError(f"classes.{which}.{measure} has {len(row)} classes, and the run {groups - 1}")
 
     @classmethod
-    def unknown(cls, members: int, classes: int) -> DetectionResult:
-        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
-        of_classes = {
-            "members": [[nan] * classes] * members,
-            "ensemble_mean": [nan] * classes,
-            "oracle": [nan] * classes,
-        }
-        further, every = ({which: dict.fromkeys(MEASURES, part) for which in BOXES} for part in (each, of_classes))
-        owned = [[0] * (classes + 1)] * members
-        return cls([nan] * members, nan, nan, nan, nan, nan, further, every, owned, 0, oracle_chance=nan)
+    def unknown(cls, members: int, groups: int, **further: Any) -> DetectionResult:
+        row, each = [math.nan] * (groups - 1), by_predictor([math.nan] * (members + 2))
+        of_classes = {"members": [row] * members, "ensemble_mean": row, "oracle": row}
+        parts = {"further": each, "classes": of_classes}
+        further |= {key: {which: dict.fromkeys(MEASURES, part) for which in BOXES} for key, part in parts.items()}
+        further |= dict.fromkeys(("on_proposals", "single_on_proposals", "oracle_chance"), math.nan)
+        return super().unknown(members, groups, **further)
 
 
 @dataclass(frozen=True)
-class Detection(ProblemDefaults):
+class Detection(Problem):
     """Targets are, for each region, the class (0: background), what turns it into the object's box, the region itself
     in pixels of the image, and the number of the image. Outputs are scores [M, B, 1 + C] and, normalised by the `means`
     and `deviations` [1 + C, 4] of the training set, what turns a region into a box of each class, [M, B, 4 (1 + C)].
@@ -165,9 +157,6 @@ class Detection(ProblemDefaults):
             raise UserError("loss scored is not for detection: regions have scores of their own")
         return DetectionMetrics(self, members)
 
-    def unknown(self, members: int) -> DetectionResult:
-        return DetectionResult.unknown(members, len(self.classes))
-
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows = percent_rows(summary, "members, mAP of VOC 2007")
@@ -185,16 +174,11 @@ class Detection(ProblemDefaults):
             )
         return rows
 
-    def to_dict(self) -> dict[str, Any]:
-        sizes = {"means": [list(row) for row in self.means], "deviations": [list(row) for row in self.deviations]}
-        return {"name": self.name, "classes": list(self.classes), **sizes}
-
     @classmethod
     def from_dict(cls, facts: dict[str, Any]) -> Detection:
-        means, deviations = (tuple(tuple(map(float, row)) for row in facts[key]) for key in ("means", "deviations"))
-        if {len(means), len(deviations)} != {1 + len(facts["classes"])}:
+        if {len(facts["means"]), len(facts["deviations"])} != {1 + len(facts["classes"])}:
             raise ValueError("problem.means and problem.deviations should have a row for each class and the background")
-        return cls(tuple(map(str, facts["classes"])), means, deviations)
+        return super().from_dict(facts)
 
     def read(self, answers: Tensor, regions: np.ndarray, width: int, height: int) -> tuple[np.ndarray, np.ndarray]:
         """Probabilities [M, R, 1 + C] and boxes [M, R, 1 + C, 4] that answers mean for regions [R, 4] of an image."""

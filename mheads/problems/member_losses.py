@@ -98,8 +98,8 @@ def mean_and_log_variance(name: str, outputs: Value, y: Tensor) -> tuple[Tensor,
         shapes = " and ".join(str(list(t.shape[2:])) for t in parts)
         raise UserError(
             f"{name}: the network gives outputs of shape {shapes} for an example; let it give a pair, the mean "
-            "and the logarithm of the variance, both of the shape of the targets: a last layer that returns "
-            "x.chunk(2, -1), say"
+            "and the logarithm of the variance, both of the shape of the targets: model_args.variance=true of mlp, or "
+            "a last layer that returns x.chunk(2, -1), say"
         )
     mean, y = _same_shape(name, outputs, y)
     return mean, _flat(parts[1]), y

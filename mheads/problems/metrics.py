@@ -7,8 +7,7 @@ be recomputed from saved outputs to the last digit shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, ClassVar, Self
 
@@ -16,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.common.schemas import Answers, Count, Number, Ranks
+from mheads.common.schemas import Answers, Number, Ranks
 from mheads.problems.baselines import chance_of_oracle, top
-from mheads.problems.plain_result import PercentResult
+from mheads.problems.result import TOGETHER, PercentResult
 
 BINS = 15  # of the expected calibration error
 LEAST_K = 10  # top_k goes at least so far, so that one network can be compared with an Oracle of several
-TOGETHER = ("ensemble_mean", "ensemble_scored")  # what the members answer together
 MOST_SUBSETS = 20  # of equal size, over which `nll_by_members` is a mean: all of 6 members
 MOST_TOGETHER = 16  # members that it goes up to
 CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
@@ -30,29 +28,21 @@ CHUNK = 1000  # examples that `compute` looks at together, to bound its memory
 
 @dataclass(frozen=True)
 class ClassificationResult(PercentResult):
-    """The metrics of one ensemble on one set of examples; accuracies and errors are in percent.
+    """Accuracies, in percent, as calibration errors are; groups are classes.
 
-    `single` is always the mean over the members, `ensemble_mean` the mean of their probabilities (of members trained on
-    the mean of their scores, that mean) taken as one predictor, `ensemble_scored` that mean weighted by their scores,
-    if they have some. What is not finite (the loss of a member that gives NaN) is NaN here and null in JSON.
+    `ensemble_mean` is of the mean of the members' probabilities (of members trained on the mean of their scores, that
+    mean). `oracle`: at least one member is right.
     """
 
     problem: ClassVar[str] = "classification"
 
-    members: list[Number]  # accuracy of each
-    single: Number
-    ensemble_mean: Number
     ensemble_mean_scores: Number  # of the mean of the logits
-    oracle: Number  # at least one member is right
     oracle_by_loss: Number  # the owner, the member with the lowest loss on the example, is right
     top_k: Ranks  # single, ensemble_mean: the true class is among the best 1, 2, .. of max(M, 10)
     nll: Answers  # single, ensemble_mean: mean of -log p(true class)
     calibration_error: Answers  # single, ensemble_mean: mean |accuracy - confidence| over 15 bins
     disagreement: Number  # answers that differ, mean over pairs of members
     disagreement_pairs: list[list[Number]]  # [M][M]
-    ownership: list[list[Count]]  # [M][C] examples of each class that each member owns
-    examples: Count
-    ensemble_scored: Number | None = None
     oracle_chance: Number | None = None  # the Oracle of members that always give one class each, see `chance_of_oracle`
     brier: Answers | None = None  # single, ensemble_mean: mean of sum_c (p_c - y_c)^2
     nll_by_members: list[Number] | None = None  # of the mean of 1, 2, .. members, mean over `subsets` of them
@@ -81,15 +71,13 @@ class ClassificationResult(PercentResult):
         return super().from_dict(({"top_k": values["top_m"]} if "top_m" in values else {}) | values)  # as it was called
 
     @classmethod
-    def unknown(cls, members: int, classes: int) -> ClassificationResult:
-        """The result where nothing was evaluated."""
+    def unknown(cls, members: int, groups: int, **further: Any) -> Self:
         nan, pair = math.nan, {"single": math.nan, "ensemble_mean": math.nan}
-        top = {name: [nan] * min(max(members, LEAST_K), classes) for name in pair}
-        square, owned = [[nan] * members] * members, [[0] * classes] * members
-        result = cls(
-            [nan] * members, nan, nan, nan, nan, nan, top, pair, pair, nan, square, owned, 0, oracle_chance=nan
-        )
-        return replace(result, brier=pair, nll_by_members=[nan] * min(members, MOST_TOGETHER))
+        further |= dict.fromkeys(("ensemble_mean_scores", "oracle_by_loss", "oracle_chance", "disagreement"), nan)
+        further |= {"top_k": {name: [nan] * min(max(members, LEAST_K), groups) for name in pair}}
+        further |= dict.fromkeys(("nll", "calibration_error", "brier"), pair)
+        further |= {"disagreement_pairs": [[nan] * members] * members}
+        return super().unknown(members, groups, nll_by_members=[nan] * min(members, MOST_TOGETHER), **further)
 
 
 class ClassificationMetrics:
@@ -303,11 +291,3 @@ def add_counts(table: Tensor, rows: Tensor, columns: Tensor) -> None:
     """table[row, column] += 1 for each pair of the broadcast rows and columns."""
     cells = (rows * table.shape[1] + columns).flatten()
     table += torch.bincount(cells, minlength=table.numel()).view_as(table)
-
-
-def by_predictor(values: Sequence[float], scored: bool = False) -> dict[str, Any]:
-    """Values of the members, of the ensemble mean, if `scored` of the scored answer, and of the Oracle, by name."""
-    *first, oracle = map(float, values)
-    members, together = first[: -1 - scored], first[-1 - scored :]
-    single = sum(members) / len(members)
-    return {"members": members, "single": single, **dict(zip(TOGETHER, together, strict=False)), "oracle": oracle}

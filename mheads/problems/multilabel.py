@@ -14,34 +14,30 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.common.schemas import Count, Measures, Number
+from mheads.common.schemas import Measures
 from mheads.problems.answer_text import AnswerColumns, AnswerText, number_columns
-from mheads.problems.base import ProblemDefaults, further_row, more_classes, percent_rows, refuse_other_width, together
+from mheads.problems.base import ClassScores, further_row, more_classes, percent_rows, refuse_other_width
 from mheads.problems.member_losses import binary_cross_entropies
-from mheads.problems.metrics import by_predictor, mean_members, owner_of, weighted_mean
-from mheads.problems.plain_result import PercentResult
+from mheads.problems.metrics import mean_members, owner_of, weighted_mean
+from mheads.problems.result import PercentResult, by_predictor
 
 
 @dataclass(frozen=True)
 class MultiLabelResult(PercentResult):
-    """Mean average precisions, in percent; `f1_micro` and `f1_macro` hold the same of other measures."""
+    """Mean average precisions, in percent; `f1_micro` and `f1_macro` hold the same of other measures.
+
+    `oracle` is of the scores of the member with the lowest loss on each example.
+    """
 
     problem: ClassVar[str] = "multilabel"
 
-    members: list[Number]  # of each
-    single: Number  # the mean of these
-    ensemble_mean: Number  # of the mean of the members' probabilities
-    oracle: Number  # of the scores of the member with the lowest loss on each example
     f1_micro: Measures  # of all labels of all classes together
     f1_macro: Measures  # the mean of that of each class
-    ownership: list[list[Count]]  # [M][1] examples on which each member has the lowest loss
-    examples: Count
-    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
 
     @classmethod
-    def unknown(cls, members: int) -> MultiLabelResult:
-        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
-        return cls([nan] * members, nan, nan, nan, each, each, [[0]] * members, 0)
+    def unknown(cls, members: int, groups: int, **further: Any) -> MultiLabelResult:
+        measures = by_predictor([math.nan] * (members + 2))
+        return super().unknown(members, groups, f1_micro=measures, f1_macro=measures)
 
 
 class MultiLabelMetrics:
@@ -111,26 +107,24 @@ def f1(answers: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class MultiLabel(ProblemDefaults):
+class MultiLabel(ClassScores):
     """Targets are 0 and 1 [B, C], answers are scores [M, B, C], whose sigmoids are probabilities.
 
     Examples are one group: each has several labels, and is owned once.
     """
 
-    classes: tuple[str, ...]
-    of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "multilabel"
-    unit: ClassVar[str] = "%"
     answer_kind: ClassVar[str] = "several classes"
     measure: ClassVar[str] = "mean average precision, %"
     result_type: ClassVar[Any] = MultiLabelResult
+    metrics_type: ClassVar[Any] = MultiLabelMetrics
     base_losses: ClassVar[tuple[str, ...]] = ("bce",)
     gives_probabilities: ClassVar[bool] = True
     output_form: ClassVar[str] = "logits [B, C]"
     answer_dims: ClassVar[int] = 2
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
-        return together(answers, torch.sigmoid, weights, self.of_scores)
+        return self.average(answers, torch.sigmoid, weights)
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return binary_cross_entropies(outputs, targets)
@@ -154,12 +148,6 @@ class MultiLabel(ProblemDefaults):
                 f"{where}: example {bad[0]} has labels {targets[bad[0]].tolist()[:10]} ({len(bad)} such); give 1 for "
                 "each class that it has and 0 for the others"
             )
-
-    def metrics(self, members: int, scored: bool = False) -> MultiLabelMetrics:
-        return MultiLabelMetrics(members, len(self.classes), scored, self.of_scores)
-
-    def unknown(self, members: int) -> MultiLabelResult:
-        return MultiLabelResult.unknown(members)
 
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -185,10 +173,3 @@ class MultiLabel(ProblemDefaults):
             agree = f"{int((given[:, row] == (p > 0.5)).all(-1).sum())} of {len(given)}"
             members = (", ".join(self.classes[c] for c in one.nonzero()[:, 0]) or "none" for one in given[:, row])
             yield [*(labels(answer[row]) for answer in ensemble), agree, *members]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "classes": list(self.classes)} | ({"of_scores": True} if self.of_scores else {})
-
-    @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> MultiLabel:
-        return cls(tuple(map(str, facts["classes"])), facts.get("of_scores", False))

@@ -14,32 +14,28 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.common.schemas import Count, Measures, Number
+from mheads.common.schemas import Measures, Number
 from mheads.problems.answer_text import AnswerColumns, AnswerText
-from mheads.problems.base import ProblemDefaults, further_row, mean_or_weighted, number
-from mheads.problems.kernels import KERNEL_SCALES, KernelChoice, Kernels, densities_of, log_weights_or_equal
+from mheads.problems.base import Problem, further_row, mean_or_weighted, number
+from mheads.problems.densities import KERNEL_SCALES, KernelChoice, Kernels, densities_of, log_weights_or_equal
 from mheads.problems.member_losses import absolute_errors, squared_errors
-from mheads.problems.metrics import by_predictor, weighted_mean
-from mheads.problems.plain_result import PlainResult
+from mheads.problems.metrics import weighted_mean
+from mheads.problems.result import Result, by_predictor
 
 
 @dataclass(frozen=True)
-class RegressionResult(PlainResult):
-    """Root mean square errors, in the units of the targets; `mae` and `r2` hold the same of other measures."""
+class RegressionResult(Result):
+    """Root mean square errors, in the units of the targets; `mae` and `r2` hold the same of other measures.
+
+    `oracle` is of the member that comes closest on each example, which owns it.
+    """
 
     problem: ClassVar[str] = "regression"
 
-    members: list[Number]  # of each
-    single: Number  # the mean of these
-    ensemble_mean: Number  # of the mean of the members' outputs
-    oracle: Number  # of the member that comes closest on each example
     spread: Number  # how far members are from their mean, root mean square
-    ownership: list[list[Count]]  # [M][1] examples on which each member comes closest
-    examples: Count
     mae: Measures = field(default_factory=dict)  # mean absolute errors
     r2: Measures = field(default_factory=dict)  # the share of the targets' variance that is explained
     spread_correlation: Number = math.nan  # over examples, of the members' spread with the error of their mean
-    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
     distortion: Number = math.nan  # mean squared distance of the hypothesis that comes closest
     min_ade: Number | None = None  # of trajectories: mean distance of the closest one, mean over its points
     min_fde: Number | None = None  # of trajectories: distance of the closest last point
@@ -48,28 +44,19 @@ class RegressionResult(PlainResult):
     kernel_scale: Number | None = None  # standard deviation of the Gaussians, if held-out examples decided it
     kernel_scale_voronoi: Number | None = None
 
-    def headline(self) -> dict[str, str]:
-        scored = {} if self.ensemble_scored is None else {"Ensemble-Scored": f"{self.ensemble_scored:.4g}"}
-        return {
-            "Ensemble-Mean": f"{self.ensemble_mean:.4g}",
-            **scored,
-            "Oracle": f"{self.oracle:.4g}",
-            "members": " ".join(f"{error:.4g}" for error in self.members),
-        }
-
     @classmethod
-    def unknown(cls, members: int) -> RegressionResult:
-        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
-        return cls([nan] * members, nan, nan, nan, nan, [[0]] * members, 0, each, each)
+    def unknown(cls, members: int, groups: int, **further: Any) -> RegressionResult:
+        measures = by_predictor([math.nan] * (members + 2))
+        return super().unknown(members, groups, spread=math.nan, mae=measures, r2=measures)
 
 
 class RegressionMetrics:
     """Sums over a stream of outputs [M, b, D], in float64.
 
     The members, their mean, if they are `scored` their mean weighted by the scores, and the Oracle are the predictors
-    of the arrays below. What a variance is made of is
-    counted from the first example on, so that large values cancel nothing. `shape` is that of a target; of two axes it
-    is a trajectory, points [T, d]. `kernels` makes the density of hypotheses without variances.
+    of the arrays below. What a variance is made of is counted from the first example on, so that large values cancel
+    nothing. `shape` is that of a target; of two axes it is a trajectory, points [T, d]. `kernels` makes the density of
+    hypotheses without variances.
     """
 
     def __init__(
@@ -172,7 +159,7 @@ class RegressionMetrics:
 
 
 @dataclass(frozen=True)
-class Regression(ProblemDefaults):
+class Regression(Problem):
     """Targets are numbers [B, D], answers are [M, B, D]; the loss is the squared error unless another is named.
 
     Targets that had a `shape` of more axes, such as [T, 2], are flat, and answers have that shape, [M, B, T, 2].
@@ -214,7 +201,6 @@ class Regression(ProblemDefaults):
         return answers
 
     def log_variances(self, outputs: Value) -> Tensor | None:
-        """The logarithms of variances [M, B, ...] in the units of the targets, where members give some."""
         if not self.variances:
             return None
         log_variances = self._in_shape(nested_values.leaves(outputs)[1])
@@ -272,9 +258,6 @@ class Regression(ProblemDefaults):
     def metrics(self, members: int, scored: bool = False) -> RegressionMetrics:
         return RegressionMetrics(members, self.num_values, scored, self.shape, self.kernels)
 
-    def unknown(self, members: int) -> RegressionResult:
-        return RegressionResult.unknown(members)
-
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         result = RegressionResult.from_dict(summary)
@@ -297,17 +280,6 @@ class Regression(ProblemDefaults):
 
     def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
         return super().answer_columns(outputs.flatten(2), [answer.flatten(1) for answer in ensemble])
-
-    def to_dict(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {"name": self.name, "num_values": self.num_values}
-        further = {"shape": list(self.shape), "variances": self.variances}
-        further |= {"mean_of_targets": list(self.mean_of_targets), "std_of_targets": list(self.std_of_targets)}
-        return facts | {key: value for key, value in further.items() if value}
-
-    @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> Regression:
-        mean, std = (tuple(map(float, facts.get(f"{key}_of_targets", ()))) for key in ("mean", "std"))
-        return cls(int(facts["num_values"]), tuple(facts.get("shape", ())), mean, std, facts.get("variances", False))
 
 
 def closest_displacements(outputs: Tensor, y: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -16,43 +16,37 @@ from torch import Tensor
 from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
-from mheads.common.schemas import Count, Measures, Number
+from mheads.common.schemas import Measures
 from mheads.problems.answer_text import AnswerColumns, AnswerText
-from mheads.problems.base import ProblemDefaults, further_row, percent_rows, together, with_classes
+from mheads.problems.base import ClassScores, further_row, percent_rows
 from mheads.problems.member_losses import IGNORED, cross_entropies
-from mheads.problems.metrics import add_counts, by_predictor, mean_members, owner_of, weighted_mean
-from mheads.problems.plain_result import PercentResult
+from mheads.problems.metrics import add_counts, mean_members, owner_of, weighted_mean
+from mheads.problems.result import PercentResult, by_predictor
 
 CHUNK = 2**22  # numbers that are looked at together, to bound the memory
 
 
 @dataclass(frozen=True)
 class SegmentationResult(PercentResult):
-    """Mean intersections over unions, in percent; `pixel_accuracy` holds the same of another measure."""
+    """Mean intersections over unions, in percent; `pixel_accuracy` holds the same of another measure.
+
+    `oracle` is of the member with the best mean IoU on each image, and the group of an image the class of most pixels.
+    """
 
     problem: ClassVar[str] = "segmentation"
 
-    members: list[Number]  # of each
-    single: Number  # the mean of these
-    ensemble_mean: Number  # of the mean of the members' probabilities
-    oracle: Number  # of the member with the best mean IoU on each image
     pixel_accuracy: Measures
-    ownership: list[list[Count]]  # [M][C] images, by the class of most pixels, of which each has the lowest loss
-    examples: Count
-    ensemble_scored: Number | None = None  # of the mean weighted by the members' scores
 
     @classmethod
-    def unknown(cls, members: int, classes: int) -> SegmentationResult:
-        nan, each = math.nan, by_predictor([math.nan] * (members + 2))
-        return cls([nan] * members, nan, nan, nan, each, [[0] * classes] * members, 0)
+    def unknown(cls, members: int, groups: int, **further: Any) -> SegmentationResult:
+        return super().unknown(members, groups, pixel_accuracy=by_predictor([math.nan] * (members + 2)))
 
 
 class SegmentationMetrics:
     """Counts over a stream of scores [M, b, C, H, W] and classes [b, H, W].
 
     The members, the mean of their probabilities, if they are `scored` that mean weighted by the scores, and the Oracle
-    are the predictors. A pixel with a score that is
-    NaN is answered with no class, which is column C.
+    are the predictors. A pixel with a score that is NaN is answered with no class, which is column C.
     """
 
     def __init__(self, members: int, classes: int, scored: bool = False, of_scores: bool = False) -> None:
@@ -129,17 +123,15 @@ def most_frequent(y: Tensor, classes: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Segmentation(ProblemDefaults):
+class Segmentation(ClassScores):
     """Targets are class numbers [B, H, W], -100 where a pixel does not count; answers are scores [M, B, C, H, W]."""
 
-    classes: tuple[str, ...]
     size: tuple[int, int]
-    of_scores: bool = False  # whether the ensemble answers with the mean of scores, not of probabilities
     name: ClassVar[str] = "segmentation"
-    unit: ClassVar[str] = "%"
     answer_kind: ClassVar[str] = "a class for each pixel"
     measure: ClassVar[str] = "mean IoU, %"
     result_type: ClassVar[Any] = SegmentationResult
+    metrics_type: ClassVar[Any] = SegmentationMetrics
     base_losses: ClassVar[tuple[str, ...]] = ("cross_entropy",)
     output_form: ClassVar[str] = "logits [B, C, H, W]"
     answer_dims: ClassVar[int] = 4
@@ -152,7 +144,7 @@ class Segmentation(ProblemDefaults):
         return most_frequent(targets, len(self.classes))
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
-        return together(answers, partial(torch.softmax, dim=-3), weights, self.of_scores)
+        return self.average(answers, partial(torch.softmax, dim=-3), weights)
 
     def losses(self, outputs: Value, targets: Tensor) -> Tensor:
         return cross_entropies(outputs, targets)
@@ -185,12 +177,6 @@ class Segmentation(ProblemDefaults):
                 f"{where}: no pixel of example {empty[0]} counts ({len(empty)} such examples); take them out"
             )
 
-    def metrics(self, members: int, scored: bool = False) -> SegmentationMetrics:
-        return SegmentationMetrics(members, len(self.classes), scored, self.of_scores)
-
-    def unknown(self, members: int) -> SegmentationResult:
-        return SegmentationResult.unknown(members, len(self.classes))
-
     @staticmethod
     def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         return [
@@ -207,8 +193,7 @@ class Segmentation(ProblemDefaults):
         )
 
     def for_scores(self, count: int) -> Segmentation:
-        """The same with as many classes as a network has scores."""
-        return with_classes(self, count)
+        return self.with_classes(count)
 
     def _answer_lines(self, votes: Tensor, ensemble: Sequence[Tensor]) -> Iterator[list[str]]:
         """From the classes of pixels: [M, B, H, W] of members, [B, H, W] of the ensemble."""
@@ -223,12 +208,3 @@ class Segmentation(ProblemDefaults):
             same = 100 * (votes[:, row] == pixels).all(0).double().mean()
             answers = [shares(answer[row]) for answer in ensemble]
             yield [*answers, f"on {same:.1f}%", *(shares(one) for one in votes[:, row])]
-
-    def to_dict(self) -> dict[str, Any]:
-        facts = {"name": self.name, "classes": list(self.classes), "size": list(self.size)}
-        return facts | ({"of_scores": True} if self.of_scores else {})
-
-    @classmethod
-    def from_dict(cls, facts: dict[str, Any]) -> Segmentation:
-        height, width = facts["size"]
-        return cls(tuple(map(str, facts["classes"])), (int(height), int(width)), facts.get("of_scores", False))

@@ -37,6 +37,7 @@ class SoftLabels(Classification):
 
     name: ClassVar[str] = "soft_labels"
     result_type: ClassVar[Any] = SoftLabelsResult
+    metrics_type: ClassVar[Any] = SoftLabelsMetrics
 
     def group(self, targets: Value) -> Tensor:
         return super().group(targets).argmax(-1)
@@ -46,12 +47,6 @@ class SoftLabels(Classification):
             return
         refuse_other_width(targets, self.classes, where)
         check_probabilities(targets, where, "soft label")
-
-    def metrics(self, members: int, scored: bool = False) -> SoftLabelsMetrics:
-        return SoftLabelsMetrics(members, len(self.classes), scored, self.of_scores)
-
-    def unknown(self, members: int) -> ClassificationResult:
-        return SoftLabelsResult.unknown(members, len(self.classes))
 
 
 def check_probabilities(rows: np.ndarray, where: str, what: str) -> None:

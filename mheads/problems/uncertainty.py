@@ -1,4 +1,4 @@
-"""What an ensemble knows of its own doubt: temperature scaling, other data, and how many independent members it equals.
+"""The uncertainty of an ensemble: temperature scaling, other data, and how many independent members it equals.
 
 Legend: M members, N examples, C classes; scores are logits, or logarithms of probabilities. All arithmetic is float64.
 """
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mheads.problems.metrics import MOST_TOGETHER, TOGETHER, compute, subsets, weighted_mean
+from mheads.problems.metrics import MOST_TOGETHER, compute, subsets, weighted_mean
+from mheads.problems.result import TOGETHER
 
 LARGEST_TEMPERATURE = 1000.0  # and its inverse the smallest: scores that are always right ask for 0
 

@@ -15,7 +15,7 @@ TERM = re.compile(
 NUMBER = re.compile(r"^[+-]?\d+(\.\d+)?$")
 
 Relation = Literal["better", "no worse", "worse", "no better", "above", "below", "about"]
-Each = dict[str, list[Any] | str]  # a name in <> -> its values, see `placeholders.py`
+Each = dict[str, list[Any] | str]  # a name in <> -> its values, see `expand.py`
 # Of all parts of a suite's file.
 STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,18 +18,14 @@ HEADS = ("hours", "parameters", "training FLOP", "FLOP per answer")
 PREFIXES = ("", " k", " M", " G", " T", " P", " E")
 
 
-def count_cost(job: SuiteJob) -> dict[str, float] | None:
+def count_cost(job: SuiteJob) -> dict[str, float]:
     """The parameters of a run, the FLOP of an answer of all its members to one example, and those of its training.
 
     A multiply-add is 2 FLOP, and a layer without products counts nothing. Members that skip the backward pass of
-    examples which they do not learn from (MCL) are counted so. None where the shape of an example is not known.
+    examples which they do not learn from (MCL) are counted so. Raises where the shape of an example is not known.
     """
-    config = job.config
-    try:
-        workload = make_workload(config)
-        loads, steps = _count(workload), [(config.optim.iterations, workload)]
-    except UserError:
-        return None
+    config, workload = job.config, make_workload(job.config)
+    loads, steps = _count(workload), [(config.optim.iterations, workload)]
     if config.pretrain:
         steps.append((config.pretrain, replace(workload, share=1.0)))
     training = sum(count * sum(_count(step)[1:]) * workload.rows for count, step in steps)
@@ -44,10 +41,12 @@ def _count(workload: ConfigWorkload) -> tuple[int, int, int]:
 
 
 def add_costs(document: dict[str, Any], planner: Planner, suite: Suite) -> None:
-    """Counts what the rows that have runs take, each once."""
+    """Counts what the rows that have runs take, each once; nothing where it is not known."""
     for entry in document["rows"]:
         if entry["run"] in document["runs"] and "cost" not in entry:
-            entry["cost"] = count_cost(planner.job(suite, entry["name"], planner.options.seed)) or {}
+            entry["cost"] = {}
+            with suppress(UserError):
+                entry["cost"] = count_cost(planner.job(suite, entry["name"], planner.options.seed))
 
 
 def compute_table(document: dict[str, Any]) -> Table | None:

@@ -61,21 +61,19 @@ def evaluate_detectors(
 
 
 def precisions(
-    runs: Sequence[Path], results: Sequence[dict[str, Any]], boxes: str, measure: str, predictor: str
-) -> Precisions:
-    """Those of a predictor, with the boxes and by the measure that are asked for."""
+    runs: Sequence[Path], results: Sequence[dict[str, Any]], boxes: str, measure: str
+) -> dict[str, Precisions]:
+    """Those of each predictor, with the boxes and by the measure that are asked for."""
     check_same_images(runs, results)
     if doubles := [path for i, path in enumerate(runs) if path.resolve() in [other.resolve() for other in runs[:i]]]:
         raise UserError(f"{doubles[0]} is given twice: give each run once")
     classes = {RunFolder(path).read_data().problem.classes for path in runs}  # type: ignore[attr-defined]
     if len(classes) > 1:
         raise UserError("the runs were trained on other classes than each other: compare those of the same classes")
-    by_class = [result["classes"][boxes][measure] for result in results]
-    if predictor == "single":
-        values = [np.array(each["members"], float).mean(0) for each in by_class]
-    else:
-        values = [each[predictor] for each in by_class]
-    return Precisions(classes.pop(), np.array(values, float))
+    names, by_class = classes.pop(), [result["classes"][boxes][measure] for result in results]
+    values = {who: [each[who] for each in by_class] for who in ("ensemble_mean", "oracle")}
+    values["single"] = [np.array(each["members"], float).mean(0) for each in by_class]
+    return {who: Precisions(names, np.array(values[who], float)) for who in PREDICTORS}
 
 
 def check_same_images(runs: Sequence[Path], results: Sequence[dict[str, Any]]) -> None:

@@ -2,82 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from mheads.common.errors import UserError
 from mheads.common.number_words import count, duration
+from mheads.common.progress import Terminal
 from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
+from mheads.optim.stage_updates import Optimizer
 from mheads.suites.compute import count_cost
 from mheads.suites.jobs import SuiteJob
 from mheads.suites.reproduce import Reproduction, SuiteRequest
-from mheads.suites.timing import predict_seconds
+from mheads.training.experiment import build_experiment
+
+STEPS, ROWS = 3, 128  # that are timed, and examples of each at most
+FORWARD = 1 / 3  # what an example costs in an evaluation, as a part of a step
+
+
+class StepTime(NamedTuple):
+    """What an example takes in steps of a run: seconds, and FLOP where they can be counted; and the test examples."""
+
+    seconds: float
+    flop: float | None
+    test_examples: int
+
+
+class TimePredictor:
+    """Predicts times: of one run of each recipe small steps are timed, and others go by their FLOP.
+
+    A run whose FLOP cannot be counted without its data is timed itself.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._costs: dict[str, dict[str, float] | None] = {}  # by row: another seed costs as much
+        self._times: dict[str, StepTime | UserError] = {}  # by recipe, or by row
+        self.reasons: dict[str, str] = {}  # why a time is not known -> the first run of which it is not
+
+    def predict(self, job: SuiteJob) -> float | None:
+        """The seconds that the rest of a run will take, its steps and its evaluations; None where that is not known."""
+        row = f"{job.path.parent.name}/{job.row}"
+        if row not in self._costs:
+            self._costs[row] = _count_or_none(job)
+        cost = self._costs[row]
+        try:
+            one = self._time(job, row if cost is None else job.recipe)
+        except UserError as error:  # it may need a run that is not there yet
+            self.reasons.setdefault(str(error), job.name)
+            return None
+        if cost is not None and one.flop is not None:
+            training, answer = (cost[key] * one.seconds / one.flop for key in ("training", "inference"))
+        else:
+            optim = job.config.optim
+            training = one.seconds * optim.batch_size * optim.accumulate * job.total
+            answer = one.seconds * FORWARD
+        done, every = job.steps_done(), job.config.log.evaluate_every
+        evaluations = 1 + ((job.total - 1) // every - done // every if every else 0)
+        answers = evaluations * one.test_examples * max(1, len(job.config.eval.views))
+        return training * (1 - done / job.total) + answer * answers
+
+    def _time(self, job: SuiteJob, key: str) -> StepTime:
+        if key not in self._times:
+            with self._console.status(Text(f"{STEPS} steps of {job.name}")):
+                try:
+                    self._times[key] = _time_steps(job)
+                except UserError as error:
+                    self._times[key] = error
+        known = self._times[key]
+        if isinstance(known, UserError):
+            raise known
+        return known
+
+
+def _count_or_none(job: SuiteJob) -> dict[str, float] | None:
+    try:
+        return count_cost(job)
+    except UserError:  # the shape of an example is not known without the data
+        return None
+
+
+def _time_steps(job: SuiteJob) -> StepTime:
+    """Times small steps of a run, from any weights: those that it starts from may not be there yet. Writes nothing."""
+    rows = min(ROWS, job.config.optim.batch_size)
+    optim = job.config.optim.model_copy(update={"batch_size": rows, "accumulate": 1})
+    start: dict[str, Any] = {"init": "random", "init_members": None, "init_map": {}}
+    config = job.config.model_copy(update={"optim": optim, "pretrain": 0, **start})
+    cost = _count_or_none(replace(job, config=config, rounds=None))
+    experiment = build_experiment(config)
+    times = []
+    with closing(experiment.make_engine()) as engine, closing(experiment.batches(engine)) as batches:
+        optimizer = Optimizer(experiment.net, optim, engine.stacks)
+        optimizer.set_rate(optim.lr)
+        for step in range(STEPS):
+            began = time.perf_counter()
+            engine.step(step, batches.batch(step), experiment.loss_at(step))
+            engine.update(optimizer.update)
+            times.append(time.perf_counter() - began)
+    flop = None if cost is None else cost["training"] / optim.iterations / rows
+    # The first step prepares what later ones reuse.
+    return StepTime(min(times) / rows, flop, len(experiment.data.test))
 
 
 def print_plan(suite: Reproduction, console: Console) -> None:
     """Prints the runs that would be trained and how long each would take; trains and writes nothing."""
-    rows: list[list[str]] = []
-    times: dict[str, float | None] = {}
-    unknown: list[str] = []
-    total, missing = 0.0, {job.path for job in suite.missing}
+    predictor, missing = TimePredictor(console), {job.path for job in suite.missing}
+    rows, total = [], 0.0
     for job in suite.jobs:
         if job.path not in missing:
             rows.append([job.name, f"{job.total:,}", "finished, reused"])
             continue
-        done = job.steps_done()
-        key = f"{job.path.parent.name}/{job.row} {done}"  # another seed takes as long
-        if key not in times:
-            with console.status(Text(f"three steps of {job.name}")):
-                try:
-                    times[key] = predict_seconds(job)
-                except UserError as error:  # it may need a run that is not there yet
-                    times[key] = None
-                    unknown.append(f"{job.name}: {error}")
-        time = times[key]
-        total += time or 0.0
+        done, seconds = job.steps_done(), predictor.predict(job)
+        total += seconds or 0.0
         steps = f"{job.total - done:,} of {job.total:,}" if done else f"{job.total:,}"
-        rows.append([job.name, steps, "not known" if time is None else duration(time)])
-    head = [Head(text, right=text != "run", whole=True) for text in ("run", "iterations", "time")]
-    console.print(terminal_table(Table("Runs", head, text_rows(rows))))
-    for line in unknown:
-        console.print(line, style="yellow", markup=False, soft_wrap=True)
-    about, reused = "more than" if unknown else "about", len(suite.jobs) - len(suite.missing)
+        rows.append([job.name, steps, "not known" if seconds is None else duration(seconds)])
+    _print_table(console, "Runs", ("run", "iterations", "time"), rows, predictor)
+    about, reused = "more than" if predictor.reasons else "about", len(suite.jobs) - len(suite.missing)
     text = f"{count(len(suite.missing), 'run')} to train, {about} {duration(total)}; {reused} reused"
-    console.print(text, markup=False, soft_wrap=True)
-
-
-class _Hours:
-    """Predicts hours from operations: of one run of each recipe three steps are timed, and others go by their FLOP."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._rates: dict[str, float | str] = {}  # hours per FLOP, or why that is not known
-        self._costs: dict[str, dict[str, float] | None] = {}  # by row: another seed costs as much
-        self.reasons: dict[str, str] = {}  # by recipe
-
-    def predict(self, job: SuiteJob) -> float | None:
-        key = f"{job.path.parent.name}/{job.row}"
-        if key not in self._costs:
-            self._costs[key] = count_cost(job)
-        cost = self._costs[key]
-        if cost is None:
-            self.reasons.setdefault(job.recipe, "the shape of an example is not known without the data")
-            return None
-        if job.recipe not in self._rates:
-            with self._console.status(Text(f"three steps of {job.name}")):
-                try:
-                    self._rates[job.recipe] = predict_seconds(job) / 3600 / cost["training"]
-                except UserError as error:
-                    self._rates[job.recipe] = str(error)
-        rate = self._rates[job.recipe]
-        if isinstance(rate, str):
-            self.reasons.setdefault(job.recipe, rate)
-            return None
-        return rate * cost["training"] * (1 - job.steps_done() / job.total)
+    Terminal(console).say(text)
 
 
 def print_plan_of_all(requests: Sequence[SuiteRequest], console: Console) -> None:
@@ -85,7 +134,7 @@ def print_plan_of_all(requests: Sequence[SuiteRequest], console: Console) -> Non
 
     A run that several suites show counts in the first of them.
     """
-    hours, seen = _Hours(console), set[Path]()
+    predictor, seen = TimePredictor(console), set[Path]()
     rows, total, in_results = [], 0.0, 0.0
     for request in requests:
         suite = Reproduction(request, console)
@@ -93,19 +142,24 @@ def print_plan_of_all(requests: Sequence[SuiteRequest], console: Console) -> Non
         seen |= {job.path for job in jobs}
         missing = {job.path for job in suite.missing}
         known = {(key, run["seed"]) for key, runs in suite.document["runs"].items() for run in runs}
-        times = [(job, hours.predict(job)) for job in jobs if job.path in missing]
+        times = [(job, predictor.predict(job)) for job in jobs if job.path in missing]
         taken = sum(time or 0.0 for _, time in times)
         total += taken
         in_results += sum(t or 0.0 for j, t in times if (suite.planner.key(suite.suite, j), j.seed) in known)
-        counts = [f"{len(jobs)}", f"{len(jobs) - len(times)}"]
-        rows.append([request.suite, *counts, "not known" if any(t is None for _, t in times) else f"{taken:.1f}"])
-    heads = [Head(text, right=text != "suite", whole=True) for text in ("suite", "runs", "finished", "hours to train")]
-    console.print(terminal_table(Table("All suites", heads, text_rows(rows))))
-    for recipe, reason in hours.reasons.items():
-        console.print(f"{recipe}: {reason}", style="yellow", markup=False, soft_wrap=True)
-    about = "more than" if hours.reasons else "about"
-    text = f"{about} {total:.1f} hours in all"
-    text += (
-        f"; {in_results:.1f} of them for runs that the results have, without a run folder here" if in_results else ""
-    )
-    console.print(text, markup=False, soft_wrap=True)
+        hours = "not known" if any(t is None for _, t in times) else f"{taken / 3600:.1f}"
+        rows.append([request.suite, f"{len(jobs)}", f"{len(jobs) - len(times)}", hours])
+    _print_table(console, "All suites", ("suite", "runs", "finished", "hours to train"), rows, predictor)
+    text = f"{'more than' if predictor.reasons else 'about'} {total / 3600:.1f} hours in all"
+    if in_results:
+        text += f"; {in_results / 3600:.1f} of them for runs that the results have, without a run folder here"
+    Terminal(console).say(text)
+
+
+def _print_table(
+    console: Console, title: str, heads: Iterable[str], rows: list[list[str]], predictor: TimePredictor
+) -> None:
+    """A table with numbers in all columns but the first, and why some of them are not known."""
+    head = [Head(text, right=i > 0, whole=True) for i, text in enumerate(heads)]
+    console.print(terminal_table(Table(title, head, text_rows(rows))))
+    for reason, run in predictor.reasons.items():
+        Terminal(console).warn(f"{run}: {reason}")

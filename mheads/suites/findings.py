@@ -176,15 +176,15 @@ def _differences(document: Document) -> list[str]:
         differences.append(f"{document['validation']:,} training examples are held out")
         if not document.get("test"):
             differences.append("they are what is measured on")
-    if overrides := [text for text in document["overrides"] if any(map(_decides, configs.keys_of(text)))]:
+    if overrides := [text for text in document["overrides"] if any(map(_is_other_run, configs.keys_of(text)))]:
         differences.append(f"{', '.join(overrides)} {'is' if len(overrides) == 1 else 'are'} set")
     return differences
 
 
-def _decides(key: str) -> bool:
+def _is_other_run(key: str) -> bool:
     """Whether another value of this key makes another run, and not the same one elsewhere."""
     elsewhere = key.startswith("data.") and key in schema.PATHS
-    return key == "optim.iterations" or not (elsewhere or schema.is_free(key, schema.Config()))
+    return not elsewhere and schema.decides_result(key, schema.Config())
 
 
 # Which way is better.

@@ -158,12 +158,8 @@ class SuiteJob:
 
 def find_difference(before: Config, config: Config, alike: Sequence[str] = ()) -> str | None:
     """The first key that makes the results of two configs differ, but for those that are known to be alike."""
-
-    # How long a run is may change when it is resumed, but not here: a table compares runs of equal length.
-    def decides(key: str) -> bool:
-        return key not in alike and (key == "optim.iterations" or not schema.is_free(key, config))
-
-    return next(filter(decides, schema.differing(before, config)), None)
+    keys = schema.differing(before, config)  # also of length: a table compares runs of equal length
+    return next((key for key in keys if key not in alike and schema.decides_result(key, config)), None)
 
 
 def sort_jobs(jobs: Sequence[SuiteJob]) -> list[SuiteJob]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_type_hints
 
 from mheads.common import safe_yaml
 from mheads.common.errors import UserError
+from mheads.config.unknown_keys import did_you_mean
 from mheads.problems import PROBLEMS
 from mheads.problems.base import ANSWERS
 
@@ -38,12 +38,6 @@ def metric_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A hint in brackets if a name is spelt nearly like a known one, else nothing."""
-    near = get_close_matches(name, known, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
 def check_metric(metric: str, where: str) -> None:
     known = metric_names()
     if metric not in known and not MEMBER.match(metric):
@@ -58,25 +52,21 @@ def check_shown(metrics: Mapping[str, str], where: str) -> None:
             raise ValueError(f"{where}: {column}: {metric}: members are several numbers, and stand for themselves")
 
 
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def read_figure(metric: str, figure: Any, where: str = "the paper's figure") -> dict[str, Any]:
     """A figure of the paper as {"mean", "std", "min", "max"}, or {"members": [...]} for one of each member."""
-
-    def is_number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-    if metric == "members" and isinstance(figure, list) and all(map(is_number, figure)):
-        return {"members": figure}
-    if is_number(figure):
-        return {"mean": figure}
-    if (
-        isinstance(figure, list)
-        and len(figure) == 2
-        and is_number(figure[0])
-        and (figure[1] is None or is_number(figure[1]))
-    ):
-        return {"mean": figure[0], "std": figure[1]}
-    if isinstance(figure, dict) and figure.keys() == {"mean", "min", "max"} and all(map(is_number, figure.values())):
-        return dict(figure)
+    match figure:
+        case list() if metric == "members" and all(map(is_number, figure)):
+            return {"members": figure}
+        case [mean, std] if is_number(mean) and (std is None or is_number(std)):
+            return {"mean": mean, "std": std}
+        case dict() if figure.keys() == {"mean", "min", "max"} and all(map(is_number, figure.values())):
+            return dict(figure)
+        case _ if is_number(figure):
+            return {"mean": figure}
     raise ValueError(
         f"{where} = {safe_yaml.short(figure)}: give a number, [mean, standard deviation] or {{mean: , min: , max: }}"
     )

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mheads.api.classical_mcl import train_rounds
 from mheads.common import atomic_files
 from mheads.common.errors import UserError
 from mheads.common.number_words import count
+from mheads.common.progress import Terminal
 from mheads.common.signals import handling
 from mheads.config.schema import Config
 from mheads.problems.metric_text import label
@@ -85,7 +85,7 @@ def reproduce_all(requests: Sequence[SuiteRequest], console: Console) -> None:
             reproduce(request, console)
         except UserError as error:
             failed[request.suite] = str(error)
-            _warn(console, f"{request.suite}: {error}")
+            Terminal(console).warn(f"{request.suite}: {error}")
     if failed:
         raise UserError(f"{len(failed)} of {count(len(requests), 'suite')} failed: {', '.join(failed)}; see above")
 
@@ -94,7 +94,7 @@ class Reproduction:
     """A suite on a recipe, with its document of results."""
 
     def __init__(self, request: SuiteRequest, console: Console, every_seed: bool = False) -> None:
-        self.request, self.console = request, console
+        self.request, self.console, self.say = request, console, Terminal(console).say
         options = request.options
         self.suite = read_suite(request.suite)
         self.planner = Planner(options, request.folder)
@@ -134,11 +134,13 @@ class Reproduction:
             self._add(job)
 
     def _add(self, job: SuiteJob) -> None:
-        measures = self.request.options.test or self.suite.ood or self.request.outputs
+        options = self.request.options
+        measures = options.test or self.suite.ood or self.request.outputs
         with self.console.status(Text(f"measuring {job.name}")) if measures else nullcontext():
             add_run(self.document, job, self.planner, self.suite)
             if self.request.outputs:
-                write_half_outputs(job, self.path.parent / "outputs" / job.path.parent.name / f"{job.name}.npz")
+                name = f"{job.name}{'-test' if options.test else ''}.npz"
+                write_half_outputs(job, self.path.parent / "outputs" / job.path.parent.name / name, options.split)
 
     def _merge(self) -> None:
         request = self.request
@@ -154,13 +156,13 @@ class Reproduction:
         watch = Overview(self.console, self.suite.name, self.missing)
         failed: dict[Path, str] = {}
         self.num_done = len(self.jobs) - len(self.missing)
-        self._print(f"{count(len(self.missing), 'run')} to train, {self.num_done} finished")
+        self.say(f"{count(len(self.missing), 'run')} to train, {self.num_done} finished")
         try:
             with handling(stop_at_once):
                 self._share(watch, failed)
         except Stopped:
             self.publish(show=False)
-            self._print(f"{self.num_done} of {count(len(self.jobs), 'run')} done. To resume: {self.request.command()}")
+            self.say(f"{self.num_done} of {count(len(self.jobs), 'run')} done. To resume: {self.request.command()}")
             raise
         for job in [job for job in self.missing if job.path in failed and _is_reusable(job)]:
             del failed[job.path]  # another process trained it meanwhile
@@ -185,7 +187,7 @@ class Reproduction:
             if pending and len(pending) == before:
                 if not waited:
                     names = ", ".join(job.name for job in pending.values())
-                    self._print(f"waiting for other processes, which train {names}")
+                    self.say(f"waiting for other processes, which train {names}")
                 waited = min(POLL, 2 * waited or 0.1)
                 time.sleep(waited)
 
@@ -241,10 +243,7 @@ class Reproduction:
             _write_tables(self.path.parent, self.console, [self.path])
         if show:
             self.console.print(tables.show_document(self.document))
-            self._print(f"written to {self.path.with_suffix('')}.json, .md and .png")
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, soft_wrap=True)
+            self.say(f"written to {self.path.with_suffix('')}.json, .md and .png")
 
 
 def write_tables(folder: Path, console: Console) -> list[Path]:
@@ -258,7 +257,7 @@ def write_tables(folder: Path, console: Console) -> list[Path]:
 
 
 def _write_tables(folder: Path, console: Console, changed: Sequence[Path] | None = None) -> list[Path]:
-    documents = results.load_all(folder, partial(_warn, console))
+    documents = results.load_all(folder, Terminal(console).warn)
     if not documents:
         raise UserError(f"{folder}: none of its .json files can be read as results; bring one back")
     for path, document in documents.items():
@@ -284,10 +283,6 @@ def _draw(document: results.Document) -> Any:
         costs = {f"{kind} FLOP": [counted[row].get(kind) for row in rows] for kind in ("training", "inference")}
         return draw_costs(rows, panels, costs, tables.title(document))
     return draw_suite(rows, panels, tables.title(document))
-
-
-def _warn(console: Console, message: str) -> None:
-    console.print(message, style="yellow", markup=False, soft_wrap=True)
 
 
 def _is_reusable(job: SuiteJob) -> bool:

@@ -12,15 +12,15 @@ import hashlib
 import json
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mheads.api.evaluate import TARGETS, evaluate_run, outputs_and_weights_of
-from mheads.api.measure_uncertainty import FurtherExamples
-from mheads.common import atomic_files, nested_values, packed_arrays
+from mheads.api.evaluate import FurtherExamples, evaluate_run, name_outputs, outputs_and_weights_of
+from mheads.common import atomic_files, packed_arrays
 from mheads.common.device import describe_cpu
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
@@ -28,6 +28,7 @@ from mheads.config import schema
 from mheads.problems import is_single_label
 from mheads.runs.folder import RunFolder
 from mheads.suites.jobs import SuiteJob
+from mheads.suites.metric_names import is_number
 from mheads.suites.planner import Planner, hide_local_paths
 from mheads.suites.suite import Suite
 
@@ -67,21 +68,19 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
     document["runs"][key] = sorted([*others, entry], key=lambda run: run["seed"])
 
 
-def write_half_outputs(job: SuiteJob, path: Path) -> None:
-    """Writes the outputs of a run on the examples that it is evaluated on as float16, with their labels, compressed.
+def write_half_outputs(job: SuiteJob, path: Path, split: str) -> None:
+    """Writes the outputs of a run on the examples of a split as float16, with their labels, compressed.
 
     A file of the same weights stays as it is.
     """
     weights = atomic_files.digest(job.folder.model)
-    if path.is_file():
-        with packed_arrays.open_arrays(path) as file:
-            if str(file["weights_digest"]) == weights:
-                return
-    outputs, member_weights, targets = outputs_and_weights_of(job.folder.path)
+    with suppress(OSError, ValueError, KeyError), packed_arrays.open_arrays(path) as file:  # else it is written anew
+        if str(file["weights_digest"]) == weights:
+            return
+    outputs, member_weights, targets = outputs_and_weights_of(job.folder.path, split)
     limit = torch.finfo(torch.float16).max
-    arrays = {"outputs": outputs.clamp(-limit, limit).half().numpy(), "weights_digest": np.array(weights)}
-    arrays |= dict(zip(TARGETS, (leaf.numpy() for leaf in nested_values.leaves(targets)), strict=False))
-    arrays |= {} if member_weights is None else {"weights": member_weights.half().numpy()}
+    halves = outputs.clamp(-limit, limit).half(), None if member_weights is None else member_weights.half()
+    arrays = name_outputs(*halves, targets) | {"weights_digest": np.array(weights)}
     with atomic_files.saving(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.write_atomically(path, lambda file: np.savez_compressed(file, **arrays))  # type: ignore[arg-type]
@@ -134,8 +133,8 @@ def measure(folder: RunFolder, result: dict[str, Any], iterations: int) -> dict[
     numbers: dict[str, Any] = {}
     for key, value in result.items():
         if isinstance(value, dict) and key != "versions":
-            numbers |= {f"{key}_{part}": number for part, number in value.items() if _is_number(number)}
-        elif _is_number(value) or key in ("members", "problem", "split"):
+            numbers |= {f"{key}_{part}": number for part, number in value.items() if is_number(number)}
+        elif is_number(value) or key in ("members", "problem", "split"):
             numbers[key] = value
     for who, values in result.get("top_k", {}).items():
         numbers["top_k" if who == "ensemble_mean" else f"top_k_{who}"] = values
@@ -149,10 +148,6 @@ def measure(folder: RunFolder, result: dict[str, Any], iterations: int) -> dict[
     if len(result["members"]) > 1:
         numbers["evenness"] = round(evenness([sum(row) for row in result["ownership"]]), 6)
     return numbers
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def evenness(owned: list[float]) -> float:

@@ -14,8 +14,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
+from mheads.config import read as configs
+from mheads.config.unknown_keys import did_you_mean
 from mheads.suites.claims import STRICT, Claim, Each
-from mheads.suites.metric_names import check_metric, check_shown, did_you_mean, read_figure
+from mheads.suites.metric_names import check_metric, check_shown, read_figure
 
 # By name, in the order in which they are shown: the paper's tables (table1_standard.yaml), then others and ours.
 SUITES = {
@@ -88,16 +90,12 @@ def read_suite(name: str) -> Suite:
     """The suite of a name, or in the YAML file at a path."""
     if name in SUITES:
         return _parse(SUITES[name].read_text(), name, name)
-    path = Path(name)
-    try:
-        exists = path.is_file()
-    except OSError:  # too long, say
-        exists = False
-    if not exists:
+    if not configs.is_file(name):
         raise UserError(
             f"there is no suite and no file {safe_yaml.short(name)}{did_you_mean(name, [*SUITES])}: give one of "
             f"{', '.join(SUITES)}, or the path of a YAML file"
         )
+    path = Path(name)
     try:
         text = atomic_files.read_text(path, most=safe_yaml.MAX_TEXT + 1)
     except (OSError, UnicodeDecodeError) as error:

@@ -148,18 +148,20 @@ def check_gradients(
         if sample_weights is not None and not np.array_equal(sample_weights[a], sample_weights[b]):
             continue
         if not are_parted_by_dropout(net, a, b) and not are_parted_by_freezing(net, a, b):
-            raise _identical_members(net, loss, a, b)
+            raise _identical_members(config, net, loss, a, b)
 
 
-def _identical_members(net: TreeNet, loss: Loss, a: int, b: int) -> UserError:
+def _identical_members(config: Config, net: TreeNet, loss: Loss, a: int, b: int) -> UserError:
     remedy = "sampling=bagging, dropout, or loss.name=mcl"
     if net.init == "same":
         return UserError(
             f"init=same with {loss.name} would keep the members identical for ever: every one gets the same gradient "
             f"from the same weights. Use init=random, {remedy}"
         )
+    why = f"Does {net.network_name} seed torch itself, load weights or fill in constants? Let it draw its weights"
+    if config.init_members is not None and config.init_members[a] is not None:
+        why = f"init_members = {config.init_members} names member {config.init_members[a]} for both. Give null for one"
     return UserError(
         f"members {a} and {b} start with the same weights, and {loss.name} would keep them identical for ever: every "
-        f"one gets the same gradient. Does {net.network_name} seed torch itself, load weights or fill in constants? "
-        f"Let it draw its weights, or use {remedy}"
+        f"one gets the same gradient. {why}, or use {remedy}"
     )

@@ -32,7 +32,7 @@ class CollapseWatch:
         self._generalists = experiment.loss.separable and sampling.even
         # Of training: what only an evaluation reads may be damaged, and training should not end before that.
         examples = data.train.without_augmentation()  # type: ignore[attr-defined]  # it is a source
-        rows = getattr(data.problem, "evaluation_rows", EXAMPLES)
+        rows = data.problem.evaluation_rows or EXAMPLES
         self._readers = evaluation_batches(examples, data.preprocess, rows)[:1]
         self._constant: set[int] = set()
         self._at_chance = False
@@ -62,8 +62,9 @@ class CollapseWatch:
         self._at_chance = True
         self._warn(
             f"iteration {iteration:,}: the Oracle is {figures['oracle']:.2f} %, and members that always give one class "
-            f"each have {figures['oracle_chance']:.2f} %: have they collapsed? What helps: a lower optim.lr, "
-            "pretrain=500 (all learn first), or more members that learn from each example (a larger loss.k)"
+            f"each have {figures['oracle_chance']:.2f} %: have they collapsed? What helps: a lower optim.lr, or a loss "
+            "from which all members learn at first (loss={name: annealed, relative: true}) or always a little "
+            "(loss.ce_weight=0.1 of mcl)"
         )
 
     def _inputs_differ(self) -> bool:

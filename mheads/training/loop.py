@@ -16,6 +16,7 @@ from mheads.config.schema import Config
 from mheads.engine.diagnostics import clip_scale
 from mheads.engine.threads import available_cores
 from mheads.runs.folder import RunFolder
+from mheads.training.build_from_config import planned_cores
 from mheads.training.experiment import Experiment, build_experiment
 from mheads.training.log_and_checkpoint import Recorder
 from mheads.training.train_state import TrainState
@@ -60,13 +61,21 @@ def train_config(
 def decide_cores(config: Config, folder: RunFolder, watcher: Watcher, cores: int) -> Config:
     """The config with `engine.cores` as a number: it decides the last bits, so a run keeps it on any machine."""
     if folder.exists() and (begun := folder.begun_config()) is not None:
-        return schema.adopt_choices(config, begun)
-    if config.engine.cores != "auto":
-        return config
-    chosen = 2 if cores < 4 else 2 ** int(math.log2(cores))
-    if chosen > 2:
-        watcher.say(f"engine.cores = {chosen}: the run is made for that many cores, here and wherever it is resumed")
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"cores": chosen})})
+        config = schema.adopt_choices(config, begun)
+    elif config.engine.cores == "auto":
+        chosen = 2 if cores < 4 else 2 ** int(math.log2(cores))
+        if chosen > 2:
+            watcher.say(
+                f"engine.cores = {chosen}: the run is made for that many cores, here and wherever it is resumed"
+            )
+        config = config.model_copy(update={"engine": config.engine.model_copy(update={"cores": chosen})})
+    planned, here = planned_cores(config), available_cores()
+    if planned > 2 * max(2, here):
+        watcher.warn(
+            f"engine.cores = {planned}, and {here} are here: steps are cut for {planned}, which is slow on fewer. This "
+            f"run keeps the number; a new one is made for this machine with engine.cores={max(2, here)}"
+        )
+    return config
 
 
 def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from helpers.painted_scenes import COLOURS, annotate, keys, paint
 from PIL import Image
 
 from mheads import losses
-from mheads.api.load import load
+from mheads.api.run import load
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent
 from mheads.config import read as configs

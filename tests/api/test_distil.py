@@ -304,6 +304,10 @@ def test_what_cannot_be_distilled_is_refused_and_nothing_is_written(ensemble, sm
     refused(mheads("distil", ensemble, "teacher.answers=x.npz", "-f", there), "leave it out")
     refused(mheads("distil", ensemble, "loss=prob_averaged", "-f", there), "prob_averaged has a loss of its own")
     refused(mheads("distil", ensemble, "data.name=diabetes", "-f", there), "regression")
+    refused(mheads("distil", ensemble, "loss.k=2", "-f", there), "loss.k is an option of mcl")
+    done = mheads("distil", ensemble, "optim.lr=-3", "-f", there)
+    refused(done, f"{ensemble} with optim.lr=-3: optim.lr = -3: ")
+    assert "config.yaml" not in done.err  # which is right
     refused(mheads("distil", ensemble, "data.limit=100", "-f", path), "answers to other examples", "--folder")
     refused(mheads("distil", path, "-f", path), "answers of another run", "--folder")
     done = mheads("distil", ensemble, "teacher.weight=0.5", "-f", path)

@@ -16,7 +16,7 @@ from torch import nn
 
 import mheads as package
 from mheads.api import predict as predictions
-from mheads.api.write_predictions import _cell
+from mheads.api.predict import _cell
 from mheads.cli.printing.answers import answers
 from mheads.networks import NETWORKS
 

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import mheads as package
-from mheads.api.evaluate import evaluate_run
-from mheads.api.measure_uncertainty import FurtherExamples
+from mheads.api.evaluate import FurtherExamples, evaluate_run
 from mheads.common.progress import Silent
 from mheads.config.read import load
 from mheads.problems.uncertainty import (
@@ -31,7 +31,25 @@ def place(tmp_path_factory):
     train_config(load("digits", [*QUICK, "data.validation=40", "members=3"]), RunFolder(folder / "run"), Silent())
     noise = np.random.default_rng(0).integers(0, 17, (60, 1, 8, 8)).astype(np.uint8)
     np.savez(folder / "noise.npz", x_train=noise, y_train=np.arange(60) % 20, x_test=noise, y_test=np.arange(60) % 20)
+    np.savez(
+        folder / "large.npz",
+        x_train=np.zeros((2, 9, 9), np.uint8),
+        y_train=[0, 1],
+        x_test=noise[:, 0, :1, :1].repeat(9, 1).repeat(9, 2),
+        y_test=np.arange(60) % 2,
+    )
     return folder
+
+
+def test_other_data_need_not_take_the_augmentation_of_the_run(mheads, tmp_path):
+    train_config(load("digits", [*QUICK, "members=2", "data.pad=1"]), RunFolder(tmp_path / "run"), Silent())
+    for i, part in enumerate(("train/a", "train/b", "test/a", "test/b")):
+        (tmp_path / "files" / part).mkdir(parents=True)
+        image = np.random.default_rng(i).integers(0, 17, (8, 8)).astype(np.uint8)
+        Image.fromarray(image).save(tmp_path / "files" / part / "one.png")
+    given = ["data.name=folder", f"data.path={tmp_path / 'files'}", "data.resize=8", "data.crop=8"]
+    done = mheads("eval", tmp_path / "run", *(word for pair in given for word in ("--ood", pair)))
+    assert done.code == 2 and "shape (3, 8, 8), but" in done.err, done.err  # and not for what training did to images
 
 
 def test_a_run_is_measured_with_temperatures_and_against_other_data(mheads, place):
@@ -65,11 +83,18 @@ def test_a_run_is_measured_with_temperatures_and_against_other_data(mheads, plac
         (["--temperature-from", "held_out"], "there are train, validation, test"),
         (["--ood", "loss.k=2"], "other data to evaluate on is given by"),
         (["--ood", "data.path=none.npz", "--ood", "data.name=npz"], "none.npz"),
+        (["--ood", "data.limit=10"], "--ood data.limit=10: that is the run's own digits"),
+        (
+            ["--ood", "data.name=npz", "--ood", "data.path={place}/large.npz"],
+            "shape (1, 9, 9), but {place}/run was tra",
+        ),
+        (["--outputs", "{place}/outputs.txt"], "outputs.txt: give a file that ends in .npz"),
     ],
 )
 def test_what_cannot_be_measured_is_an_error(mheads, place, given, message):
-    done = mheads("eval", place / "run", *given)
-    assert done.code == 2 and message in done.err, done.out + done.err
+    done = mheads("eval", place / "run", *(word.format(place=place) for word in given))
+    assert done.code == 2 and message.format(place=place) in done.err, done.out + done.err
+    assert not (place / "outputs.txt").exists()
 
 
 def test_suites_keep_the_measures_and_count_in_independent_members(mheads, place, tmp_path, monkeypatch):

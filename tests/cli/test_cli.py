@@ -19,6 +19,7 @@ import mheads as package
 from mheads.config import options_without_effect, schema
 from mheads.config.read import load, recipes
 from mheads.data.resampling import SAMPLINGS
+from mheads.engine.threads import available_cores
 from mheads.optim.optim_section import OptimOptions
 from mheads.optim.optimizers import OPTIMIZERS
 from mheads.optim.schedules import SCHEDULES, ScheduleOptions
@@ -197,6 +198,8 @@ def test_a_truncated_or_altered_data_file_is_refused(refused, tmp_path, save, sp
         (["sampling=bagging", "sampling.fraction=0.5"], "give sampling.name=subset too, or leave it out"),
         (["data.resize=16"], "data.resize is an option of folder, list, and data.name is digits: give data=folder too"),
         (["data.regions.most=16"], "data.regions.most is an option of voc"),
+        (["data.padding=reflect"], "data.padding = reflect, but data.pad is 0: give data.pad too"),
+        (["optim.name=muon", "optim.regularization=l1"], "optim.regularization = l1 is not for muon"),
         (["teacher.weight=0.5"], "teacher.weight is about a teacher's answers, and there are none"),
         (["model=digit"], "model = 'digit': it is not known; there are digits, "),
     ],
@@ -204,6 +207,18 @@ def test_a_truncated_or_altered_data_file_is_refused(refused, tmp_path, save, sp
 def test_what_would_do_nothing_is_refused_by_train_and_config(refused, given, said):
     assert said in refused("train", "digits", *given)
     assert said in refused("config", "digits", *given)
+
+
+def test_a_suite_is_no_recipe_and_the_hint_names_the_command_for_it(refused):
+    assert "masks is a suite, which trains several runs: mheads reproduce masks" in refused("train", "masks")
+
+
+def test_a_run_for_many_more_cores_than_there_are_is_warned_of(mheads, tmp_path):
+    given = ["train", "digits", "optim.iterations=1", "data.limit=20", "members=1", "log.evaluate_every=0"]
+    cores = 4 * available_cores() + 4
+    done = mheads(*given, f"engine.cores={cores}", "-f", tmp_path / "many")
+    assert done.code == 0 and f"engine.cores = {cores}, and {available_cores()} are here" in done.out
+    assert "are here" not in mheads(*given, "engine.cores=2", "-f", tmp_path / "two").out
 
 
 NOBODY = ["sampling=full", "optim.name=adamw", "optim.schedule=cosine", "loss=independent", "data=digits"]

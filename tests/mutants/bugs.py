@@ -135,7 +135,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/problems/kernels.py",
+            "mheads/problems/densities.py",
             "tests/problems/test_hypotheses.py -k kernels",
             [
                 Bug("the least likely kernel is chosen", "grid[max(range", "grid[min(range"),

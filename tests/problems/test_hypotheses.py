@@ -13,7 +13,7 @@ import mheads
 from mheads import TreeNet, UserError, fit, losses, with_scores
 from mheads.networks.mlp import mlp
 from mheads.problems import Regression
-from mheads.problems.kernels import GRID, KernelChoice, Kernels
+from mheads.problems.densities import GRID, KernelChoice, Kernels
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 3)).astype(np.float32)

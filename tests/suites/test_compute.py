@@ -2,6 +2,7 @@
 
 import pytest
 
+from mheads.common.errors import UserError
 from mheads.suites.compute import compute_table, count_cost, in_words
 from mheads.suites.jobs import Options
 from mheads.suites.planner import Planner
@@ -49,8 +50,11 @@ def test_rounds_count_each_and_what_has_no_known_shape_is_left_out():
         cost("classical", "classical", "digits")["training"]
         == 5 * cost("classical", "random_init", "digits")["training"]
     )
-    assert count_cost(Planner(Options("digits", overrides=("data={name: file, path: none.npz}", "model=mlp"))).job(
-        read_suite("standard"), "random_init", 0)) is None  # fmt: skip
+    unknown = Planner(
+        Options("digits", overrides=("data={name: file, path: none.npz}", "model=mlp", "model_args={features: 4}"))
+    )
+    with pytest.raises(UserError, match="the shape of an example of 'file' is not known"):
+        count_cost(unknown.job(read_suite("standard"), "random_init", 0))
 
 
 def test_the_table_shows_hours_and_counts_of_rows_that_were_run():

@@ -26,6 +26,7 @@ from mheads.networks.digits import digits
 from mheads.problems.metrics import compute
 from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
+from mheads.suites import dry_run
 from mheads.suites import results as documents
 from mheads.suites.dry_run import print_plan_of_all
 from mheads.suites.jobs import Options
@@ -770,6 +771,19 @@ def test_outputs_of_runs_are_written_from_which_the_figures_can_be_computed_agai
     assert again.members == pytest.approx(kept["members"], abs=100 / 60 + 1e-4)  # an example near a tie may change
     before = file.stat().st_mtime_ns
     assert mheads(*given, "--outputs").code == 0 and file.stat().st_mtime_ns == before
+    file.write_bytes(b"cut off")
+    assert mheads(*given, "--outputs").code == 0 and "labels" in np.load(file)
+
+
+def test_outputs_of_runs_with_validation_examples_are_those_that_the_table_is_of(mheads, here):
+    given = ["reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY, "--validation", 30, "--outputs"]
+    assert mheads(*given).code == 0 and mheads(*given, "--test").code == 0
+    folder = here / "results/outputs/digits"
+    on_validation, on_test = (np.load(folder / f"plain-seed0-validation30{end}.npz") for end in ("", "-test"))
+    assert len(on_validation["labels"]) == 30
+    (kept,) = json.loads((here / "results/mine-digits-validation30-test.json").read_text())["runs"]["plain"]
+    again = compute(on_test["outputs"].astype(np.float32), on_test["labels"])
+    assert again.nll["single"] == pytest.approx(kept["result"]["nll_single"], abs=2e-3)
 
 
 def test_a_dry_run_tells_what_cannot_be_built(mheads, here):
@@ -777,6 +791,27 @@ def test_a_dry_run_tells_what_cannot_be_built(mheads, here):
     done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--dry-run", *TINY)
     assert done.code == 0 and "not known" in done.out and "2 runs to train, more than" in done.out
     assert "bad-seed0: split 'conv9'" in done.out
+
+
+def test_a_dry_run_goes_by_flop_or_times_what_cannot_be_counted(mheads, here, monkeypatch):
+    """Only the first row of the recipe is timed, in small steps; a network of an unknown shape is timed itself."""
+    timed = []
+
+    def time_steps(job):
+        timed.append(job.row)
+        return dry_run.StepTime(0.01, None if job.row == "own" else 1e6, 50)
+
+    monkeypatch.setattr(dry_run, "_time_steps", time_steps)
+    counts = {"one": {"training": 7.2e11, "inference": 2e6}, "four": {"training": 28.8e11, "inference": 8e6}}
+    monkeypatch.setattr(dry_run, "_count_or_none", lambda job: counts.get(job.row))
+    (here / "mine.yaml").write_text("rows: [{name: one}, {name: four}, {name: own}]\n")
+    shorter = ["optim.iterations=100", "optim.batch_size=20", "log.evaluate_every=0"]
+    done = mheads("reproduce", "mine.yaml", "--recipe", "digits", "--dry-run", "--trials", 2, *shorter)
+    times = {line.split()[0]: line.split()[2:] for line in done.out.splitlines() if "-seed" in line}
+    assert timed == ["one", "own"]
+    assert times["one-seed1"] == ["2", "h", "00", "min"]  # 7.2e11 / 1e6 * 0.01 s, and 50 answers
+    assert times["four-seed0"] == ["8", "h", "00", "min"]
+    assert times["own-seed0"] == ["20", "s"]  # 100 steps of 20 examples, and 50 answers at a third
 
 
 def test_rounds_of_classical_mcl_are_a_row(mheads, here):

@@ -11,10 +11,10 @@ from mheads.config import read as configs
 from mheads.optim.schedules import Schedule
 from mheads.suites import findings
 from mheads.suites.claims import Claim
+from mheads.suites.expand import binary_tree
 from mheads.suites.jobs import Options, find_difference
 from mheads.suites.markdown import markdown
 from mheads.suites.metric_names import metric_names, read_figure
-from mheads.suites.placeholders import binary_tree
 from mheads.suites.planner import Planner, hide_local_paths, scale_training
 from mheads.suites.results import command, make_document
 from mheads.suites.run_entries import evenness

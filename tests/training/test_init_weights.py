@@ -42,6 +42,14 @@ def test_a_built_network_is_forked_into_members(trained, split):
     assert_all_members_are(mheads.TreeNet(trained, members=2), trained)  # the original did not move
 
 
+def test_the_hint_for_equal_members_names_what_made_them_equal(tmp_path, mheads):
+    given = ["train", "digits", "optim.iterations=1", "data.limit=20", "--quiet"]
+    assert mheads(*given, "members=2", "-f", tmp_path / "two").code == 0
+    done = mheads(*given, "members=3", f"init={tmp_path / 'two'}", "init_members=[0, 1, 1]", "-f", tmp_path / "three")
+    assert done.code == 2 and "members 1 and 2 start with the same weights" in done.err, done.err
+    assert "init_members = [0, 1, 1] names member 1 for both. Give null for one" in done.err
+
+
 def test_a_forked_network_whose_members_would_stay_equal_is_refused(trained):
     with pytest.raises(UserError, match="identical for ever"):
         mheads.fit(mheads.TreeNet(trained, members=3), **QUICK)

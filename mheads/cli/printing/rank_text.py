@@ -25,13 +25,7 @@ def ranks_of(placement: Placement, slots: Iterable[int]) -> str:
 
 def numbers(values: Iterable[int]) -> str:
     """Numbers in short: `0, 2-5`."""
-    spans: list[list[int]] = []
-    for number in sorted(set(values)):
-        if spans and spans[-1][1] + 1 == number:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return some([span(*pair) for pair in spans])
+    return names(map(str, sorted(set(values))))
 
 
 def names(stages: Iterable[str]) -> str:

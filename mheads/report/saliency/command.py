@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from mheads.api.load import load
+from mheads.api.run import load
 from mheads.common.atomic_files import check_output
 from mheads.common.progress import Watcher, forward_warnings
 from mheads.report.figures.figure import SUFFIXES, save

@@ -163,7 +163,7 @@ def end_of_stage(layers: Sequence[ChainLayer], last: int) -> int:
     each branch draws masks of its own.
     """
     stop = last + 1
-    while stop < len(layers) and not layers[stop].has_parameters and not layers[stop].is_dropout:
+    while stop < len(layers) and not layers[stop].has_parameters and not layers[stop].differs:
         stop += 1
     return stop
 

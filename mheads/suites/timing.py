@@ -37,7 +37,7 @@ def predict_seconds(job: SuiteJob) -> float:
 
 def _step(experiment: Experiment, engine: Engine, first: int) -> float:
     """The time of a step like that one: the fastest of three, since the first prepares what later ones reuse."""
-    optimizer = Optimizer(experiment.net, experiment.config.optim)
+    optimizer = Optimizer(experiment.net, experiment.config.optim, engine.stacks)
     optimizer.set_rate(experiment.config.optim.lr)
     times = []
     with closing(experiment.batches(engine)) as batches:

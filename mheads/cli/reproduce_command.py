@@ -66,7 +66,8 @@ def reproduce(
 
     Example: mheads reproduce standard --recipe cifar10_quick --trials 3
     """
-    options = (seed, scale, validation, tuple(overrides or ()), test)
+    changes = tuple(overrides or ())
+    options = {"seed": seed, "scale": scale, "validation": validation, "overrides": changes, "test": test}
     request = partial(_requests, recipe, options, (trials, only or (), folder, output, merge or (), outputs))
     train = not (only_tables or merge)
     if every and (suite is not None or only or not train):
@@ -79,14 +80,18 @@ def reproduce(
         _make_tables(merge or (), output, train)
 
 
-def _requests(recipe: str | None, options: tuple[Any, ...], further: tuple[Any, ...], name: str) -> list[SuiteRequest]:
+def _requests(recipe: str | None, options: dict[str, Any], further: tuple[Any, ...], name: str) -> list[SuiteRequest]:
     """What is asked of a suite: one request for each recipe."""
     from mheads.suites.jobs import Options
     from mheads.suites.reproduce import SuiteRequest
     from mheads.suites.suite import read_suite
 
-    recipes = [recipe] if recipe else read_suite(name).own_recipes
-    return [SuiteRequest(name, Options(one, *options), *further) for one in recipes]
+    suite, requests = read_suite(name), []
+    for one in [recipe] if recipe else suite.own_recipes:
+        changes = suite.recipes.get(Path(one).stem)
+        validation = options["validation"] or (changes.validation if changes else 0)
+        requests.append(SuiteRequest(name, Options(one, **options | {"validation": validation}), *further))
+    return requests
 
 
 def _run_all(request: Callable[[str], list[SuiteRequest]], dry_run: bool) -> None:

@@ -1,6 +1,8 @@
 """Rows that are the best of others on validation examples, and what is fitted on these."""
 
 import json
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,3 +120,50 @@ def test_a_choice_that_cannot_be_made_is_an_error(mheads, suite, tmp_path, old, 
     done = mheads("reproduce", "mine.yaml", suite)
     assert done.code == 2 and message in done.err.replace("\n", " "), done.err
     assert not (tmp_path / "results").exists()
+
+
+def test_boosted_trees_are_chosen_on_the_same_examples(suite, tmp_path, monkeypatch):
+    from sklearn.ensemble import HistGradientBoostingRegressor
+
+    monkeypatch.setenv("MHEADS_DATA", str(tmp_path))
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/boosted_trees.py"), run_name="example")
+    folder = tmp_path / "uci/sail"
+    rows, train, test = (np.loadtxt(folder / name) for name in ("data.txt", "index_train_1.txt", "index_test_1.txt"))
+    errors = []
+    for options in example["OPTIONS"]:
+        known, held_out, unseen = (rows[part.astype(int)].astype("f4") for part in (train[:-9], train[-9:], test))
+        model = HistGradientBoostingRegressor(max_iter=8, early_stopping=False, **options).fit(
+            known[:, :2], known[:, 2]
+        )
+        squares = [np.mean((model.predict(part[:, :2]) - part[:, 2]) ** 2) for part in (held_out, unseen)]
+        errors.append(np.sqrt(squares))
+    assert example["measure_split"]("sail", 1, 9, iterations=8) == pytest.approx(
+        min(errors, key=lambda e: e[0])[1], rel=1e-4
+    )
+
+
+def test_every_row_of_the_tables_of_numbers_can_be_run():
+    from mheads.suites.jobs import Options
+    from mheads.suites.planner import Planner
+    from mheads.suites.suite import read_suite
+    from mheads.training.build_from_config import build_net
+
+    suite = read_suite("tabular")
+    sizes = {}
+    for recipe in suite.own_recipes:
+        held_out = suite.recipes[recipe].validation
+        planner = Planner(Options(recipe, validation=held_out))
+        for row in planner.expand(suite).rows:
+            job = planner.job(suite, row.name, 2)
+            assert (job.config.data.fold, job.config.data.validation) == (2, held_out)
+            assert job.path.parts[-2] == f"tabular_{recipe}"
+            if recipe == "boston":
+                sizes[row.name] = build_net(job.config).num_parameters()
+    # By hand: 13 inputs, layers of 64 (or 184), one output; what is shared counts once.
+    hidden = [13 * 64 + 64, 64 * 64 + 64, 64 * 64 + 64, 65]
+    wide = 13 * 184 + 184 + 2 * (184 * 184 + 184) + 185
+    trees = {f"tree_fc{i}": sum(hidden[:i]) + 8 * sum(hidden[i:]) for i in (1, 2, 3)}
+    expected = {"one": sum(hidden), "wide": wide, "eight": 8 * sum(hidden), **trees}
+    expected["scaled"] = trees["tree_fc3"] + 8 * 13
+    assert {row: sizes[row] for row in expected} == expected
+    assert all(sizes[f"{row}_lr0.03"] == size for row, size in expected.items())

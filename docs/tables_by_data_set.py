@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import rankdata
+from scipy.stats import rankdata, wilcoxon
 
 from mheads.common.atomic_files import write_atomically
 from mheads.suites import findings, results
@@ -94,18 +94,20 @@ def make(page: Page, metrics: tuple[str, ...]) -> str:
     lines = [f"| | n | {' | '.join(heads)} |", f"| --- | ---:{' | ---:' * len(heads)} |"]
     figures: dict[str, dict[str, dict[int, float]]] = {}  # by recipe, row and seed
     for recipe, document in load_documents(page.suite, page.test).items():
-        known = {row: _values(document, row, metrics) for row in page.rows}
-        figures[recipe] = {row: values for row, values in known.items() if values}
-        if not figures[recipe]:
+        known = {row: values for row in page.rows if (values := _values(document, row, metrics))}
+        if not known:
             continue
+        seeds = sorted(set.intersection(*map(set, known.values())))  # rows are compared on the same splits
+        figures[recipe] = {row: {seed: values[seed] for seed in seeds} for row, values in known.items()}
         means = {row: np.mean([*values.values()]) for row, values in figures[recipe].items()}
         best = min(means, key=means.__getitem__)
-        cells = [_cell(findings.Trials([*known[row].values()]), row == best) if known[row] else "" for row in page.rows]
-        trials = max(findings.num_trials(document, row) for row in page.rows)
-        lines.append(f"| {recipe} | {trials} | {' | '.join(cells)} |")
+        cells = [_cell([*figures[recipe][row].values()], row == best) if row in known else "" for row in page.rows]
+        lines.append(f"| {recipe} | {len(seeds)} | {' | '.join(cells)} |")
     complete = [known for known in figures.values() if len(known) == len(page.rows)]
     if page.beside is not None and complete:
-        lines += [_rank(page, complete), _compare(page, page.beside, complete)]
+        logarithms = not metrics[0].startswith("nll")
+        lines += [_rank(page, complete), _relate(page, page.beside, complete, logarithms)]
+        lines.append(_count_verdicts(page, page.beside, complete))
     return "\n".join(lines)
 
 
@@ -113,7 +115,8 @@ def _values(document: results.Document, row: str, metrics: tuple[str, ...]) -> d
     return next((values for metric in metrics if (values := findings.by_seed(document, row, metric))), {})
 
 
-def _cell(figure: findings.Trials, best: bool) -> str:
+def _cell(values: list[float], best: bool) -> str:
+    figure = findings.Trials(values)
     error = "" if figure.std is None else f" ± {figure.std / math.sqrt(len(figure.values)):.2g}"
     mean = f"{figure.mean:.3g}"
     return f"**{mean}**{error}" if best else mean + error
@@ -126,7 +129,21 @@ def _rank(page: Page, figures: list[dict[str, dict[int, float]]]) -> str:
     return f"| mean rank | | {' | '.join(cells)} |"
 
 
-def _compare(page: Page, beside: str, figures: list[dict[str, dict[int, float]]]) -> str:
+def _relate(page: Page, beside: str, figures: list[dict[str, dict[int, float]]], logarithms: bool) -> str:
+    """How far a row is from the row `beside`, over data sets: the geometric mean of ratios of means, or of what may be
+    negative the median difference; with p of Wilcoxon's signed-rank test over data sets."""
+    means = np.array([[np.mean([*known[row].values()]) for row in page.rows] for known in figures])
+    values = np.log(means) if logarithms else means
+    differences = (values.T - values[:, [*page.rows].index(beside)]).T
+    cells = []
+    for row, column in zip(page.rows, differences.T, strict=True):
+        distance = f"{np.exp(column.mean()):.2f}" if logarithms else f"{np.median(column):+.2f}"
+        cells.append("" if row == beside else f"{distance} (p = {wilcoxon(column).pvalue:.2g})")
+    title = "ratio to" if logarithms else "difference from"
+    return f"| {title} {page.rows[beside]} | | {' | '.join(cells)} |"
+
+
+def _count_verdicts(page: Page, beside: str, figures: list[dict[str, dict[int, float]]]) -> str:
     """Data sets on which a row is lower and higher than the row `beside`, by the suites' paired test over seeds."""
     cells = []
     for row in page.rows:

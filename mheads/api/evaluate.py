@@ -26,7 +26,16 @@ from mheads.common.safe_yaml import as_plain, short
 from mheads.config import read as configs
 from mheads.data import Preprocess
 from mheads.data.batches import Batch
-from mheads.engine.measure import GivesOutputs, Models, all_answers, answers, in_eval_mode, join_answers, measure
+from mheads.engine.measure import (
+    GivesOutputs,
+    Models,
+    all_answers,
+    answers,
+    calibrate,
+    in_eval_mode,
+    join_answers,
+    measure,
+)
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.problems.uncertainty import EnsembleOutputs, measure_other_data, measure_scaled
 from mheads.runs.data_facts import DataFacts
@@ -215,13 +224,15 @@ def evaluate_run(
     split: str | None = None,
     trust: bool = False,
     further: FurtherExamples = FurtherExamples(),
+    calibrate_from: str | None = None,
 ) -> dict[str, Any]:
     """Computes the metrics of a run anew; optionally saves the outputs [M, N, C] and labels [N] behind them, and the
     weights [M, N] by the scores of the members, if they have some.
 
     The examples are those that training evaluated on, another `split`, or other data: `overrides` of the
     config's data keys. Inputs are preprocessed as in training. `eval.views` can be overridden too. `further` examples
-    give a run with classes the measures of `problems/uncertainty.py`.
+    give a run with classes the measures of `problems/uncertainty.py`. `calibrate_from` is a split that chooses the
+    kernels of hypotheses (`problems/kernels.py`) for a run that has none.
     """
     folder, config = RunFolder(path), RunFolder(path).read_config()
     if views := [given for given in overrides if given.startswith(VIEWS)]:
@@ -244,6 +255,9 @@ def evaluate_run(
 
     with closing(make_engine(config, net)) as engine:
         problem = data.problem.calibrated(folder.read_result() if weights.final else {})
+        if calibrate_from is not None and problem is data.problem:
+            _, held_out, _ = load_examples_of_run(folder, (), calibrate_from)
+            problem = calibrate(engine, held_out, data.inputs, problem)
         result: Any = measure(engine, examples, data.inputs, problem, watch, keep)
         assert result is not None  # there are examples
         if parts:

@@ -79,7 +79,8 @@ def reproduce(
             raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
         _make_tables(merge or (), output)
         return
-    options = (seed, scale, validation, tuple(overrides or ()), test)
+    changes = tuple(overrides or ())
+    options = {"seed": seed, "scale": scale, "validation": validation, "overrides": changes, "test": test}
     further = (trials, only or (), folder, output, merge or (), outputs)
     requests = _make_requests([suite] if suite is not None else list(SUITES), recipe, options, further)
     if every:
@@ -94,18 +95,20 @@ def reproduce(
 
 
 def _make_requests(
-    suites: Sequence[str], recipe: str | None, options: tuple[Any, ...], further: tuple[Any, ...]
+    suites: Sequence[str], recipe: str | None, options: dict[str, Any], further: tuple[Any, ...]
 ) -> list[SuiteRequest]:
-    """What is asked of suites: one request for each recipe of each."""
+    """What is asked of suites: one request for each recipe of each, whose own validation holds unless one is given."""
     from mheads.suites.jobs import Options
     from mheads.suites.reproduce import SuiteRequest
     from mheads.suites.suite import read_suite
 
-    return [
-        SuiteRequest(name, Options(one, *options), *further)
-        for name in suites
-        for one in ([recipe] if recipe else read_suite(name).own_recipes)
-    ]
+    requests = []
+    for suite in map(read_suite, suites):
+        for one in [recipe] if recipe else suite.own_recipes:
+            changes = suite.recipes.get(Path(one).stem)
+            validation = options["validation"] or (changes.validation if changes else 0)
+            requests.append(SuiteRequest(suite.source, Options(one, **options | {"validation": validation}), *further))
+    return requests
 
 
 def _make_tables(merge: Sequence[Path], output: Path) -> None:

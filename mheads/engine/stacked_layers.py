@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from mheads.common.modules import is_hooked
 from mheads.networks.dropout import Dropout, draw_stacked_masks
+from mheads.networks.member_scaling import OwnCopy
 
-Tensors = Mapping[str, Tensor]  # the weights of a layer by their own names
+Tensors = Mapping[str, Tensor]  # the weights and buffers of a layer by their own names
 ELEMENTWISE = (
     nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus,
 )  # fmt: skip
@@ -57,12 +58,17 @@ def dropout(layer: Dropout, weights: Tensors, x: Tensor) -> Tensor:
     return x * draw_stacked_masks(layer.mask_shape(x[0]), layer.p, x)
 
 
+def own_copy(layer: OwnCopy, weights: Tensors, x: Tensor) -> Tensor:
+    return x[torch.arange(len(x), device=x.device), :, weights["index"][:, 0]]
+
+
 FORMS: dict[type[nn.Module], Callable[[Any, Tensors, Tensor], Tensor]] = {
     nn.Linear: linear,
     nn.LayerNorm: layer_norm,
     nn.Embedding: embedding,
     nn.Flatten: flatten,
     Dropout: dropout,
+    OwnCopy: own_copy,
     **dict.fromkeys(ELEMENTWISE, lambda layer, weights, x: layer(x)),
 }
 
@@ -94,9 +100,13 @@ def is_plain(layer: nn.Module) -> bool:
     return not isinstance(layer, nn.Linear | nn.LayerNorm) or set(layer._parameters) == {"weight", "bias"}
 
 
+def _tensor_names(layer: nn.Module) -> list[str]:
+    return [name for name, t in (*layer._parameters.items(), *layer._buffers.items()) if t is not None]
+
+
 def run(layers: Sequence[tuple[str, nn.Module]], tensors: Tensors, x: Tensor) -> Tensor:
     """The outputs [S, b, ...] of a chain of layers with these weights, by path and name."""
     for path, layer in layers:
-        weights = {name: tensors[f"{path}.{name}"] for name, p in layer._parameters.items() if p is not None}
+        weights = {name: tensors[f"{path}.{name}"] for name in _tensor_names(layer)}
         x = FORMS[type(layer)](layer, weights, x)
     return x

@@ -70,9 +70,9 @@ class StackedStage:
 
     def __call__(self, x: Value, side: dict[str, Value] | None = None) -> Value:
         """Outputs [S, b, ...] of inputs [S, b, ...]."""
-        if self._layers is not None and isinstance(x, Tensor):
-            return stacked_layers.run(self._layers, self.parameters, x)
         tensors: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        if self._layers is not None and isinstance(x, Tensor):
+            return stacked_layers.run(self._layers, tensors, x)
         device = next(iter(tensors.values())).device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)

@@ -105,6 +105,9 @@ def _check_rows(suite: Suite, rows: list[SuiteRow], where: str) -> None:
     if twice := [name for name in names if names.count(name) > 1]:
         raise SuiteError(suite.source, f"there are two rows {twice[0]!r}; give each a name of its own")
     for row in rows:
+        if unknown := [name for name in row.best_of if name not in names]:
+            hint = did_you_mean(unknown[0], names)
+            raise SuiteError(suite.source, f"row {row.name!r}: best_of: there is no row {unknown[0]!r}{hint}")
         for metric in (*row.metrics, *row.metrics.values()):
             check_metric(metric, f"{suite.source}: row {row.name!r}: metrics")
 

@@ -5,6 +5,7 @@ All of it follows from the document of a suite (see `results.py`), so tables nee
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any, NamedTuple
 
@@ -96,7 +97,26 @@ def _entry(document: Document, row: str) -> dict[str, Any]:
 
 
 def _runs(document: Document, row: str) -> list[dict[str, Any]]:
-    return sorted(document["runs"].get(_entry(document, row).get("run"), ()), key=lambda run: run["seed"])
+    entry = _entry(document, row)
+    if entry.get("best_of"):
+        return _choose(document, entry)
+    return sorted(document["runs"].get(entry.get("run"), ()), key=lambda run: run["seed"])
+
+
+def _choose(document: Document, entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each seed that all rows of `best_of` have, the run with the best figure on the validation examples."""
+    candidates: dict[int, list[dict[str, Any]]] = {}
+    for key in entry["best_of"]:
+        for run in document["runs"].get(key, ()):
+            candidates.setdefault(run["seed"], []).append(run)
+    sign = 1 if higher_is_better(document, entry["by"]) else -1
+
+    def validated(run: dict[str, Any]) -> float:
+        figure = (run.get("validation") or run["result"]).get(entry["by"])
+        return -math.inf if figure is None else sign * figure  # one that diverged has no figure
+
+    complete = (runs for _, runs in sorted(candidates.items()) if len(runs) == len(entry["best_of"]))
+    return [max(runs, key=validated) for runs in complete]
 
 
 def _values(document: Document, row: str, metric: str) -> dict[int, Any]:

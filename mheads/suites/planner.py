@@ -56,7 +56,10 @@ class Planner:
         return [*own, *self.options.overrides, *held_out]
 
     def job(self, suite: Suite, name: str, seed: int, within: tuple[str, ...] = ()) -> SuiteJob:
-        """The run of a row: its own, or that of the row that it is `from`. `within` are the rows that need it."""
+        """The run of a row: its own, or that of the row that it is `from`, or the first of those that it chooses from.
+
+        `within` are the rows that need it.
+        """
         key = f"{suite.source}/{name}"
         if key in within:
             raise SuiteError(suite.source, f"row {name!r} needs itself: {' needs '.join((*within, key))}")
@@ -77,6 +80,10 @@ class Planner:
         try:
             if row.from_ is not None:
                 return other(row.from_)
+            if row.best_of and len(within) > 1:
+                raise UserError(f"it is the best of several runs; name one of {', '.join(row.best_of)}")
+            if row.best_of:
+                return other(row.best_of[0])
             references = dict.fromkeys(reference for override in row.set for reference in RUN.findall(override))
             job = self._configure(suite, row, seed, {reference: other(reference) for reference in references})
         except UserError as error:

@@ -102,11 +102,16 @@ class Reproduction:
         # A figure of the paper for no row is a mistake, unless an override took the row out.
         for row in (*request.only, *(() if options.overrides else self.table.paper)):
             self.table.row(row)
+        if not options.validation and (chooses := [row.name for row in self.table.rows if row.best_of]):
+            raise UserError(
+                f"{self.suite.name}: row {chooses[0]!r} chooses among rows by validation examples: give --validation N"
+            )
         self.path = request.output / results.file_name(self.suite.name, options)
         results.check_writable(self.path)
         self.document = results.make_document(self.table, self.planner)
         self._merge()
-        self.jobs = sort_jobs(self._jobs(request.only or self.table.names))
+        only = [name for row in request.only for name in (self.table.row(row).best_of or [row])]
+        self.jobs = sort_jobs(self._jobs(only or self.table.names))
         finished = {job.path: job.is_finished() for job in self.jobs}
         self.missing = [job for job in self.jobs if not finished[job.path]]
         self.same = SameDataAndCode()

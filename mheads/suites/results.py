@@ -1,11 +1,13 @@
 """The document of a suite on a recipe: what was run, what came out, and what the paper says. Plain data, kept as JSON.
 
 {"suite", "about", "recipe", "members", "scale", "validation", "test", "independent", "cost_figure",
- "overrides", "command", "metrics", "rows": [{"name", "run", "metrics", "paper", "cost"}], "claims": [...],
+ "overrides", "command", "metrics",
+ "rows": [{"name", "run", "metrics", "paper", "cost", "best_of", "by"}], "claims": [...],
  "runs": {"random_init": [{"seed", "config", "marks", "command", "result", "versions", "machine"}]}}
 
-A row's "run" is the key of its runs: see `Planner.key`. `run_entries.py` says what is kept of a run. Tables and figures
-are made from these files alone, so that they can be made anew where there are no runs.
+A row's "run" is the key of its runs: see `Planner.key`; "best_of" are those of the runs that it chooses from.
+`run_entries.py` says what is kept of a run. Tables and figures are made from these files alone, so that they can be
+made anew where there are no runs.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def make_document(table: ExpandedSuite, planner: Planner) -> Document:
     rows: list[dict[str, Any]] = []
     for row in table.rows:
         rows.append({"name": row.name, "run": planner.key(suite, jobs[row.name])})
-        further = {"metrics": row.metrics, "paper": table.paper.get(row.name)}
+        further: dict[str, Any] = {"metrics": row.metrics, "paper": table.paper.get(row.name)}
+        if row.best_of:
+            further |= {"best_of": [planner.key(suite, jobs[name]) for name in row.best_of], "by": row.by}
         rows[-1] |= {key: value for key, value in further.items() if value}
     skipped = {"recipes", "except_"}
     return {
@@ -162,6 +166,8 @@ class _Row(_Model):
     metrics: dict[str, str] = {}
     paper: dict[str, Any] = {}
     cost: dict[str, int | float] = {}  # see `compute.count_cost`
+    best_of: list[str] = []
+    by: str = "ensemble_mean"
 
     @model_validator(mode="after")
     def _check_figures(self) -> _Row:

@@ -2,8 +2,9 @@
 
 {"seed", "config", "marks", "command", "result", "versions", "machine"}. "config" is a digest of the job, "marks" are
 those of the data and the code that the run was trained with. With "test", runs that were trained without the validation
-examples are measured on the test set, also with temperatures fitted on the validation examples; with "ood" of a suite
-also on other data. "weights" and "data" are digests of what was measured, and on what.
+examples are measured on the test set, also with temperatures or kernels fitted on the validation examples; with "ood"
+of a suite also on other data. "weights" and "data" are digests of what was measured, and on what; "validation" has the
+figures on the validation examples by which rows choose (`best_of`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
     if key not in {entry["run"] for entry in document["rows"]}:
         return
     folder, runs = job.folder, document["runs"].get(key, ())
-    result, config = folder.read_result(), digest_job(job)
+    result, config, validated = folder.read_result(), digest_job(job), {}
     measured: dict[str, Any] = {"ood": [*map(hide_local_paths, suite.ood)]} if suite.ood else {}
     if planner.options.test or suite.ood:
         measured["weights"] = atomic_files.digest(folder.model)
@@ -48,10 +49,13 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
         wanted = measured | {"config": config}
         if any(wanted == {key: run.get(key) for key in wanted} for run in runs):
             return  # measuring takes time
+        if planner.options.test and (by := {row.by for row in suite.rows if row.best_of}):
+            validated = {"validation": {metric: result[metric] for metric in sorted(by)}}
         scales = planner.options.test and is_single_label(folder.read_data().problem)
         further = FurtherExamples("validation" if scales else None, suite.ood)
         split = "test" if planner.options.test else None
-        result |= evaluate_run(folder.path, None, Silent(), split=split, trust=True, further=further)
+        kernels = "validation" if planner.options.test else None
+        result |= evaluate_run(folder.path, None, Silent(), (), split, True, further, calibrate_from=kernels)
     marks = digest_data_and_code(folder.read_identity())
     check_same_marks(document, key, job, marks)
     entry = {
@@ -59,6 +63,7 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
         "config": config,
         "marks": marks,
         **measured,
+        **validated,
         "command": planner.command(job),
         "result": measure(folder, result, job.config.optim.iterations),
         "versions": folder.read_result()["versions"],

@@ -37,7 +37,7 @@ class SuiteError(UserError):
 
 
 class SuiteRow(BaseModel):
-    """A run, or (`from`) what another row's run shows in another light."""
+    """A run, or (`from`) what another row's run shows in another light, or (`best_of`) the best run of several rows."""
 
     model_config = STRICT
     name: str = Field(pattern=r"^[\w.<>+-]+$")
@@ -46,11 +46,15 @@ class SuiteRow(BaseModel):
     metrics: dict[str, str] = {}  # what is shown as a metric -> the metric of the run that it is
     each: Each = {}
     rounds: int | None = Field(None, ge=1)  # of classical MCL, instead of one run
+    best_of: list[str] = []  # rows: of each seed the run that is best `by` a metric on the validation examples
+    by: str = "ensemble_mean"
 
     @model_validator(mode="after")
     def _check_source(self) -> SuiteRow:
         if self.from_ is not None and (self.set or self.rounds):
             raise ValueError("`from` takes the run of another row, so nothing can be `set`")
+        if self.best_of and (self.set or self.rounds or self.from_ is not None):
+            raise ValueError("`best_of` takes runs of other rows, so neither `set` nor `from` goes with it")
         return self
 
 
@@ -61,6 +65,7 @@ class RecipeChanges(BaseModel):
     base: str | None = None  # the recipe that `set` makes this one of, where it is none by itself
     set: list[str] = []
     trials: Annotated[int | None, Field(ge=1)] = None  # at most: a table may have few splits
+    validation: Annotated[int, Field(ge=0)] = 0  # training examples that are held out unless the command says how many
     folder: Annotated[str | None, Field(pattern=r"^[\w-]+$")] = (
         None  # of its runs, since they are not those of other suites
     )
@@ -130,6 +135,7 @@ def _check_metrics(suite: Suite) -> None:
             check_metric(metric, f"{suite.source}: {key}")
     for row in suite.rows:
         check_shown(row.metrics, f"row {row.name!r}: metrics")
+        check_metric(row.by, f"{suite.source}: row {row.name!r}: by")
     for recipe, rows in suite.paper.items():
         for name, figures in rows.items():
             for metric, figure in figures.items():

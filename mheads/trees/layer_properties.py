@@ -9,6 +9,7 @@ from torch import nn
 
 from mheads.common.modules import is_hooked, takes_statistics
 from mheads.networks.dropout import CHANNELWISE, Dropout
+from mheads.networks.member_scaling import OwnCopy, ScaledCopies
 from mheads.networks.mlp import MeanAndLogVariance
 from mheads.trees.member_scores import OnAnswer, Score, ScoredLinear
 from mheads.trees.splitting.cut_sequential import Chain, SequentialChain, SequentialStage, is_sequential
@@ -74,7 +75,7 @@ class LayerFacts:
 BATCHING = (
     nn.Linear, nn.Embedding, nn.Identity, nn.Flatten, nn.LayerNorm, nn.ReLU, nn.LeakyReLU, nn.ELU,
     nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, Dropout, nn.Sequential, SequentialStage,
-    ScoredLinear, Score, OnAnswer, MeanAndLogVariance,
+    ScoredLinear, Score, OnAnswer, MeanAndLogVariance, ScaledCopies, OwnCopy,
 )  # fmt: skip
 
 

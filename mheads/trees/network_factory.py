@@ -16,6 +16,7 @@ from mheads import networks
 from mheads.common import seeds
 from mheads.common.errors import UserError
 from mheads.common.modules import avoid_overruns
+from mheads.networks.member_scaling import OwnCopy
 
 Function = Callable[[], nn.Module] | nn.Module
 
@@ -35,6 +36,9 @@ class NetworkFactory:
             check_factory(self.function)
             network = copy.deepcopy(self.function) if isinstance(self.function, nn.Module) else self.function()
         check_network(network)
+        for module in network.modules():
+            if isinstance(module, OwnCopy):
+                module.assign(member)
         return avoid_overruns(network)
 
     def describe(self, network: nn.Module) -> tuple[str, str, dict[str, Any]]:

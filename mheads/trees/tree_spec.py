@@ -159,11 +159,11 @@ class _Parser:
 def end_of_stage(layers: Sequence[ChainLayer], last: int) -> int:
     """The index after the last layer that a stage computes if it is split after layer number `last`.
 
-    Layers without parameters give every child the same values, so they are computed once, with the stage. Not dropout:
-    each branch draws masks of its own.
+    Layers without parameters give every child the same values, so they are computed once, with the stage. Not those
+    that differ between members: each branch draws masks of its own for dropout.
     """
     stop = last + 1
-    while stop < len(layers) and not layers[stop].has_parameters and not layers[stop].is_dropout:
+    while stop < len(layers) and not layers[stop].has_parameters and not layers[stop].differs:
         stop += 1
     return stop
 

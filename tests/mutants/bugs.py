@@ -540,6 +540,24 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
+            "mheads/networks/member_scaling.py",
+            "tests/networks/test_member_scaling.py",
+            [
+                Bug("every member takes the first copy", "fill_(member % self.copies)", "fill_(0)"),
+                Bug("all copies are scaled alike", "* self.weight", "* self.weight[:1].expand_as(self.weight)"),
+            ],
+        ),
+        File(
+            "mheads/engine/stacked_layers.py",
+            "tests/networks/test_member_scaling.py -k plain_loop",
+            [Bug("stacked members take copies by their place", 'weights["index"][:, 0]]', "torch.arange(len(x)) * 0]")],
+        ),
+        File(
+            "mheads/trees/splitting/cut_sequential.py",
+            "tests/networks/test_member_scaling.py",
+            [Bug("the trunk takes a copy for all", "any(isinstance(m, OwnCopy) for m in module.modules())", "False")],
+        ),
+        File(
             "mheads/networks/dropout.py",
             "tests/engine/test_engine.py -k 'dropout or mask'",
             [
@@ -1174,6 +1192,28 @@ AREAS: dict[str, list[File]] = {
                     "            m.training = m.training",
                     tests="tests/api/test_fit.py -k mode",
                 ),
+            ],
+        ),
+    ],
+    "suites": [
+        File(
+            "mheads/suites/findings.py",
+            "tests/suites/test_best_of.py -k each_seed",
+            [
+                Bug("rows choose on the test set", '(run.get("validation") or run["result"])', 'run["result"]'),
+                Bug("rows choose the worst", 'higher_is_better(document, entry["by"]) else -1', "True else -1"),
+                Bug("a seed counts with some of its runs", 'if len(runs) == len(entry["best_of"])', "if runs"),
+            ],
+        ),
+        File(
+            "mheads/api/evaluate.py",
+            "tests/suites/test_best_of.py -k kernels",
+            [
+                Bug(
+                    "kernels are chosen on the test set",
+                    "held_out, data.inputs, problem",
+                    "examples, data.inputs, problem",
+                )
             ],
         ),
     ],

@@ -72,6 +72,15 @@ def test_the_tables_of_results_are_those_of_the_files():
     assert "classical MCL" in fifth and "91.83" not in fifth  # the paper's figures are of all iterations
 
 
+def test_the_tables_by_data_set_are_those_of_the_files():
+    tables = runpy.run_path(str(ROOT / "docs/tables_by_data_set.py"))
+    for path, page in tables["PAGES"].items():
+        text = (ROOT / path).read_text()
+        for name, metrics in page.tables.items():
+            table = tables["make"](page, metrics)
+            assert table.count("\n") > 4 and f"<!-- {name} -->\n\n{table}\n\n" in text, f"{path}, {name}: run it"
+
+
 def test_every_network_by_name_is_listed_with_its_arguments_and_defaults():
     page = (ROOT / "docs/networks.md").read_text()
     listed = dict(re.findall(r"^\| `(\w+)` \| (`.*) \|$", page, re.MULTILINE))

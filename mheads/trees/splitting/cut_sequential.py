@@ -18,6 +18,7 @@ from mheads.common.errors import UserError
 from mheads.common.modules import call, children, has_fixed_statistics
 from mheads.common.nested_values import Value
 from mheads.networks.dropout import is_dropout, replace_dropout
+from mheads.networks.member_scaling import OwnCopy
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,13 @@ class ChainLayer:
     """What a tree needs to know of a layer in order to split after it.
 
     `also` are other names of the same place, `refused` names of places inside it where nothing can be split, and why.
+    `differs` says that it needs no parameters to differ between members, as dropout does.
     `ends` says that a block with parameters ends with it, though it may be the dropout of that block alone.
     """
 
     name: str
     has_parameters: bool
-    is_dropout: bool
+    differs: bool
     also: tuple[str, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     ends: bool = False
@@ -38,6 +40,11 @@ class ChainLayer:
     @property
     def splittable(self) -> bool:
         return self.has_parameters or self.ends
+
+
+def differs(module: nn.Module) -> bool:
+    """Whether a module without parameters gives members different values: it drops some, or takes one's own."""
+    return is_dropout(module) or any(isinstance(m, OwnCopy) for m in module.modules())
 
 
 class Freezable(nn.Module):
@@ -84,8 +91,7 @@ class SequentialChain:
 
     def __init__(self, network: nn.Module, why: str | None = None) -> None:
         self.layers = [
-            ChainLayer(name, any(True for _ in child.parameters()), is_dropout(child))
-            for name, child in children(network)
+            ChainLayer(name, any(True for _ in child.parameters()), differs(child)) for name, child in children(network)
         ]
         self.why = why
         if not self.layers:

@@ -15,8 +15,8 @@ from typing import Any
 from torch import fx, nn
 
 from mheads.common.errors import UserError
-from mheads.networks.dropout import FUNCTIONS, is_dropout
-from mheads.trees.splitting.cut_sequential import ChainLayer
+from mheads.networks.dropout import FUNCTIONS
+from mheads.trees.splitting.cut_sequential import ChainLayer, differs
 from mheads.trees.splitting.graph_chain import GraphChain, Piece, attributes_of, find_submodule, find_tensor
 from mheads.trees.splitting.graph_nodes import is_row_count, is_size, rewrite, sink
 from mheads.trees.splitting.trace import Traced
@@ -144,7 +144,7 @@ class _Cutting:
 
     def _drops(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return is_dropout(self.network.get_submodule(str(node.target)))
+            return differs(self.network.get_submodule(str(node.target)))
         return node.target in FUNCTIONS.values()
 
     def _name_of(self, node: fx.Node) -> str:

@@ -8,12 +8,12 @@ from torch import fx, nn
 
 from mheads.common.errors import UserError
 from mheads.common.modules import children
-from mheads.networks.dropout import is_dropout
 from mheads.trees.splitting.cut_sequential import (
     Chain,
     ChainLayer,
     SequentialChain,
     calls_its_children,
+    differs,
     is_sequential,
 )
 from mheads.trees.splitting.cut_traced_graph import WeightUses, cut_graph
@@ -72,7 +72,7 @@ def chain_declared_stages(network: nn.Module) -> GraphChain:
             value = graph.create_node("call_module", _find_path(network, paths, name, inner), (value,))
             nodes.append(value)
         has_parameters = any(True for m in modules for _ in m.parameters())
-        layers.append(ChainLayer(name, has_parameters, any(map(is_dropout, modules))))
+        layers.append(ChainLayer(name, has_parameters, any(map(differs, modules))))
         pieces.append(Piece(nodes, inputs, value))
         inputs = value
     uses = WeightUses(network, [node for piece in pieces for node in piece.nodes])

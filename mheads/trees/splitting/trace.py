@@ -26,7 +26,13 @@ from mheads.common.modules import is_hooked
 
 TRAINING = "training"  # the attribute of a module that says in which mode it is, read when the graph runs
 _FOLLOWED = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict, fx.GraphModule, object)
-_WHOLE = ("torch", "mheads.networks.dropout", "mheads.distributed", "mheads.caffe.layers")
+_WHOLE = (
+    "torch",
+    "mheads.networks.dropout",
+    "mheads.networks.member_scaling",
+    "mheads.distributed",
+    "mheads.caffe.layers",
+)
 _MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "tensor", "zeros")
 _PATCHES = threading.RLock()  # fx puts its own functions into modules of the whole process while it looks
 

@@ -21,9 +21,9 @@ from mheads.data.preprocessing import Preprocess
 from mheads.distributed import collectives, rank_training_step
 from mheads.distributed.collectives import Gathering, exchange
 from mheads.distributed.launcher import Launch
-from mheads.distributed.placement import Placement
-from mheads.distributed.step_time.stage_loads import StageLoad, measure_loads
-from mheads.distributed.step_time.workload import Workload
+from mheads.distributed.planning.placement import Placement
+from mheads.distributed.planning.stage_loads import StageLoad, measure_loads
+from mheads.distributed.planning.workload import Workload
 from mheads.engine.engine_options import EngineOptions
 from mheads.networks import INPUT_SHAPES, NETWORKS
 from mheads.trees.splitting.make_chain import make_chain

@@ -17,7 +17,7 @@ from mheads.common.number_ranges import cuts
 from mheads.data import Data, Preprocess
 from mheads.data.batches import Batch, BatchStream
 from mheads.data.splits import TargetRows
-from mheads.distributed.placement import Division
+from mheads.distributed.planning.placement import Division
 from mheads.distributed.process_group import World
 from mheads.trees.tree_spec import Tree
 

@@ -22,7 +22,7 @@ from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.distributed.collectives import Group, add_fast, add_ordered, as_bytes, exchange, subtrees
-from mheads.distributed.placement import Division
+from mheads.distributed.planning.placement import Division
 from mheads.distributed.shared_outputs import Key, SharedOutputs
 from mheads.engine.gradient_sums import Gradients, PairwiseSum
 from mheads.engine.training_step import BACKWARD, FORWARD, LOSS, PREPARE, TrainingStep, add_in_order

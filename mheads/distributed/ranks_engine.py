@@ -21,7 +21,7 @@ from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
 from mheads.data.views import average_views
 from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
-from mheads.distributed.placement import Division, Placement
+from mheads.distributed.planning.placement import Division, Placement
 from mheads.distributed.process_group import World
 from mheads.distributed.rank_training_step import RankStep
 from mheads.distributed.shared_outputs import EvaluationWindow

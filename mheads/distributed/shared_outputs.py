@@ -10,7 +10,7 @@ import torch
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.data.views import stack_views
-from mheads.distributed.placement import Division
+from mheads.distributed.planning.placement import Division
 from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.training_step import FORWARD
 from mheads.trees.tree_spec import Node

@@ -13,12 +13,12 @@ from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.batches import Batches
-from mheads.distributed.graph_engine import GraphEngine, RankGraph
-from mheads.distributed.placement import Placement
+from mheads.distributed.layers.graph_engine import GraphEngine, RankGraph
+from mheads.distributed.planning.placement import Placement
+from mheads.distributed.planning.workload import BANDWIDTH, Cluster
 from mheads.distributed.process_group import World
 from mheads.distributed.rank_batches import SharedStream, absent_data, facts_of, inputs_needed
 from mheads.distributed.ranks_engine import RanksEngine
-from mheads.distributed.step_time.workload import BANDWIDTH, Cluster
 from mheads.engine.interface import Engine
 from mheads.training.build_from_config import (
     adapt_loss,

@@ -13,11 +13,11 @@ import mheads
 from mheads import TreeNet
 from mheads.data.batches import Batch
 from mheads.distributed.collectives import Group
-from mheads.distributed.placement import default
+from mheads.distributed.planning.placement import default
+from mheads.distributed.planning.simulation import Simulation
+from mheads.distributed.planning.stage_loads import StageLoad
+from mheads.distributed.planning.workload import Workload
 from mheads.distributed.ranks_engine import RanksEngine
-from mheads.distributed.step_time.simulation import Simulation
-from mheads.distributed.step_time.stage_loads import StageLoad
-from mheads.distributed.step_time.workload import Workload
 from mheads.engine.engine_options import EngineOptions
 
 RANKS, ROWS, PARTS = 64, 128, 64

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mheads import UserError
 from mheads.distributed.collectives import _add_tree, subtrees
-from mheads.distributed.placement import Division, Placement, default, explicit, meshes, spread, terms_given
+from mheads.distributed.planning.placement import Division, Placement, default, explicit, meshes, spread, terms_given
 from mheads.engine.gradient_sums import PairwiseSum
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse

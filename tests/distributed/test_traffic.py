@@ -7,9 +7,9 @@ import pytest
 from helpers.commands import ranks
 
 from mheads.config import read as configs
-from mheads.distributed.step_time.placement_search import traffic
-from mheads.distributed.step_time.simulation import Simulation
-from mheads.distributed.step_time.workload import Cluster
+from mheads.distributed.planning.placement_search import traffic
+from mheads.distributed.planning.simulation import Simulation
+from mheads.distributed.planning.workload import Cluster
 from mheads.training.plan_ranks import make_workload, place
 
 COMMON = [

@@ -1246,7 +1246,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/placement.py",
+            "mheads/distributed/planning/placement.py",
             "tests/distributed/test_placement.py",
             [
                 Bug(
@@ -1279,7 +1279,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/communication_layers.py",
+            "mheads/distributed/layers/communication_layers.py",
             "tests/distributed/test_communication_layers.py -k 'in_place or order or random_programs or copy_of'",
             [
                 Bug(
@@ -1349,7 +1349,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/distributed/graph_engine.py",
+            "mheads/distributed/layers/graph_engine.py",
             'tests/distributed/test_caffe_on_ranks.py -k "another_graph_runs and root"',
             [
                 Bug("dropout elsewhere is not counted", "skip_mask()  # masks are numbered as in one process", "pass"),

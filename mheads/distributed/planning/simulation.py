@@ -15,10 +15,10 @@ from typing import Any
 
 from mheads.common.number_ranges import cuts
 from mheads.distributed.collectives import subtrees
-from mheads.distributed.placement import Division, Placement, terms_given
-from mheads.distributed.step_time.stage_loads import StageLoad
-from mheads.distributed.step_time.wires import Wires
-from mheads.distributed.step_time.workload import Workload
+from mheads.distributed.planning.placement import Division, Placement, terms_given
+from mheads.distributed.planning.stage_loads import StageLoad
+from mheads.distributed.planning.wires import Wires
+from mheads.distributed.planning.workload import Workload
 from mheads.engine.training_step import BACKWARD, FORWARD
 
 

@@ -19,7 +19,7 @@ from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.distributed.collectives import Gathering, broadcast_value
-from mheads.distributed.communication_layers import Broadcast, Gather
+from mheads.distributed.layers.communication_layers import Broadcast, Gather
 from mheads.distributed.process_group import World
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mheads import losses
 from mheads.data.batches import Batch
@@ -184,7 +185,7 @@ class _Rank:
                 self.kept.append(collective(*args))
                 return self.kept[-1]
             byte = torch.zeros(1)
-            collectives.all_gather_single(torch.zeros(len(args[group])), byte, group=args[group].handle)
+            collectives.all_gather_single(torch.zeros(dist.get_world_size(args[group])), byte, group=args[group])
             self.replayed += 1
             return self.kept[self.replayed - 1]
 

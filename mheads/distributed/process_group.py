@@ -109,7 +109,8 @@ class World:
 
     @property
     def group(self) -> Group:
-        return Group(tuple(range(self.size)), dist.group.WORLD)
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
 
     def wire_device(self, device: torch.device) -> torch.device:
         """Where the collectives of this world take tensors from: NCCL from GPUs, gloo from the host."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import save as save_tensors
 
 from mheads import problems
 from mheads.common import nested_values
+from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data import Data, Preprocess
 from mheads.data.batches import Batch, BatchStream
@@ -24,9 +26,6 @@ from mheads.trees.tree_spec import Tree
 if TYPE_CHECKING:
     from mheads.distributed.ranks_engine import RanksEngine
 
-# What every rank gets of a batch, beside the inputs of some examples.
-SENT = ("targets", "sample_weights", "ties", "side", "counts")
-
 
 class SharedStream:
     """Batches that the main rank reads for all, ahead of time; each rank gets what it needs of them."""
@@ -37,34 +36,34 @@ class SharedStream:
         self.engine, self.stream, self.preprocess, self.needs = engine, stream, preprocess, needs
 
     def batch(self, step: int) -> Batch:
-        part = self.engine.scatter_objects(lambda: self._parts(step))
-        return Batch(**part, preprocess=self.preprocess)
+        return replace(self.engine.scatter_objects(lambda: self._parts(step)), preprocess=self.preprocess)
 
-    def _parts(self, step: int) -> list[dict[str, Any]]:
+    def _parts(self, step: int) -> list[Batch]:
         assert self.stream is not None
         batch = self.stream.batch(step)
-        rest = {name: getattr(batch, name) for name in SENT}
-        parts = []
-        for rank in range(self.engine.world.size):
-            rows = self.needs(rank)
-            inputs = None
-            if rows:  # a copy: a view would be sent with all that it is a view of
-                inputs = nested_values.map_leaves(lambda t, rows=rows: t[rows.start : rows.stop].clone(), batch.inputs)
-            parts.append({"inputs": inputs, "first_input": rows.start, **rest})
-        return parts
+        return [keep_inputs(batch, self.needs(rank)) for rank in range(self.engine.world.size)]
 
     def close(self) -> None:
         if self.stream is not None:
             self.stream.close()
 
 
+def keep_inputs(batch: Batch, rows: range) -> Batch:
+    """A batch as it is sent to a rank that needs the inputs of some examples; what prepares them is there already."""
+    inputs = None
+    if rows:  # a copy: a view would be sent with all that it is a view of
+        inputs = nested_values.map_leaves(lambda t: t[rows.start : rows.stop].clone(), batch.inputs)
+    return replace(batch, inputs=inputs, first_input=rows.start, preprocess=_unprepared)
+
+
+def _unprepared(inputs: Value, dtype: torch.dtype) -> Value:
+    raise AssertionError("a batch that was sent has no preprocessing yet")
+
+
 def inputs_needed(tree: Tree, division: Division, rank: int, batch_size: int) -> range:
     """The examples of a batch whose inputs a rank needs: those of the micro-batches that it begins."""
-    own = [division.runs(root.name, rank) for root in tree.roots]
-    if not any(own):
-        return range(0)
-    slices = cuts(batch_size, division.parts)
-    return range(slices[min(run[0] for run in own if run)][0], slices[max(run[-1] for run in own if run)][1])
+    begun, slices = division.begins(tree, rank), cuts(batch_size, division.parts)
+    return range(slices[begun[0]][0], slices[begun[-1]][1]) if begun else range(0)
 
 
 def facts_of(data: Data) -> dict[str, Any]:

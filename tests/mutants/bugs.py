@@ -378,6 +378,18 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/engine/test_engine.py -k share_memory",
                 ),
                 Bug("the odd last one waits for nobody", "if sibling < size", "if sibling <= size"),
+                Bug(
+                    "a sum is cut in the middle",
+                    "half = 1 << (stop - start - 1).bit_length() - 1",
+                    "half = 1",
+                    tests="tests/distributed/test_placement.py -k subtrees",
+                ),
+                Bug(
+                    "a subtree may begin anywhere",
+                    "while start % (2 * size) == 0 and",
+                    "while",
+                    tests="tests/distributed/test_placement.py -k subtrees",
+                ),
             ],
         ),
         File(
@@ -1184,13 +1196,13 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a signal to another rank is not heard",
-                    "stop = stop or int(asked)",
-                    "stop = stop or int(own[0])",
+                    "stop = stop or asked",
+                    "stop = stop or own[0]",
                     tests='tests/distributed/test_faults.py -k "signal_to_one and 2-1"',
                 ),
                 Bug(
                     "losses of other ranks do not reach this one",
-                    "whole[members[:, None], rows] = block",
+                    "whole[members, rows] = block",
                     "pass",
                 ),
                 Bug(
@@ -1207,19 +1219,19 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a rank gives the gradients of its own micro-batch to others",
-                    "for value in added[i].values()])",
-                    "for value in added[min(owned.values())].values()])",
+                    "lay_out(added[i], self._form(name, i, self.me))",
+                    "lay_out(added[min(added)], self._form(name, min(added), self.me))",
                 ),
                 Bug(
                     "sums of micro-batches are taken in the order in which they finish",
-                    "sorted(total, key=lambda root: root[0].start)",
-                    "sorted(total, key=lambda root: -root[0].start)",
+                    "zip(given, held[self.me], strict=True)",
+                    "zip(given, reversed(held[self.me]), strict=True)",
                     tests="tests/distributed/test_ranks_engine.py -k uneven",
                 ),
                 Bug(
                     "a gradient that nobody learned is noise",
-                    "torch.full_like(k, -0.0).reshape(-1) if g is None",
-                    "torch.full_like(k, 1e-3).reshape(-1) if g is None",
+                    "piece.fill_(-0.0) if gradient is None",
+                    "piece.fill_(1e-3) if gradient is None",
                     tests="tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
                     equivalent="every parameter of these networks learns in every micro-batch",
                 ),
@@ -1227,23 +1239,21 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/distributed/collectives.py",
-            "tests/distributed/test_placement.py -k subtrees",
+            "tests/distributed/test_ranks_engine.py -k uneven",
             [
-                Bug("a sum is cut in the middle", "half = 1 << (stop - start - 1).bit_length() - 1", "half = 1"),
-                Bug("a subtree may begin anywhere", "while start % (2 * size) == 0 and", "while"),
+                Bug("a longer value than before is cut off", "if longest <= room", "if True"),
                 Bug(
-                    "a longer value than before is cut off",
-                    "if longest <= room",
-                    "if True",
-                    tests="tests/distributed/test_ranks_engine.py -k uneven",
-                ),
-                Bug(
-                    "tensors with gaps are sent as they lie",
-                    "tensors.append(t if _is_dense(t) else t.contiguous())",
-                    "tensors.append(t)",
-                    tests="tests/distributed/test_communication_layers.py -k every_shape",
+                    "collectives run as their inputs come",
+                    "key=lambda one: one.order",
+                    "key=lambda one: one.missing",
+                    tests="tests/distributed/test_ranks_engine.py -k 'probability and explicit'",
                 ),
             ],
+        ),
+        File(
+            "mheads/distributed/packed_values.py",
+            "tests/distributed/test_communication_layers.py -k every_shape",
+            [Bug("tensors with gaps are sent as they lie", "t = t if dense else t.clone()", "t = t")],
         ),
         File(
             "mheads/distributed/planning/placement.py",

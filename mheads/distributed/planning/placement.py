@@ -94,14 +94,19 @@ class Division:
             for j in range(most)
         ]
 
+    def round_of(self, stage: str, i: int) -> int:
+        """The round in which micro-batch i of a stage is exchanged."""
+        return self.runs(stage, self.owner(stage, i)).index(i)
+
     def turns(self, rank: int) -> dict[int, int]:
         """The order in which rounds bring the micro-batches of a rank's replica: the same on all its ranks."""
-        share = self.share(rank)
-        if self.whole or not share:
-            return {i: turn for turn, i in enumerate(share)}
         widest = max(self.placement.stages, key=lambda name: len(self.placement.stages[name]))
-        order = [i for owned in self.rounds(widest, rank) for i in owned.values()]
+        order = dict.fromkeys(i for owned in self.rounds(widest, rank) for i in owned.values())
         return {i: turn for turn, i in enumerate(order)}
+
+    def begins(self, tree: Tree, rank: int) -> list[int]:
+        """The micro-batches whose inputs a rank needs: those that it runs the first stage on."""
+        return sorted({i for root in tree.roots for i in self.runs(root.name, rank)})
 
 
 def terms_given(givers: Sequence[int]) -> dict[int, list[list[int]]]:

@@ -128,12 +128,13 @@ class RemoteRanks:
 def _serve(pipe: Connection, launch: Launch) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
+    from mheads.distributed.planning.measure_bandwidth import measure_bandwidth
     from mheads.distributed.process_group import World
 
     world = World(launch)
     world.watch.timeout = 3600.0  # others are timed between two steps: a long wait is not a fault
     served = _Rank(world)
-    pipe.send(world.bandwidth())
+    pipe.send(measure_bandwidth(world))
     with suppress(EOFError, BrokenPipeError):  # the process that measured has gone
         while (command := pipe.recv()) is not None:
             name, *args = command
@@ -204,7 +205,7 @@ class _Rank:
 
     def transfer(self, outputs: int, gradients: int, rounds: int = 1) -> float:
         """All-gathers of so many floats from each rank, and all-to-alls to the other one."""
-        group, gathering, other = self.world.group, Gathering(torch.device("cpu")), 1 - self.world.rank
+        group, gathering, other = dist.group.WORLD, Gathering(torch.device("cpu")), 1 - self.world.rank
         output, gradient = torch.ones(outputs), torch.ones(gradients * 4, dtype=torch.uint8)
         for _ in range(2):  # the first has to find out how long blocks are
             began = time.monotonic()

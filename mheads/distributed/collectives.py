@@ -25,7 +25,7 @@ from mheads.engine.threads import Workers
 
 T = TypeVar("T")
 Key = tuple[Any, ...]  # of a collective: its kind, then what tells it from others of that kind
-Group = dist.ProcessGroup
+Group = dist.ProcessGroup | None  # None: all ranks
 SMALL_BLOCK = 2048  # bytes that a first gathering has room for
 all_gather_single = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 
-from mheads import problems
 from mheads.common import nested_values
 from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
-from mheads.data import Data, Preprocess
+from mheads.data import Preprocess
 from mheads.data.batches import Batch, BatchStream
-from mheads.data.splits import TargetRows
 from mheads.distributed.planning.placement import Division
-from mheads.distributed.process_group import World
 from mheads.trees.tree_spec import Tree
 
 if TYPE_CHECKING:
@@ -64,51 +57,3 @@ def inputs_needed(tree: Tree, division: Division, rank: int, batch_size: int) ->
     """The examples of a batch whose inputs a rank needs: those of the micro-batches that it begins."""
     begun, slices = division.begins(tree, rank), cuts(batch_size, division.parts)
     return range(slices[begun[0]][0], slices[begun[-1]][1]) if begun else range(0)
-
-
-def facts_of(data: Data) -> dict[str, Any]:
-    return {
-        "name": data.name,
-        "problem": data.problem.to_dict(),
-        "scale": data.preprocess.scale,
-        "bgr": data.preprocess.bgr,
-        "tensors": base64.b64encode(save_tensors(data.preprocess.tensors())).decode(),
-        "shape": list(data.train.shape),
-        "fingerprint": data.fingerprint,
-        "train": len(data.train),
-        "test": len(data.test),
-    }
-
-
-def absent_data(world: World) -> Data:
-    """What is known of data that only the main rank reads."""
-    facts = world.share("data", dict)
-    tensors = load_tensors(base64.b64decode(facts["tensors"]))
-    preprocess = Preprocess.from_tensors(tensors, facts["scale"], facts["bgr"])
-    shape = tuple(facts["shape"])
-    train, test = (AbsentSplit(facts[name], shape) for name in ("train", "test"))
-    problem = problems.from_dict(facts["problem"])
-    return Data(facts["name"], train, test, problem, preprocess, facts["fingerprint"])
-
-
-class AbsentSplit:
-    """Examples that are on another rank."""
-
-    def __init__(self, length: int, shape: tuple[int, ...]) -> None:
-        self.targets = np.zeros(length, np.int64)
-        self.shape = shape
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def without_augmentation(self) -> Self:
-        return self
-
-    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
-        raise AssertionError("data.reader is lead: only rank 0 reads")
-
-    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        raise AssertionError("data.reader is lead: only rank 0 reads")
-
-    def places(self, seeds: np.ndarray) -> torch.Tensor | None:
-        return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class SharedOutputs:
         self.planned: dict[Key, Collective] = {}
         for name in engine.shared if not division.whole else ():
             for j, owned in enumerate(division.rounds(name, me)):
-                order, run = (0, engine.depth[name], j, name), partial(self._gather, name, owned)
+                order, run = (0, engine.net.tree.depths[name], j, name), partial(self._gather, name, owned)
                 self.planned["down", name, j] = Collective(order, int(me in owned), run)
 
     def hand_down(self, i: int, node: Node, output: Value) -> None:
@@ -49,7 +49,8 @@ class SharedOutputs:
 
     def _gather(self, name: str, owned: dict[int, int], own: dict[int, Value]) -> None:
         output = next(iter(own.values()), None)
-        values = self.engine.gathering.gather(("down", name), self.engine.replica_group(name), output)
+        group = self.engine.groups[self.engine.placement.holders(name, self.engine.replica)]
+        values = self.engine.gathering.gather(("down", name), group, output)
         for rank, i in owned.items():
             self.deliver(
                 i, self.engine.net.tree.nodes[name], own[i] if i in own else self.engine.to_device(values[rank])
@@ -73,7 +74,7 @@ class RankStep(TrainingStep):
     # The collectives of the step, in an order that is the same on all ranks.
 
     def _plan(self) -> dict[Key, Collective]:
-        engine, depth = self.engine, self.engine.depth
+        engine, depth = self.engine, self.tree.depths
         planned = dict(self.down.planned)
         for name in engine.shared:
             first_child = self.tree.nodes[name].children[0]
@@ -147,7 +148,8 @@ class RankStep(TrainingStep):
 
     def _gather_outputs(self, i: int, own: dict[str, Value]) -> None:
         outputs: dict[str, Value] = {}
-        for value in self.engine.gathering.gather("loss", self.engine.loss_group, own).values():
+        group = self.engine.groups[self.engine.placement.ranks_of(self.engine.replica)]
+        for value in self.engine.gathering.gather("loss", group, own).values():
             outputs |= self.engine.to_device(value)
         self._outputs[i] = [(self.stages.nodes[name], output) for name, output in (outputs | own).items()]
         self._spawn(LOSS, i, None, self.apply_loss)
@@ -177,14 +179,14 @@ class RankStep(TrainingStep):
     def _exchange_gradients(self, name: str, owned: dict[int, int], own: dict[tuple[int, str], Value]) -> None:
         """Gives each rank the gradients for the micro-batch that it runs, and takes those for its own."""
         engine, parent = self.engine, self.tree.nodes[name]
+        holders = engine.placement.holders(name, engine.replica)
         added = {i: self._add_terms(name, i, own) for i in owned.values()}
         given = {r: lay_out(added[i], self._form(name, i, self.me)) for r, i in owned.items() if r != self.me}
         mine, forms = owned.get(self.me), {}
         if mine is not None:
-            others = engine.placement.holders(name, engine.replica)
-            forms = {rank: self._form(name, mine, rank) for rank in others if rank != self.me}
+            forms = {rank: self._form(name, mine, rank) for rank in holders if rank != self.me}
         sizes = {rank: sum(t.nbytes for t in nested_values.leaves(form)) for rank, form in forms.items()}
-        taken = exchange(engine.replica_group(name), given, sizes, engine.wire)
+        taken = exchange(engine.groups[holders], given, sizes, engine.wire)
         if mine is not None:
             arrived = added[mine]
             for rank, form in forms.items():
@@ -208,16 +210,16 @@ class RankStep(TrainingStep):
         if not self.engine.collectives.give(("sum", name), "sums", sums):
             super().keep(name, sums)
 
-    def _sum_gradients(self, name: str, own: dict[str, Any]) -> None:
-        engine, kept, group = self.engine, self.gradients[name], self.engine.sum_group(name)
-        runs = {rank: self.division.runs(name, rank) for rank in engine.placement.all_holders(name)}
-        held = {rank: subtrees(self.division.parts, own_runs) for rank, own_runs in runs.items()}
+    def _sum_gradients(self, name: str, own: dict[str, Subtrees]) -> None:
+        engine, kept, holders = self.engine, self.gradients[name], self.engine.placement.all_holders(name)
+        held = {rank: subtrees(self.division.parts, self.division.runs(name, rank)) for rank in holders}
         sizes = [tensor.numel() for tensor in kept]
         given = torch.empty(len(held[self.me]), sum(sizes), dtype=kept[0].dtype, device=engine.wire)
         for row, subtree in zip(given, held[self.me], strict=True):
             for piece, gradient in zip(row.split(sizes), own["sums"][subtree], strict=True):
                 # -0.0 for a gradient that is not there: adding it changes nothing.
                 piece.fill_(-0.0) if gradient is None else piece.copy_(gradient.reshape(-1))
+        group = engine.groups[holders]
         total = add_fast(group, given) if engine.sums == "fast" else add_ordered(group, given, held)
         for tensor, piece in zip(kept, total.split(sizes), strict=True):
             tensor.copy_(piece.view(tensor.shape))

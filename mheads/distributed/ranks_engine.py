@@ -20,7 +20,6 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
-from mheads.data.views import average_views
 from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
 from mheads.distributed.planning.placement import Division, Placement
 from mheads.distributed.process_group import World
@@ -28,8 +27,9 @@ from mheads.distributed.rank_batches import keep_inputs
 from mheads.distributed.rank_evaluation import EvaluationWindow
 from mheads.distributed.rank_training_step import RankStep
 from mheads.engine.engine_options import EngineOptions
+from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.threads import ThreadsEngine
-from mheads.engine.training_step import StepReport, TrainingStep, join_members
+from mheads.engine.training_step import StepReport, TrainingStep
 from mheads.losses import Loss
 from mheads.trees.treenet import TreeNet
 
@@ -82,30 +82,13 @@ class RanksEngine(EngineOnRank):
         lead_reads: bool = False,
         sums: str = "ordered",
     ) -> None:
+        self.groups = make_groups(placement, world.rank, world.wire_device(options.device))  # the watch allows it time
         super().__init__(net, options, world)
         self.placement, self.lead_reads, self.sums = placement, lead_reads, sums
         self.replica = world.rank // placement.slots
         # The stages here that other ranks of this replica hold, too.
         self.shared = {name for name in self.stages.facts if len(placement.stages[name]) > 1}
-        self.depth: dict[str, int] = {}
-        for name, node in net.tree.nodes.items():
-            self.depth[name] = 0 if node.parent is None else self.depth[node.parent] + 1
         self._divisions: dict[int, Division] = {}
-        self._groups = make_groups(placement, world.rank, self.wire)
-
-    def replica_group(self, stage: str) -> Group:
-        """The ranks of this replica that hold a stage."""
-        return self._groups[tuple(self.placement.holders(stage, self.replica))]
-
-    def sum_group(self, stage: str) -> Group:
-        """All ranks that hold a stage."""
-        return self._groups[tuple(self.placement.all_holders(stage))]
-
-    @property
-    def loss_group(self) -> Group:
-        """The ranks of this replica."""
-        first = self.replica * self.placement.slots
-        return self._groups[tuple(range(first, first + self.placement.slots))]
 
     def to_device(self, value: Value) -> Value:
         """Moves a received value to the device of this rank."""
@@ -123,23 +106,16 @@ class RanksEngine(EngineOnRank):
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        division = self.divide(self.parts(len(batch)))
-        task: TrainingStep | None = None
-        if self.world.rank < self.placement.ranks:
-            task = RankStep(self, step, batch, loss, division)
-            task.start()
-            self.workers.wait()
-        else:  # nothing is run here, but all ranks hear of the step
-            task = TrainingStep(
-                self.stages, loss, batch, division.parts, step, self.workers.spawn, {}, self.options, range(0)
-            )
+        task = RankStep(self, step, batch, loss, self.divide(self.parts(len(batch))))
+        task.start()
+        self.workers.wait()
         task.bring_to_host()
         return self._report(task)
 
     def _report(self, task: TrainingStep) -> StepReport:
         """Every rank hears of all losses and signals, and so all take the same decisions."""
         own, stop = (self.asked_to_stop, *self._losses(task)), 0
-        told = self.collectives.together(lambda: self.gathering.gather("report", self.world.group, own))
+        told = self.collectives.together(lambda: self.gathering.gather("report", dist.group.WORLD, own))
         for asked, totals, members, rows, *blocks in told.values():
             stop = stop or asked
             task.totals |= totals
@@ -170,21 +146,12 @@ class RanksEngine(EngineOnRank):
             self.workers.wait()
             parts = self.collectives.together(lambda: self.gathering.gather_on_main(window.outputs))  # noqa: B023
             for i, read in enumerate(some if self.is_main else ()):
-                outputs: dict[str, Value] = {}
+                whole = ForwardPass(self.stages, read, i, self.workers.spawn, self.options.device, self.options.views)
                 for part in parts:
-                    outputs |= part.get(i, {})
-                members = sorted(
-                    ((self.stages.nodes[name], y) for name, y in outputs.items()), key=lambda p: p[0].members
-                )
-                joined = self.to_device(join_members(members))
+                    for name, output in part.get(i, {}).items():
+                        whole.hand_over(self.stages.nodes[name], self.to_device(output))
                 targets = read.targets if isinstance(read, Reader) else read().targets
-                yield (
-                    nested_values.map_leaves(self._average_views, joined),
-                    nested_values.map_leaves(lambda t: t.to(self.options.device), targets),
-                )
-
-    def _average_views(self, outputs: Tensor) -> Tensor:
-        return average_views(outputs.to(self.net.dtype), self.options.views, dim=1)
+                yield whole.outputs, nested_values.map_leaves(lambda t: t.to(self.options.device), targets)
 
     def _hand_out(self, readers: Sequence[Callable[[], Batch]]) -> list[Callable[[], Batch]]:
         """The batches that the main rank reads, on all ranks: inputs where a rank begins with them."""
@@ -231,16 +198,16 @@ class RanksEngine(EngineOnRank):
 
 
 def make_groups(placement: Placement, rank: int, wire: torch.device) -> dict[tuple[int, ...], Group]:
-    """The groups that a rank belongs to: the dimensions of the mesh, and the holders of its stages, here and in all."""
+    """The groups that a rank belongs to, by their ranks: the lines of the mesh, and those who share its stages."""
     shape = (placement.replicas, placement.slots)
     mesh = DeviceMesh(wire.type, torch.arange(placement.ranks).view(shape), mesh_dim_names=("replica", "member"))
     if rank >= placement.ranks:
         return {}
     replica, slot = divmod(rank, placement.slots)
     groups = {tuple(mesh.mesh[:, slot].tolist()): mesh.get_group("replica")}
-    groups[tuple(mesh.mesh[replica].tolist())] = mesh.get_group("member")
-    for name in placement.stages_on(rank):  # the same order on all ranks of any two groups
+    groups[placement.ranks_of(replica)] = mesh.get_group("member")
+    for name in placement.stages_on(rank):  # an order in which the ranks of any two groups make both
         for ranks in (placement.holders(name, replica), placement.all_holders(name)):
-            if len(ranks) > 1 and tuple(ranks) not in groups:
-                groups[tuple(ranks)] = dist.new_group(ranks, use_local_synchronization=True)
+            if len(ranks) > 1 and ranks not in groups:
+                groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return groups

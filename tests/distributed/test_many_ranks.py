@@ -43,7 +43,7 @@ def test_sixty_four_ranks_build_and_step_and_run_the_collectives_that_are_planne
     placement = default(net.tree, RANKS, PARTS)
     own = TreeNet(network, tree={"hidden": RANKS}, only=placement.stages_on(3))
     watch = SimpleNamespace(tell=lambda **_: None, suspect=lambda error: pytest.fail(str(error)))
-    world = SimpleNamespace(rank=3, size=RANKS, is_main=False, group=dist.group.WORLD, watch=watch)
+    world = SimpleNamespace(rank=3, size=RANKS, is_main=False, watch=watch)
     world.wire_device = lambda device: device
     engine = RanksEngine(own, EngineOptions(1, PARTS), world, placement)
     run = []

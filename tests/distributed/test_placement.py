@@ -114,8 +114,8 @@ def test_ranks_that_are_left_hold_replicas_as_long_as_there_are_micro_batches():
     tree = parse({"a": 2}, LAYERS)
     assert [default(tree, ranks, 3).replicas for ranks in (1, 2, 3, 4, 7, 9)] == [1, 1, 1, 2, 3, 3]
     placement = default(tree, 4, 4)
-    assert [placement.holders("trunk", replica) for replica in range(2)] == [[0, 1], [2, 3]]
-    assert placement.all_holders("a/1") == [1, 3]
+    assert [placement.holders("trunk", replica) for replica in range(2)] == [(0, 1), (2, 3)]
+    assert placement.all_holders("a/1") == (1, 3)
 
 
 def test_a_stage_that_is_not_named_goes_with_its_parent_and_one_that_is_named_is_there_too():

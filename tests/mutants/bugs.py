@@ -1279,13 +1279,7 @@ AREAS: dict[str, list[File]] = {
             "mheads/distributed/rank_batches.py",
             "tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
             [
-                Bug(
-                    "the main rank keeps the keys that break ties for itself",
-                    'SENT = ("targets", "sample_weights", "ties", "side", "counts")',
-                    'SENT = ("targets", "sample_weights", "side", "counts")',
-                    equivalent="only members of equal losses have ties",
-                ),
-                Bug("every rank is sent the first inputs", "rows = self.needs(rank)", "rows = self.needs(0)"),
+                Bug("every rank is sent the first inputs", "self.needs(rank))", "self.needs(0))"),
             ],
         ),
         File(
@@ -1353,8 +1347,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a mistake of the main rank is found by nobody else",
-                    'decision = {"error": str(error)}',
-                    'decision = {"found": None}',
+                    "self._set(key, (None, str(error)))",
+                    "self._set(key, (None, None))",
                 ),
             ],
         ),
@@ -1365,8 +1359,8 @@ AREAS: dict[str, list[File]] = {
                 Bug("dropout elsewhere is not counted", "skip_mask()  # masks are numbered as in one process", "pass"),
                 Bug(
                     "the loss is that of the last rank",
-                    "told[0][0].item() / max(1, rows)",
-                    "told[-1][0].item() / max(1, rows)",
+                    "told[0][0] / max(1, rows)",
+                    "told[self.world.size - 1][0] / max(1, rows)",
                 ),
             ],
         ),

@@ -120,7 +120,7 @@ class GraphEngine(EngineOnRank):
                 own = batch.rows(*part)
                 losses[:, own], assignment[:, own] = loss_value.losses, loss_value.assignment
         self._collect_gradients()
-        told = self.gathering.gather("report", self.world.group, (total, self.asked_to_stop))
+        told = self.gathering.gather("report", dist.group.WORLD, (total, self.asked_to_stop))
         stop = next((asked for _, asked in told.values() if asked), 0)
         return StepReport(told[0][0] / max(1, rows), losses, assignment, stop)
 

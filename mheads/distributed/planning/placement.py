@@ -35,12 +35,15 @@ class Placement:
             return []
         return [name for name, slots in self.stages.items() if rank % self.slots in slots]
 
-    def holders(self, stage: str, replica: int) -> list[int]:
-        """The ranks of a replica that hold a stage."""
-        return [replica * self.slots + slot for slot in self.stages[stage]]
+    def ranks_of(self, replica: int) -> tuple[int, ...]:
+        return tuple(range(replica * self.slots, (replica + 1) * self.slots))
 
-    def all_holders(self, stage: str) -> list[int]:
-        return [rank for replica in range(self.replicas) for rank in self.holders(stage, replica)]
+    def holders(self, stage: str, replica: int) -> tuple[int, ...]:
+        """The ranks of a replica that hold a stage."""
+        return tuple(replica * self.slots + slot for slot in self.stages[stage])
+
+    def all_holders(self, stage: str) -> tuple[int, ...]:
+        return tuple(rank for replica in range(self.replicas) for rank in self.holders(stage, replica))
 
 
 class Division:

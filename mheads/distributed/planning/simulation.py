@@ -45,14 +45,12 @@ class Simulation:
         self.leaves = [leaf.name for leaf in tree.leaves]
         self.roots = [root.name for root in tree.roots]
         self.groups: dict[str, int] = {}
-        self.depth: dict[str, int] = {}
         self.paths: dict[str, float] = {}
         for name, node in tree.nodes.items():
             own = loads[name].forward + loads[name].backward
             above = node.parent
             root = self.roots.index(name) if above is None and workload.separable else 0
             self.groups[name] = root if above is None else self.groups[above]
-            self.depth[name] = 0 if above is None else self.depth[above] + 1
             self.paths[name] = own + (0.0 if above is None else self.paths[above])  # seconds per row from the root on
 
     def run(self, placement: Placement, seconds_per_float: float, latency: float) -> tuple[float, list[float]]:
@@ -142,7 +140,7 @@ class _Replica:
         self.collectives.append(one)
 
     def _plan(self) -> None:
-        workload, depth, slots = self.step.workload, self.step.depth, self.placement.stages
+        workload, depth, slots = self.step.workload, self.step.tree.depths, self.placement.stages
         for name, node in self.step.tree.nodes.items():
             if node.children and len(slots[name]) > 1:
                 for j, owned in enumerate(self.division.rounds(name, 0)):
@@ -214,7 +212,7 @@ class _Replica:
         seconds = self.wires.exchange(most) + self.wires.gather(len(ranks), chunk)
         slots = self.placement.stages[name]
         floats = sum(roots) / self.placement.replicas * parameters
-        order = (3, -self.step.depth[name], name)
+        order = (3, -self.step.tree.depths[name], name)
         self._add(("sum", name), order, Collective((), slots, len(self.sizes), seconds, floats, lambda: None))
 
     def _give(self, key: tuple[Any, ...]) -> None:

@@ -204,7 +204,7 @@ def make_groups(placement: Placement, rank: int, wire: torch.device) -> dict[tup
     if rank >= placement.ranks:
         return {}
     replica, slot = divmod(rank, placement.slots)
-    groups = {tuple(mesh.mesh[:, slot].tolist()): mesh.get_group("replica")}
+    groups: dict[tuple[int, ...], Group] = {tuple(mesh.mesh[:, slot].tolist()): mesh.get_group("replica")}
     groups[placement.ranks_of(replica)] = mesh.get_group("member")
     for name in placement.stages_on(rank):  # an order in which the ranks of any two groups make both
         for ranks in (placement.holders(name, replica), placement.all_holders(name)):

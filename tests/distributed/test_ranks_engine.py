@@ -106,6 +106,14 @@ def test_shares_of_uneven_length_have_the_bits_of_one_process(tmp_path):
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
+def test_ranks_that_read_nothing_take_part_in_what_calibration_examples_decide(tmp_path):
+    args = ["diabetes", "loss=mcl", "data.calibration=20", "engine.stack=never", "optim.iterations=2"]
+    assert process("train", *args, "--run", tmp_path / "one").code == 0
+    done = ranks(2, "train", *args, "data.reader=lead", "timeout=20", "--run", tmp_path / "two")
+    assert [d.code for d in done] == [0, 0], done[0].err
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
 def test_fast_sums_train_the_same_but_for_rounding(one_process, tmp_path):
     args = [*RECIPES["MCL k=1"][1], "distributed.sums=fast", "optim.iterations=1", "log.evaluate_every=0"]
     assert process("train", *COMMON, *args, "--run", tmp_path / "one").code == 0

@@ -79,10 +79,11 @@ class World:
         with suppress(RankFailure), self._asking():
             greeted = [f"greeted/{rank}" for rank in (range(self.size) if self.is_main else [self.rank])]
             if await_keys(store, greeted, seconds if self.is_main else math.inf, check):
-                steps = [[f"{step}/{rank}" for rank in range(self.size)] for step in ("connected", "greeted")]
-                missing = next(lacking for keys in steps if (lacking := await_keys(store, keys, 0)))
-                who = ", ".join(store.get(f"place/{key.partition('/')[2]}").decode() for key in missing)
-                self.watch.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
+                for step in ("connected", "greeted"):
+                    missing = await_keys(store, [f"{step}/{rank}" for rank in range(self.size)], 0)
+                    who = ", ".join(store.get(f"place/{key.partition('/')[2]}").decode() for key in missing)
+                    if missing:
+                        self.watch.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
                 self.watch.check()
             self.cores = share_of_cores(own[1], [cpus for machine, cpus in cores if machine == own[0]])
 

@@ -48,13 +48,11 @@ class SharedOutputs:
             self.deliver(i, node, output)
 
     def _gather(self, name: str, owned: dict[int, int], own: dict[int, Value]) -> None:
-        output = next(iter(own.values()), None)
-        group = self.engine.groups[self.engine.placement.holders(name, self.engine.replica)]
-        values = self.engine.gathering.gather(("down", name), group, output)
+        engine, node, output = self.engine, self.engine.net.tree.nodes[name], next(iter(own.values()), None)
+        group = engine.groups[engine.placement.holders(name, engine.replica)]
+        values = engine.gathering.gather(("down", name), group, output)
         for rank, i in owned.items():
-            self.deliver(
-                i, self.engine.net.tree.nodes[name], own[i] if i in own else self.engine.to_device(values[rank])
-            )
+            self.deliver(i, node, own[i] if i in own else engine.to_device(values[rank]))
 
 
 class RankStep(TrainingStep):

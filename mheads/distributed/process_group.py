@@ -117,6 +117,15 @@ class World:
 
         return self.share("decision", plain), kept[0] if kept else None
 
+    def post(self, key: str, text: str) -> None:
+        """Leaves a note for another rank, from any thread."""
+        self._set(f"note/{key}", text)
+
+    def take(self, key: str) -> str:
+        """Waits for a note; the loss of a rank ends the wait."""
+        note: str = self._get(f"note/{key}")
+        return note
+
     def compare(self, what: str, facts: dict[str, Any]) -> None:
         """Refuses, on all ranks, if a rank differs from the main rank in any of these facts."""
         key, here = self._key(what), socket.gethostname()

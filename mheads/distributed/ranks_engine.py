@@ -42,6 +42,7 @@ class EngineOnRank(ThreadsEngine):
     def __init__(self, net: TreeNet, options: EngineOptions, world: World) -> None:
         super().__init__(net, options)
         self.world, self.is_main, self.wire = world, world.is_main, world.wire_device(options.device)
+        self.rank = world.rank
         self.collectives, self.gathering = OrderedCollectives(self.workers, self._report_lost), Gathering(self.wire)
         world.watch.tell(
             fail=self.workers.fail,
@@ -58,11 +59,8 @@ class EngineOnRank(ThreadsEngine):
             self.workers.fail(error)
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        self.workers.waiting = True  # reading a large checkpoint is no hanging, nor is waiting for it
-        try:
+        with self.pausing():  # reading a large checkpoint is no hanging, nor is waiting for it
             return self.world.decide(decide)
-        finally:
-            self.workers.waiting = False
 
     def close(self) -> None:
         self.world.watch.tell()
@@ -84,7 +82,7 @@ class RanksEngine(EngineOnRank):
     ) -> None:
         self.groups = make_groups(placement, world.rank, world.wire_device(options.device))  # the watch allows it time
         super().__init__(net, options, world)
-        self.placement, self.lead_reads, self.sums = placement, lead_reads, sums
+        self.placement, self.lead_reads, self.sums, self.notes = placement, lead_reads, sums, world
         self.replica = world.rank // placement.slots
         # The stages here that other ranks of this replica hold, too.
         self.shared = {name for name in self.stages.facts if len(placement.stages[name]) > 1}
@@ -178,6 +176,10 @@ class RanksEngine(EngineOnRank):
         self.collectives.together(lambda: dist.scatter_object_list(taken, given, src=0))
         own: T = taken[0]
         return own
+
+    @property
+    def writers(self) -> dict[str, int]:
+        return {stage: self.placement.all_holders(stage)[0] for stage in self.placement.stages}
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         gathered: dict[str, Tensor] = {}

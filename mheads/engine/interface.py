@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -18,12 +19,23 @@ from mheads.trees.treenet import TreeNet
 T = TypeVar("T")
 
 
+class Notes(Protocol):
+    """Short texts that processes leave for each other, from any thread."""
+
+    def post(self, key: str, text: str) -> None: ...
+
+    def take(self, key: str) -> str:
+        """Waits for the text of a key; raises if a process is lost meanwhile."""
+
+
 class Engine(Protocol):
     """Runs the stages of a tree over micro-batches. Of several processes each has one, and they act together."""
 
     net: TreeNet  # the stages that are here
     options: EngineOptions
     is_main: bool  # keeps the run folder: of several processes, one
+    rank: int  # of this process; that of the main one is 0
+    notes: Notes | None  # of several processes
 
     @property
     def stacks(self) -> dict[str, StackedStage]:
@@ -49,5 +61,12 @@ class Engine(Protocol):
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Hands out the main rank's tensors: returns those of the stages that are here."""
+
+    @property
+    def writers(self) -> dict[str, int]:
+        """The rank that writes the tensors of each stage."""
+
+    def pausing(self) -> AbstractContextManager[None]:
+        """Inside, this process waits for a disk, and does not hang however long that takes."""
 
     def close(self) -> None: ...

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.forward_pass import ForwardPass
+from mheads.engine.interface import Notes
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.stacked_stages import StackedStage
 from mheads.engine.stages import Stages
@@ -167,6 +169,8 @@ class ThreadsEngine:
     """Runs a tree's training steps and evaluations on the cores of this machine."""
 
     is_main = True
+    rank = 0
+    notes: Notes | None = None
 
     def __init__(self, net: TreeNet, options: EngineOptions) -> None:
         check_micro_batches(net, options.micro_batches)
@@ -231,6 +235,18 @@ class ThreadsEngine:
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors
+
+    @property
+    def writers(self) -> dict[str, int]:
+        return dict.fromkeys(self.net.tree.nodes, 0)
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        self.workers.waiting = True
+        try:
+            yield
+        finally:
+            self.workers.waiting = False
 
     @property
     def stacks(self) -> dict[str, StackedStage]:

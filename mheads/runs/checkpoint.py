@@ -1,11 +1,11 @@
 """Checkpoints: whole or absent, and nothing in them can run code.
 
-    checkpoints/step-00000500/tensors.safetensors   weights, optimizer state, ownership so far
+    checkpoints/step-00000500/tensors.safetensors   weights, optimizer state, ownership so far; or shards, of several
                               state.json            the rest, and the checksum of both
 
-A checkpoint is written to a hidden folder, flushed to the disk, and renamed: however the process ends, a folder under
-its final name is complete. Later damage is found by the checksum; a checkpoint that was renamed or comes from another
-run is found by the step and the run in its state.
+`shards.py` has the files of the tensors. A checkpoint is written to a hidden folder, flushed to the disk, and renamed:
+however the process ends, a folder under its final name is complete. Later damage is found by the checksum; a checkpoint
+that was renamed or comes from another run is found by the step and the run in its state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any
 
 from pydantic import BaseModel
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from safetensors.torch import save as serialise
 from torch import Tensor
 
@@ -29,9 +28,10 @@ from mheads.common import atomic_files
 from mheads.common.atomic_files import saving
 from mheads.common.safe_yaml import from_json
 from mheads.common.schemas import CheckpointState, check, check_arrays
+from mheads.runs import shards
+from mheads.runs.shards import Writers
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError)
-TENSORS = "tensors.safetensors"
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Checkpoints:
     """The checkpoints of a run folder; written by a thread of their own, so that training continues meanwhile.
 
     Each holds the `config` and the `identity` of its run. Where `run` is known, those of other runs are not read.
+    Several `writers` each have one of these, and save the same steps.
     """
 
     def __init__(self, folder: Path, keep: int = 1, run: str | None = None) -> None:
@@ -57,24 +58,33 @@ class Checkpoints:
         self.keep = keep
         self.run = run
         self.fits: Callable[[dict[str, Tensor]], None] = lambda tensors: None  # raises ValueError for others
+        self.wanted: Callable[[str], bool] = lambda name: True  # the tensors that `newest` reads
         self.config = ""
         self.identity: dict[str, Any] = {}
+        self.writers: Writers | None = None
+        self.saved: int | None = None  # the step of the checkpoint that was saved last, or resumed from
+        self._count = 0  # of saves
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="mheads-writer")
         self._pending: Future[None] | None = None
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], again: bool = False) -> None:
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any] | None, again: bool = False) -> None:
         """Begins to save; the tensors may change once this returns. Raises the error of the save before, if it failed.
 
         A checkpoint that is there already is whole, since the run was resumed from it or stopped just here: it is
-        left alone, unless its state is to be written `again`.
+        left alone, unless it is to be written `again`. Of several writers, the main rank alone gives the state.
         """
         self.wait()
-        if step in self.steps() and not again:
+        if step == self.saved and not again:
             return
+        self.saved, self._count = step, self._count + 1
         # The bytes of the file are the copy: large models need no second one.
         content = to_bytes(tensors)
-        state = {**state, "step": step, "config": self.config, "identity": self.identity}
-        self._pending = self._writer.submit(self._write, step, content, state)
+        self._pending = self._writer.submit(self._write, step, content, state, self._count)
+
+    def replace_state(self, step: int, state: dict[str, Any]) -> None:
+        """Writes the state of a checkpoint anew; its tensors stay."""
+        path = self.path(step)
+        atomic_files.write_atomically(path / "state.json", self._seal(step, shards.digest(path), state))
 
     def wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -111,6 +121,13 @@ class Checkpoints:
                 warn(f"checkpoint {self.path(step)} is damaged ({error}); going back to {back}")
         return None
 
+    def recover(self) -> None:
+        """Brings back a checkpoint that was about to be replaced when the process was killed."""
+        for replaced in self.folder.glob(".replaced-*"):
+            final = self.folder / f"step-{replaced.name.removeprefix('.replaced-')}"
+            if not os.path.lexists(final):
+                replaced.rename(final)
+
     def drop_after(self, step: int) -> None:
         """Removes checkpoints newer than the one in use, which would otherwise count as the newest."""
         for other in self.steps():
@@ -118,6 +135,9 @@ class Checkpoints:
                 self._remove(other)
         for leftover in self.folder.glob(".*"):  # left by a process that was killed
             atomic_files.remove(leftover)
+
+    def _replaced(self, step: int) -> Path:
+        return self.folder / f".replaced-{step:08d}"
 
     def _remove(self, step: int) -> None:
         """Removes a checkpoint; it is renamed first, so that half of one never has a final name."""
@@ -137,9 +157,13 @@ class Checkpoints:
         return found
 
     def _read(self, step: int) -> Checkpoint:
-        state, tensors = self._state(step), load_file(self.path(step) / TENSORS)
+        state, tensors = self._state(step), self.load(step, self.wanted)
         self.fits(tensors)
         return Checkpoint(step, tensors, state)
+
+    def load(self, step: int, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+        """The tensors of these names in a checkpoint that is known to be whole."""
+        return shards.load(self.path(step), wanted)
 
     def _state(self, step: int) -> dict[str, Any]:
         """The state in a checkpoint, if nothing in it is damaged."""
@@ -149,7 +173,7 @@ class Checkpoints:
         written = from_json(atomic_files.read(path / "state.json").decode())
         check(_Written, written)
         state: dict[str, Any] = written["state"]
-        if written["sha256"] != _sha256(atomic_files.digest(path / TENSORS), state):
+        if written["sha256"] != _sha256(shards.digest(path), state):
             raise ValueError("its checksum does not match")
         if state["step"] != step:
             raise ValueError(f"it is that of iteration {state['step']}, renamed")
@@ -158,23 +182,38 @@ class Checkpoints:
         check(CheckpointState, state)
         return state
 
-    def _write(self, step: int, tensors: bytes, state: dict[str, Any]) -> None:
+    def _write(self, step: int, tensors: bytes, state: dict[str, Any] | None, count: int) -> None:
         final = self.path(step)
         hidden = atomic_files.hidden_name(final)
-        with saving(final, hidden):
-            self.folder.mkdir(exist_ok=True)  # but not the run folder, if that is gone
-            atomic_files.remove(hidden)
-            hidden.mkdir()
-            atomic_files.write_new(hidden / "tensors.safetensors", tensors)
-            digest = _sha256(hashlib.sha256(tensors).hexdigest(), state)
-            atomic_files.write_new(hidden / "state.json", json.dumps({"sha256": digest, "state": state}))
+        if self.writers is not None:
+            hidden = hidden.with_name(f"{hidden.name}-{self.writers.launch}-{count}")
+        with saving(final, None if state is None else hidden):
+            if self.writers is not None:
+                digest = self.writers.write(hidden, tensors)
+            else:
+                self.folder.mkdir(exist_ok=True)  # but not the run folder, if that is gone
+                atomic_files.remove(hidden)
+                hidden.mkdir()
+                atomic_files.write_new(hidden / shards.TENSORS, tensors)
+                digest = hashlib.sha256(tensors).hexdigest()
+            if state is None:
+                return
+            atomic_files.write_new(hidden / "state.json", self._seal(step, digest, state))
             atomic_files.flush(hidden)
+            replaced = self._replaced(step)
+            atomic_files.remove(replaced)
             if os.path.lexists(final):
-                self._remove(step)
+                final.rename(replaced)
             hidden.rename(final)
             atomic_files.flush(self.folder)
+            atomic_files.remove(replaced)
         for old in self.steps()[self.keep :]:
             self._remove(old)
+
+    def _seal(self, step: int, tensors: str, state: dict[str, Any]) -> str:
+        """The content of state.json, with the checksum of this state and of tensors of this digest."""
+        state = {**state, "step": step, "config": self.config, "identity": self.identity}
+        return json.dumps({"sha256": _sha256(tensors, state), "state": state})
 
 
 def refuse_misfits(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,7 @@ from mheads.common.errors import DamageError, UserError
 from mheads.config import read as configs
 from mheads.config.schema import Config
 from mheads.runs.check_resume import ELSEWHERE_OR_FORCE, check_resume
-from mheads.runs.checkpoint import TENSORS, Checkpoint, Checkpoints, refuse_misfits
+from mheads.runs.checkpoint import Checkpoint, Checkpoints, refuse_misfits
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.files import BEFORE, RunFiles, as_json
 from mheads.runs.lock import Lock
@@ -212,6 +212,7 @@ class RunFolder(RunFiles):
             for path, problem in checkpoints.damages().items():
                 warn(describe_damage(path, problem))
             return self.final_weights()
+        checkpoints.wanted = lambda name: name.startswith("model/")
         found = checkpoints.newest(warn)
         if found is None:
             raise UserError(
@@ -224,9 +225,9 @@ class RunFolder(RunFiles):
             warn(f"{missing[0]} is missing, and this is the checkpoint of iteration {found.step} of {total}; {AGAIN}")
         else:
             warn(f"{self.path} is not finished: iteration {found.step} of {total}")
-        weights = {n.removeprefix("model/"): t for n, t in found.tensors.items() if n.startswith("model/")}
-        file = checkpoints.path(found.step) / TENSORS
-        return Weights(file, weights, found.step, float(found.state["seconds"]), False, found.state["log"])
+        weights = {name.removeprefix("model/"): tensor for name, tensor in found.tensors.items()}
+        file, seconds = checkpoints.path(found.step), float(found.state["seconds"])
+        return Weights(file, weights, found.step, seconds, False, found.state["log"])
 
     def load_weights(self, net: TreeNet, warn: Warn, final: bool = False) -> Weights:
         """The newest weights, or the `final` ones of a finished run, put into a net of the run's tree."""

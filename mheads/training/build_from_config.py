@@ -300,10 +300,14 @@ def rows_of_micro_batch(config: Config, net: TreeNet, loss: Loss | None = None) 
     return -(-config.optim.batch_size // count_micro_batches(config, net, loss))
 
 
+def needs_whole_batches(config: Config, loss: Loss | None) -> bool:
+    return config.loss.whole_batch or (loss is not None and (loss.whole_batch or loss.base_loss_of_whole_batch))
+
+
 def count_micro_batches(config: Config, net: TreeNet, loss: Loss | None = None) -> int:
     """How many micro-batches a batch is cut into; a loss of the user's own may need whole batches."""
     asked = config.engine.micro_batches
-    whole = config.loss.whole_batch or (loss is not None and (loss.whole_batch or loss.base_loss_of_whole_batch))
+    whole = needs_whole_batches(config, loss)
     if asked == "auto" and (whole or (config.engine.stack != "never" and all_small(net, config.optim.batch_size))):
         return 1
     return auto_micro_batches(config.optim.batch_size, net, planned_cores(config)) if asked == "auto" else asked

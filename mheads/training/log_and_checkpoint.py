@@ -1,6 +1,7 @@
 """Keeps the record of a training: the run folder, its log, evaluations and checkpoints.
 
-Every rank has one and calls it alike, since measuring and saving bring stages together; the main rank alone writes.
+Every rank has one and calls it alike, since measuring and saving bring stages together. The main rank alone writes,
+except for checkpoints in a folder that all ranks see: there each rank writes the stages that it holds.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from mheads.engine.interface import Engine
 from mheads.engine.measure import calibrate, measure
 from mheads.engine.training_step import StepReport
 from mheads.problems import Result
-from mheads.runs.checkpoint import Checkpoints
+from mheads.runs import shards
+from mheads.runs.checkpoint import UNREADABLE, Checkpoints
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder, describe_damage
 from mheads.runs.metrics_log import MetricsLog
+from mheads.runs.shards import Writers
 from mheads.runs.tensorboard import Board
 from mheads.training.collapse import CollapseWatch
 from mheads.training.experiment import Experiment
 from mheads.training.init_weights import compare_with_source
-from mheads.training.train_state import TrainState, select_prefix
+from mheads.training.train_state import TrainState, select_prefix, tensor_prefixes
 from mheads.trees.treenet import TreeNet
 
 
@@ -48,6 +51,9 @@ class Recorder:
         self.engine, self.watch, self.options = engine, watch, experiment.config.log
         self.checkpoints = Checkpoints(folder.checkpoints, self.options.keep)
         self.checkpoints.fits = state.check_tensors
+        self.writers = sorted(set(engine.writers.values()))
+        if len(self.writers) > 1:
+            self.checkpoints.wanted = lambda name: name.startswith(("progress/", *tensor_prefixes(state.net.stages)))
         self.log: MetricsLog | None = None  # of the main rank
 
     @contextmanager
@@ -79,8 +85,12 @@ class Recorder:
         )
         if opened["finished"]:
             return True
+        if len(self.writers) > 1:
+            self._try_shards()
         if opened["state"] is not None:
-            state.restore(opened["step"], opened["state"], self.engine.scatter(tensors or {}), self.engine.is_main)
+            checkpoints.saved = opened["step"]
+            own = self._load_stages(opened["step"], tensors)
+            state.restore(opened["step"], opened["state"], own, self.engine.is_main)
         if self.engine.is_main:
             config = self.experiment.config
             checkpoints.config, checkpoints.identity = config.to_yaml(), folder.read_identity()
@@ -93,9 +103,33 @@ class Recorder:
             board = Board(folder.path, state.step) if self.options.tensorboard else None
             self.log = MetricsLog(folder.metrics, state.log, self.watch.warn, board)
             if self.log.mended:
-                checkpoints.save(state.step, tensors or {}, {**opened["state"], "log": self.log.parts}, again=True)
+                checkpoints.replace_state(state.step, {**opened["state"], "log": self.log.parts})
         self.collapse = CollapseWatch(self.engine, self.experiment, self.watch.warn)
         return False
+
+    def _try_shards(self) -> None:
+        """Finds out whether all ranks that hold stages have the folder in common; if so, each writes its own."""
+        engine, folder = self.engine, self.folder.checkpoints
+        launch, _ = engine.agree(lambda: (shards.begin_trial(folder), None))
+        if engine.rank in self.writers[1:]:
+            shards.join_trial(folder, launch, engine.rank)
+        engine.gather({})  # all have tried
+        shared, _ = engine.agree(lambda: (shards.end_trial(folder, launch, self.writers), None))
+        if shared and engine.notes is not None:
+            self.checkpoints.writers = Writers(self.writers, engine.rank, engine.notes, launch)
+
+    def _load_stages(self, step: int, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        """The tensors of the stages of this process in a checkpoint, of which the main rank has read its own."""
+        checkpoints, engine = self.checkpoints, self.engine
+        with engine.pausing():
+            try:
+                if checkpoints.writers is not None:
+                    return tensors or checkpoints.load(step, checkpoints.wanted)
+                if engine.is_main and len(self.writers) > 1:
+                    tensors = checkpoints.load(step)
+            except UNREADABLE as error:
+                raise UserError(f"checkpoint {checkpoints.path(step)} cannot be read: {error}") from error
+        return engine.scatter(tensors or {})
 
     def check_loss(self, report: StepReport) -> None:
         """Raises an error if the loss is not finite."""
@@ -127,33 +161,74 @@ class Recorder:
             self._record(result, self.log)
             self.collapse.judge(self.state.step, self.state.total, result)
 
-    def save(self) -> dict[str, torch.Tensor]:
-        """Saves a checkpoint; returns the tensors in it."""
-        tensors = self.engine.gather(self.state.tensors())
-        if self.log is not None:
-            _check_finite_weights(self.state.net, tensors, self.state.step, self.checkpoints)
-            self.checkpoints.save(self.state.step, *self.state.capture(tensors, self.log))
-        return tensors
+    def save(self, again: bool = False) -> None:
+        """Saves a checkpoint, or writes that of this step `again`."""
+        state, checkpoints = self.state, self.checkpoints
+        tensors = self._select_written(state.tensors())
+        self._check_finite_weights(tensors)
+        if checkpoints.writers is None:
+            tensors = self.engine.gather(tensors)
+        with self.engine.pausing():
+            if self.log is not None:
+                checkpoints.save(state.step, *state.capture(tensors, self.log), again)
+            elif checkpoints.writers is not None and self.engine.rank in self.writers:
+                checkpoints.save(state.step, tensors, None, again)
+
+    def _select_written(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of the stages that this process writes: of ranks that share a stage, one does."""
+        prefixes = tensor_prefixes(self._written_stages())
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes)}
+
+    def _written_stages(self) -> list[str]:
+        return [name for name, rank in self.engine.writers.items() if rank == self.engine.rank]
+
+    def _check_finite_weights(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raises, on all ranks, before weights are saved that are not finite: the step before may have left some."""
+        net = self.state.net
+
+        def is_finite(stage: str) -> bool:
+            weights = select_prefix(tensors, f"model/stages.{stage}.")
+            return all(torch.isfinite(weights[key]).all() for key in weights if key in net.facts.parameters)
+
+        finite = self.engine.gather({stage: torch.tensor(is_finite(stage)) for stage in self._written_stages()})
+
+        def refuse() -> tuple[None, None]:
+            for name, node in net.tree.nodes.items():
+                if not finite[name]:
+                    what = f"weights became infinite or NaN at iteration {self.state.step}, in {_members(node.members)}"
+                    raise _divergence(what, self.checkpoints)
+            return None, None
+
+        self.engine.agree(refuse)
 
     def finish(self) -> dict[str, Any]:
-        """Saves, evaluates and writes the result, which it returns; nothing on ranks that do not write."""
+        """Saves, evaluates and writes the result, which it returns; nothing on ranks that do not write it."""
         state, folder = self.state, self.folder
-        tensors = self.save()  # before the evaluation, which may fail on what training never read: a damaged file
+        self.save()  # before the evaluation, which may fail on what training never read: a damaged file
         result = self._measure()
+        again, _ = self.engine.agree(lambda: (state.step not in state.history.iterations, None))
+        if self.log is not None and result is not None:
+            self.collapse.judge(state.step, state.total, result)
+            folder.refuse_if_gone()
+            if again:
+                self._record(result, self.log)
+        if again:
+            self.save(again=True)
+        weights = self.engine.gather(self._select_written(state.tensors(optimizer=False)))
+        self.wait()
         if self.log is None or result is None:
             return {}
-        self.collapse.judge(state.step, state.total, result)
-        folder.refuse_if_gone()
-        if state.step not in state.history.iterations:
-            self._record(result, self.log)
-            self.checkpoints.save(state.step, *state.capture(tensors, self.log), again=True)
-        self.checkpoints.wait()
         folder.seal_metrics()
-        folder.write_model(select_prefix(tensors, "model/"))
+        folder.write_model(select_prefix(weights, "model/"))
         done = summary(result, state.net, self.experiment.evaluated_on, state.step, state.seconds)
         done |= {"learning": state.diagnostics.learning, "peak_memory": peak_memory()}
         folder.write_result({**done, "engine": self.engine.options.to_dict()})
         return folder.read_result()
+
+    def wait(self) -> None:
+        """Waits for the checkpoint that is being saved."""
+        with self.engine.pausing():
+            self.checkpoints.wait()
 
     def _measure(self) -> Result | None:
         data = self.experiment.data
@@ -183,6 +258,7 @@ def _open_folder(
         if differing := compare_with_source(config, data):
             watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
         return opened, {}
+    checkpoints.recover()
     steps = checkpoints.steps()
     checkpoints.run = folder.read_identity()["run"]
     opened["finished"] = folder.is_finished(total)
@@ -235,20 +311,6 @@ def _check_finite_loss(report: StepReport, iteration: int, checkpoints: Checkpoi
         bad = [m for m, losses in enumerate(report.losses) if not torch.isfinite(losses).all()]
         who = _members(bad) if bad else "the ensemble's mean"
         raise _divergence(f"the loss became {report.loss} at iteration {iteration}, in {who}", checkpoints)
-
-
-def _check_finite_weights(
-    net: TreeNet, tensors: dict[str, torch.Tensor], iteration: int, checkpoints: Checkpoints
-) -> None:
-    """Raises before weights are saved that are not finite: the step before such a loss may have left some."""
-    for name, node in net.tree.nodes.items():
-        weights = [
-            t for key, t in select_prefix(tensors, f"model/stages.{name}.").items() if key in net.facts.parameters
-        ]
-        if not all(torch.isfinite(weight).all() for weight in weights):
-            raise _divergence(
-                f"weights became infinite or NaN at iteration {iteration}, in {_members(node.members)}", checkpoints
-            )
 
 
 def _members(members: Sequence[int]) -> str:

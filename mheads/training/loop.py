@@ -103,6 +103,6 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
                     record.save()
                 record.checkpoints.check()
                 if report.stop:
-                    record.checkpoints.wait()
+                    record.wait()
                     raise Stopped(report.stop, state.step, state.seconds)
             return record.finish()  # even if a signal asked to stop meanwhile

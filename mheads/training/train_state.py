@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -78,10 +78,11 @@ class TrainState:
         self.history.append(self.step, np.asarray(result.ownership, float), self.owned)
         self.owned = np.zeros_like(self.owned)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state of the stages that are here."""
+    def tensors(self, optimizer: bool = True) -> dict[str, torch.Tensor]:
+        """Weights of the stages that are here, and the state of their optimizer."""
         tensors = {f"model/{name}": tensor for name, tensor in self.net.state_dict().items()}
-        return tensors | {f"optim/{name}": tensor for name, tensor in self.optimizer.state().items()}
+        held = self.optimizer.state() if optimizer else {}
+        return tensors | {f"optim/{name}": tensor for name, tensor in held.items()}
 
     def capture(
         self, tensors: dict[str, torch.Tensor], log: MetricsLog
@@ -123,6 +124,11 @@ class TrainState:
             self.history.load(arrays)
             self.owned = arrays["owned"].copy()
             self.diagnostics.load(arrays, state)
+
+
+def tensor_prefixes(stages: Iterable[str]) -> tuple[str, ...]:
+    """How the names of the tensors of these stages begin in a checkpoint."""
+    return tuple(f"{kind}/stages.{stage}." for stage in stages for kind in ("model", "optim"))
 
 
 def select_prefix(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from helpers.commands import (
     process,
     ranks,
     start_ranks,
+    stop_at_iteration_8,
     weights,
     when_logged,
 )
@@ -162,20 +163,6 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_any_number_of_ranks_goes
     again = ranks(then, *command) if then > 1 else [process(*command)]
     assert [one.code for one in again] == [0] * then, again[0].err
     assert_same_run(run, undisturbed)
-
-
-def stop_at_iteration_8():
-    """This rank alone is sent a signal, in the middle of iteration 8: no checkpoint is due there."""
-    from mheads.distributed.ranks_engine import RanksEngine
-
-    step = RanksEngine.step
-
-    def stopped(self, number, *args):
-        if number == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, number, *args)
-
-    RanksEngine.step = stopped
 
 
 def test_a_run_begun_in_one_process_goes_on_with_ranks_and_is_finished_then(undisturbed, tmp_path):

@@ -1,13 +1,15 @@
 """Launchers as their variables look."""
 
 import os
+import re
 import subprocess
 import sys
 import zlib
 from dataclasses import replace
 
 import pytest
-from helpers.commands import PYTHONPATH
+import yaml
+from helpers.commands import HERE, PYTHONPATH
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,6 +154,29 @@ HOSTS = {
     "login": "login", "a,b": "a", "node[003-005,7],other": "node003", "n[9-11]": "n9", "n[5,9-11,13]": "n5",
     "r[1-2]n[1,3]-ib.site": "r1n1-ib.site",
 }  # fmt: skip
+
+
+def test_the_scripts_in_the_docs_start_ranks(mheads):
+    """Shell that can be parsed, and pods whose variables make them ranks; the commands are those of `mheads`."""
+    text = (HERE.parent / "docs/distributed.md").read_text().partition("## On a cluster")[2].partition("\n## ")[0]
+    slurm, torchrun, kubernetes = re.findall(r"```(?:bash|yaml)\n(.*?)```", text, re.DOTALL)
+    for script in (slurm, torchrun):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        assert "mheads train cifar10_quick split=conv2" in script
+    service, job = yaml.safe_load_all(kubernetes)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    environ = {one["name"]: one.get("value", one.get("valueFrom")) for one in container["env"]}
+    assert environ["RANK"] == {"fieldRef": {"fieldPath": index}}
+    launch = detect({**environ, "RANK": "2"})
+    address = f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert launch == Launch("env", 2, job["spec"]["completions"], 0, False, address, 29500)
+    command, folder = container["command"][1:], container["command"].index("--folder")
+    done = mheads("config", *command[1 : folder - 1])
+    assert done.code == 0 and "timeout: 600" in done.out
 
 
 @pytest.mark.parametrize("text", HOSTS)

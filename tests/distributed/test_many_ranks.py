@@ -68,6 +68,7 @@ def test_sixty_four_ranks_build_and_step_and_run_the_collectives_that_are_planne
     x, y = torch.randn(ROWS, 6), torch.zeros(ROWS, dtype=torch.int64)
     monkeypatch.setattr(engine, "_report", lambda task: task.report())
     report = engine.step(0, Batch(x, y, lambda t, dtype: t.to(dtype)), mheads.losses.independent())
+    assert engine.writers == {"trunk": 0, **{f"hidden/{rank}": rank for rank in range(RANKS)}}
     engine.close()
     assert report.losses.shape == (RANKS, ROWS)
     assert report.losses[3].all(), "of the member that is here, on all rows"

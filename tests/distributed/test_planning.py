@@ -21,6 +21,7 @@ from mheads.distributed.planning.stage_loads import StageLoad, count_loads, meas
 from mheads.distributed.planning.workload import Cluster, Workload
 from mheads.engine.cost import stage_costs
 from mheads.networks import NETWORKS
+from mheads.training.build_from_config import count_micro_batches, make_tree
 from mheads.training.plan_ranks import input_shape, make_workload, place
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
@@ -352,6 +353,38 @@ def test_plan_shows_the_default_and_auto_beside_one_rank(mheads, tmp_path):
     assert usual["floats_sent"] == 2048 * (350 + 174 + 2 * 176) + 2 * 28064
     assert best["step_seconds"] <= usual["step_seconds"] < one["step_seconds"]
     assert one["images_per_second"] == pytest.approx(350 / one["step_seconds"])
+
+
+def test_plan_shows_what_more_micro_batches_would_give_and_the_key_that_train_needs(mheads, tmp_path):
+    command = ["plan", "cifar10_quick", "split=conv2", "members=12", "--ranks", "12", "--placement", "default"]
+    command += ["--flops", "0.1", "--json", tmp_path / "plan.json"]
+    done = mheads(*command)
+    assert done.code == 0, done.err
+    written = json.loads((tmp_path / "plan.json").read_text())
+    key = written["faster_with"]
+    assert key == "engine.micro_batches=16" and f"{key} is faster" in done.out
+    usual, finer = written["placements"]["default"], written["placements"]["16 micro-batches"]
+    assert (usual["micro_batches"], finer["micro_batches"]) == (4, 16)
+    assert finer["step_seconds"] < 0.95 * usual["step_seconds"]
+    # The same as for a run with that key, which the engine then cuts so.
+    config = configs.load("cifar10_quick", ["split=conv2", "members=12", key])
+    assert make_workload(config).micro_batches == count_micro_batches(config, make_tree(config, only=())) == 16
+    assert mheads(*command, key).code == 0
+    as_given = json.loads((tmp_path / "plan.json").read_text())
+    assert as_given["placements"]["default"] == finer and as_given["faster_with"] is None
+
+
+@pytest.mark.parametrize(
+    "keys", [["split=conv2", "--ranks", "4"], ["split=conv2", "engine.micro_batches=1", "--ranks", "8"]]
+)
+def test_plan_leaves_micro_batches_alone_where_ranks_are_few_or_the_recipe_decides(mheads, keys):
+    done = mheads("plan", "cifar10_quick", *keys, "--flops", "0.1", "--placement", "default")
+    assert done.code == 0 and "is faster" not in done.out
+
+
+def test_plan_cuts_no_batch_that_a_loss_needs_whole(mheads):
+    done = mheads("plan", "cifar10_quick", "loss=mcl", "loss.normalize=wins", "--ranks", "8", "--flops", "0.1")
+    assert done.code == 0 and "is faster" not in done.out
 
 
 def test_plan_shows_a_placement_of_ones_own(mheads):

@@ -33,6 +33,15 @@ def show(plan: RankPlan) -> Group:
         ),
         _figures(plan),
     ]
+    if plan.key is not None:
+        counted = "" if plan.measured else " Counted costs do not see that fewer rows at a time take longer each."
+        parts.append(
+            Text(
+                f"{plan.key} is faster: ranks that share a stage divide its micro-batches, and there are more ranks "
+                "than these. Their number decides the bits of a run, so `mheads train` does not change it by itself: "
+                f"give this key to a new run.{counted}\n"
+            )
+        )
     several = list(plan.ways.items())[1:]
     for i, (way, (placement, prediction)) in enumerate(several):
         if same := [earlier for earlier, (other, _) in several[:i] if other == placement]:

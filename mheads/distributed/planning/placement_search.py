@@ -52,6 +52,7 @@ class Prediction:
     sending took no time. `floats_sent` is what the ranks give to collectives.
     """
 
+    micro_batches: int
     step_seconds: float
     compute_seconds: tuple[float, ...]
     idle_share: float
@@ -67,6 +68,7 @@ def predict(workload: Workload, cluster: Cluster, loads: Mapping[str, StageLoad]
     ideal, _ = simulation.run(placement, 0.0, 0.0)
     exchanges = tuple(traffic(workload, loads, placement))
     return Prediction(
+        workload.micro_batches,
         seconds,
         tuple(compute),
         max(0.0, 1 - sum(compute) / (placement.ranks * cluster.workers * seconds)) if seconds else 0.0,

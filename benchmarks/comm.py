@@ -18,10 +18,10 @@ import numpy as np
 from benchmarks.measure import Times, interleave
 from benchmarks.ranks import RANKS, Case, RemoteRanks
 from mheads import losses
-from mheads.distributed.placement import Placement, default
-from mheads.distributed.step_time.placement_search import Prediction, auto, predict, traffic
-from mheads.distributed.step_time.stage_loads import StageLoad
-from mheads.distributed.step_time.workload import Cluster
+from mheads.distributed.planning.placement import Placement, default
+from mheads.distributed.planning.placement_search import Prediction, auto, predict, traffic
+from mheads.distributed.planning.stage_loads import StageLoad
+from mheads.distributed.planning.workload import Cluster
 
 Progress = Callable[[int, int], None]
 TRANSFERS = 20

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mheads import losses
 from mheads.data.batches import Batch
@@ -21,9 +22,9 @@ from mheads.data.preprocessing import Preprocess
 from mheads.distributed import collectives, rank_training_step
 from mheads.distributed.collectives import Gathering, exchange
 from mheads.distributed.launcher import Launch
-from mheads.distributed.placement import Placement
-from mheads.distributed.step_time.stage_loads import StageLoad, measure_loads
-from mheads.distributed.step_time.workload import Workload
+from mheads.distributed.planning.placement import Placement
+from mheads.distributed.planning.stage_loads import StageLoad, measure_loads
+from mheads.distributed.planning.workload import Workload
 from mheads.engine.engine_options import EngineOptions
 from mheads.networks import INPUT_SHAPES, NETWORKS
 from mheads.trees.splitting.make_chain import make_chain
@@ -127,12 +128,13 @@ class RemoteRanks:
 def _serve(pipe: Connection, launch: Launch) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
+    from mheads.distributed.planning.measure_bandwidth import measure_bandwidth
     from mheads.distributed.process_group import World
 
     world = World(launch)
     world.watch.timeout = 3600.0  # others are timed between two steps: a long wait is not a fault
     served = _Rank(world)
-    pipe.send(world.bandwidth())
+    pipe.send(measure_bandwidth(world))
     with suppress(EOFError, BrokenPipeError):  # the process that measured has gone
         while (command := pipe.recv()) is not None:
             name, *args = command
@@ -184,7 +186,7 @@ class _Rank:
                 self.kept.append(collective(*args))
                 return self.kept[-1]
             byte = torch.zeros(1)
-            collectives.all_gather_single(torch.zeros(len(args[group])), byte, group=args[group].handle)
+            collectives.all_gather_single(torch.zeros(dist.get_world_size(args[group])), byte, group=args[group])
             self.replayed += 1
             return self.kept[self.replayed - 1]
 
@@ -203,7 +205,7 @@ class _Rank:
 
     def transfer(self, outputs: int, gradients: int, rounds: int = 1) -> float:
         """All-gathers of so many floats from each rank, and all-to-alls to the other one."""
-        group, gathering, other = self.world.group, Gathering(torch.device("cpu")), 1 - self.world.rank
+        group, gathering, other = dist.group.WORLD, Gathering(torch.device("cpu")), 1 - self.world.rank
         output, gradient = torch.ones(outputs), torch.ones(gradients * 4, dtype=torch.uint8)
         for _ in range(2):  # the first has to find out how long blocks are
             began = time.monotonic()

@@ -18,7 +18,7 @@ from mheads.caffe.layers.layer_modules import Shape, bottoms_without_gradient
 from mheads.caffe.network import assemble, loss_weights
 from mheads.caffe.weights import free_name
 from mheads.common.errors import UserError
-from mheads.distributed.graph_engine import BroadcastValue, GatherValues, RankGraph, RenameValue, RunModule
+from mheads.distributed.layers.graph_engine import BroadcastValue, GatherValues, RankGraph, RenameValue, RunModule
 from mheads.trees.tree_spec import Spec
 
 LABELLED = ("SoftmaxWithLoss", "MultinomialLogisticLoss", "HingeLoss")  # their second bottom holds labels

@@ -34,7 +34,7 @@ def plan(
 
     config = configs.load(recipe, overrides or [])
     from mheads.cli.printing.plan import show
-    from mheads.distributed.step_time.workload import Cluster
+    from mheads.distributed.planning.workload import Cluster
     from mheads.training.plan_ranks import make_plan
 
     cluster = Cluster(ranks, workers, bandwidth * 1e9, latency / 1e6)

@@ -7,14 +7,14 @@ nothing here needs torch.distributed before it is wanted.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mheads.distributed.communication_layers import Broadcast, Gather
+    from mheads.distributed.layers.communication_layers import Broadcast, Gather
 
 __all__ = ["Broadcast", "Gather"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from mheads.distributed import communication_layers
+        from mheads.distributed.layers import communication_layers
 
         return getattr(communication_layers, name)
     raise AttributeError(f"module 'mheads.distributed' has no attribute {name!r}")

@@ -14,13 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from mheads.common.console import clean
 from mheads.common.errors import UserError
+from mheads.distributed.rendezvous import Store, ask, in_background
 
-T = TypeVar("T")
 FAULT = "fault"
 TIMEOUT = 60.0  # until the recipe says otherwise
 PATIENCE = 5.0  # seconds that a rank has to end by itself after a failure
@@ -41,7 +40,7 @@ class RankFailure(UserError):  # noqa: N818, it is the failure of another
 class Watch:
     """What this rank tells of itself and sees of others, from the moment that all are there until `end`."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         self.rank, self.timeout = rank, timeout
         self.failure: RankFailure | None = None
         self.over = threading.Event()  # nothing is a failure any more
@@ -51,13 +50,8 @@ class Watch:
         self.tell()
         self._store = store
         self._seen = {other: RankHeartbeat() for other in (range(1) if rank else range(1, size))}
-        self._answered = time.monotonic()
-        self._threads = [
-            threading.Thread(target=target, name=f"mheads-{target.__name__}", daemon=True)
-            for target in (self._beat, self._guard)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._watch, name="mheads-watch", daemon=True)
+        self._thread.start()
 
     def tell(
         self,
@@ -109,8 +103,7 @@ class Watch:
     def end(self) -> None:
         """Ends the watch when all ranks are done: from here on the end of a rank is not a failure."""
         self.over.set()
-        for thread in self._threads:
-            thread.join(PATIENCE)
+        self._thread.join(PATIENCE)
 
     def _leave_anyhow(self) -> None:
         if not self.ending:
@@ -129,67 +122,62 @@ class Watch:
         """Seconds without a beat after which a rank has gone, if one is known to have gone."""
         return 4 * self._pause
 
-    def _beat(self) -> None:
-        """Tells how far this rank is, and looks at those it watches."""
-        store, count, present = self._store.clone(), 0, []
-        before = time.monotonic()
-        while not self.over.wait(self._pause if count else 0):
-            try:
-                store.set(f"beat/{self.rank}", json.dumps([count, self._progress(), bool(self._busy())]))
-                if store.check([FAULT]):
-                    self.fail(*json.loads(store.get(FAULT)))
-                    return
-                if not self._suspected and store.check([SUSPECT]):
-                    self._suspected = time.monotonic()
-                present += [rank for rank in self._seen if rank not in present and store.check([f"beat/{rank}"])]
-                beats = store.multi_get([f"beat/{rank}" for rank in present]) if present else []
-            except RuntimeError:
-                return  # the guard will notice that this has ended
-            now = self._answered = time.monotonic()
+    def _watch(self) -> None:
+        """Tells how far this rank is, and looks at those it watches, as long as the store answers."""
+        store, beats, now = self._store.clone(), 0, time.monotonic()
+        answer, answered = None, now
+        while self.failure is None and not self.over.wait(self._pause if beats else 0):
+            before, now = now, time.monotonic()
             if now - before > self.timeout / 2:
                 # This process was stopped for a while, perhaps with all others: they get the time to say something.
+                answered = now
                 for one in self._seen.values():
                     one.alive = one.moved = now
-            before = now
-            for rank, beat in zip(present, beats, strict=True):
-                self._seen[rank].hear(json.loads(beat), now)
-            if self._accuse(now):
-                return
-            count += 1
+            answer = answer or in_background(lambda: self._exchange(store, beats))  # noqa: B023
+            try:
+                fault, heard = answer.result(self._pause)
+            except TimeoutError:
+                if now - answered > self.timeout:
+                    self.fail(
+                        0,
+                        f"rank 0 cannot be reached: its store has not answered for {self.timeout:g} s (timeout); "
+                        "its process or machine is gone, or the network between is cut",
+                    )
+                continue
+            except RuntimeError:
+                fault, heard = (0, f"rank 0 {GONE}"), {}
+            answer, answered, beats = None, now, beats + 1
+            for rank, beat in heard.items():
+                self._seen[rank].hear(beat, now)
+            if fault is not None:
+                self.fail(*fault)
+            else:
+                self._accuse(now)
 
-    def _accuse(self, now: float) -> bool:
+    def _exchange(self, store: Store, count: int) -> tuple[tuple[int, str] | None, dict[int, Any]]:
+        """Tells the store of this rank; the fault that is written down there, and the beats of those it watches."""
+        store.set(f"beat/{self.rank}", json.dumps([count, self._progress(), bool(self._busy())]))
+        if not self._suspected and store.check([SUSPECT]):
+            self._suspected = time.monotonic()
+        begun = [rank for rank, one in self._seen.items() if one.beat[0] is not None or store.check([f"beat/{rank}"])]
+        beats = store.multi_get([f"beat/{rank}" for rank in begun]) if begun else []
+        fault = tuple(json.loads(store.get(FAULT))) if store.check([FAULT]) else None
+        return fault, dict(zip(begun, map(json.loads, beats), strict=True))
+
+    def _accuse(self, now: float) -> None:
+        """Reports the first of those it watches that is lost or hangs."""
         for rank, one in self._seen.items():
             if self._suspected and now - max(one.alive, self._suspected - 1) > self._grace:
-                self.report(rank, f"rank {rank} {GONE}")
-                return True
+                return self.report(rank, f"rank {rank} {GONE}")
             if reason := one.judge(now, self.timeout):
                 text = f"rank {rank} {reason} for {self.timeout:g} s (timeout)"
                 quiet = [now - other.alive > self.timeout / 2 for other in self._seen.values()]
                 if reason == SILENT and len(quiet) > 1 and all(quiet):
                     text += ", nor has any other: the network of rank 0 may be cut"
-                self.report(rank, text)
-                return True
+                return self.report(rank, text)
         if self._suspected and now - self._suspected > self.timeout:
             self.report(self.rank, ask(self._store, lambda store: store.get(SUSPECT).decode()) or GONE)
-            return True
-        return False
-
-    def _guard(self) -> None:
-        """Notices that the store does not answer."""
-        before = time.monotonic()
-        while not self.over.wait(self._pause):
-            now = time.monotonic()
-            if now - before > self.timeout / 2:
-                self._answered = now  # this process was stopped for a while
-            before = now
-            if self.failure is None and self._suspected and now - self._answered > self._grace:
-                self.fail(0, f"rank 0 {GONE}")
-            elif self.failure is None and now - self._answered > self.timeout:
-                self.fail(
-                    0,
-                    f"rank 0 cannot be reached: its store has not answered for {self.timeout:g} s (timeout); "
-                    "its process or machine is gone, or the network between is cut",
-                )
+        return None
 
 
 class RankHeartbeat:
@@ -213,20 +201,6 @@ class RankHeartbeat:
         if self.beat[2] and now - self.moved > timeout:
             return "has work and made no progress"
         return None
-
-
-def ask(store: Any, question: Callable[[Any], T], seconds: float = 3.0) -> T | None:
-    """Asks the store in a thread of its own, since an answer may never come; None if it does not come in time."""
-    answers: list[T] = []
-
-    def run() -> None:
-        with suppress(RuntimeError):
-            answers.append(question(store.clone()))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else None
 
 
 def leave(code: int) -> NoReturn:

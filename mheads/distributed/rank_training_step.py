@@ -1,4 +1,4 @@
-"""The tasks of a step and of an evaluation that belong to one rank, and what the ranks exchange between them.
+"""The tasks of a step that belong to one rank, and what the ranks exchange between them.
 
 down   the output of a shared stage, all-gathered to the ranks that hold it, round by round: in round j each rank
        gives its j-th micro-batch
@@ -9,22 +9,20 @@ sum    the gradients of a stage's weights, summed over all ranks that share it
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mheads.common import nested_values
-from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
-from mheads.distributed.collectives import Group, add_fast, add_ordered, as_bytes, exchange, subtrees
-from mheads.distributed.placement import Division
-from mheads.distributed.shared_outputs import Key, SharedOutputs
-from mheads.engine.gradient_sums import Gradients, PairwiseSum
+from mheads.distributed.collectives import Collective, Key, add_fast, add_ordered, exchange
+from mheads.distributed.packed_values import lay_out, restore
+from mheads.distributed.planning.placement import Division
+from mheads.engine.gradient_sums import PairwiseSum, Subtrees, subtrees
 from mheads.engine.training_step import BACKWARD, FORWARD, LOSS, PREPARE, TrainingStep, add_in_order
 from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
@@ -32,28 +30,29 @@ from mheads.trees.tree_spec import Node
 if TYPE_CHECKING:
     from mheads.distributed.ranks_engine import RanksEngine
 
-Roots = list[tuple[range, Gradients]]
 
+class SharedOutputs:
+    """Hands outputs down: those of shared stages are gathered round by round, and each is delivered."""
 
-class SubtreeSums:
-    """The sums of a rank's subtrees of the pairwise tree over the micro-batches; complete when each is."""
+    def __init__(self, engine: RanksEngine, division: Division, deliver: Callable[[int, Node, Value], None]) -> None:
+        self.engine, self.division, self.deliver = engine, division, deliver
+        me = engine.world.rank
+        self.planned: dict[Key, Collective] = {}
+        for name in engine.shared if not division.whole else ():
+            for j, owned in enumerate(division.rounds(name, me)):
+                order, run = (0, engine.net.tree.depths[name], j, name), partial(self._gather, name, owned)
+                self.planned["down", name, j] = Collective(order, int(me in owned), run)
 
-    def __init__(self, parts: int, own: range, first: int) -> None:
-        self.first = first
-        self.roots = subtrees(parts, own)
-        self._sums = [PairwiseSum(len(root)) for root in self.roots]
-        self._lock, self._done = threading.Lock(), Roots()
+    def hand_down(self, i: int, node: Node, output: Value) -> None:
+        if not self.engine.collectives.give(("down", node.name, self.division.round_of(node.name, i)), i, output):
+            self.deliver(i, node, output)
 
-    def add(self, index: int, gradients: Gradients) -> Any:
-        """Takes entry `index`, counted from `first`; returns all sums once they are complete."""
-        i = index + self.first
-        k = next(k for k, root in enumerate(self.roots) if i in root)
-        total = self._sums[k].add(i - self.roots[k].start, gradients)
-        if total is None:
-            return None
-        with self._lock:
-            self._done.append((self.roots[k], total))
-            return self._done if len(self._done) == len(self.roots) else None
+    def _gather(self, name: str, owned: dict[int, int], own: dict[int, Value]) -> None:
+        engine, node, output = self.engine, self.engine.net.tree.nodes[name], next(iter(own.values()), None)
+        group = engine.groups[engine.placement.holders(name, engine.replica)]
+        values = engine.gathering.gather(("down", name), group, output)
+        for rank, i in owned.items():
+            self.deliver(i, node, own[i] if i in own else engine.to_device(values[rank]))
 
 
 class RankStep(TrainingStep):
@@ -66,58 +65,45 @@ class RankStep(TrainingStep):
             engine.stages, loss, batch, division.parts, step, spawn, engine.gradients, engine.options, share
         )
         self.down = SharedOutputs(engine, division, self.deliver)
-        runs = {name: division.runs(name, self.me) for name in self.stages.facts}
-        sums: Any = {name: SubtreeSums(division.parts, own, share.start) for name, own in runs.items()}
-        self.sums = sums
-        self._shared_outputs: dict[tuple[str, int], Value] = {}
-        self._terms: dict[Key, dict[tuple[int, str], Value]] = defaultdict(dict)
-        self._here = [leaf.name for leaf in self.stages.here(tuple(leaf.name for leaf in self.tree.leaves))]
+        self.sums = {name: PairwiseSum(division.parts, division.runs(name, self.me)) for name in self.stages.facts}
+        self._forms: dict[tuple[str, int], Value] = {}  # of the gradients of shared outputs
         self._turn = division.turns(self.me)
-        self._plan()
 
-    def _plan(self) -> None:
-        """Plans the collectives of the step, in an order that is the same on all ranks."""
-        engine, depth = self.engine, self.engine.depth
-        self._ups = {
-            name: [dict.fromkeys(engine.replica_group(name).ranks, i) for i in self.mine]
-            if self.division.whole
-            else self.division.rounds(name, self.me)
-            for name, node in self.tree.nodes.items()
-            if node.children and name in self.stages and engine.is_shared(name)
-            and (self.stages.statistics or self.stages.wanted[node.children[0]])
-        }  # fmt: skip
-        planned = self.down.keys()
-        planned += [
-            ((2, -depth[name], j, name), ("up", name, j)) for name, ups in self._ups.items() for j in range(len(ups))
-        ]
-        if not self.loss.separable and len(engine.loss_group) > 1:
-            planned += [((1, self._turn[i]), ("loss", i)) for i in self.mine]
-        self._summed = set() if self.division.whole else self._shared_weights()
-        planned += [((3, -depth[name], name), ("sum", name)) for name in self._summed]
+    # The collectives of the step, in an order that is the same on all ranks.
+
+    def _plan(self) -> dict[Key, Collective]:
+        engine, depth = self.engine, self.tree.depths
+        planned = dict(self.down.planned)
+        for name in engine.shared:
+            first_child = self.tree.nodes[name].children[0]
+            taken_back = self.stages.statistics or self.stages.wanted[first_child]
+            for j, owned in enumerate(self.division.rounds(name, self.me) if taken_back else ()):
+                given = sum(len(term) for i in set(owned.values()) for term in self._terms_of(name, i, self.me))
+                run = partial(self._exchange_gradients, name, owned)
+                planned["up", name, j] = Collective((2, -depth[name], j, name), given, run)
+        if not self.loss.separable and engine.placement.slots > 1:
+            leaves = len(self.stages.here(tuple(leaf.name for leaf in self.tree.leaves)))
+            for i in self.mine:
+                planned["loss", i] = Collective((1, self._turn[i]), leaves, partial(self._gather_outputs, i))
+        for name, facts in self.stages.facts.items() if not self.division.whole else ():
+            if facts.parameters and len(engine.placement.all_holders(name)) > 1:
+                given = int(bool(self.division.runs(name, self.me)))
+                planned["sum", name] = Collective((3, -depth[name], name), given, partial(self._sum_gradients, name))
+        for key, one in planned.items():
+            one.order = (*self._first(key), *one.order)
+        return planned
+
+    def _first(self, key: Key) -> tuple[int, ...]:
+        """What orders collectives before their kind does."""
         if self.stages.statistics:  # micro-batches follow one another
-            planned = [((key[2] if key[0] == "up" else self._turn[key[1]], *order), key) for order, key in planned]
-        elif self.loss.separable:  # so do members that have nothing in common
-            planned = [((self.stages.groups[key[1]], *order), key) for order, key in planned]
-        engine.workers.hold(len(planned))
-        engine.collectives.plan(key for _, key in sorted(planned))
-
-    def _shared_weights(self) -> set[str]:
-        """The stages here whose gradients other ranks have a part of."""
-        return {n for n, facts in self.stages.facts.items() if facts.parameters and len(self.engine.sum_group(n)) > 1}
+            return (key[2] if key[0] == "up" else self._turn[key[1]],)
+        if self.loss.separable:  # so do members that have nothing in common
+            return (self.stages.groups[key[1]],)
+        return ()
 
     def start(self) -> None:
-        self.down.start()
-        for name, ups in self._ups.items():
-            for j in range(len(ups)):
-                if not self._awaited(name, j):
-                    self._offer_up(name, j)
-        for name in self._summed:
-            if not self.division.runs(name, self.me):
-                self.keep(name, [])
-        if not self._here and not self.loss.separable:
-            for i in self.mine:
-                self._offer_loss(i)
-        own = [i for i in self.mine if any(i in self.division.runs(root.name, self.me) for root in self.stages.roots)]
+        self.engine.collectives.plan(self._plan())
+        own = self.division.begins(self.tree, self.me)
         for i in own[:1] if self.stages.statistics else own:
             self._spawn(PREPARE, i, None, self.prepare)
 
@@ -125,7 +111,7 @@ class RankStep(TrainingStep):
         """Shared stages run first, since others wait for them, and are taken back last, while gradients travel."""
         group = self.stages.groups[node.name] if node is not None and self.loss.separable else 0
         wide = node is not None and self.stages[node.name].threads > self.stages.threads
-        shared = phase == PREPARE or (node is not None and node.name in self.down.rounds)
+        shared = phase == PREPARE or (node is not None and node.name in self.engine.shared and not self.division.whole)
         when = 0 if not shared else 1 if phase == BACKWARD else -1
         self.spawn(
             (group, when, self._turn[i], phase), function, i, *(() if node is None else (node,)), *args, wide=wide
@@ -142,14 +128,12 @@ class RankStep(TrainingStep):
     def hand_down(self, i: int, node: Node, output: Value) -> None:
         if not self.stages.wanted[node.children[0]] and not self.stages.statistics:
             self._tapes.pop((node.name, i))  # nothing is ever taken back
-        if node.name in self.down.rounds:
-            self.down.give(i, node, output)
-        else:
-            self.deliver(i, node, output)
+        self.down.hand_down(i, node, output)
 
     def deliver(self, i: int, node: Node, output: Value) -> None:
-        if node.name in self._ups:
-            self._shared_outputs[node.name, i] = nested_values.map_leaves(lambda t: t.to("meta"), output)
+        if node.name in self.engine.shared:
+            wanted = self.stages.wanted[node.children[0]]
+            self._forms[node.name, i] = nested_values.map_leaves(lambda t: t.to("meta"), output) if wanted else ()
         for child in self.stages.here(node.children):
             if i in self.division.runs(child.name, self.me):
                 self._spawn(FORWARD, i, child, self.forward, output)
@@ -157,27 +141,16 @@ class RankStep(TrainingStep):
     # The loss.
 
     def hand_over(self, i: int, leaf: Node, output: Value) -> None:
-        if len(self.engine.loss_group) == 1:
+        if not self.engine.collectives.give(("loss", i), leaf.name, output):
             super().hand_over(i, leaf, output)
-            return
-        with self._lock:
-            self._outputs[i].append((leaf, output))
-            complete = len(self._outputs[i]) == len(self._here)
-        if complete:
-            self._offer_loss(i)
 
-    def _offer_loss(self, i: int) -> None:
-        own = {leaf.name: output for leaf, output in self._outputs[i]}
-
-        def run() -> None:
-            outputs: dict[str, Value] = {}
-            for value in self.engine.gathering.gather("loss", self.engine.loss_group, own):
-                outputs |= self.engine.to_device(value)
-            self._outputs[i] = [(self.stages.nodes[name], output) for name, output in (outputs | own).items()]
-            self._spawn(LOSS, i, None, self.apply_loss)
-            self.engine.workers.release()
-
-        self.engine.collectives.offer(("loss", i), run)
+    def _gather_outputs(self, i: int, own: dict[str, Value]) -> None:
+        outputs: dict[str, Value] = {}
+        group = self.engine.groups[self.engine.placement.ranks_of(self.engine.replica)]
+        for value in self.engine.gathering.gather("loss", group, own).values():
+            outputs |= self.engine.to_device(value)
+        self._outputs[i] = [(self.stages.nodes[name], output) for name, output in (outputs | own).items()]
+        self._spawn(LOSS, i, None, self.apply_loss)
 
     def hand_back(self, i: int, leaf: Node, d_output: Value, learn: Tensor | None) -> None:
         if leaf.name in self.stages:
@@ -187,28 +160,12 @@ class RankStep(TrainingStep):
 
     def hand_up(self, i: int, node: Node, d_input: Value) -> None:
         assert node.parent is not None
-        if node.parent not in self._ups:
+        if node.parent not in self.engine.shared:
             if self.stages.wanted[node.name] or self.stages.statistics:
                 super().hand_up(i, node, d_input)
-            return
-        if self.division.owner(node.name, i) != self.me:
-            return  # of those that run it whole, the first one gives it
-        j = next(j for j, owned in enumerate(self._ups[node.parent]) if i in owned.values())
-        with self._lock:
-            terms = self._terms[node.parent, j]
-            terms[i, node.name] = d_input
-            complete = len(terms) == len(self._awaited(node.parent, j))
-        if complete:
-            self._offer_up(node.parent, j)
-
-    def _awaited(self, name: str, j: int) -> list[tuple[int, str]]:
-        """The gradients that this rank gives in a round: micro-batch and child of each."""
-        return [
-            (i, child)
-            for i in sorted(set(self._ups[name][j].values()))
-            for term in self._terms_of(name, i, self.me)
-            for child in term
-        ]
+        elif self.division.owner(node.name, i) == self.me:  # of those that run it whole, the first one gives it
+            key = ("up", node.parent, self.division.round_of(node.parent, i))
+            self.engine.collectives.give(key, (i, node.name), d_input)
 
     def _terms_of(self, name: str, i: int, rank: int) -> list[list[str]]:
         """The gradients that a rank gives for a micro-batch of a stage: the children whose sum each is."""
@@ -217,100 +174,50 @@ class RankStep(TrainingStep):
             terms = [[child] for term in terms for child in term]
         return terms
 
-    def _offer_up(self, name: str, j: int) -> None:
-        terms = self._terms.pop((name, j), {})
-        run = self._gather_terms if self.division.whole else self._exchange_terms
-        self.engine.collectives.offer(("up", name, j), lambda: run(name, j, terms))
-
-    def _gather_terms(self, name: str, j: int, terms: dict[tuple[int, str], Value]) -> None:
-        """Where every rank runs the stage whole, each gets the gradients of all children."""
-        i = self.mine[j]
-        own = {child: term for (_, child), term in terms.items()}
-        arrived: dict[str, Value] = {}
-        for value in self.engine.gathering.gather(("up", name), self.engine.replica_group(name), own):
-            arrived |= self.engine.to_device(value)
-        self.collect(i, self.tree.nodes[name], arrived | own)
-        self.engine.workers.release()
-
-    def _exchange_terms(self, name: str, j: int, terms: dict[tuple[int, str], Value]) -> None:
+    def _exchange_gradients(self, name: str, owned: dict[int, int], own: dict[tuple[int, str], Value]) -> None:
         """Gives each rank the gradients for the micro-batch that it runs, and takes those for its own."""
-        engine, owned, group = self.engine, self._ups[name][j], self.engine.replica_group(name)
-        added = {i: self._add_terms(name, i, terms) for i in owned.values()}
-        given = {
-            rank: torch.cat([_lay_out(value, self._shared_outputs[name, i]) for value in added[i].values()])
-            for rank, i in owned.items()
-            if rank != self.me and added[i]
-        }
-        mine, sizes = owned.get(self.me), {}
+        engine, parent = self.engine, self.tree.nodes[name]
+        holders = engine.placement.holders(name, engine.replica)
+        added = {i: self._add_terms(name, i, own) for i in owned.values()}
+        given = {r: lay_out(added[i], self._form(name, i, self.me)) for r, i in owned.items() if r != self.me}
+        mine, forms = owned.get(self.me), {}
         if mine is not None:
-            like = self._shared_outputs[name, mine]
-            size = sum(t.nbytes for t in nested_values.leaves(like))
-            sizes = {rank: size * len(self._terms_of(name, mine, rank)) for rank in group.ranks if rank != self.me}
-        taken = exchange(group, given, sizes, engine.wire)
+            forms = {rank: self._form(name, mine, rank) for rank in holders if rank != self.me}
+        sizes = {rank: sum(t.nbytes for t in nested_values.leaves(form)) for rank, form in forms.items()}
+        taken = exchange(engine.groups[holders], given, sizes, engine.wire)
         if mine is not None:
             arrived = added[mine]
-            for rank in sizes:
-                parts = taken[rank].split(size) if sizes[rank] else ()
-                for (first, *_), part in zip(self._terms_of(name, mine, rank), parts, strict=True):
-                    arrived[first] = engine.to_device(_restore(part, like))
-            parent = self.tree.nodes[name]
+            for rank, form in forms.items():
+                arrived |= engine.to_device(restore(taken[rank], form))
             self.collect(mine, parent, {child: arrived.get(child) for child in parent.children})
-        engine.workers.release()
 
-    def _add_terms(self, name: str, i: int, terms: dict[tuple[int, str], Value]) -> dict[str, Value]:
-        """The gradients that this rank gives, by the first child of each."""
+    def _form(self, name: str, i: int, rank: int) -> dict[str, Value]:
+        """What a rank gives for a micro-batch of a stage, without its content, by the first child of each sum."""
+        return {term[0]: self._forms[name, i] for term in self._terms_of(name, i, rank)}
+
+    def _add_terms(self, name: str, i: int, given: dict[tuple[int, str], Value]) -> dict[str, Value]:
+        """The gradients that this rank gives, by the first child of each sum."""
         return {
-            term[0]: nested_values.map_leaves(add_in_order, *(terms[i, child] for child in term))
-            if len(term) > 1
-            else terms[i, term[0]]
+            term[0]: nested_values.map_leaves(add_in_order, *(given[i, child] for child in term))
             for term in self._terms_of(name, i, self.me)
         }
 
     # Gradients of weights are summed.
 
-    def keep(self, name: str, total: Any) -> None:
-        if name not in self._summed:
-            ((_, gradients),) = total
-            super().keep(name, gradients)
-            return
-        kept = self.gradients[name]
-        roots: Roots = sorted(total, key=lambda root: root[0].start)
+    def keep(self, name: str, sums: Subtrees) -> None:
+        if not self.engine.collectives.give(("sum", name), "sums", sums):
+            super().keep(name, sums)
 
-        def run() -> None:
-            # -0.0 for a gradient that is not there: adding it changes nothing.
-            own = [_flatten(kept, gradients).to(self.engine.wire) for _, gradients in roots]
-            whole = self._sum(self.engine.sum_group(name), name, own, _flatten(kept, [None] * len(kept)))
-            for tensor, piece in zip(kept, whole.split([k.numel() for k in kept]), strict=True):
-                tensor.copy_(piece.view(tensor.shape))
-            self.engine.workers.release()
-
-        self.engine.collectives.offer(("sum", name), run)
-
-    def _sum(self, group: Group, name: str, own: list[Tensor], like: Tensor) -> Tensor:
-        if self.engine.sums == "fast":
-            return add_fast(group, own, like, self.engine.wire)
-        held = {rank: subtrees(self.division.parts, self.division.runs(name, rank)) for rank in group.ranks}
-        return add_ordered(group, own, held, like, self.engine.wire)
-
-
-def _flatten(kept: Sequence[Tensor], gradients: Gradients) -> Tensor:
-    pairs = zip(kept, gradients, strict=True)
-    return torch.cat([torch.full_like(k, -0.0).reshape(-1) if g is None else g.reshape(-1) for k, g in pairs])
-
-
-def _lay_out(value: Value, like: Value) -> Tensor:
-    """A gradient as bytes, in the dtype of the output that it belongs to and in canonical strides."""
-    pairs = zip(nested_values.leaves(value), nested_values.leaves(like), strict=True)
-    return torch.cat([as_bytes(canonical(t.to(form.dtype))) for t, form in pairs])
-
-
-def _restore(part: Tensor, like: Value) -> Value:
-    pieces = iter(part.split([t.nbytes for t in nested_values.leaves(like)]))
-
-    def view(form: Tensor) -> Tensor:
-        strides = canonical(torch.empty(form.shape, device="meta")).stride()
-        piece = next(pieces)
-        fits = piece.storage_offset() % form.element_size() == 0
-        return torch.as_strided((piece if fits else piece.clone()).view(form.dtype), form.shape, strides)
-
-    return nested_values.map_leaves(view, like)
+    def _sum_gradients(self, name: str, own: dict[str, Subtrees]) -> None:
+        engine, kept, holders = self.engine, self.gradients[name], self.engine.placement.all_holders(name)
+        held = {rank: subtrees(self.division.parts, self.division.runs(name, rank)) for rank in holders}
+        sizes = [tensor.numel() for tensor in kept]
+        given = torch.empty(len(held[self.me]), sum(sizes), dtype=kept[0].dtype, device=engine.wire)
+        for row, subtree in zip(given, held[self.me], strict=True):
+            for piece, gradient in zip(row.split(sizes), own["sums"][subtree], strict=True):
+                # -0.0 for a gradient that is not there: adding it changes nothing.
+                piece.fill_(-0.0) if gradient is None else piece.copy_(gradient.reshape(-1))
+        group = engine.groups[holders]
+        total = add_fast(group, given) if engine.sums == "fast" else add_ordered(group, given, held)
+        for tensor, piece in zip(kept, total.split(sizes), strict=True):
+            tensor.copy_(piece.view(tensor.shape))

@@ -8,6 +8,7 @@ ranks, while the workers compute. Sums have the same order as in one process, so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,22 +20,55 @@ from mheads.common import nested_values
 from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
-from mheads.data.views import average_views
 from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
-from mheads.distributed.placement import Division, Placement
+from mheads.distributed.planning.placement import Division, Placement
 from mheads.distributed.process_group import World
+from mheads.distributed.rank_batches import keep_inputs
+from mheads.distributed.rank_evaluation import EvaluationWindow
 from mheads.distributed.rank_training_step import RankStep
-from mheads.distributed.shared_outputs import EvaluationWindow
 from mheads.engine.engine_options import EngineOptions
+from mheads.engine.forward_pass import ForwardPass
 from mheads.engine.threads import ThreadsEngine
-from mheads.engine.training_step import StepReport, TrainingStep, join_members
+from mheads.engine.training_step import StepReport, TrainingStep
 from mheads.losses import Loss
 from mheads.trees.treenet import TreeNet
 
 T = TypeVar("T")
 
 
-class RanksEngine(ThreadsEngine):
+class EngineOnRank(ThreadsEngine):
+    """The engine of one of several processes: what it does with the others, it does in collectives."""
+
+    def __init__(self, net: TreeNet, options: EngineOptions, world: World) -> None:
+        super().__init__(net, options)
+        self.world, self.is_main, self.wire = world, world.is_main, world.wire_device(options.device)
+        self.rank = world.rank
+        self.collectives, self.gathering = OrderedCollectives(self.workers, self._report_lost), Gathering(self.wire)
+        world.watch.tell(
+            fail=self.workers.fail,
+            progress=lambda: self.workers.finished + self.collectives.finished,
+            busy=lambda: self.workers.busy,
+        )
+
+    def _report_lost(self, error: BaseException) -> None:
+        """A collective that breaks off is a rank that is lost, here or in a layer that explains it."""
+        lost = error.__cause__ if isinstance(error, UserError) else error
+        if isinstance(lost, RuntimeError):
+            self.world.watch.suspect(lost)
+        else:
+            self.workers.fail(error)
+
+    def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
+        with self.pausing():  # reading a large checkpoint is no hanging, nor is waiting for it
+            return self.world.decide(decide)
+
+    def close(self) -> None:
+        self.world.watch.tell()
+        self.collectives.close()
+        super().close()
+
+
+class RanksEngine(EngineOnRank):
     """Runs the stages that are here; `net` holds these alone."""
 
     def __init__(
@@ -46,74 +80,19 @@ class RanksEngine(ThreadsEngine):
         lead_reads: bool = False,
         sums: str = "ordered",
     ) -> None:
-        super().__init__(net, options)
-        self.world, self.placement, self.lead_reads, self.sums = world, placement, lead_reads, sums
-        self.is_main, self.rank, self.notes = world.is_main, world.rank, world
-        self.wire = world.wire_device(options.device)
-        self.collectives, self.gathering = OrderedCollectives(self._report_lost), Gathering(self.wire)
-        self.depth: dict[str, int] = {}
-        for name, node in net.tree.nodes.items():
-            self.depth[name] = 0 if node.parent is None else self.depth[node.parent] + 1
+        self.groups = make_groups(placement, world.rank, world.wire_device(options.device))  # the watch allows it time
+        super().__init__(net, options, world)
+        self.placement, self.lead_reads, self.sums, self.notes = placement, lead_reads, sums, world
+        self.replica = world.rank // placement.slots
+        # The stages here that other ranks of this replica hold, too.
+        self.shared = {name for name in self.stages.facts if len(placement.stages[name]) > 1}
         self._divisions: dict[int, Division] = {}
-        self._groups = make_groups(placement, world, self.wire)
-        world.watch.tell(
-            fail=self.workers.fail,
-            progress=lambda: self.workers.finished + self.collectives.finished,
-            busy=lambda: self.workers.busy,
-        )
-
-    def close(self) -> None:
-        self.world.watch.tell()
-        self.collectives.close()
-        super().close()
-
-    # Groups of ranks.
-
-    @property
-    def replica(self) -> int:
-        return self.world.rank // self.placement.slots
-
-    def is_shared(self, stage: str) -> bool:
-        return len(self.placement.stages[stage]) > 1
-
-    def replica_group(self, stage: str) -> Group:
-        """The ranks of this replica that hold a stage."""
-        return self._groups[tuple(self.placement.holders(stage, self.replica))]
-
-    def sum_group(self, stage: str) -> Group:
-        """All ranks that hold a stage."""
-        return self._groups[tuple(self.placement.all_holders(stage))]
-
-    @property
-    def loss_group(self) -> Group:
-        """The ranks of this replica."""
-        first = self.replica * self.placement.slots
-        return self._groups[tuple(range(first, first + self.placement.slots))]
 
     def to_device(self, value: Value) -> Value:
         """Moves a received value to the device of this rank."""
         if self.wire == self.options.device:
             return value
         return nested_values.map_leaves(lambda t: t.to(self.options.device), value)
-
-    def _report_lost(self, error: BaseException) -> None:
-        if isinstance(error, RuntimeError):
-            self.world.watch.suspect(error)
-        else:
-            self.workers.fail(error)
-
-    def together(self, run: Callable[[], T]) -> T:
-        """Runs a collective of all ranks, and waits for it; the loss of a rank ends the wait."""
-        results: list[T] = []
-
-        def collect() -> None:
-            results.append(run())
-            self.workers.release()
-
-        self.workers.hold()
-        self.collectives.submit(collect)
-        self.workers.wait()
-        return results[0]
 
     # Training.
 
@@ -125,44 +104,33 @@ class RanksEngine(ThreadsEngine):
 
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        division = self.divide(self.parts(len(batch)))
-        task: TrainingStep | None = None
-        if self.world.rank < self.placement.ranks:
-            task = RankStep(self, step, batch, loss, division)
-            task.start()
-            self.workers.wait()
-        else:  # nothing is run here, but all ranks hear of the step
-            task = TrainingStep(
-                self.stages, loss, batch, division.parts, step, self.workers.spawn, {}, self.options, range(0)
-            )
+        task = RankStep(self, step, batch, loss, self.divide(self.parts(len(batch))))
+        task.start()
+        self.workers.wait()
         task.bring_to_host()
         return self._report(task)
 
     def _report(self, task: TrainingStep) -> StepReport:
         """Every rank hears of all losses and signals, and so all take the same decisions."""
-        own = (torch.tensor(self.asked_to_stop), *self._losses(task))
-        stop = 0
-        for asked, places, totals, members, rows, *blocks in self.together(
-            lambda: self.gathering.gather("report", self.world.group, own)
-        ):
-            stop = stop or int(asked)
-            task.totals |= zip(map(tuple, places.tolist()), totals.tolist(), strict=True)
+        own, stop = (self.asked_to_stop, *self._losses(task)), 0
+        told = self.collectives.together(lambda: self.gathering.gather("report", dist.group.WORLD, own))
+        for asked, totals, members, rows, *blocks in told.values():
+            stop = stop or asked
+            task.totals |= totals
             for whole, block in zip((task.losses, task.assignment), blocks, strict=True):
-                whole[members[:, None], rows] = block
+                whole[members, rows] = block
         return task.report(stop)
 
-    def _losses(self, task: TrainingStep) -> tuple[Tensor, ...]:
-        """What this rank tells of the losses: places (member, micro-batch) and totals; members, rows, and for these the
-        losses and the assignment. Of losses that need all members, the first rank of a replica tells."""
+    def _losses(self, task: TrainingStep) -> tuple[Any, ...]:
+        """What this rank tells of the losses: totals by (member, micro-batch); members, rows, and for these the losses
+        and the assignment. Of losses that need all members, the first rank of a replica tells."""
         slot, share = self.world.rank % self.placement.slots, task.mine
-        own = [m for m, leaf in enumerate(task.tree.leaves) if self.placement.stages[leaf.name][0] == slot]
-        members = own if task.loss.separable else list(range(task.tree.num_members)) if slot == 0 else []
-        rows = range(task.slices[share[0]].start, task.slices[share[-1]].stop) if share and members else range(0)
-        places = [place for place in sorted(task.totals) if members and place[0] in members]
-        totals = torch.tensor([float(task.totals[place]) for place in places], dtype=torch.float64)
-        told = [t[members, rows.start : rows.stop] for t in (task.losses, task.assignment)]
-        place = torch.tensor(places, dtype=torch.int64).view(-1, 2)
-        return place, totals, torch.tensor(members, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64), *told
+        members = list(range(task.tree.num_members)) if slot == 0 else []
+        if task.loss.separable:
+            members = [m for m, leaf in enumerate(task.tree.leaves) if self.placement.stages[leaf.name][0] == slot]
+        rows = slice(task.slices[share[0]].start, task.slices[share[-1]].stop) if share else slice(0)
+        totals = {place: float(total) for place, total in task.totals.items() if place[0] in members}
+        return totals, members, rows, task.losses[members, rows], task.assignment[members, rows]
 
     # Evaluation.
 
@@ -174,73 +142,40 @@ class RanksEngine(ThreadsEngine):
             window = EvaluationWindow(self, self._hand_out(some) if self.lead_reads else some)
             window.start()
             self.workers.wait()
-            parts = self.together(lambda: self.gathering.gather_on_main(self.world.group, window.outputs))  # noqa: B023
+            parts = self.collectives.together(lambda: self.gathering.gather_on_main(window.outputs))  # noqa: B023
             for i, read in enumerate(some if self.is_main else ()):
-                outputs: dict[str, Value] = {}
+                whole = ForwardPass(self.stages, read, i, self.workers.spawn, self.options.device, self.options.views)
                 for part in parts:
-                    outputs |= part.get(i, {})
-                members = sorted(
-                    ((self.stages.nodes[name], y) for name, y in outputs.items()), key=lambda p: p[0].members
-                )
-                joined = self.to_device(join_members(members))
+                    for name, output in part.get(i, {}).items():
+                        whole.hand_over(self.stages.nodes[name], self.to_device(output))
                 targets = read.targets if isinstance(read, Reader) else read().targets
-                yield (
-                    nested_values.map_leaves(self._average_views, joined),
-                    nested_values.map_leaves(lambda t: t.to(self.options.device), targets),
-                )
-
-    def _average_views(self, outputs: Tensor) -> Tensor:
-        return average_views(outputs.to(self.net.dtype), self.options.views, dim=1)
+                yield whole.outputs, nested_values.map_leaves(lambda t: t.to(self.options.device), targets)
 
     def _hand_out(self, readers: Sequence[Callable[[], Batch]]) -> list[Callable[[], Batch]]:
         """The batches that the main rank reads, on all ranks: inputs where a rank begins with them."""
         division = Division(self.placement, len(readers))
-        roots = [root.name for root in self.net.tree.roots]
 
-        def parts() -> list[list[Any]]:
+        def parts() -> list[list[Batch]]:
             batches = [read() for read in readers]
+            begun = [division.begins(self.net.tree, rank) for rank in range(self.world.size)]
             return [
-                [
-                    (
-                        batch.inputs if any(i in division.runs(root, rank) for root in roots) else None,
-                        batch.side,
-                        batch.counts,
-                    )
-                    for i, batch in enumerate(batches)
-                ]
-                for rank in range(self.world.size)
+                [keep_inputs(batch, range(len(batch) if i in own else 0)) for i, batch in enumerate(batches)]
+                for own in begun
             ]
 
-        def batch(part: Any, read: Any) -> Callable[[], Batch]:
-            inputs, side, counts = part
-            return lambda: Batch(inputs, torch.empty(0), read.preprocess, side=side, counts=counts)
+        own = self.scatter_objects(parts)
+        pairs = zip(own, readers, strict=True)
+        return [lambda part=part, read=read: replace(part, preprocess=read.preprocess) for part, read in pairs]  # type: ignore[misc]
 
-        own: list[Any] = self.scatter_objects(parts)
-        return [batch(part, read) for part, read in zip(own, readers, strict=True)]
-
-    # Agreement, and bringing tensors together.
+    # Bringing tensors together, and handing them out.
 
     def scatter_objects(self, parts: Callable[[], list[T]]) -> T:
         """What the main rank has for each rank; `parts` is called there alone."""
         given = parts() if self.is_main else None
         taken: list[Any] = [None]
-        self.together(lambda: dist.scatter_object_list(taken, given, src=0))
+        self.collectives.together(lambda: dist.scatter_object_list(taken, given, src=0))
         own: T = taken[0]
         return own
-
-    def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        decision: list[Any] = [None, None]
-        kept = None
-        if self.is_main:
-            try:
-                with self.pausing():  # it may read a large checkpoint
-                    decision[0], kept = decide()
-            except UserError as error:
-                decision[1] = str(error)
-        self.together(lambda: dist.broadcast_object_list(decision, src=0))
-        if decision[1] is not None:
-            raise UserError(decision[1])
-        return decision[0], kept
 
     @property
     def writers(self) -> dict[str, int]:
@@ -248,7 +183,7 @@ class RanksEngine(ThreadsEngine):
 
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         gathered: dict[str, Tensor] = {}
-        for part in self.together(lambda: self.gathering.gather_on_main(self.world.group, tensors)):
+        for part in self.collectives.together(lambda: self.gathering.gather_on_main(tensors)):
             gathered |= part
         return gathered | tensors if self.is_main else {}
 
@@ -264,22 +199,17 @@ class RanksEngine(ThreadsEngine):
         return of(0) | rest if self.is_main else own
 
 
-def make_groups(placement: Placement, world: World, wire: torch.device) -> dict[tuple[int, ...], Group]:
-    """The groups of ranks that share a stage, in a replica and in all; those of the mesh are its dimensions."""
+def make_groups(placement: Placement, rank: int, wire: torch.device) -> dict[tuple[int, ...], Group]:
+    """The groups that a rank belongs to, by their ranks: the lines of the mesh, and those who share its stages."""
     shape = (placement.replicas, placement.slots)
     mesh = DeviceMesh(wire.type, torch.arange(placement.ranks).view(shape), mesh_dim_names=("replica", "member"))
-    handles: dict[tuple[int, ...], Any] = {world.group.ranks: world.group.handle}
-    wanted = [tuple(placement.holders(name, r)) for name in placement.stages for r in range(placement.replicas)]
-    wanted += [tuple(placement.all_holders(name)) for name in placement.stages]
-    wanted += [tuple(mesh.mesh[r].tolist()) for r in range(placement.replicas)]
-    if world.rank < placement.ranks:
-        replica, member = divmod(world.rank, placement.slots)
-        handles |= {tuple(mesh.mesh[:, member].tolist()): mesh.get_group("replica")}
-        handles |= {tuple(mesh.mesh[replica].tolist()): mesh.get_group("member")}
-    lines = {tuple(line) for line in (*mesh.mesh.tolist(), *mesh.mesh.T.tolist())}
-    for ranks in dict.fromkeys(wanted):
-        if ranks not in handles and len(ranks) > 1 and ranks not in lines:
-            handles[ranks] = dist.new_group(list(ranks))  # by all ranks, whether they are in it or not
-        elif world.rank in ranks:
-            handles.setdefault(ranks, None)
-    return {ranks: Group(ranks, handle) for ranks, handle in handles.items() if world.rank in ranks}
+    if rank >= placement.ranks:
+        return {}
+    replica, slot = divmod(rank, placement.slots)
+    groups: dict[tuple[int, ...], Group] = {tuple(mesh.mesh[:, slot].tolist()): mesh.get_group("replica")}
+    groups[placement.ranks_of(replica)] = mesh.get_group("member")
+    for name in placement.stages_on(rank):  # an order in which the ranks of any two groups make both
+        for ranks in (placement.holders(name, replica), placement.all_holders(name)):
+            if len(ranks) > 1 and ranks not in groups:
+                groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return groups

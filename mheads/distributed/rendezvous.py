@@ -9,35 +9,79 @@ Rank 0 keeps the store, unless torchrun does: the others lose it when rank 0 end
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from mheads.common.errors import UserError
 from mheads.distributed.launcher import Launch
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
-
+T = TypeVar("T")
+Store = Any  # torch.distributed.Store, whose `clone` has no annotation
 ELSEWHERE = "192.0.2.1"  # an address of documentation (RFC 5737): whatever leads there is the default route
 
 
 def rendezvous(launch: Launch, seconds: float) -> Store:
     """A store that all ranks share, once all are there; after `seconds` an error that says what is missing."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
     end = time.monotonic() + seconds
-    listener = _listen(launch) if launch.rank == 0 and not launch.agent else None
-    store = _connect(launch, listener, end, seconds)
     # Ranks that were started again read nothing that the ranks before them wrote.
-    store = PrefixStore(f"mheads/{launch.restart}", store)
-    _await_all(store, launch, end, seconds)
+    store = PrefixStore(f"mheads/{launch.restart}", _connect(launch, end, seconds))
+    keys = [f"here/{rank}" for rank in range(launch.size)]
+    try:
+        if store.add(keys[launch.rank], 1) > 1:
+            raise UserError(
+                f"two processes are rank {launch.rank} of {launch.size}: start each rank once, "
+                f"and one launch at a time on a MASTER_PORT"
+            )
+        missing = await_keys(store, keys, end - time.monotonic())
+    except RuntimeError as error:  # torch.distributed.DistError
+        raise UserError(
+            f"rank {launch.rank} lost rank 0 while waiting for the others: look for an error of rank 0 above"
+        ) from error
+    if missing:
+        ranks = ", ".join(key.removeprefix("here/") for key in missing)
+        raise UserError(
+            f"rank {launch.rank} waited {seconds:g} s, but of {launch.size} ranks these did not come: {ranks}; look "
+            "for their errors above, or start all of them"
+        )
     return store
+
+
+def _connect(launch: Launch, end: float, seconds: float) -> Store:
+    """The store itself on rank 0, unless torchrun keeps it; a client on the others."""
+    place, reason, answered = (launch.address, launch.port), "no answer", False
+    options: dict[str, Any] = {"timeout": timedelta(seconds=seconds), "wait_for_workers": False}
+    if launch.rank == 0 and not launch.agent:
+        options |= {"is_master": True, "master_listen_fd": _listen(launch).detach()}
+    while not answered and time.monotonic() < end:  # torch's own attempts fill the terminal with C++ frames
+        try:
+            socket.create_connection(place, timeout=max(end - time.monotonic(), 0.01)).close()
+            answered = True
+        except OSError as error:
+            reason = error.strerror or str(error)
+            time.sleep(0.05)
+    if answered:  # torch waits for ever for a port that is open but says nothing
+        try:
+            return in_background(lambda: TCPStore(*place, **options)).result(max(0.0, end - time.monotonic()))
+        except TimeoutError:
+            reason = "something listens there, but it is not rank 0"
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+    raise UserError(
+        f"rank {launch.rank} of {launch.size} cannot reach {'rank 0' if launch.rank else 'itself'} at "
+        f"{launch.address}:{launch.port} in {seconds:g} s ({reason}): check that MASTER_ADDR is the host of rank 0 as "
+        "this host knows it, that MASTER_PORT is free there, that no firewall is between, and that rank 0 is running"
+    )
 
 
 def _listen(launch: Launch) -> socket.socket:
@@ -55,64 +99,44 @@ def _listen(launch: Launch) -> socket.socket:
         ) from error
 
 
-def _connect(launch: Launch, listener: socket.socket | None, end: float, seconds: float) -> Store:
-    """The store itself for whoever has a socket to listen at, a client for the others."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+# Asking the store.
 
-    stores: list[Store] = []
-    reason, place = "no answer", (launch.address, launch.port)
+
+def await_keys(
+    store: Store, keys: Sequence[str], seconds: float = math.inf, check: Callable[[], None] = lambda: None
+) -> list[str]:
+    """Waits for keys as long as `check` allows; returns those that have not come after so many seconds."""
+    end = time.monotonic() + seconds
+    while not store.check(list(keys)):  # `wait` would do, but writes warnings of its own when it gives up
+        check()
+        if time.monotonic() > end:
+            return [key for key in keys if not store.check([key])]
+        time.sleep(0.02)
+    return []
+
+
+def ask(store: Store, question: Callable[[Store], T], seconds: float = 3.0) -> T | None:
+    """What the store answers; None if it does not answer in time."""
+    with suppress(RuntimeError, TimeoutError):
+        return in_background(lambda: question(store.clone())).result(seconds)
+    return None
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """Begins a call that may never return, in a thread that no exit of the process waits for."""
+    future: Future[T] = Future()
 
     def run() -> None:
-        nonlocal reason
-        options: dict[str, Any] = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
         try:
-            stores.append(TCPStore(*place, timeout=timedelta(seconds=seconds), wait_for_workers=False, **options))
-        except Exception as error:
-            reason = str(error).splitlines()[0]
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
 
-    answered = False
-    while not answered and time.monotonic() < end:  # torch's own attempts fill the terminal with C++ frames
-        try:
-            socket.create_connection(place, timeout=max(end - time.monotonic(), 0.01)).close()
-            answered = True
-        except OSError as error:
-            reason = error.strerror or str(error)
-            time.sleep(0.05)
-    if answered:  # torch waits for ever for a port that is open but says nothing: let a thread wait
-        reason = "something listens there, but it is not rank 0"
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(max(0.0, end - time.monotonic()))
-    if stores:
-        return stores[0]
-    raise UserError(
-        f"rank {launch.rank} of {launch.size} cannot reach {'rank 0' if launch.rank else 'itself'} at "
-        f"{launch.address}:{launch.port} in {seconds:g} s ({reason}): check that MASTER_ADDR is the host of rank 0 as "
-        "this host knows it, that MASTER_PORT is free there, that no firewall is between, and that rank 0 is running"
-    )
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
-def _await_all(store: Store, launch: Launch, end: float, seconds: float) -> None:
-    """Sign in, and wait for the others."""
-    keys = [f"here/{rank}" for rank in range(launch.size)]
-    try:
-        if store.add(keys[launch.rank], 1) > 1:
-            raise UserError(
-                f"two processes are rank {launch.rank} of {launch.size}: start each rank once, "
-                f"and one launch at a time on a MASTER_PORT"
-            )
-        while not store.check(keys):  # `wait` would do, but writes warnings of its own when it gives up
-            if time.monotonic() > end:
-                missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-                raise UserError(
-                    f"rank {launch.rank} waited {seconds:g} s, but of {launch.size} ranks these did not come: "
-                    f"{', '.join(missing)}; look for their errors above, or start all of them"
-                )
-            time.sleep(0.02)
-    except RuntimeError as error:  # torch.distributed.DistError
-        raise UserError(
-            f"rank {launch.rank} lost rank 0 while waiting for the others: look for an error of rank 0 above"
-        ) from error
+# The network interface.
 
 
 def use_interface(launch: Launch) -> str | None:

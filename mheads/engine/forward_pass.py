@@ -36,7 +36,9 @@ class ForwardPass:
         self.index = index
         self.spawn = spawn
         self.device, self.views = device, views
+        self.roots = stages.roots
         self.targets: Value = None
+        self._side: dict[str, Value] | None = None
         self._lock = threading.Lock()
         self._outputs: list[tuple[Node, Value]] = []
         self.outputs: Value = None
@@ -50,25 +52,32 @@ class ForwardPass:
     @torch.inference_mode()
     def prepare(self) -> None:
         batch = self.read().to(self.device)
-        self.targets = batch.targets
+        self.targets, self._side = batch.targets, batch.side_inputs()
         x = batch.network_inputs(self.stages.net.dtype)
         if self.views:
             x = stack_views(x, self.views)
-        for root in self.stages.roots:
-            self.spawn((self.index, FORWARD), self.forward, root, x, batch.side_inputs())
+        for root in self.roots:
+            self.spawn((self.index, FORWARD), self.forward, root, x)
 
     @torch.inference_mode()
-    def forward(self, node: Node, x: Value, side: dict[str, Value]) -> None:
+    def forward(self, node: Node, x: Value) -> None:
         x, stack = nested_values.map_leaves(canonical, x), self.stages.stacks.get(node.name)
-        y = self.stages.for_evaluation(node.name).outputs(x if stack is None else repeat_for(stack, x), side)
+        facts = self.stages.for_evaluation(node.name)
+        y = facts.outputs(x if stack is None else repeat_for(stack, x), self.side_inputs() if facts.sided else {})
         if node.children:
-            self.hand_down(node, y, side)
+            self.hand_down(node, y)
         else:
             self.hand_over(node, y if stack is not None else nested_values.map_leaves(lambda t: t.unsqueeze(0), y))
 
-    def hand_down(self, node: Node, output: Value, side: dict[str, Value]) -> None:
+    def side_inputs(self) -> dict[str, Value]:
+        """Those of the batch; another process may have prepared it."""
+        if self._side is None:
+            self._side = self.read().to(self.device).side_inputs()
+        return self._side
+
+    def hand_down(self, node: Node, output: Value) -> None:
         for child in self.stages.here(node.children):
-            self.spawn((self.index, FORWARD), self.forward, child, output, side)
+            self.spawn((self.index, FORWARD), self.forward, child, output)
 
     def hand_over(self, leaf: Node, output: Value) -> None:
         with self._lock:

@@ -1,13 +1,15 @@
-"""Sums whose bits do not depend on who finishes first."""
+"""Sums whose bits depend neither on who finishes first nor on who adds which part."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 Gradients = list[Tensor | None]
+Subtrees = dict[range, Gradients]  # sums of aligned parts of the tree: all of it, or those of one of several processes
 
 
 class PairwiseSum:
@@ -15,20 +17,23 @@ class PairwiseSum:
 
     Level by level, entries 2j and 2j+1 are added into entry j of the next level; an odd last one moves up alone. Two
     entries are added as soon as both are there, so no more than log2(n) of them wait when they come in order. None
-    stands for zero.
+    stands for zero. Where only `own` entries come, it adds the largest subtrees that these fill.
     """
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, own: range | None = None) -> None:
         self.sizes = [n]
         while self.sizes[-1] > 1:
             self.sizes.append((self.sizes[-1] + 1) // 2)
+        self.subtrees = subtrees(n, range(n) if own is None else own)
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int], Gradients] = {}
+        self._sums: Subtrees = {}
 
-    def add(self, index: int, terms: Gradients) -> Gradients | None:
-        """Takes over entry `index`, a list that is emptied on the way; returns the sum if this was the last entry."""
+    def add(self, index: int, terms: Gradients) -> Subtrees | None:
+        """Takes over entry `index`, a list that is emptied on the way; returns the sums if this was the last entry."""
         for level, size in enumerate(self.sizes):
-            if size == 1:
+            part = range(index << level, min(index + 1 << level, self.sizes[0]))
+            if part in self.subtrees:
                 break
             sibling = index ^ 1
             if sibling < size:
@@ -39,7 +44,35 @@ class PairwiseSum:
                         return None
                 terms = _add(terms, other) if index < sibling else _add(other, terms)
             index //= 2
-        return terms
+        with self._lock:
+            self._sums[part] = terms
+            return self._sums if len(self._sums) == len(self.subtrees) else None
+
+
+def subtrees(n: int, own: range) -> list[range]:
+    """The largest subtrees of the pairwise sum of n entries that lie within a range."""
+    roots: list[range] = []
+    start = own.start
+    while start < own.stop:
+        size = 1
+        while start % (2 * size) == 0 and min(start + 2 * size, n) <= own.stop and start + size < n:
+            size *= 2
+        roots.append(range(start, min(start + size, n)))
+        start = roots[-1].stop
+    return roots
+
+
+def add_subtrees(sums: Mapping[range, Tensor]) -> Tensor:
+    """The whole sum, of all subtrees."""
+    starts = {part.start: part for part in sums}
+
+    def add(start: int, stop: int) -> Tensor:
+        if starts[start].stop == stop:
+            return sums[starts[start]]
+        half = 1 << (stop - start - 1).bit_length() - 1
+        return add(start, start + half) + add(start + half, stop)
+
+    return add(0, max(part.stop for part in sums))
 
 
 @torch.no_grad()

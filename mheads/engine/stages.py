@@ -86,11 +86,8 @@ def threads_of(net: TreeNet, cores: int) -> dict[str, int]:
     """
     if not net.batch_statistics_layers():
         return dict.fromkeys(net.tree.nodes, 1)
-    depths: dict[str, int] = {}
-    for name, node in net.tree.nodes.items():  # parents come before their children
-        depths[name] = 0 if node.parent is None else depths[node.parent] + 1
-    beside = Counter(depths.values())  # below a split, a stage has siblings
-    return {name: max(1, cores // max(beside[depth], min(depth, 1) + 1)) for name, depth in depths.items()}
+    beside = Counter(net.tree.depths.values())  # below a split, a stage has siblings
+    return {name: max(1, cores // max(beside[depth], min(depth, 1) + 1)) for name, depth in net.tree.depths.items()}
 
 
 class Stages:

@@ -20,7 +20,7 @@ from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.gradient_sums import Gradients, PairwiseSum
+from mheads.engine.gradient_sums import PairwiseSum, Subtrees
 from mheads.engine.rows import Rows
 from mheads.engine.stacked_stages import repeat_for
 from mheads.engine.stages import Stages
@@ -81,7 +81,7 @@ class TrainingStep:
         self.spawn = spawn
         self.gradients = gradients
         self.dtype = stages.net.dtype
-        self.sums = {name: PairwiseSum(len(self.mine)) for name in stages.facts}
+        self.sums = {name: PairwiseSum(micro_batches) for name in stages.facts}
         # The part of the examples that a member learns from, where the loss tells.
         members = self.tree.num_members
         self.share = min(1.0, (loss.winners or members) / members)
@@ -162,9 +162,9 @@ class TrainingStep:
 
     def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value, learn: Tensor | None = None) -> None:
         d_input, gradients = tape.backward(d_output, learn)
-        total = self.sums[node.name].add(i - self.mine.start, gradients)
-        if total is not None:
-            self.keep(node.name, total)
+        sums = self.sums[node.name].add(i, gradients)
+        if sums is not None:
+            self.keep(node.name, sums)
         if node.parent is not None:
             self._hand_up_each(i, node, () if d_input is None else d_input)  # whoever is above waits, learning or not
             return
@@ -232,12 +232,13 @@ class TrainingStep:
             terms = [arrived[child] for child in parent.children if arrived[child] is not None]
             self._spawn(BACKWARD, i, parent, self.backward_of_sum, terms)
 
-    def keep(self, name: str, total: Gradients) -> None:
+    def keep(self, name: str, sums: Subtrees) -> None:
         """Keeps the gradients of a stage, summed over the micro-batches, in tensors that outlive the step.
 
         A sum that stayed where it was would split the memory of activations that the next member could use again.
         Nothing learned is -0.0, which changes no sum that it is added to.
         """
+        (total,) = sums.values()
         for kept, gradient in zip(self.gradients[name], total, strict=True):
             kept.fill_(-0.0) if gradient is None else kept.copy_(gradient)
 

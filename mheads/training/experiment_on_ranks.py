@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+import mheads
 from mheads.common.device import resolve
 from mheads.common.errors import UserError
 from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.batches import Batches
-from mheads.distributed.graph_engine import GraphEngine, RankGraph
-from mheads.distributed.placement import Placement
+from mheads.distributed.layers.graph_engine import GraphEngine, RankGraph
+from mheads.distributed.planning.measure_bandwidth import measure_bandwidth
+from mheads.distributed.planning.placement import Placement
+from mheads.distributed.planning.workload import BANDWIDTH, Cluster
 from mheads.distributed.process_group import World
-from mheads.distributed.rank_batches import SharedStream, absent_data, facts_of, inputs_needed
+from mheads.distributed.rank_batches import SharedStream, inputs_needed
 from mheads.distributed.ranks_engine import RanksEngine
-from mheads.distributed.step_time.workload import BANDWIDTH, Cluster
 from mheads.engine.interface import Engine
 from mheads.training.build_from_config import (
     adapt_loss,
@@ -80,7 +86,7 @@ def build_experiment_on_rank(config: Config, world: World) -> Experiment:
     """The experiment on this rank. Raises, on all ranks, if they differ in recipe, code or data."""
     shared = {k: v for k, v in schema.flatten(config).items() if _must_agree(k)}
     shared["teacher.answers"] = "none" if config.teacher.answers is None else "given"
-    world.compare("recipe", world.facts() | shared)
+    world.compare("recipe", _find_versions() | shared)
     world.watch.timeout = config.timeout
     resolve(config.device)
     rank_graph = getattr(make_network_factory(config)(), "rank_graph", None) if config.members == 1 else None
@@ -93,28 +99,26 @@ def build_experiment_on_rank(config: Config, world: World) -> Experiment:
     clusters = None
     if config.sampling.entry.from_run:
         clusters = world.share("groups", lambda: cluster_classes(config))
-    if config.data.reader == "lead" and not world.is_main:
-        absent = absent_data(world)
-        covariance = world.share("patches", list)
-        whiten_first_layers(net, torch.tensor(covariance, dtype=torch.float64) if covariance else None)
+    lead = config.data.reader == "lead"
+    if lead and not world.is_main:
+        absent, covariance = world.share("data", lambda: _describe(net, load_data(config)))
+        whiten_first_layers(net, covariance)
         return RanksExperiment(config, net, adapt_loss(loss, absent, config), absent, None, world, placement)
     data = load_data(config)
-    if config.data.reader == "lead":
-        world.share("data", lambda: facts_of(data))
-        world.share("patches", lambda: _share_covariance(net, data))
+    if lead:
+        world.share("data", lambda: _describe(net, data))
     else:
         world.compare("data", {"data checksum": data.fingerprint})
     experiment = assemble_experiment(config, net, loss, data, clusters=clusters)
-    if experiment.digests and config.data.reader != "lead":
+    if experiment.digests and not lead:
         what = "the sample weights" + (" and of the teacher's answers" if config.teacher.answers is not None else "")
         world.compare("sampling", {f"digest of {what}": list(experiment.digests.values())})
     return RanksExperiment(**vars(experiment), world=world, placement=placement)
 
 
-def _share_covariance(net: TreeNet, data: Data) -> list[Any]:
-    """What whitening layers on other ranks are made of; empty where there are none."""
-    covariance = measure_covariance(net.network(), data)
-    return [] if covariance is None else covariance.tolist()
+def _describe(net: TreeNet, data: Data) -> tuple[Data, Tensor | None]:
+    """What other ranks need of data that they do not read, and what their whitening layers are made of."""
+    return data.without_examples(), measure_covariance(net.network(), data)
 
 
 def _build_graph(config: Config, world: World, rank_graph: RankGraph) -> GraphExperiment:
@@ -148,13 +152,24 @@ def _must_agree(key: str) -> bool:
 
 def agree_on_placement(config: Config, world: World) -> Placement:
     """Which rank holds which stage. The main rank decides, since measured costs differ from rank to rank."""
-    bandwidth = world.bandwidth() if config.placement == "auto" else BANDWIDTH
+    bandwidth = measure_bandwidth(world) if config.placement == "auto" else BANDWIDTH
 
-    def decide() -> dict[str, Any]:
+    def decide() -> Placement:
         workers = config.engine.workers if config.engine.workers != "auto" else world.cores
         cluster = Cluster(world.size, workers, bandwidth)
-        placement = place(config.placement, make_workload(config), cluster)
-        return {"stages": dict(placement.stages), "slots": placement.slots, "replicas": placement.replicas}
+        return place(config.placement, make_workload(config), cluster)
 
-    decision = world.share("placement", decide)
-    return Placement(**decision | {"stages": {name: tuple(slots) for name, slots in decision["stages"].items()}})
+    return world.share("placement", decide)
+
+
+def _find_versions() -> dict[str, Any]:
+    """What must be equal on all ranks before anything is built, beside the recipe."""
+    digest, root = hashlib.sha256(), Path(mheads.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return {
+        "mheads version": mheads.__version__,
+        "code (checksum of the package)": digest.hexdigest()[:12],
+        "torch version": torch.__version__,
+        "Python version": platform.python_version(),
+    }

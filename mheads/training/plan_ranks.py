@@ -19,10 +19,10 @@ from mheads.common.atomic_files import write_atomically
 from mheads.common.errors import UserError
 from mheads.config.schema import Config
 from mheads.data import DATASETS
-from mheads.distributed.placement import Placement, default, explicit, place_stacks_whole
-from mheads.distributed.step_time.placement_search import Prediction, auto, predict
-from mheads.distributed.step_time.stage_loads import StageLoad, count_loads, measure_loads
-from mheads.distributed.step_time.workload import Cluster, Workload
+from mheads.distributed.planning.placement import Placement, default, explicit, place_stacks_whole
+from mheads.distributed.planning.placement_search import Prediction, auto, predict
+from mheads.distributed.planning.stage_loads import StageLoad, count_loads, measure_loads
+from mheads.distributed.planning.workload import Cluster, Workload
 from mheads.networks import INPUT_SHAPES
 from mheads.training.build_from_config import (
     build_loss,

@@ -53,6 +53,14 @@ class Tree:
         """The leaf of member 0, 1, ..."""
         return sorted((n for n in self.nodes.values() if not n.children), key=lambda n: n.members[0])
 
+    @cached_property
+    def depths(self) -> dict[str, int]:
+        """How many stages are above each."""
+        depths: dict[str, int] = {}
+        for name, node in self.nodes.items():  # parents come before their children
+            depths[name] = 0 if node.parent is None else depths[node.parent] + 1
+        return depths
+
     @property
     def num_members(self) -> int:
         return len(self.leaves)

@@ -15,10 +15,10 @@ from benchmarks.comm import CAFFENET, CIFAR10_QUICK, Network, best_loads, expose
 from benchmarks.measure import Times
 from benchmarks.ranks import RANKS
 from mheads.common.number_ranges import cuts
-from mheads.distributed.placement import default
-from mheads.distributed.step_time.placement_search import predict, traffic
-from mheads.distributed.step_time.stage_loads import StageLoad
-from mheads.distributed.step_time.workload import Cluster, Workload
+from mheads.distributed.planning.placement import default
+from mheads.distributed.planning.placement_search import predict, traffic
+from mheads.distributed.planning.stage_loads import StageLoad
+from mheads.distributed.planning.workload import Cluster, Workload
 from mheads.networks import INPUT_SHAPES, NETWORKS
 
 TINY = Network("cifar10_quick", members=4, rows=16, micro_batches=2, splits=("conv2", "ip1"))

@@ -14,8 +14,8 @@ from mheads.cli.printing.tree import draw
 from mheads.common.console import Console
 from mheads.config.read import load
 from mheads.data.catalog import DATASETS
-from mheads.distributed.placement import Placement
-from mheads.distributed.step_time.workload import Cluster
+from mheads.distributed.planning.placement import Placement
+from mheads.distributed.planning.workload import Cluster
 from mheads.problems import Classification
 from mheads.training.plan_ranks import make_plan
 

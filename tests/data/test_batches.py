@@ -9,7 +9,7 @@ import torch
 from mheads import data
 from mheads.data.batches import Batch, BatchStream, evaluation_batches
 from mheads.data.splits import TargetRows
-from mheads.distributed.placement import Division, Placement
+from mheads.distributed.planning.placement import Division, Placement
 from mheads.distributed.rank_batches import SharedStream, inputs_needed
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse

@@ -12,12 +12,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import mheads
 from mheads import TreeNet
 from mheads.data.batches import Batch
-from mheads.distributed.collectives import Group
-from mheads.distributed.placement import default
+from mheads.distributed.planning.placement import default
+from mheads.distributed.planning.simulation import Simulation
+from mheads.distributed.planning.stage_loads import StageLoad
+from mheads.distributed.planning.workload import Workload
 from mheads.distributed.ranks_engine import RanksEngine
-from mheads.distributed.step_time.simulation import Simulation
-from mheads.distributed.step_time.stage_loads import StageLoad
-from mheads.distributed.step_time.workload import Workload
 from mheads.engine.engine_options import EngineOptions
 
 RANKS, ROWS, PARTS = 64, 128, 64
@@ -44,8 +43,7 @@ def test_sixty_four_ranks_build_and_step_and_run_the_collectives_that_are_planne
     placement = default(net.tree, RANKS, PARTS)
     own = TreeNet(network, tree={"hidden": RANKS}, only=placement.stages_on(3))
     watch = SimpleNamespace(tell=lambda **_: None, suspect=lambda error: pytest.fail(str(error)))
-    group = Group(tuple(range(RANKS)), dist.group.WORLD)
-    world = SimpleNamespace(rank=3, size=RANKS, is_main=False, group=group, watch=watch)
+    world = SimpleNamespace(rank=3, size=RANKS, is_main=False, watch=watch)
     world.wire_device = lambda device: device
     engine = RanksEngine(own, EngineOptions(1, PARTS), world, placement)
     run = []
@@ -54,7 +52,7 @@ def test_sixty_four_ranks_build_and_step_and_run_the_collectives_that_are_planne
     def gather(key, group, value):
         """As if all ranks gave what this one gives; the fake backend leaves buffers as they are."""
         run.append(key)
-        return [value] * len(group)
+        return dict.fromkeys(dist.get_process_group_ranks(group), value)
 
     monkeypatch.setattr(gathering, "gather", gather)
     from mheads.distributed import rank_training_step

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mheads import UserError
-from mheads.distributed.collectives import _add_tree, subtrees
-from mheads.distributed.placement import Division, Placement, default, explicit, meshes, spread, terms_given
-from mheads.engine.gradient_sums import PairwiseSum
+from mheads.distributed.planning.placement import Division, Placement, default, explicit, meshes, spread, terms_given
+from mheads.engine.gradient_sums import PairwiseSum, add_subtrees, subtrees
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
@@ -74,22 +73,25 @@ def test_each_micro_batch_of_a_stage_is_run_once_in_its_replica_or_whole_on_each
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 40), max_size=6), st.integers(0, 2**32 - 1))
 def test_subtrees_of_any_ranges_add_up_to_the_bits_of_the_whole_tree(n, stops, seed):
-    values = torch.from_numpy(np.random.default_rng(seed).standard_normal(n).astype(np.float32) * 1e3)
-    one, total = PairwiseSum(n), None
-    for i in range(n):
-        total = one.add(i, [values[i]])
+    rng = np.random.default_rng(seed)
+    values = torch.from_numpy(rng.standard_normal(n).astype(np.float32) * 1e3)
+
+    def add(own):
+        one, found = PairwiseSum(n, own), None
+        for i in rng.permutation(own):
+            assert found is None
+            found = one.add(int(i), [values[i]])
+        assert sorted(i for part in found for i in part) == list(own)
+        assert list(subtrees(n, own)) == sorted(found, key=lambda part: part.start)
+        return {part: total for part, (total,) in found.items()}
+
+    whole = add(range(n))
+    assert list(whole) == [range(n)]
     edges = sorted({0, n, *(stop for stop in stops if stop < n)})
-    parts = {}
+    sums = {}
     for start, stop in itertools.pairwise(edges):
-        roots = subtrees(n, range(start, stop))
-        assert [i for root in roots for i in root] == list(range(start, stop))
-        for root in roots:
-            inner, added = PairwiseSum(len(root)), None
-            for i in root:
-                added = inner.add(i - root.start, [values[i]])
-            parts[root.start] = (root.stop, added[0])
-    assert torch.equal(_add_tree(parts, 0, n), total[0])
-    assert len(subtrees(n, range(n))) == 1
+        sums |= add(range(start, stop))
+    assert torch.equal(add_subtrees(sums), whole[range(n)])
 
 
 def test_only_the_first_children_that_are_together_are_added_where_they_are():
@@ -112,8 +114,8 @@ def test_ranks_that_are_left_hold_replicas_as_long_as_there_are_micro_batches():
     tree = parse({"a": 2}, LAYERS)
     assert [default(tree, ranks, 3).replicas for ranks in (1, 2, 3, 4, 7, 9)] == [1, 1, 1, 2, 3, 3]
     placement = default(tree, 4, 4)
-    assert [placement.holders("trunk", replica) for replica in range(2)] == [[0, 1], [2, 3]]
-    assert placement.all_holders("a/1") == [1, 3]
+    assert [placement.holders("trunk", replica) for replica in range(2)] == [(0, 1), (2, 3)]
+    assert placement.all_holders("a/1") == (1, 3)
 
 
 def test_a_stage_that_is_not_named_goes_with_its_parent_and_one_that_is_named_is_there_too():

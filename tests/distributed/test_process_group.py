@@ -1,7 +1,7 @@
 """How ranks meet, agree and leave: what goes wrong before, between and after the steps of training."""
 
-import json
 import os
+import pickle
 import re
 import signal
 
@@ -104,7 +104,7 @@ def test_a_mistake_of_the_lead_is_that_of_all_and_its_decision_is_made_once(watc
             world.share("what", decide)
     assert [world.share("what", decide) for world in worlds] == [2, 2, 2]
     for rank in (2, 1):
-        store.set(f"facts/1/{rank}", json.dumps(["a host", {"n": 3 if rank == 1 else 4}]))
+        store.set(f"facts/1/{rank}", pickle.dumps(("a host", {"n": 3 if rank == 1 else 4})))
     with pytest.raises(UserError, match=r"rank 2 \(a host\) has another n: 4 there, 3 on rank 0"):
         worlds[0].compare("facts", {"n": 3})
 
@@ -129,9 +129,9 @@ def dead_between_agreements():
 
 
 def dead_while_bandwidth_is_measured():
-    from mheads.distributed.process_group import World
+    from mheads.training import experiment_on_ranks
 
-    World.bandwidth = die
+    experiment_on_ranks.measure_bandwidth = die
 
 
 def dead_when_all_is_done():

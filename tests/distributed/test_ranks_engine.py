@@ -78,13 +78,13 @@ def test_ranks_give_the_bits_of_one_process(name, spread, one_process, tmp_path)
     assert all(d.out == "" for d in done[1:]), "only rank 0 speaks"
 
 
-@pytest.mark.parametrize("placement", ["default", "auto", "{0: 0, 1: 0}"])
-def test_running_statistics_have_no_replicas_and_so_the_bits_of_one_process(tmp_path, placement):
+@pytest.mark.parametrize("tree", ["placement=default", "placement=auto", "placement={0: 0, 1: 0}", "split=norm"])
+def test_running_statistics_have_no_replicas_and_so_the_bits_of_one_process(tmp_path, tree):
     """Batches that are accumulated update them one after the other: replicas would each see some of them."""
     args = ["digits", "model=user_networks:normalised", "members=2", "data.limit=60", "optim.batch_size=8"]
-    args += ["optim.accumulate=2", "optim.iterations=3", "log.every=1"]
+    args += ["optim.accumulate=2", "optim.iterations=3", "log.every=1", tree]
     assert process("train", *args, "--run", tmp_path / "one").code == 0
-    done = ranks(4, "train", *args, f"placement={placement}", "--run", tmp_path / "four")
+    done = ranks(4, "train", *args, "--run", tmp_path / "four")
     assert [d.code for d in done] == [0] * 4, done[0].err
     assert_same_run(tmp_path / "four", tmp_path / "one")
 
@@ -102,6 +102,14 @@ def test_shares_of_uneven_length_have_the_bits_of_one_process(tmp_path):
     args = [*COMMON, *RECIPES["MCL k=1"][1], "engine.micro_batches=3"]
     assert process("train", *args, "--run", tmp_path / "one").code == 0
     done = ranks(2, "train", *args, "--run", tmp_path / "two")
+    assert [d.code for d in done] == [0, 0], done[0].err
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+def test_ranks_that_read_nothing_take_part_in_what_calibration_examples_decide(tmp_path):
+    args = ["diabetes", "loss=mcl", "data.calibration=20", "engine.stack=never", "optim.iterations=2"]
+    assert process("train", *args, "--run", tmp_path / "one").code == 0
+    done = ranks(2, "train", *args, "data.reader=lead", "timeout=20", "--run", tmp_path / "two")
     assert [d.code for d in done] == [0, 0], done[0].err
     assert_same_run(tmp_path / "two", tmp_path / "one")
 

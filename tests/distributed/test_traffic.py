@@ -7,9 +7,9 @@ import pytest
 from helpers.commands import ranks
 
 from mheads.config import read as configs
-from mheads.distributed.step_time.placement_search import traffic
-from mheads.distributed.step_time.simulation import Simulation
-from mheads.distributed.step_time.workload import Cluster
+from mheads.distributed.planning.placement_search import traffic
+from mheads.distributed.planning.simulation import Simulation
+from mheads.distributed.planning.workload import Cluster
 from mheads.training.plan_ranks import make_workload, place
 
 COMMON = [
@@ -28,22 +28,26 @@ CASES = {
         ],
     ),
     "replicas": (4, ["split=conv1", "placement={trunk: 0}"]),
+    "batch statistics": (
+        3,
+        ["model=user_networks:normalised", "split=norm", "optim.accumulate=2", "engine.micro_batches=auto"],
+    ),
 }
 
 
 def log_collectives(folder):
     """Each collective of a step that this rank takes part in, as a line: how many floats this rank gives to it."""
     from mheads.common import nested_values
-    from mheads.distributed import rank_training_step, shared_outputs
+    from mheads.distributed import rank_evaluation, rank_training_step
     from mheads.distributed.collectives import Gathering
 
-    start, over = shared_outputs.EvaluationWindow.start, []
+    start, over = rank_evaluation.EvaluationWindow.start, []
 
     def start_evaluation(self):
         over.append(True)  # it comes after the last step
         start(self)
 
-    shared_outputs.EvaluationWindow.start = start_evaluation
+    rank_evaluation.EvaluationWindow.start = start_evaluation
 
     def write(floats):
         if over:
@@ -55,7 +59,7 @@ def log_collectives(folder):
 
     def logged_gather(self, key, group, value):
         if key != "report":
-            write(sum(t.numel() for t in nested_values.leaves(value)))
+            write(0 if value is None else sum(t.numel() for t in nested_values.leaves(value)))
         return gather(self, key, group, value)
 
     def logged_exchange(group, given, *args):

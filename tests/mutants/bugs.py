@@ -378,6 +378,18 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/engine/test_engine.py -k share_memory",
                 ),
                 Bug("the odd last one waits for nobody", "if sibling < size", "if sibling <= size"),
+                Bug(
+                    "a sum is cut in the middle",
+                    "half = 1 << (stop - start - 1).bit_length() - 1",
+                    "half = 1",
+                    tests="tests/distributed/test_placement.py -k subtrees",
+                ),
+                Bug(
+                    "a subtree may begin anywhere",
+                    "while start % (2 * size) == 0 and",
+                    "while",
+                    tests="tests/distributed/test_placement.py -k subtrees",
+                ),
             ],
         ),
         File(
@@ -1224,13 +1236,13 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a signal to another rank is not heard",
-                    "stop = stop or int(asked)",
-                    "stop = stop or int(own[0])",
+                    "stop = stop or asked",
+                    "stop = stop or own[0]",
                     tests='tests/distributed/test_faults.py -k "signal_to_one and 2-1"',
                 ),
                 Bug(
                     "losses of other ranks do not reach this one",
-                    "whole[members[:, None], rows] = block",
+                    "whole[members, rows] = block",
                     "pass",
                 ),
                 Bug(
@@ -1247,19 +1259,19 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a rank gives the gradients of its own micro-batch to others",
-                    "for value in added[i].values()])",
-                    "for value in added[min(owned.values())].values()])",
+                    "lay_out(added[i], self._form(name, i, self.me))",
+                    "lay_out(added[min(added)], self._form(name, min(added), self.me))",
                 ),
                 Bug(
                     "sums of micro-batches are taken in the order in which they finish",
-                    "sorted(total, key=lambda root: root[0].start)",
-                    "sorted(total, key=lambda root: -root[0].start)",
+                    "zip(given, held[self.me], strict=True)",
+                    "zip(given, reversed(held[self.me]), strict=True)",
                     tests="tests/distributed/test_ranks_engine.py -k uneven",
                 ),
                 Bug(
                     "a gradient that nobody learned is noise",
-                    "torch.full_like(k, -0.0).reshape(-1) if g is None",
-                    "torch.full_like(k, 1e-3).reshape(-1) if g is None",
+                    "piece.fill_(-0.0) if gradient is None",
+                    "piece.fill_(1e-3) if gradient is None",
                     tests="tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
                     equivalent="every parameter of these networks learns in every micro-batch",
                 ),
@@ -1267,26 +1279,24 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/distributed/collectives.py",
-            "tests/distributed/test_placement.py -k subtrees",
+            "tests/distributed/test_ranks_engine.py -k uneven",
             [
-                Bug("a sum is cut in the middle", "half = 1 << (stop - start - 1).bit_length() - 1", "half = 1"),
-                Bug("a subtree may begin anywhere", "while start % (2 * size) == 0 and", "while"),
+                Bug("a longer value than before is cut off", "if longest <= room", "if True"),
                 Bug(
-                    "a longer value than before is cut off",
-                    "if longest <= room",
-                    "if True",
-                    tests="tests/distributed/test_ranks_engine.py -k uneven",
-                ),
-                Bug(
-                    "tensors with gaps are sent as they lie",
-                    "tensors.append(t if _is_dense(t) else t.contiguous())",
-                    "tensors.append(t)",
-                    tests="tests/distributed/test_communication_layers.py -k every_shape",
+                    "collectives run as their inputs come",
+                    "key=lambda one: one.order",
+                    "key=lambda one: one.missing",
+                    tests="tests/distributed/test_ranks_engine.py -k 'probability and explicit'",
                 ),
             ],
         ),
         File(
-            "mheads/distributed/placement.py",
+            "mheads/distributed/packed_values.py",
+            "tests/distributed/test_communication_layers.py -k every_shape",
+            [Bug("tensors with gaps are sent as they lie", "t = t if dense else t.clone()", "t = t")],
+        ),
+        File(
+            "mheads/distributed/planning/placement.py",
             "tests/distributed/test_placement.py",
             [
                 Bug(
@@ -1309,17 +1319,11 @@ AREAS: dict[str, list[File]] = {
             "mheads/distributed/rank_batches.py",
             "tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
             [
-                Bug(
-                    "the main rank keeps the keys that break ties for itself",
-                    'SENT = ("targets", "sample_weights", "ties", "side", "counts")',
-                    'SENT = ("targets", "sample_weights", "side", "counts")',
-                    equivalent="only members of equal losses have ties",
-                ),
-                Bug("every rank is sent the first inputs", "rows = self.needs(rank)", "rows = self.needs(0)"),
+                Bug("every rank is sent the first inputs", "self.needs(rank))", "self.needs(0))"),
             ],
         ),
         File(
-            "mheads/distributed/communication_layers.py",
+            "mheads/distributed/layers/communication_layers.py",
             "tests/distributed/test_communication_layers.py -k 'in_place or order or random_programs or copy_of'",
             [
                 Bug(
@@ -1383,20 +1387,20 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a mistake of the main rank is found by nobody else",
-                    'decision = {"error": str(error)}',
-                    'decision = {"found": None}',
+                    "self._set(key, (None, str(error)))",
+                    "self._set(key, (None, None))",
                 ),
             ],
         ),
         File(
-            "mheads/distributed/graph_engine.py",
+            "mheads/distributed/layers/graph_engine.py",
             'tests/distributed/test_caffe_on_ranks.py -k "another_graph_runs and root"',
             [
                 Bug("dropout elsewhere is not counted", "skip_mask()  # masks are numbered as in one process", "pass"),
                 Bug(
                     "the loss is that of the last rank",
-                    "told[0][0].item() / max(1, rows)",
-                    "told[-1][0].item() / max(1, rows)",
+                    "told[0][0] / max(1, rows)",
+                    "told[self.world.size - 1][0] / max(1, rows)",
                 ),
             ],
         ),

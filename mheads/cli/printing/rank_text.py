@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mheads.common.number_words import count
-from mheads.distributed.placement import Placement
+from mheads.distributed.planning.placement import Placement
 
 
 def mesh_text(placement: Placement, ranks: int) -> str:

@@ -13,9 +13,9 @@ from mheads.common.number_words import count
 from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.config.schema import Config
-from mheads.distributed.placement import Placement
-from mheads.distributed.step_time.placement_search import traffic
-from mheads.distributed.step_time.workload import Cluster
+from mheads.distributed.planning.placement import Placement
+from mheads.distributed.planning.placement_search import traffic
+from mheads.distributed.planning.workload import Cluster
 from mheads.training.build_from_config import make_tree
 from mheads.training.plan_ranks import ConfigWorkload, make_workload, place
 from mheads.trees.tree_spec import Node

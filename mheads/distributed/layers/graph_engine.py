@@ -8,27 +8,24 @@ date: it evaluates and writes checkpoints alone. On the others only the weights 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from mheads.common.errors import UserError
 from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
-from mheads.distributed.collectives import Gathering, broadcast_value
-from mheads.distributed.communication_layers import Broadcast, Gather
+from mheads.distributed.layers.communication_layers import Broadcast, Gather
 from mheads.distributed.process_group import World
+from mheads.distributed.ranks_engine import EngineOnRank
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.threads import ThreadsEngine
 from mheads.engine.training_step import StepReport
 from mheads.losses import Loss
 from mheads.networks.dropout import Dropout, keyed_masks, skip_mask
 from mheads.trees.treenet import TreeNet
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,14 +74,12 @@ class RankGraph:
     outputs: tuple[tuple[int, int], ...]  # number and rank
 
 
-class GraphEngine(ThreadsEngine):
+class GraphEngine(EngineOnRank):
     """Runs the layers of this rank; `net` holds the whole net as one stage."""
 
     def __init__(self, net: TreeNet, options: EngineOptions, world: World, rank_graph: RankGraph) -> None:
-        super().__init__(net, replace(options, workers=1))  # collectives have one order
-        self.world, self.rank_graph = world, rank_graph
-        self.is_main, self.rank = world.is_main, world.rank
-        self.gathering = Gathering(options.device)
+        super().__init__(net, options, world)
+        self.rank_graph = rank_graph
         (self.name,) = net.tree.nodes
         self.modules_: dict[str, Any] = dict(net.stage(self.name)._modules)
         self.links: dict[int, nn.Module] = {}
@@ -95,8 +90,6 @@ class GraphEngine(ThreadsEngine):
                 self.links[i] = Gather(step.root, step.bottoms)
         self.ends = {i: Gather(0, [rank]) for i, (_, rank) in enumerate(rank_graph.outputs) if rank != 0}
         self.owned = self._tensors_by_rank()
-        # Who waits for another rank looks busy and is innocent: only a rank that gives no sign of life is lost.
-        world.watch.tell(fail=self.workers.fail)
 
     def _tensors_by_rank(self) -> dict[int, list[Tensor]]:
         """By rank, the parameters that learn there and the buffers that change there."""
@@ -108,33 +101,10 @@ class GraphEngine(ThreadsEngine):
                     by_rank[step.rank].setdefault(id(tensor), tensor)
         return {rank: list(tensors.values()) for rank, tensors in by_rank.items()}
 
-    def close(self) -> None:
-        self.world.watch.tell()
-        super().close()
-
     def step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         self.net.train()
-        return self._run(lambda: self._step(step, batch, loss))
-
-    def _run(self, collective: Callable[[], T]) -> T:
-        """Runs what the ranks do together; the loss of one of them ends the wait."""
-        results: list[T] = []
-
-        def run() -> None:
-            try:
-                results.append(collective())
-            except (UserError, RuntimeError) as error:
-                lost = error if isinstance(error, RuntimeError) else error.__cause__
-                if not isinstance(lost, RuntimeError):
-                    raise
-                self.world.watch.suspect(lost)
-                return  # until it is known which rank is lost
-            self.workers.release()
-
-        self.workers.hold()
-        self.workers.spawn((0,), run)
-        self.workers.wait()
-        return results[0]
+        # As one collective: the layers in it have an order, and a rank that waits in one for another is innocent.
+        return self.collectives.together(lambda: self._step(step, batch, loss))
 
     def _step(self, step: int, batch: Batch, loss: Loss) -> StepReport:
         members, rows = 1, batch.num_rows
@@ -150,11 +120,9 @@ class GraphEngine(ThreadsEngine):
                 own = batch.rows(*part)
                 losses[:, own], assignment[:, own] = loss_value.losses, loss_value.assignment
         self._collect_gradients()
-        told = self.gathering.gather(
-            "report", self.world.group, torch.tensor([total, float(self.asked_to_stop)]).double()
-        )
-        stops = [int(stop) for _, stop in told if stop]
-        return StepReport(told[0][0].item() / max(1, rows), losses, assignment, stops[0] if stops else 0)
+        told = self.gathering.gather("report", dist.group.WORLD, (total, self.asked_to_stop))
+        stop = next((asked for _, asked in told.values() if asked), 0)
+        return StepReport(told[0][0] / max(1, rows), losses, assignment, stop)
 
     def _pass(self, batch: Batch, loss: Loss, key: tuple[int | str, ...], rows: int) -> Any:
         """Forward and backward of a micro-batch; the main rank gets what the loss is."""
@@ -214,7 +182,7 @@ class GraphEngine(ThreadsEngine):
     def _collect_gradients(self) -> None:
         """Puts the gradients of this rank into place; on the main rank also gradients and statistics of the others."""
         own = () if self.is_main else tuple(_content(t) for t in self.owned[self.world.rank])
-        for rank, tensors in enumerate(self.gathering.gather_on_main(self.world.group, own)):
+        for rank, tensors in enumerate(self.gathering.gather_on_main(own)):
             for tensor, part in zip(self.owned[rank] if rank else (), tensors, strict=True):
                 if tensor.requires_grad:
                     tensor.grad = torch.empty_like(tensor).copy_(part)
@@ -228,16 +196,14 @@ class GraphEngine(ThreadsEngine):
         if self.is_main:
             yield from super().outputs(readers)
 
-    def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        return self.world.decide(decide)
-
     def gather(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors if self.is_main else {}
 
     def scatter(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         own = {name: t for name, t in tensors.items() if not name.startswith("progress/")}
-        there: dict[str, Tensor] = self._run(lambda: broadcast_value(self.world.group, own))
-        return tensors if self.is_main else there
+        there = [own]
+        self.collectives.together(lambda: dist.broadcast_object_list(there, src=0))
+        return tensors if self.is_main else there[0]
 
 
 def _content(tensor: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from torch import nn
 
 from mheads import TreeNet, UserError
 from mheads.config import read as configs
-from mheads.distributed.placement import Placement, default, explicit, hold_members, meshes
-from mheads.distributed.step_time.placement_search import auto, predict
-from mheads.distributed.step_time.simulation import Simulation
-from mheads.distributed.step_time.stage_loads import StageLoad, count_loads, measure_loads
-from mheads.distributed.step_time.workload import Cluster, Workload
+from mheads.distributed.planning.placement import Placement, default, explicit, hold_members, meshes
+from mheads.distributed.planning.placement_search import auto, predict
+from mheads.distributed.planning.simulation import Simulation
+from mheads.distributed.planning.stage_loads import StageLoad, count_loads, measure_loads
+from mheads.distributed.planning.workload import Cluster, Workload
 from mheads.engine.cost import stage_costs
 from mheads.networks import NETWORKS
 from mheads.training.build_from_config import count_micro_batches, make_tree

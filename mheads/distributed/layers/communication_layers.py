@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mheads.common.errors import UserError
-from mheads.distributed.collectives import pack, unpack
+from mheads.distributed.packed_values import pack, unpack
 
 
 class _Layer(nn.Module):

@@ -35,12 +35,15 @@ class Placement:
             return []
         return [name for name, slots in self.stages.items() if rank % self.slots in slots]
 
-    def holders(self, stage: str, replica: int) -> list[int]:
-        """The ranks of a replica that hold a stage."""
-        return [replica * self.slots + slot for slot in self.stages[stage]]
+    def ranks_of(self, replica: int) -> tuple[int, ...]:
+        return tuple(range(replica * self.slots, (replica + 1) * self.slots))
 
-    def all_holders(self, stage: str) -> list[int]:
-        return [rank for replica in range(self.replicas) for rank in self.holders(stage, replica)]
+    def holders(self, stage: str, replica: int) -> tuple[int, ...]:
+        """The ranks of a replica that hold a stage."""
+        return tuple(replica * self.slots + slot for slot in self.stages[stage])
+
+    def all_holders(self, stage: str) -> tuple[int, ...]:
+        return tuple(rank for replica in range(self.replicas) for rank in self.holders(stage, replica))
 
 
 class Division:
@@ -94,14 +97,19 @@ class Division:
             for j in range(most)
         ]
 
+    def round_of(self, stage: str, i: int) -> int:
+        """The round in which micro-batch i of a stage is exchanged."""
+        return self.runs(stage, self.owner(stage, i)).index(i)
+
     def turns(self, rank: int) -> dict[int, int]:
         """The order in which rounds bring the micro-batches of a rank's replica: the same on all its ranks."""
-        share = self.share(rank)
-        if self.whole or not share:
-            return {i: turn for turn, i in enumerate(share)}
         widest = max(self.placement.stages, key=lambda name: len(self.placement.stages[name]))
-        order = [i for owned in self.rounds(widest, rank) for i in owned.values()]
+        order = dict.fromkeys(i for owned in self.rounds(widest, rank) for i in owned.values())
         return {i: turn for turn, i in enumerate(order)}
+
+    def begins(self, tree: Tree, rank: int) -> list[int]:
+        """The micro-batches whose inputs a rank needs: those that it runs the first stage on."""
+        return sorted({i for root in tree.roots for i in self.runs(root.name, rank)})
 
 
 def terms_given(givers: Sequence[int]) -> dict[int, list[list[int]]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mheads.distributed.placement import Placement, default, meshes, spread
-from mheads.distributed.step_time.simulation import Simulation
-from mheads.distributed.step_time.stage_loads import StageLoad
-from mheads.distributed.step_time.workload import Cluster, Workload
+from mheads.distributed.planning.placement import Placement, default, meshes, spread
+from mheads.distributed.planning.simulation import Simulation
+from mheads.distributed.planning.stage_loads import StageLoad
+from mheads.distributed.planning.workload import Cluster, Workload
 
 # How many simulated tasks a search may take: about a second.
 EFFORT = 60_000

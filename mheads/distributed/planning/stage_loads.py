@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mheads.common import nested_values
 from mheads.common.modules import children, trainable
 from mheads.common.nested_values import Value
-from mheads.distributed.step_time.workload import Workload
+from mheads.distributed.planning.workload import Workload
 from mheads.engine.cost import costs_on
 from mheads.engine.memory import keep_freed_memory
 from mheads.engine.stages import StageFacts

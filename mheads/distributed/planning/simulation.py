@@ -14,11 +14,11 @@ from heapq import heappop, heappush
 from typing import Any
 
 from mheads.common.number_ranges import cuts
-from mheads.distributed.collectives import subtrees
-from mheads.distributed.placement import Division, Placement, terms_given
-from mheads.distributed.step_time.stage_loads import StageLoad
-from mheads.distributed.step_time.wires import Wires
-from mheads.distributed.step_time.workload import Workload
+from mheads.distributed.planning.placement import Division, Placement, terms_given
+from mheads.distributed.planning.stage_loads import StageLoad
+from mheads.distributed.planning.wires import Wires
+from mheads.distributed.planning.workload import Workload
+from mheads.engine.gradient_sums import subtrees
 from mheads.engine.training_step import BACKWARD, FORWARD
 
 
@@ -45,14 +45,12 @@ class Simulation:
         self.leaves = [leaf.name for leaf in tree.leaves]
         self.roots = [root.name for root in tree.roots]
         self.groups: dict[str, int] = {}
-        self.depth: dict[str, int] = {}
         self.paths: dict[str, float] = {}
         for name, node in tree.nodes.items():
             own = loads[name].forward + loads[name].backward
             above = node.parent
             root = self.roots.index(name) if above is None and workload.separable else 0
             self.groups[name] = root if above is None else self.groups[above]
-            self.depth[name] = 0 if above is None else self.depth[above] + 1
             self.paths[name] = own + (0.0 if above is None else self.paths[above])  # seconds per row from the root on
 
     def run(self, placement: Placement, seconds_per_float: float, latency: float) -> tuple[float, list[float]]:
@@ -142,16 +140,13 @@ class _Replica:
         self.collectives.append(one)
 
     def _plan(self) -> None:
-        workload, depth, slots = self.step.workload, self.step.depth, self.placement.stages
+        workload, depth, slots = self.step.workload, self.step.tree.depths, self.placement.stages
         for name, node in self.step.tree.nodes.items():
             if node.children and len(slots[name]) > 1:
-                if not workload.in_order:
-                    for j, owned in enumerate(self.division.rounds(name, 0)):
+                for j, owned in enumerate(self.division.rounds(name, 0)):
+                    if not workload.in_order:
                         self._plan_down(name, j, owned, (0, depth[name], j, name))
-                        self._plan_up(name, j, owned, (2, -depth[name], j, name))
-                else:
-                    for i in range(len(self.sizes)):
-                        self._plan_up(name, i, dict.fromkeys(slots[name], i), (2, -depth[name], i, name))
+                    self._plan_up(name, j, owned, (2, -depth[name], j, name))
             if not workload.in_order and self.loads[name].parameters and self._num_holders(name) > 1:
                 self._plan_sum(name)
         if not workload.separable and self.placement.slots > 1:
@@ -179,11 +174,10 @@ class _Replica:
         slots, children = self.placement.stages[name], self.step.tree.nodes[name].children
         sent: Counter[int] = Counter()
         taken: Counter[int] = Counter()
-        for i in dict.fromkeys(owned.values()):
-            target = next(slot for slot in owned if owned[slot] == i)
+        for target, i in owned.items():
             givers = [self.division.owner(child, i) for child in children]
             for slot, terms in terms_given(givers).items():
-                if self.step.workload.in_order or slot != target:
+                if slot != target:
                     sent[slot] += len(terms) * self._floats(name, i)  # type: ignore[assignment]
                     taken[target] += len(terms) * self._floats(name, i)  # type: ignore[assignment]
 
@@ -192,10 +186,9 @@ class _Replica:
                 self._spawn(slot, BACKWARD, name, i)
 
         most = max([*sent.values(), *taken.values()], default=0)
-        whole = self.step.workload.in_order
-        seconds = self.wires.gather(len(slots), max(sent.values(), default=0)) if whole else self.wires.exchange(most)
-        missing = len(children) * len(dict.fromkeys(owned.values()))
-        self._add(("up", name, j), order, Collective((), slots, missing, seconds, sum(sent.values()), arrive))
+        missing = len(children) * len(set(owned.values()))
+        seconds, floats = self.wires.exchange(most), sum(sent.values())
+        self._add(("up", name, j), order, Collective((), slots, missing, seconds, floats, arrive))
 
     def _plan_loss(self, i: int) -> None:
         slots, blocks = range(self.placement.slots), Counter[int]()
@@ -219,7 +212,7 @@ class _Replica:
         seconds = self.wires.exchange(most) + self.wires.gather(len(ranks), chunk)
         slots = self.placement.stages[name]
         floats = sum(roots) / self.placement.replicas * parameters
-        order = (3, -self.step.depth[name], name)
+        order = (3, -self.step.tree.depths[name], name)
         self._add(("sum", name), order, Collective((), slots, len(self.sizes), seconds, floats, lambda: None))
 
     def _give(self, key: tuple[Any, ...]) -> None:
@@ -327,15 +320,11 @@ class _Replica:
     def _hand_up(self, slot: int, name: str, parent: str, i: int) -> None:
         if len(self.placement.stages[parent]) > 1:
             if slot == self.division.owner(name, i):
-                j = i if self.step.workload.in_order else self._round(parent, i)
-                self._give(("up", parent, j))
+                self._give(("up", parent, self.division.round_of(parent, i)))
             return
         self.heard[slot, parent, i] += 1
         if self.heard[slot, parent, i] == len(self.step.tree.nodes[parent].children):
             self._spawn(slot, BACKWARD, parent, i)
-
-    def _round(self, name: str, i: int) -> int:
-        return self.division.runs(name, self.division.owner(name, i)).index(i)
 
     def _finish_micro_batch(self, slot: int, i: int) -> None:
         roots = [root for root in self.step.roots if slot in self.placement.stages[root]]

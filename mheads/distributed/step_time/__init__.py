@@ -1,1 +1,0 @@
-"""Predicts how long a step on ranks takes, before any rank is started."""

@@ -19,7 +19,8 @@ from benchmarks.measure import Times, interleave
 from benchmarks.ranks import RANKS, Case, RemoteRanks
 from mheads import losses
 from mheads.distributed.planning.placement import Placement, default
-from mheads.distributed.planning.placement_search import Prediction, auto, predict, traffic
+from mheads.distributed.planning.placement_search import auto
+from mheads.distributed.planning.prediction import Prediction, predict, traffic
 from mheads.distributed.planning.stage_loads import StageLoad
 from mheads.distributed.planning.workload import Cluster
 

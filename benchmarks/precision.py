@@ -15,8 +15,8 @@ from benchmarks.ours import BATCH, MEMBERS, Ours, network, pixels, running
 from benchmarks.peers import Peer, duplicate, sgd, states
 from benchmarks.remote import RemotePeers
 from mheads import losses
+from mheads.common.check_precision import reason_against
 from mheads.common.device import CPU
-from mheads.common.precision import reason_against
 from mheads.losses import Loss
 from mheads.networks import NETWORKS
 from mheads.trees.treenet import TreeNet

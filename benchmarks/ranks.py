@@ -27,7 +27,7 @@ from mheads.distributed.planning.stage_loads import StageLoad, measure_loads
 from mheads.distributed.planning.workload import Workload
 from mheads.engine.engine_options import EngineOptions
 from mheads.networks import INPUT_SHAPES, NETWORKS
-from mheads.trees.splitting.make_chain import make_chain
+from mheads.trees.splitting.cut_network import make_chain
 from mheads.trees.tree_spec import Tree, parse
 from mheads.trees.treenet import TreeNet
 

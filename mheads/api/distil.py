@@ -32,7 +32,7 @@ from mheads.problems import is_single_label
 from mheads.runs.check_resume import without_force
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
-from mheads.runs.record import titles
+from mheads.runs.read_run import titles
 from mheads.training.build_from_config import build_loss, build_net, build_net_of_run, load_data, make_engine
 from mheads.training.experiment import assemble_experiment
 from mheads.training.loop import train_config

@@ -28,7 +28,7 @@ from mheads.problems import Problem, is_single_label
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.training.build_from_config import make_engine
 from mheads.trees.treenet import TreeNet
 

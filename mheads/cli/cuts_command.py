@@ -24,13 +24,13 @@ def cuts(
     from mheads.cli.printing.cuts import cuts_table
     from mheads.config.read import of_model
     from mheads.training.build_from_config import make_network_factory
-    from mheads.trees.splitting.find_cuts import find_cuts
+    from mheads.trees.splitting.list_cuts import list_cuts
 
     sizes = _read_shape(model, shape)
     network_factory = make_network_factory(of_model(model, model_args or []))
     if sizes is None:
         raise UserError(f"the shape of an example of {model} is not known: give --shape, 3,32,32 for example")
-    console.print(cuts_table(find_cuts(network_factory, sizes)))
+    console.print(cuts_table(list_cuts(network_factory, sizes)))
 
 
 def _read_shape(model: str, shape: str | None) -> tuple[int, ...] | None:

@@ -98,6 +98,5 @@ def read_options(**keys: Any) -> DataOptions:
         mistakes = error.errors(include_url=False)
         key = str(mistakes[0]["loc"][0])
         messages = [mistake["msg"].removeprefix("Value error, ") for mistake in mistakes if mistake["loc"][0] == key]
-        raise UserError(
-            f"data.{key} is {short(keys.get(key))}: {', or '.join(dict.fromkeys(messages))}", key=f"data.{key}"
-        ) from None
+        text = ", or ".join(dict.fromkeys(message[0].lower() + message[1:] for message in messages))
+        raise UserError(f"data.{key} is {short(keys.get(key))}: {text}", key=f"data.{key}") from None

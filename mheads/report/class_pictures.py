@@ -14,7 +14,7 @@ from mheads.common.errors import UserError
 from mheads.data.catalog import DATASETS
 from mheads.problems import is_single_label
 from mheads.report.figures.figure import PALETTE
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.training.build_from_config import load_data
 
 EXAMPLES = 20_000  # that are looked at, of all classes together

@@ -17,7 +17,7 @@ from mheads.engine.measure import answers, in_eval_mode
 from mheads.problems import is_single_label
 from mheads.problems.metrics import add_counts
 from mheads.report.class_pictures import as_images, brighten, encode_image
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.training.build_from_config import make_engine
 from mheads.trees.treenet import TreeNet
 

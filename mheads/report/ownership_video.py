@@ -8,7 +8,7 @@ from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.report.class_pictures import picture_classes, plain_colours
 from mheads.report.figures.video_frames import RATE, check_file, ownership_frames, write_video
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 
 PICTURES = ("typical", "mean")
 

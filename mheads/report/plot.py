@@ -17,7 +17,7 @@ from mheads.report.charts.chart import Chart
 from mheads.report.figures import Figure, draw
 from mheads.report.figures.figure import SUFFIXES, save
 from mheads.report.shown_run import ShownRun
-from mheads.runs.record import Record, one_network, read_all
+from mheads.runs.read_run import Record, one_network, read_all
 
 
 def plot(name: str, paths: Sequence[Path], output: Path | None, watch: Watcher, trust: bool = False) -> Path:

@@ -10,7 +10,7 @@ from mheads.common.progress import Silent, Watcher
 from mheads.config.schema import Config
 from mheads.report.class_pictures import encode_image, picture_classes
 from mheads.report.evidence import Evidence, examine
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.training.build_from_config import build_net_of_run
 from mheads.trees.treenet import TreeNet
 

@@ -1,6 +1,6 @@
 """Run folders: one training, one folder on disk. Opening one runs no code; running code that it names needs `trust`.
 
-`runs/files.py` says which files there are.
+`runs/run_files.py` says which files there are.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mheads.config.schema import Config
 from mheads.runs.check_resume import ELSEWHERE_OR_FORCE, check_resume
 from mheads.runs.checkpoint import Checkpoint, Checkpoints, refuse_misfits
 from mheads.runs.data_facts import DataFacts
-from mheads.runs.files import BEFORE, RunFiles, as_json
 from mheads.runs.lock import Lock
 from mheads.runs.manifest import AGAIN
+from mheads.runs.run_files import BEFORE, RunFiles, as_json
 from mheads.trees.treenet import TreeNet
 
 Warn = Callable[[str], None]

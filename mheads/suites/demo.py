@@ -19,7 +19,7 @@ from mheads.report.figures.figure import save
 from mheads.report.page.several_runs import make_comparison
 from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.training.loop import train_config
 
 ENSEMBLES = {

@@ -14,7 +14,7 @@ from mheads.report.page.html import Headline, PageSection
 from mheads.report.page.report import SUFFIXES
 from mheads.report.page.several_runs import find_best, make_comparison
 from mheads.report.shown_run import ShownRun
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.suites import findings, results, tables
 from mheads.suites.compute import add_costs, compute_table
 from mheads.suites.jobs import Options

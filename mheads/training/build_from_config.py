@@ -19,10 +19,10 @@ from torch import nn
 
 from mheads import networks
 from mheads.common import fingerprint, nested_values, safe_yaml
+from mheads.common.check_precision import PRECISIONS, reason_against
 from mheads.common.device import default_workers, resolve
 from mheads.common.errors import UserError, describe_error, warn
 from mheads.common.nested_values import Value
-from mheads.common.precision import PRECISIONS, reason_against
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.catalog import load_section

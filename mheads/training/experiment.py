@@ -12,9 +12,9 @@ import torch
 
 from mheads import data as datasets
 from mheads.common import fingerprint
+from mheads.common.check_precision import check_precision
 from mheads.common.device import refuse_beyond_memory, resolve
 from mheads.common.errors import UserError
-from mheads.common.precision import check_precision
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.batches import Batches, BatchStream

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 import mheads
-from mheads.common import fingerprint
 from mheads.common.atomic_files import NotSavedError
 from mheads.common.device import describe_cpu, peak_memory
 from mheads.common.errors import UserError
@@ -27,16 +26,13 @@ from mheads.engine.interface import Engine
 from mheads.engine.measure import calibrate, measure
 from mheads.engine.training_step import StepReport
 from mheads.problems import Result
-from mheads.runs import shards
-from mheads.runs.checkpoint import UNREADABLE, Checkpoints
-from mheads.runs.data_facts import DataFacts
-from mheads.runs.folder import RunFolder, describe_damage
+from mheads.runs.checkpoint import Checkpoints
+from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import MetricsLog
-from mheads.runs.shards import Writers
 from mheads.runs.tensorboard import Board
 from mheads.training.collapse import CollapseWatch
 from mheads.training.experiment import Experiment
-from mheads.training.init_weights import compare_with_source
+from mheads.training.start_or_resume import load_stages, open_folder, try_shards
 from mheads.training.train_state import TrainState, select_prefix, tensor_prefixes
 from mheads.trees.treenet import TreeNet
 
@@ -81,15 +77,15 @@ class Recorder:
         """Begins the run, or resumes from its newest checkpoint; whether it is finished already."""
         state, folder, checkpoints = self.state, self.folder, self.checkpoints
         opened, tensors = self.engine.agree(
-            lambda: _open_folder(folder, self.experiment, checkpoints, state.total, self.watch)
+            lambda: open_folder(folder, self.experiment, checkpoints, state.total, self.watch)
         )
         if opened["finished"]:
             return True
         if len(self.writers) > 1:
-            self._try_shards()
+            try_shards(self.engine, checkpoints, self.writers)
         if opened["state"] is not None:
             checkpoints.saved = opened["step"]
-            own = self._load_stages(opened["step"], tensors)
+            own = load_stages(self.engine, checkpoints, self.writers, opened["step"], tensors)
             state.restore(opened["step"], opened["state"], own, self.engine.is_main)
         if self.engine.is_main:
             config = self.experiment.config
@@ -106,30 +102,6 @@ class Recorder:
                 checkpoints.replace_state(state.step, {**opened["state"], "log": self.log.parts})
         self.collapse = CollapseWatch(self.engine, self.experiment, self.watch.warn)
         return False
-
-    def _try_shards(self) -> None:
-        """Finds out whether all ranks that hold stages have the folder in common; if so, each writes its own."""
-        engine, folder = self.engine, self.folder.checkpoints
-        launch, _ = engine.agree(lambda: (shards.begin_trial(folder), None))
-        if engine.rank in self.writers[1:]:
-            shards.join_trial(folder, launch, engine.rank)
-        engine.gather({})  # all have tried
-        shared, _ = engine.agree(lambda: (shards.end_trial(folder, launch, self.writers), None))
-        if shared and engine.notes is not None:
-            self.checkpoints.writers = Writers(self.writers, engine.rank, engine.notes, launch)
-
-    def _load_stages(self, step: int, tensors: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """The tensors of the stages of this process in a checkpoint, of which the main rank has read its own."""
-        checkpoints, engine = self.checkpoints, self.engine
-        with engine.pausing():
-            try:
-                if checkpoints.writers is not None:
-                    return tensors or checkpoints.load(step, checkpoints.wanted)
-                if engine.is_main and len(self.writers) > 1:
-                    tensors = checkpoints.load(step)
-            except UNREADABLE as error:
-                raise UserError(f"checkpoint {checkpoints.path(step)} cannot be read: {error}") from error
-        return engine.scatter(tensors or {})
 
     def check_loss(self, report: StepReport) -> None:
         """Raises an error if the loss is not finite."""
@@ -241,50 +213,6 @@ class Recorder:
         split = self.experiment.evaluated_on
         log.write({"iteration": self.state.step, "split": split, "result": result.to_dict()})
         self.watch.on_evaluation(self.state.step, result)
-
-
-def _open_folder(
-    folder: RunFolder, experiment: Experiment, checkpoints: Checkpoints, total: int, watch: Watcher
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What the run folder holds, as plain data, and the tensors of its newest checkpoint."""
-    config, data = experiment.config, experiment.data
-    resuming = folder.prepare(config, DataFacts.of(data), experiment.identity(), watch.warn)
-    opened: dict[str, Any] = {"resuming": resuming, "finished": False, "step": 0, "state": None}
-    if not resuming:
-        if experiment.net.history.origin:
-            watch.say(experiment.net.history.origin)
-        for line in experiment.describe_specialists():
-            watch.say(line)
-        if differing := compare_with_source(config, data):
-            watch.warn("\n  ".join([f"the weights of {config.init} were trained on other inputs:", *differing]))
-        return opened, {}
-    checkpoints.recover()
-    steps = checkpoints.steps()
-    checkpoints.run = folder.read_identity()["run"]
-    opened["finished"] = folder.is_finished(total)
-    for path, problem in folder.problems().items():
-        if opened["finished"] and not steps:
-            watch.warn(f"{path} {problem}, and there is no checkpoint to make it anew from")
-        elif opened["finished"] or path.exists():  # a file that a killed process had yet to write is not damaged
-            watch.warn(f"{path} {problem}; made anew")
-            opened["finished"] = False
-    if opened["finished"]:
-        for path, problem in checkpoints.damages().items():
-            watch.warn(describe_damage(path, problem))
-        watch.on_finished(folder.path)
-        return opened, {}
-    if steps and steps[0] > total:
-        watch.warn(f"iteration {total} is to be the last: checkpoints after it are removed")
-    checkpoint = checkpoints.newest(watch.warn, total)
-    if checkpoint is None:
-        if experiment.start not in (None, fingerprint.weights(experiment.net.state_dict())):
-            raise UserError(
-                f"{folder.path} has no checkpoint to resume from, and this net is not what training started from: "
-                "build it anew"
-            )
-        return opened, {}
-    state = {key: value for key, value in checkpoint.state.items() if key not in ("config", "identity")}
-    return {**opened, "step": checkpoint.step, "state": state}, checkpoint.tensors
 
 
 def summary(result: Result, net: TreeNet, split: str, iterations: int, seconds: float) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from mheads.common.errors import UserError
 from mheads.config.schema import Config
 from mheads.data import DATASETS
 from mheads.distributed.planning.placement import Placement, default, explicit, place_stacks_whole
-from mheads.distributed.planning.placement_search import Prediction, auto, predict
+from mheads.distributed.planning.placement_search import auto
+from mheads.distributed.planning.prediction import Prediction, predict
 from mheads.distributed.planning.stage_loads import StageLoad, count_loads, measure_loads
 from mheads.distributed.planning.workload import Cluster, Workload
 from mheads.networks import INPUT_SHAPES

@@ -25,9 +25,9 @@ from mheads.trees.checks.mixed_examples import check_examples
 from mheads.trees.copy_weights import copy_weights
 from mheads.trees.layer_properties import LayerFacts
 from mheads.trees.network_factory import NetworkFactory
+from mheads.trees.splitting.cut_network import make_chain
 from mheads.trees.splitting.cut_sequential import Freezable
 from mheads.trees.splitting.graph_chain import GraphChain
-from mheads.trees.splitting.make_chain import make_chain
 from mheads.trees.training_history import TrainingHistory
 from mheads.trees.tree_spec import LAYER, Node, Spec, parse, split_names, whole_spec
 

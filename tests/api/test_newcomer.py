@@ -180,7 +180,10 @@ def test_a_tree_may_be_given_in_numpys_numbers(tmp_path):
         (lambda run: fit(run.net, train=TABLE, init=run.folder, init_map=["a"]), r"init_map=\['a'\]: give a dict"),
         (lambda run: TreeNet(nn.Linear, members=2), r"factory Linear cannot be called without arguments .*lambda: Lin"),
         (lambda run: run.predict(object()), r"the examples are <object object .*>: give an array, a tensor, or a list"),
-        (lambda run: fit(run.net, train=TABLE, problem="what"), "give auto, classification, .* or examples"),
+        (
+            lambda run: fit(run.net, train=TABLE, problem="what"),
+            "problem is 'what': input should be 'auto', .* or 'exam",
+        ),
         (
             lambda run: TreeNet(small, members=3, split=2),
             'split = 2 may be meant otherwise: the layer 2 is split="2", in quotes',

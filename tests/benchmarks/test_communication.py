@@ -16,7 +16,7 @@ from benchmarks.measure import Times
 from benchmarks.ranks import RANKS
 from mheads.common.number_ranges import cuts
 from mheads.distributed.planning.placement import default
-from mheads.distributed.planning.placement_search import predict, traffic
+from mheads.distributed.planning.prediction import predict, traffic
 from mheads.distributed.planning.stage_loads import StageLoad
 from mheads.distributed.planning.workload import Cluster, Workload
 from mheads.networks import INPUT_SHAPES, NETWORKS

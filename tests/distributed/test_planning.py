@@ -15,7 +15,8 @@ from torch import nn
 from mheads import TreeNet, UserError
 from mheads.config import read as configs
 from mheads.distributed.planning.placement import Placement, default, explicit, hold_members, meshes
-from mheads.distributed.planning.placement_search import auto, predict
+from mheads.distributed.planning.placement_search import auto
+from mheads.distributed.planning.prediction import predict
 from mheads.distributed.planning.simulation import Simulation
 from mheads.distributed.planning.stage_loads import StageLoad, count_loads, measure_loads
 from mheads.distributed.planning.workload import Cluster, Workload

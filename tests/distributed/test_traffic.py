@@ -7,7 +7,7 @@ import pytest
 from helpers.commands import ranks
 
 from mheads.config import read as configs
-from mheads.distributed.planning.placement_search import traffic
+from mheads.distributed.planning.prediction import traffic
 from mheads.distributed.planning.simulation import Simulation
 from mheads.distributed.planning.workload import Cluster
 from mheads.training.plan_ranks import make_workload, place

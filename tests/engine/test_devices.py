@@ -15,7 +15,7 @@ from mheads import TreeNet, UserError, losses
 from mheads.api.distil import distil
 from mheads.api.evaluate import evaluate_run
 from mheads.common import device as devices
-from mheads.common.precision import reason_against
+from mheads.common.check_precision import reason_against
 from mheads.common.progress import Silent
 from mheads.config import read as configs
 from mheads.data.batches import Batch

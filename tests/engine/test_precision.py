@@ -12,7 +12,7 @@ from torch import nn
 
 import mheads
 from mheads import TreeNet, UserError, losses
-from mheads.common import precision
+from mheads.common import check_precision
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
 from mheads.engine.engine_options import EngineOptions
@@ -179,19 +179,19 @@ def test_a_run_in_bf16_is_evaluated_in_float32_where_the_cpu_lacks_it(tmp_path):
 
 def test_a_cpu_that_announces_amx_and_lacks_it_is_found_by_a_trial(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "avx512_bf16": True})
-    monkeypatch.setattr(precision, "TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    precision._try_bf16.cache_clear()
+    monkeypatch.setattr(check_precision, "TRIAL", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
+    check_precision._try_bf16.cache_clear()
     with pytest.raises(UserError, match=r"exit code -4: this machine announces AMX .* set ONEDNN_MAX_CPU_ISA="):
-        precision.check_precision("bf16", CPU, torch.float32)
-    monkeypatch.setattr(precision, "TRIAL", "")
-    precision._try_bf16.cache_clear()
-    assert precision.reason_against("bf16", CPU) is None
-    precision._try_bf16.cache_clear()
+        check_precision.check_precision("bf16", CPU, torch.float32)
+    monkeypatch.setattr(check_precision, "TRIAL", "")
+    check_precision._try_bf16.cache_clear()
+    assert check_precision.reason_against("bf16", CPU) is None
+    check_precision._try_bf16.cache_clear()
 
 
 def test_a_float64_network_is_not_trained_in_bf16():
     with pytest.raises(UserError, match=r"those of this network are torch\.float64"):
-        precision.check_precision("bf16", CPU, torch.float64)
+        check_precision.check_precision("bf16", CPU, torch.float64)
 
 
 def test_an_exported_file_computes_in_float32_and_is_compared_with_that(tmp_path):

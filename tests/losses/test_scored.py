@@ -20,7 +20,7 @@ from mheads.config import read as configs
 from mheads.problems import Classification, MultiLabel, Regression, Segmentation, SoftLabels
 from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.training.loop import train_config
 from mheads.trees import member_scores
 

@@ -768,7 +768,7 @@ AREAS: dict[str, list[File]] = {
             ],
         ),
         File(
-            "mheads/runs/files.py",
+            "mheads/runs/run_files.py",
             "tests/runs/test_checkpoint.py",
             [
                 Bug(

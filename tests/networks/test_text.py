@@ -12,7 +12,7 @@ from torch import nn
 import mheads as package
 from mheads import TreeNet, UserError, losses
 from mheads.networks import NETWORKS
-from mheads.trees.splitting.find_cuts import find_cuts
+from mheads.trees.splitting.list_cuts import list_cuts
 
 RNG = np.random.default_rng(0)
 X = RNG.integers(1, 20, (240, 12))
@@ -70,7 +70,7 @@ def test_padding_neither_attends_nor_counts():
 
 
 def test_it_is_cut_after_the_embedding_and_after_each_block(mheads):
-    found = find_cuts(small, (12,))
+    found = list_cuts(small, (12,))
     assert [cut.name for cut in found.cuts] == ["embedding", "block0", "block1", "norm"]
     assert found.cuts[0].crossing == ((12, 8), (12,))
     for cut in found.cuts:

@@ -395,7 +395,7 @@ MANY = np.arange(60 * 6 * 5).reshape(60, 6, 5)
         ((X, SOFT), {"problem": "classification"}, "for classification give class numbers"),
         ((X, SOFT), {"problem": "segmentation"}, "for segmentation give a class for each pixel"),
         ((X, np.array(["a", "b"] * 60)), {"problem": "regression"}, "for regression give numbers"),
-        ((X, SOFT), {"problem": "soft"}, "data.problem is 'soft': Input should be 'auto', 'classification', "),
+        ((X, SOFT), {"problem": "soft"}, "data.problem is 'soft': input should be 'auto', 'classification', "),
         ((X, X[:, 0]), {"classes": ["a", "b"]}, "train labels are floats and classes are named"),
         ((X, LABELS), {"classes": ["a", "b"]}, "2 classes are named, but labels have 4"),
         ((X, LABELS), {"test": (X, LABELS[:, :2])}, "4 classes in train and 2 classes in test"),

@@ -27,7 +27,7 @@ from mheads.report.figures.object_boxes import draw_objects
 from mheads.report.plot import FIGURES, draw_figure
 from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
-from mheads.runs.record import Record, read_all
+from mheads.runs.read_run import Record, read_all
 from mheads.training.loop import train_config
 
 QUICK = ("optim.iterations=6", "optim.batch_size=20", "data.limit=100", "log.every=2", "log.evaluate_every=3")

@@ -35,7 +35,7 @@ from mheads.report.page.stage_tree import box_stages, name_members
 from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.suites import demo
 from mheads.suites import page as suite_page
 from mheads.suites.paper_rows import paper_figures

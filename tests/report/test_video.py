@@ -87,7 +87,7 @@ def test_an_mp4_plays_and_shows_the_frames(mheads, run, tmp_path):
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-i", file, "-f", "rawvideo", "-pix_fmt", "rgb24", "-"]
     player = subprocess.run(command, capture_output=True, check=True)
     assert re.search(rb"Video: h264 .*yuv420p.* 25 fps", player.stderr)
-    from mheads.runs.record import Record
+    from mheads.runs.read_run import Record
 
     record = Record.read(run)
     found = record.read_assignments()
@@ -118,7 +118,7 @@ def test_a_gif_needs_nothing_else(mheads, run, tmp_path):
 
 def test_pictures_are_examples_of_their_class_or_their_mean(run):
     from mheads.data import load
-    from mheads.runs.record import Record
+    from mheads.runs.read_run import Record
 
     record, data = Record.read(run), load("digits")
     means = picture_classes(record, "mean")

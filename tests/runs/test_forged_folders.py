@@ -25,7 +25,7 @@ from mheads.report.page.one_run import make_page
 from mheads.report.shown_run import ShownRun
 from mheads.runs.folder import RunFolder
 from mheads.runs.manifest import Manifest
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.training.loop import train_config
 
 TRAINED = [

@@ -14,7 +14,7 @@ from mheads.common import nested_values
 from mheads.common.memory_layout import canonical
 from mheads.networks import INPUT_SHAPES, NETWORKS
 from mheads.networks.dropout import Dropout
-from mheads.trees.splitting.find_cuts import find_cuts
+from mheads.trees.splitting.list_cuts import list_cuts
 
 
 class Plain(nn.Module):
@@ -653,7 +653,7 @@ def test_every_cut_of_a_built_in_network_gives_what_its_forward_gives(name, args
         return NETWORKS[name](**args)
 
     tree = 1
-    for cut in reversed(find_cuts(factory, INPUT_SHAPES[name]).cuts):
+    for cut in reversed(list_cuts(factory, INPUT_SHAPES[name]).cuts):
         tree = {cut.name: [tree, 1]}
     assert TreeNet(factory, tree=tree).probe(examples_for(name)).shape[0] == 2
 

@@ -24,9 +24,9 @@ from mheads.engine.stages import StageFacts
 from mheads.engine.tape import AutogradTape, Context, RecomputingTape, record
 from mheads.engine.threads import ThreadsEngine
 from mheads.trees.identical_members import are_parted_by_dropout
-from mheads.trees.splitting.find_cuts import find_cuts
+from mheads.trees.splitting.cut_network import make_chain
 from mheads.trees.splitting.graph_chain import GraphStage
-from mheads.trees.splitting.make_chain import make_chain
+from mheads.trees.splitting.list_cuts import list_cuts
 
 IMAGES = torch.randn(14, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 TOKENS = torch.randint(12, (14, 7), generator=torch.Generator().manual_seed(0))
@@ -426,7 +426,7 @@ def test_a_first_size_that_is_not_the_number_of_examples_is_not_taken_for_it():
             TreeNet(Steps, members=2, split="a").probe(x)
         TreeNet(Steps, members=2, split="b").probe(x)
         TreeNet(Steps, members=2).probe(x)
-    assert [cut.name for cut in find_cuts(Steps, (5, 3)).cuts] == ["b"]
+    assert [cut.name for cut in list_cuts(Steps, (5, 3)).cuts] == ["b"]
 
 
 class SinglePixel(nn.Module):

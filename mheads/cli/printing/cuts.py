@@ -7,7 +7,7 @@ from rich.text import Text
 
 from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import CLOSE, terminal_table
-from mheads.trees.splitting.find_cuts import MEMBERS, Cuts
+from mheads.trees.splitting.list_cuts import MEMBERS, Cuts
 
 COLUMNS = ("params\nabove", "mult-adds\nabove", "params\nbelow", "mult-adds\nbelow", "value\nthere")
 SHARES = (f"params\nof {MEMBERS}", f"mult-adds\nof {MEMBERS}")

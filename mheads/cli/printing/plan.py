@@ -13,7 +13,7 @@ from mheads.common.number_words import count
 from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.distributed.planning.placement import Placement
-from mheads.distributed.planning.placement_search import Prediction
+from mheads.distributed.planning.prediction import Prediction
 from mheads.distributed.planning.workload import Cluster
 from mheads.training.plan_ranks import RankPlan
 from mheads.trees.tree_spec import Tree

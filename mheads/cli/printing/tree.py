@@ -14,7 +14,7 @@ from mheads.common.table import Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.config.schema import Config
 from mheads.distributed.planning.placement import Placement
-from mheads.distributed.planning.placement_search import traffic
+from mheads.distributed.planning.prediction import traffic
 from mheads.distributed.planning.workload import Cluster
 from mheads.training.build_from_config import make_tree
 from mheads.training.plan_ranks import ConfigWorkload, make_workload, place

@@ -14,7 +14,7 @@ from mheads.config import schema
 from mheads.config.schema import Config
 from mheads.data.catalog import DATASETS
 from mheads.losses import LOSSES
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 
 NUMBERS = ("", "One", "Two", "Three", "Four", "Five", "Six", "Seven", "Eight", "Nine", "Ten")
 

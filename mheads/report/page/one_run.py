@@ -37,7 +37,7 @@ from mheads.report.page.stage_tree import box_stages
 from mheads.report.saliency.command import describe_energy
 from mheads.report.saliency.members import explain
 from mheads.report.shown_run import ShownRun
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.trees.multiply_adds import make_example
 
 MANY_CLASSES = 40  # from here on a confusion matrix is a list of the most frequent confusions

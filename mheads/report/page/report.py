@@ -17,7 +17,7 @@ from mheads.report.page.one_run import make_page
 from mheads.report.page.several_runs import make_comparison
 from mheads.report.shown_run import PaperFigures, ShownRun
 from mheads.runs.folder import RunFolder
-from mheads.runs.record import Record, read_all
+from mheads.runs.read_run import Record, read_all
 
 SUFFIXES = (".html", ".htm")
 WATCHED = ("metrics.jsonl", "assignments.npz", "result.json", "config.yaml")

@@ -9,7 +9,7 @@ from mheads.common.table import Cell, Table
 from mheads.problems import finds_objects
 from mheads.problems.metric_text import label, number
 from mheads.report.shown_run import PaperFigures
-from mheads.runs.record import Record
+from mheads.runs.read_run import Record
 from mheads.runs.result_rows import result_rows
 
 

@@ -17,7 +17,7 @@ from mheads.report.page.html import Headline, HeatMaps, Missing, Page, PageSecti
 from mheads.report.page.one_run import map_run
 from mheads.report.page.panels import Panel, make_sections
 from mheads.report.shown_run import ShownRun
-from mheads.runs.record import Record, one_network
+from mheads.runs.read_run import Record, one_network
 
 Runs = Sequence[ShownRun]
 MEASURES = ("ensemble_mean", "ensemble_scored", "oracle", "single", "disagreement")

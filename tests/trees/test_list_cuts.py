@@ -9,13 +9,13 @@ from mheads import TreeNet
 from mheads.engine.cost import stage_costs
 from mheads.networks import cifar10_quick
 from mheads.trees.multiply_adds import multiply_adds
-from mheads.trees.splitting.find_cuts import Part, find_cuts
+from mheads.trees.splitting.list_cuts import Part, list_cuts
 
 VIT = "helpers.residual_networks:ViT"
 
 
 def test_parameters_and_multiply_adds_are_those_counted_by_hand():
-    found = find_cuts(UNet, (1, 8, 8))
+    found = list_cuts(UNet, (1, 8, 8))
     assert [cut.name for cut in found.cuts] == [
         "stem.0", "stem.1", "stem", "down1.0", "down1.1", "down1", "up", "join.0", "join.1", "join", "refine",
     ]  # fmt: skip
@@ -34,7 +34,7 @@ def test_parameters_and_multiply_adds_are_those_counted_by_hand():
 
 def test_every_cut_can_be_split_at_and_has_the_parameters_that_it_says():
     for factory, shape in ((ViT, (1, 8, 8)), (Tokens, (7,)), (cifar10_quick, (3, 32, 32))):
-        found = find_cuts(factory, shape)
+        found = list_cuts(factory, shape)
         for cut in found.cuts:
             for name in (cut.name, *cut.also):
                 net = TreeNet(factory, members=4, split=name, only=())
@@ -47,7 +47,7 @@ def test_children_that_share_a_weight_are_not_cut_apart():
         layer = nn.Linear(4, 4)
         return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 2))
 
-    assert [(cut.above.parameters, cut.below.parameters) for cut in find_cuts(tied, (4,)).cuts] == [(20, 10)]
+    assert [(cut.above.parameters, cut.below.parameters) for cut in list_cuts(tied, (4,)).cuts] == [(20, 10)]
 
 
 def test_attention_counts_as_the_products_that_it_is():

@@ -14,9 +14,9 @@ from mheads.common.nested_values import Value
 from mheads.networks.dropout import replace_dropout
 from mheads.trees.checks.compare_with_forward import compare_with_forward
 from mheads.trees.multiply_adds import make_example, multiply_adds
+from mheads.trees.splitting.cut_network import make_finest_chain
 from mheads.trees.splitting.cut_sequential import Chain
 from mheads.trees.splitting.graph_chain import GraphChain
-from mheads.trees.splitting.make_chain import make_finest_chain
 from mheads.trees.tree_spec import end_of_stage
 from mheads.trees.treenet import TreeNet
 
@@ -68,7 +68,7 @@ class Cuts:
 
 
 @torch.no_grad()
-def find_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
+def list_cuts(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Cuts:
     """The legal splits of the network that a factory makes, for examples of this shape."""
     net = TreeNet(make, members=1, only=())
     network = net.network()

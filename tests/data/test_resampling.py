@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mheads.common.errors import UserError
+from mheads.config import read as configs
 from mheads.data import clusters, confusable, deal, from_arrays, order, read_sample_weights
 from mheads.data.resampling import SAMPLINGS, Request, multiply_weights, stream
 
@@ -83,6 +84,13 @@ def test_subset_takes_the_fraction_each_example_once(fraction):
     got = make("subset", fraction=fraction)
     assert ((got > 0).sum(axis=1) == max(1, round(fraction * 600))).all()
     assert all(len(np.unique(row[row > 0])) == 1 for row in got)
+
+
+def test_a_config_takes_fractions_above_0_and_up_to_1():
+    for fraction in ("0", "1.01", "-0.5"):
+        with pytest.raises(UserError, match=rf"sampling\.fraction = {fraction}: input should be"):
+            configs.load("digits", ["sampling=subset", f"sampling.fraction={fraction}"])
+    assert configs.load("digits", ["sampling=subset", "sampling.fraction=1"]).sampling.fraction == 1
 
 
 def test_a_tiny_fraction_is_one_example_for_each_member():

@@ -608,7 +608,7 @@ AREAS: dict[str, list[File]] = {
                     "count = max(1, round(fraction * n))",
                     "count = round(fraction * n)",
                 ),
-                Bug("a subset of all is refused", "if not 0 < fraction <= 1", "if not 0 < fraction < 1"),
+                Bug("a subset of all is refused", "Field(gt=0, le=1,", "Field(gt=0, lt=1,"),
                 Bug("specialists have no mean of 1", "owned[m, mine] = len(labels) / mine.sum()", "owned[m, mine] = 1"),
                 Bug(
                     "weights are scaled over the members",
@@ -697,18 +697,18 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a checkpoint is never written again",
-                    "if step in self.steps() and not again",
-                    "if step in self.steps()",
+                    "if step == self.saved and not again",
+                    "if step == self.saved",
                 ),
                 Bug(
                     "the tensors are copied when they are written",
-                    "self._pending = self._writer.submit(self._write, step, content, state)",
-                    "self._pending = self._writer.submit(lambda: self._write(step, to_bytes(tensors), state))",
+                    "self._pending = self._writer.submit(self._write, step, content, state, self._count)",
+                    "self._pending = self._writer.submit(lambda: self._write(step, to_bytes(tensors), state, self._count))",
                 ),
                 Bug(
                     "a save that failed is forgotten",
-                    "        self.wait()\n        if step in self.steps()",
-                    "        if step in self.steps()",
+                    "        self.wait()\n        if step == self.saved",
+                    "        if step == self.saved",
                 ),
                 Bug("the oldest is the newest", "if name.isdecimal()), reverse=True)", "if name.isdecimal()))"),
                 Bug(

@@ -56,10 +56,10 @@ class Writers:
 
     def write(self, folder: Path, content: bytes) -> str:
         """Writes the shard of this rank; the main rank waits for the others and returns the digest of the index."""
-        folder.mkdir(exist_ok=True)
         names = {rank: f"tensors-{i:05d}-of-{len(self.ranks):05d}.safetensors" for i, rank in enumerate(self.ranks, 1)}
         own = f"{folder.name}/{self.rank}"
         try:
+            folder.mkdir(exist_ok=True)
             atomic_files.write_new(folder / names[self.rank], content)
         except OSError as error:
             self.notes.post(own, str(error.errno))

@@ -68,13 +68,16 @@ def open_folder(
 
 
 def try_shards(engine: Engine, checkpoints: Checkpoints, writers: Sequence[int]) -> None:
-    """Finds out whether all ranks that hold stages have the folder in common; if so, each writes its own."""
+    """Finds out whether all ranks have the folder in common; if so, each writes the stages that it holds.
+
+    Those that write none, since others hold the same, read theirs there.
+    """
     folder = checkpoints.folder
     launch, _ = engine.agree(lambda: (shards.begin_trial(folder), None))
-    if engine.rank in writers[1:]:
+    if not engine.is_main:
         shards.join_trial(folder, launch, engine.rank)
-    engine.gather({})  # all have tried
-    shared, _ = engine.agree(lambda: (shards.end_trial(folder, launch, writers), None))
+    tried = engine.gather({str(engine.rank): torch.empty(0)})
+    shared, _ = engine.agree(lambda: (shards.end_trial(folder, launch, [*map(int, tried)]), None))
     if shared and engine.notes is not None:
         checkpoints.writers = Writers(writers, engine.rank, engine.notes, launch)
 
@@ -94,5 +97,8 @@ def load_stages(
             if engine.is_main and len(writers) > 1:
                 tensors = checkpoints.load(step)
         except UNREADABLE as error:
-            raise UserError(f"checkpoint {checkpoints.path(step)} cannot be read: {error}") from error
+            raise UserError(
+                f"rank {engine.rank} cannot read checkpoint {checkpoints.path(step)} ({error}), which the main rank "
+                "found whole: look at the disk or its mount there, and give the same command again"
+            ) from error
     return engine.scatter(tensors or {})

@@ -131,6 +131,15 @@ def test_ranks_that_do_not_see_one_folder_bring_all_to_the_main_rank(undisturbed
     assert_same_run(run, undisturbed)
 
 
+def test_a_replica_that_does_not_see_the_folder_is_handed_its_stages(undisturbed, run, tmp_path):
+    """Its ranks write nothing, since those of the first replica hold the same, but all of them have to resume."""
+    each = {rank: ["--run", run if rank < 3 else tmp_path / "elsewhere"] for rank in range(6)}
+    done = ranks(6, *TRAIN, each=each)
+    assert [one.code for one in done] == [0] * 6, [one.err for one in done]
+    assert not (tmp_path / "elsewhere").exists()
+    assert_same_run(run, undisturbed)
+
+
 def test_weights_that_are_not_finite_end_all_ranks_before_they_are_saved(run):
     done = ranks(3, *TRAIN, "--run", run, before={2: spoil_at_iteration_12})
     assert [one.code for one in done] == [2] * 3, [one.err for one in done]

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,6 +221,18 @@ def test_a_writer_without_space_fails_all_and_leaves_what_was_saved(together, mo
         with pytest.raises(UserError, match=r"could not save .*step-00000004: no space left on the disk"):
             one.wait()
     assert [path.name for path in together[0].folder.iterdir()] == ["step-00000002"]
+
+
+def test_a_writer_that_cannot_make_the_folder_says_so_as_well(tmp_path, monkeypatch):
+    board = Board()
+
+    def full(path, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(OSError, match="No space"):
+        Writers([0, 3], 3, board, "launch").write(tmp_path / "new", b"")
+    assert board.notes == {"new/3": "28"}, "or the main rank waits for its shard"
 
 
 def test_a_lost_writer_ends_the_wait_for_its_shard(together):

@@ -49,5 +49,7 @@ def mlp(
             layers["own"] = OwnCopy(member_scaling)
         if dropout:
             layers[f"drop{i}"] = nn.Dropout(dropout)
+    if member_scaling and not hidden:
+        layers["own"] = OwnCopy(member_scaling)
     last = nn.Linear([features, *hidden][-1], outputs * (2 if variance else 1))
     return network(**layers, out=last, **({"pair": MeanAndLogVariance()} if variance else {}))

@@ -124,6 +124,15 @@ def test_members_keep_their_copies_when_others_go_or_come():
     assert torch.equal(net.with_members(1, at="fc2", like=2)(x)[3], outputs[2])
 
 
+def test_linear_members_scale_their_inputs_as_well():
+    """Without hidden layers each member is one layer behind its own scale."""
+    net = TreeNet(lambda: NETWORKS["mlp"](5, outputs=2, hidden=[], member_scaling=3), 3, tree="scale", seed=0)
+    x, trunk = torch.randn(4, 5), net.stage("trunk")
+    for member, output in enumerate(net(x)):
+        last = net.stage(f"scale/{member}").out
+        assert torch.allclose(output, (x * trunk.scale.weight[member]) @ last.weight.T + last.bias)
+
+
 def test_a_run_is_saved_opened_and_exported(tmp_path, mheads):
     """By the command line, as any other network, with scores."""
     import mheads as package

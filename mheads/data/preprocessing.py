@@ -144,6 +144,11 @@ def fit_preprocess(train: Source, normalize: str, scale: float, limit: int | Non
     """
     if normalize == "none":
         return Preprocess(scale=scale)
+    if normalize == "init":  # which is measured on no examples
+        raise UserError(
+            "data.normalize is 'init', as in the run that training starts from, and a config says which that is; give "
+            "none, mean_image or mean_std"
+        )
     count = len(train) if limit is None else min(limit, len(train))
     rows = np.arange(count) * len(train) // count
     if isinstance(train.read(rows[:1], None), tuple):  # images of several sizes

@@ -22,6 +22,7 @@ from torch.utils.data import (
 
 from mheads.common import seeds
 from mheads.common.errors import UserError
+from mheads.common.safe_yaml import short
 from mheads.data.arrays import ArraySplit, as_side, as_split, with_augmentation
 from mheads.data.assembly import assemble
 from mheads.data.data_section import read_options
@@ -31,6 +32,7 @@ from mheads.data.torch_dataset import DatasetSplit, item_of, read_dataset, same_
 from mheads.problems import Problem
 
 FORMS = "(examples, labels), (examples, labels, {name: side input}), a list of pairs, a torch Dataset or a DataLoader"
+FILE_KEYS = ("root", "path", "test_path", "table", "fold", "arrays", "resize", "crop", "grey", "regions", "reader")
 
 
 def from_arrays(
@@ -52,6 +54,8 @@ def from_arrays(
     the sorted names of the training labels, or numbered up to the largest label. `weights` [N] say how much each
     training example counts. The other keywords are keys of `data.` in a config.
     """
+    if of_files := [key for key in keys if key in FILE_KEYS]:
+        raise UserError(f"{of_files[0]}={short(keys[of_files[0]])} is for data in files: leave it out")
     options = read_options(name=name, **keys)
     splits = {"train": as_source(train, f"{name}: train")}
     if test is not None:

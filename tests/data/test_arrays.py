@@ -158,6 +158,8 @@ def test_wrong_arrays_are_refused_with_the_value_and_the_remedy(x, y, words):
         ({"padding": "edge"}, "data.padding is 'edge'"),
         ({"pad": 9, "padding": "reflect"}, "can be reflected by less than"),
         ({"normalize": "std"}, "mean_image"),
+        ({"normalize": "init"}, "give none, mean_image or mean_std"),
+        ({"crop": 3}, "crop=3 is for data in files"),
         ({"classes": ("a", "b")}, "label 2"),
     ],
     ids=str,

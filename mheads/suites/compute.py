@@ -41,12 +41,15 @@ def _count(workload: ConfigWorkload) -> tuple[int, int, int]:
 
 
 def add_costs(document: dict[str, Any], planner: Planner, suite: Suite) -> None:
-    """Counts what the rows that have runs take, each once; nothing where it is not known."""
+    """Counts what the rows that have runs take, each once; nothing where it is not known, or depends on the choice."""
     for entry in document["rows"]:
         if entry["run"] in document["runs"] and "cost" not in entry:
             entry["cost"] = {}
+            names = planner.expand(suite).row(entry["name"]).best_of or [entry["name"]]
             with suppress(UserError):
-                entry["cost"] = count_cost(planner.job(suite, entry["name"], planner.options.seed))
+                cost, *others = (count_cost(planner.job(suite, name, planner.options.seed)) for name in names)
+                if all(other == cost for other in others):
+                    entry["cost"] = cost
 
 
 def compute_table(document: dict[str, Any]) -> Table | None:

@@ -104,7 +104,12 @@ def _check_rows(suite: Suite, rows: list[SuiteRow], where: str) -> None:
         )
     if twice := [name for name in names if names.count(name) > 1]:
         raise SuiteError(suite.source, f"there are two rows {twice[0]!r}; give each a name of its own")
+    choosing = {row.name: row.best_of for row in rows if row.best_of}
     for row in rows:
+        if nested := [name for name in row.best_of if name in choosing]:
+            others = ", ".join(choosing[nested[0]])
+            text = f"row {row.name!r}: best_of: {nested[0]!r} is the best of several runs itself; name these: {others}"
+            raise SuiteError(suite.source, text)
         if unknown := [name for name in row.best_of if name not in names]:
             hint = did_you_mean(unknown[0], names)
             raise SuiteError(suite.source, f"row {row.name!r}: best_of: there is no row {unknown[0]!r}{hint}")

@@ -104,15 +104,19 @@ def _runs(document: Document, row: str) -> list[dict[str, Any]]:
 
 
 def _choose(document: Document, entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each seed that all rows of `best_of` have, the run with the best figure on the validation examples."""
-    candidates: dict[int, list[dict[str, Any]]] = {}
+    """Of each seed that all rows of `best_of` have, the run with the best figure on the validation examples.
+
+    Where results are those of the test set, a run of which that figure was not kept cannot be chosen.
+    """
+    by, test, candidates = entry["by"], document.get("test"), dict[int, list[dict[str, Any]]]()
     for key in entry["best_of"]:
         for run in document["runs"].get(key, ()):
-            candidates.setdefault(run["seed"], []).append(run)
-    sign = 1 if higher_is_better(document, entry["by"]) else -1
+            if not test or by in run.get("validation", {}):
+                candidates.setdefault(run["seed"], []).append(run)
+    sign = 1 if higher_is_better(document, by) else -1
 
     def validated(run: dict[str, Any]) -> float:
-        figure = (run.get("validation") or run["result"]).get(entry["by"])
+        figure = run["validation"][by] if test else read_value(run["result"], by, document["members"])
         return -math.inf if figure is None else sign * figure  # one that diverged has no figure
 
     complete = (runs for _, runs in sorted(candidates.items()) if len(runs) == len(entry["best_of"]))
@@ -124,7 +128,7 @@ def _values(document: Document, row: str, metric: str) -> dict[int, Any]:
     num_members = document.get("members", 0)
     if source.startswith("dee"):
         return _equivalents(document, row, source.removeprefix("dee"))
-    values = {run["seed"]: _value(run["result"], source, num_members) for run in _runs(document, row)}
+    values = {run["seed"]: read_value(run["result"], source, num_members) for run in _runs(document, row)}
     return {seed: value for seed, value in values.items() if value is not None}
 
 
@@ -144,7 +148,8 @@ def _equivalents(document: Document, row: str, scaled: str) -> dict[int, float]:
     return equivalents
 
 
-def _value(result: dict[str, Any], metric: str, num_members: int) -> Any:
+def read_value(result: dict[str, Any], metric: str, num_members: int) -> Any:
+    """The value of a metric in what a document keeps of a run; None if it has none."""
     values, index = result.get("members", ()), -1
     if metric.startswith("top_m"):  # as many guesses of one answer as the Oracle of the table has
         values, index = result.get(metric.replace("top_m", "top_k"), ()), num_members - 1

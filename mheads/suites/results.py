@@ -190,6 +190,7 @@ class _Run(_Model):
     config: str
     command: str
     result: _Result
+    validation: dict[str, float | None] = {}
     versions: dict[str, str]
     machine: str
 

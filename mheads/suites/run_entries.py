@@ -28,6 +28,7 @@ from mheads.common.progress import Silent
 from mheads.config import schema
 from mheads.problems import is_single_label
 from mheads.runs.folder import RunFolder
+from mheads.suites.findings import read_value
 from mheads.suites.jobs import SuiteJob
 from mheads.suites.metric_names import is_number
 from mheads.suites.planner import Planner, hide_local_paths
@@ -47,10 +48,13 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
         if fingerprint := planner.test_set(job):
             measured["data"] = fingerprint
         wanted = measured | {"config": config}
-        if any(wanted == {key: run.get(key) for key in wanted} for run in runs):
-            return  # measuring takes time
-        if planner.options.test and (by := {row.by for row in suite.rows if row.best_of}):
-            validated = {"validation": {metric: result[metric] for metric in sorted(by)}}
+        by = sorted({row.by for row in suite.rows if row.best_of and planner.options.test})
+        for run in runs:
+            if wanted == {key: run.get(key) for key in wanted} and run.get("validation", {}).keys() >= {*by}:
+                return  # measuring takes time
+        if by:
+            numbers = measure(folder, result, job.config.optim.iterations)
+            validated = {"validation": {metric: read_value(numbers, metric, document["members"]) for metric in by}}
         scales = planner.options.test and is_single_label(folder.read_data().problem)
         further = FurtherExamples("validation" if scales else None, suite.ood)
         split = "test" if planner.options.test else None

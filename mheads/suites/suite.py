@@ -136,6 +136,10 @@ def _check_metrics(suite: Suite) -> None:
     for row in suite.rows:
         check_shown(row.metrics, f"row {row.name!r}: metrics")
         check_metric(row.by, f"{suite.source}: row {row.name!r}: by")
+        if row.by in ("members", "dee", "dee_scaled"):
+            raise ValueError(
+                f"row {row.name!r}: by = {row.by} is not one number of a run by itself: give another metric"
+            )
     for recipe, rows in suite.paper.items():
         for name, figures in rows.items():
             for metric, figure in figures.items():

@@ -1212,8 +1212,12 @@ AREAS: dict[str, list[File]] = {
             "mheads/suites/findings.py",
             "tests/suites/test_best_of.py -k each_seed",
             [
-                Bug("rows choose on the test set", '(run.get("validation") or run["result"])', 'run["result"]'),
-                Bug("rows choose the worst", 'higher_is_better(document, entry["by"]) else -1', "True else -1"),
+                Bug(
+                    "rows choose on the test set",
+                    'run["validation"][by] if test else read_value(run["result"]',
+                    'read_value(run["result"]',
+                ),
+                Bug("rows choose the worst", "higher_is_better(document, by) else -1", "True else -1"),
                 Bug("a seed counts with some of its runs", 'if len(runs) == len(entry["best_of"])', "if runs"),
             ],
         ),

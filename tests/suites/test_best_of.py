@@ -77,6 +77,49 @@ def test_each_seed_has_the_run_that_is_best_on_validation_examples_and_shows_it_
     assert set(findings.by_seed(document, "tuned", "nll")) == {0, 1}
 
 
+@pytest.mark.parametrize("by", ["ensemble_mean", "member_1"])
+def test_runs_measured_before_a_row_chose_among_them_are_not_chosen_on_the_test_set(mheads, suite, tmp_path, by):
+    rows = SUITE[: SUITE.index("claims:")]
+    without = "".join(line for line in rows.splitlines(keepends=True) if "tuned" not in line)
+    (tmp_path / "mine.yaml").write_text(without)
+    command = ["reproduce", "mine.yaml", "--trials", "3", "--test", suite]
+    assert mheads(*command).code == 0
+    before = json.loads((tmp_path / "results/mine-sail-validation9-test.json").read_text())
+    (tmp_path / "mine.yaml").write_text(rows.replace("lr0.1]}", f"lr0.1], by: {by}}}"))
+    assert mheads(*command).code == 0
+    document = json.loads((tmp_path / "results/mine-sail-validation9-test.json").read_text())
+    expected = {}
+    for seed in range(3):
+        errors = {}
+        for rate in ("0.0001", "0.01", "0.1"):
+            folder = tmp_path / f"runs/reproduce/sail/lr{rate}-seed{seed}-validation9"
+            errors[rate] = {}
+            for split in ("validation", "test"):
+                outputs, y = package.outputs_of(folder, split)
+                answer = outputs[1] if by == "member_1" else outputs.mean(0)
+                errors[rate][split] = float((answer - y).square().mean().sqrt())
+        expected[seed] = min(errors.values(), key=lambda each: each["validation"])["test"]
+    assert findings.by_seed(document, "tuned", by) == pytest.approx(expected, rel=1e-4)
+    # Where the runs themselves are gone, nothing says which was best.
+    assert findings.by_seed(document | {"runs": before["runs"]}, "tuned", by) == {}
+
+
+def test_a_choice_among_rows_that_take_different_time_has_no_cost(suite, tmp_path):
+    from mheads.suites.compute import add_costs
+    from mheads.suites.jobs import Options
+    from mheads.suites.planner import Planner
+    from mheads.suites.suite import read_suite
+
+    rows = "  - {name: wide, set: ['model_args={features: 2, hidden: [16]}']}\n"
+    rows += "  - {name: either, best_of: [lr0.1, wide]}\n"
+    (tmp_path / "mine.yaml").write_text(SUITE.replace("recipes:\n", f"{rows}recipes:\n"))
+    planner = Planner(Options("sail", validation=9, overrides=(suite,)))
+    entries = [{"name": name, "run": "lr0.1"} for name in ("lr0.1", "tuned", "either")]
+    add_costs({"rows": entries, "runs": {"lr0.1": []}}, planner, read_suite("mine.yaml"))
+    one, tuned, either = (entry["cost"] for entry in entries)
+    assert one == tuned and one["parameters"] > 0 and either == {}
+
+
 def test_kernels_are_chosen_on_the_validation_examples(mheads, suite, tmp_path):
     assert mheads("reproduce", "mine.yaml", "--only", "lr0.01", "--test", suite).code == 0
     document = json.loads((tmp_path / "results/mine-sail-validation9-test.json").read_text())
@@ -106,6 +149,12 @@ def test_to_train_a_row_that_chooses_is_to_train_those_that_it_chooses_from(mhea
     [
         ("    validation: 9\n", "", "row 'tuned' chooses among rows by validation examples: give --validation N"),
         ("lr0.1]}", "lr0.2]}", "row 'tuned': best_of: there is no row 'lr0.2' (did you mean lr0.1?)"),
+        ("lr0.1]}", "lr0.1], by: dee}", "row 'tuned': by = dee is not one number of a run by itself"),
+        (
+            "lr0.1]}",
+            "lr0.1]}\n  - {name: twice, best_of: [lr0.1, tuned]}",
+            "best_of: 'tuned' is the best of several runs itself; name these: lr0.0001, lr0.01, lr0.1",
+        ),
         ("lr0.1]}", "lr0.1], set: [members=2]}", "neither `set` nor `from` goes with it"),
         (
             "{name: tuned,",

@@ -232,7 +232,7 @@ def evaluate_run(
     The examples are those that training evaluated on, another `split`, or other data: `overrides` of the
     config's data keys. Inputs are preprocessed as in training. `eval.views` can be overridden too. `further` examples
     give a run with classes the measures of `problems/uncertainty.py`. `calibrate_from` is a split that chooses the
-    kernels of hypotheses (`problems/kernels.py`) for a run that has none.
+    kernels of hypotheses (`problems/densities.py`) for a run that has none.
     """
     folder, config = RunFolder(path), RunFolder(path).read_config()
     if views := [given for given in overrides if given.startswith(VIEWS)]:

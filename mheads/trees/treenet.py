@@ -18,6 +18,7 @@ from mheads.common.modules import is_hooked, takes_statistics
 from mheads.common.nested_values import Value
 from mheads.common.safe_yaml import as_plain
 from mheads.networks.dropout import replace_dropout
+from mheads.networks.member_scaling import OwnCopy
 from mheads.trees import freezing, surgery
 from mheads.trees.checks.compare_with_forward import cannot_follow, compare_with_forward
 from mheads.trees.checks.hidden_randomness_and_state import ONE_LAYER, changes_its_input, check_layers
@@ -110,9 +111,16 @@ class TreeNet(nn.Module):
                 )
 
     def _check_sharing(self) -> None:
-        """Raises an error if two stages share a weight, or running statistics, which only one branch would update."""
+        """Raises an error if two stages share a weight, or running statistics, which only one branch would update, or
+        if all members share what takes the copy of one."""
         owners: dict[int, str] = {}
         for stage, module in self.stages.items():
+            shared_by_all = len(self.tree.nodes[stage].members) == self.num_members > 1
+            if shared_by_all and any(isinstance(m, OwnCopy) for m in module.modules()):
+                raise UserError(
+                    f"{self.network_name} is split after its OwnCopy, so that all members take the copy of member 0: "
+                    "split above that layer, so that each has its own"
+                )
             statistics = [b for m in module.modules() if takes_statistics(m) for b in m.buffers(recurse=False)]
             for tensor in (*module.parameters(), *statistics):
                 if owners.setdefault(id(tensor), stage) == stage:

@@ -149,6 +149,16 @@ def test_a_run_is_saved_opened_and_exported(tmp_path, mheads):
     assert done.code == 0, done.err
 
 
+def test_a_split_below_the_copies_is_an_error():
+    def below():
+        return nn.Sequential(ScaledCopies(5, 3), nn.Linear(5, 4), OwnCopy(3), nn.Linear(4, 4), nn.Linear(4, 2))
+
+    with pytest.raises(UserError, match="all members take the copy of member 0: split above that layer"):
+        TreeNet(below, members=3, split="3")
+    assert TreeNet(below, members=3, split="1").num_members == 3
+    assert TreeNet(below, members=1).num_members == 1
+
+
 def test_a_number_that_cannot_be_is_an_error():
     with pytest.raises(UserError, match="member_scaling=-1: give the number of members"):
         NETWORKS["mlp"](5, member_scaling=-1)

@@ -97,6 +97,8 @@ def read_options(**keys: Any) -> DataOptions:
     except ValidationError as error:
         mistakes = error.errors(include_url=False)
         key = str(mistakes[0]["loc"][0])
+        if key not in DataOptions.model_fields:
+            raise UserError(f"there is no data key {key!r}; there are {', '.join(DataOptions.model_fields)}") from None
         messages = [mistake["msg"].removeprefix("Value error, ") for mistake in mistakes if mistake["loc"][0] == key]
         text = ", or ".join(dict.fromkeys(message[0].lower() + message[1:] for message in messages))
         raise UserError(f"data.{key} is {short(keys.get(key))}: {text}", key=f"data.{key}") from None

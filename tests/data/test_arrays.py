@@ -160,6 +160,7 @@ def test_wrong_arrays_are_refused_with_the_value_and_the_remedy(x, y, words):
         ({"normalize": "std"}, "mean_image"),
         ({"normalize": "init"}, "give none, mean_image or mean_std"),
         ({"crop": 3}, "crop=3 is for data in files"),
+        ({"padd": 3}, "there is no data key 'padd'; there are name, .* pad, "),
         ({"classes": ("a", "b")}, "label 2"),
     ],
     ids=str,

@@ -229,6 +229,11 @@ def test_costs_of_a_suite_are_multiples_of_those_of_its_first_row():
     assert points == [[(1, 80), (4, 82)], [(1, 80), (1, 82)]]
     assert training.get_xlabel() == "training FLOP, one = 1" and training.get_ylabel() == "Ensemble-Mean"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["one", "four"]
+    # A first row whose cost is not known is not the one that others are measured by.
+    turned = [{name: each[::-1] for name, each in part.items()} for part in (metrics, costs)]
+    panel = draw_costs(["of unknown cost", "not run", "four", "one"], *turned, "a suite").axes[0]
+    assert [tuple(bar[0].get_xydata()[0]) for bar in panel.containers] == [(8, 82), (2, 80)]
+    assert panel.get_xlabel() == "training FLOP, not run = 1"
 
 
 # Losses, and lines that lie on each other.

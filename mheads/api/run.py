@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mheads import data as datasets
 from mheads.api.raw_examples import PreprocessingNetwork, as_raw_examples, check_side_inputs, read_side_inputs
 from mheads.common import fingerprint
 from mheads.common.errors import UserError, warn
+from mheads.common.progress import Silent
 from mheads.config.schema import Config
 from mheads.data import ArraySplit
 from mheads.data.arrays import Unlabelled
@@ -29,17 +30,11 @@ from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import Log
 from mheads.runs.read_run import Record
-from mheads.training.build_from_config import make_engine
+from mheads.training.build_from_config import build_net_of_run, make_engine
 from mheads.trees.treenet import TreeNet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-
-from torch import nn
-
-from mheads.common.progress import Silent
-from mheads.training.build_from_config import build_net_of_run
 
 
 class Temporary:

@@ -35,9 +35,7 @@ def reproduce(
     test: Annotated[
         bool, typer.Option("--test", help="With --validation: show the same runs on the test set, to report a choice.")
     ] = False,
-    every: Annotated[
-        bool, typer.Option("--all", help="All suites that come with the package, one after another.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="All suites of the package, one after another.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Train this row alone; may be given several times.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="List the runs and the time that they will take; train nothing.")
@@ -57,36 +55,43 @@ def reproduce(
         bool, typer.Option("--outputs", help="Also write the outputs of runs, as float16, to outputs/ in the results.")
     ] = False,
     folder: Annotated[Path, typer.Option(*FOLDER, help="Where the runs go.")] = Path("runs/reproduce"),
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where tables, figures and JSON files go.")] = Path(
-        "results"
-    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where tables and figures go.")] = Path("results"),
 ) -> None:
     """Run a table of the paper and set it beside ours; finished runs are reused, and the same command resumes.
 
     Example: mheads reproduce standard --recipe cifar10_quick --trials 3
     """
+    train = not (only_tables or merge)
+    if every and (suite is not None or only or not train):
+        raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
+    if suite is None and not every:
+        _make_tables(merge or (), output, train)
+        return
+    options = {
+        "seed": seed,
+        "scale": scale,
+        "validation": validation,
+        "overrides": tuple(overrides or ()),
+        "test": test,
+    }
+    _run(suite, recipe, options, (trials, only or (), folder, output, merge or (), outputs), dry_run, train)
+
+
+def _run(
+    suite: str | None, recipe: str | None, options: dict[str, Any], further: tuple[Any, ...], dry_run: bool, train: bool
+) -> None:
+    """Runs a suite, or all that come with the package; or says what that takes."""
     from mheads.suites.dry_run import print_plan, print_plan_of_all
     from mheads.suites.merge import find_results
     from mheads.suites.reproduce import Reproduction, reproduce_all
     from mheads.suites.reproduce import reproduce as run
     from mheads.suites.suite import SUITES
 
-    train = not (only_tables or merge)
-    if every and (suite is not None or only or not train):
-        raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
-    if suite is None and not every:
-        if train:
-            raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
-        _make_tables(merge or (), output)
-        return
-    changes = tuple(overrides or ())
-    options = {"seed": seed, "scale": scale, "validation": validation, "overrides": changes, "test": test}
-    further = (trials, only or (), folder, output, merge or (), outputs)
-    requests = _make_requests([suite] if suite is not None else list(SUITES), recipe, options, further)
-    if every:
+    requests = _make_requests(list(SUITES) if suite is None else [suite], recipe, options, further)
+    if suite is None:
         (print_plan_of_all if dry_run else reproduce_all)(requests, console)
         return
-    find_results(merge or ())
+    find_results(requests[0].sources)
     for request in requests:
         if dry_run:
             print_plan(Reproduction(request, console), console)
@@ -111,12 +116,15 @@ def _make_requests(
     return requests
 
 
-def _make_tables(merge: Sequence[Path], output: Path) -> None:
+def _make_tables(merge: Sequence[Path], output: Path, train: bool) -> None:
     from mheads.common.number_words import count
     from mheads.common.progress import Terminal
     from mheads.suites.merge import merge_folders
     from mheads.suites.reproduce import write_tables
+    from mheads.suites.suite import SUITES
 
+    if train:
+        raise UserError(f"give a suite: {', '.join(SUITES)}, the path of a YAML file, or --all")
     for path, gained in merge_folders(merge, output, Terminal(console).warn).items() if merge else ():
         console.print(f"{path}: {count(gained, 'new run')}", soft_wrap=True)
     for path in write_tables(output, console):

@@ -1,5 +1,6 @@
 """What the order of rooms in pyproject.toml (`make lint`) does not say of the package."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -22,3 +23,12 @@ def test_only_distributed_imports_torch_distributed():
 def test_each_room_says_at_the_door_what_lives_there():
     for room in (path for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"):
         assert (room / "__init__.py").read_text().startswith('"""'), room
+
+
+def test_no_file_and_no_function_is_too_long_to_read_at_once():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert text.count("\n") <= 350, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno < 60, (path, node.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from mheads.data.splits import SplitDefaults
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)  # arrays have no truth value to compare by
-class CroppedSplit(SplitDefaults):
+class CroppedSplit(SplitDefaults, ABC):
     """Read with seeds, the crop is at random and, with `mirror`, mirrored half of the time; without seeds, or without
     `augment`, it is the centre."""
 
@@ -27,21 +28,22 @@ class CroppedSplit(SplitDefaults):
     augment: bool = True
 
     @property
+    @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
+        """Channels, height and width of a crop."""
 
     @property
     def dtype(self) -> type:
         return np.uint8
 
     @property
+    @abstractmethod
     def free(self) -> tuple[int, int]:
         """How many pixels the crop can move down and right in a whole image."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, row: int, chance: tuple[float, float] | None) -> np.ndarray:
         """The crop of an example [H, W, C]; `chance` in [0, 1) says how far down and right it lies, None the centre."""
-        raise NotImplementedError
 
     def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
         """Raw images [b, H, W, C], or floats [b, C, H, W], decoded by as many threads as there are cores."""

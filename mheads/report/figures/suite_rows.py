@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from matplotlib.ticker import MaxNLocator
+
 from mheads.report.charts.chart import printable
 from mheads.report.figures.figure import PALETTE, Figure, label_axes
 
@@ -36,6 +38,7 @@ def draw_suite(rows: Sequence[str], metrics: Mapping[str, Sequence[Point]], titl
             spreads = [points[i][column + 1] or 0 for i in at]
             panel.errorbar(means, [i + shift for i in at], xerr=spreads, markersize=4, capsize=2, **style)
         label_axes(panel, metric, "")
+        panel.xaxis.set_major_locator(MaxNLocator(5))  # more would run into one another
         panel.grid(axis="y", color="0.9", linewidth=0.8)
         panel.set_axisbelow(True)
     panels[0].set_yticks(range(len(rows)), [printable(row) for row in rows], fontsize=8, parse_math=False)

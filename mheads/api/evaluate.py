@@ -37,7 +37,13 @@ from mheads.engine.measure import (
     measure,
 )
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
-from mheads.problems.uncertainty import EnsembleOutputs, measure_other_data, measure_scaled
+from mheads.problems.uncertainty import (
+    EnsembleOutputs,
+    fit_temperatures,
+    measure_other_data,
+    measure_scaled,
+    measure_shifted,
+)
 from mheads.runs.data_facts import DataFacts
 from mheads.runs.folder import RunFolder
 from mheads.training.build_from_config import build_net_of_run, make_engine
@@ -156,13 +162,15 @@ def _name(model: Model) -> str:
 
 @dataclass(frozen=True)
 class FurtherExamples:
-    """The split that temperatures are fitted on, and data keys of other examples (`data.path=other.npz`)."""
+    """The split that temperatures are fitted on, and data keys of other examples (`data.path=other.npz`): of other
+    classes (`ood`), and of the same classes from another source (`shifted`)."""
 
     temperature_from: str | None = None
-    other_data: Sequence[str] = ()
+    ood: Sequence[str] = ()
+    shifted: Sequence[str] = ()
 
     def __bool__(self) -> bool:
-        return self.temperature_from is not None or bool(self.other_data)
+        return self.temperature_from is not None or bool(self.ood or self.shifted)
 
     def check(self, folder: RunFolder, data: DataFacts, split: str) -> None:
         """Raises an error before anything is computed."""
@@ -176,13 +184,14 @@ class FurtherExamples:
                 f"--temperature-from {split}: the run is measured on these examples, and would look better than it is; "
                 "give --split test with --temperature-from validation"
             )
-        check_overrides(self.other_data)
-        own, other = folder.read_config().data, configs.read(folder.config, self.other_data).data
-        if self.other_data and all(getattr(own, key) == getattr(other, key) for key in NAMES_OF_DATA):
-            raise UserError(
-                f"--ood {' '.join(self.other_data)}: that is the run's own {own.name}, which nothing tells apart from "
-                "itself; name other data, data.name=cifar100 or data.path=OTHER"
-            )
+        for option, keys in (("ood", self.ood), ("shifted", self.shifted)):
+            check_overrides(keys)
+            own, other = folder.read_config().data, configs.read(folder.config, keys).data
+            if keys and all(getattr(own, key) == getattr(other, key) for key in NAMES_OF_DATA):
+                raise UserError(
+                    f"--{option} {' '.join(keys)}: that is the run's own {own.name}, which nothing tells apart from "
+                    "itself; name other data, data.name=cifar100 or data.path=OTHER"
+                )
 
     def measure(
         self,
@@ -203,11 +212,16 @@ class FurtherExamples:
             return EnsembleOutputs(outputs, weights, of_scores), targets
 
         outputs, y = EnsembleOutputs(kept[0], kept[1], of_scores), self._labels(data, kept[2])
+        temperatures = None
         if self.temperature_from is not None:
             held_out, targets = answer((), self.temperature_from, unlike=False)
+            temperatures = fit_temperatures(held_out, self._labels(data, targets))
             measures |= measure_scaled(outputs, y, held_out, self._labels(data, targets))
-        if self.other_data:
-            measures |= measure_other_data(outputs, answer(self.other_data, "test", unlike=True)[0])
+        if self.shifted:
+            shifted, targets = answer(self.shifted, "test", unlike=False)
+            measures |= measure_shifted(shifted, self._labels(data, targets), temperatures)
+        if self.ood:
+            measures |= measure_other_data(outputs, answer(self.ood, "test", unlike=True)[0])
         return measures
 
     @staticmethod

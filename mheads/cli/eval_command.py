@@ -32,6 +32,14 @@ def eval(
             "several times, once for each key.",
         ),
     ] = None,
+    shifted: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Also measure accuracy on data of the same classes from another source, such as corrupted images: "
+            "data.name=npz, and once more data.path=corrupted.npz.",
+        ),
+    ] = None,
     trust: Trust = False,
 ) -> None:
     """Compute the metrics of a run anew: on its test set, on another split, on other data.
@@ -44,5 +52,5 @@ def eval(
     from mheads.cli.printing.result_tables import result_table
     from mheads.common.progress import Terminal
 
-    further = FurtherExamples(temperature_from, ood or ())
+    further = FurtherExamples(temperature_from, ood or (), shifted or ())
     console.print(result_table(evaluate_run(run, outputs, Terminal(console), overrides or [], split, trust, further)))

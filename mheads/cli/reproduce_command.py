@@ -35,6 +35,12 @@ def reproduce(
     test: Annotated[
         bool, typer.Option("--test", help="With --validation: show the same runs on the test set, to report a choice.")
     ] = False,
+    ood: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Other data that confidence should tell apart.")
+    ] = None,
+    shifted: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="The same classes from another source; see eval.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="All suites of the package, one after another.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Train this row alone; may be given several times.")] = None,
     dry_run: Annotated[
@@ -73,6 +79,8 @@ def reproduce(
         "validation": validation,
         "overrides": tuple(overrides or ()),
         "test": test,
+        "ood": tuple(ood or ()),
+        "shifted": tuple(shifted or ()),
     }
     _run(suite, recipe, options, (trials, only or (), folder, output, merge or (), outputs), dry_run, train)
 

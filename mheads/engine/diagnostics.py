@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -152,19 +152,6 @@ def clip_scale(engine: Engine, most: float) -> float:
 
     factor: float = engine.agree(decide)[0]
     return factor
-
-
-def idle_warning(members: Sequence[int], iterations: int, options: Collection[str], far: bool = False) -> str:
-    """What to do about members that win nothing, under a loss that has these options; `far`: targets are numbers that
-    are not normalised. `examples/dead_members.py` has measured what helps."""
-    who = f"member {members[0]} has" if len(members) == 1 else f"members {', '.join(map(str, members))} have"
-    soft = "loss=annealed loss.relative=true loss.temperature=0.5 loss.floor=0.001 (all learn first)"
-    helps = ["data.normalize_targets=true"] if far else []
-    helps += ["a higher loss.temperature" if "temperature" in options else soft, "or fewer members"]
-    return (
-        f"{who} won no example in the last {iterations:,} iterations, and so little or nothing to learn from. What "
-        f"helps: {', '.join(helps)}"
-    )
 
 
 def learning_rows(learning: dict[str, Any]) -> list[tuple[str, str]]:

@@ -92,6 +92,9 @@ class Classification(ClassScores):
             ("nll_scaled", "negative log-likelihood, scaled", ".4f", ""),
             ("calibration_error_scaled", "calibration error, scaled", ".2f", " %"),
             ("brier_scaled", "Brier score, scaled", ".4f", ""),
+            ("accuracy_shifted", "accuracy on shifted data", ".2f", " %"),
+            ("nll_shifted", "negative log-likelihood, shifted", ".4f", ""),
+            ("calibration_error_shifted", "calibration error, shifted", ".2f", " %"),
             ("auroc", "AUROC to other data", ".2f", " %"),
             ("fpr95", "FPR95 to other data", ".2f", " %"),
         ):

@@ -52,6 +52,9 @@ class ClassificationResult(PercentResult):
     calibration_error_scaled: Answers | None = None
     brier_scaled: Answers | None = None
     nll_by_members_scaled: list[Number] | None = None
+    accuracy_shifted: Answers | None = None
+    nll_shifted: Answers | None = None
+    calibration_error_shifted: Answers | None = None
     auroc: Answers | None = None
     fpr95: Answers | None = None
 

@@ -59,6 +59,11 @@ class EnsembleOutputs(NamedTuple):
         return {"single": [*logits], **{name: [scores] for name, scores in zip(TOGETHER, together, strict=False)}}
 
 
+def fit_temperatures(held_out: EnsembleOutputs, y: Tensor) -> dict[str, list[float]]:
+    """A temperature for each predictor of `EnsembleOutputs.scores`."""
+    return {name: [fit_temperature(each, y) for each in scores] for name, scores in held_out.scores().items()}
+
+
 def measure_scaled(
     outputs: EnsembleOutputs, y: Tensor, held_out: EnsembleOutputs, held_out_y: Tensor
 ) -> dict[str, Any]:
@@ -68,11 +73,10 @@ def measure_scaled(
     of which the mean is taken first. `nll_by_members_scaled` is for the mean of the probabilities of 1, 2, .. members.
     """
     measures: dict[str, Any] = {}
-    fitted = held_out.scores()
+    fitted = fit_temperatures(held_out, held_out_y)
     for name, scores in outputs.scores().items():
-        temperatures = [fit_temperature(each, held_out_y) for each in fitted[name]]
-        result = compute(torch.stack([each / t for each, t in zip(scores, temperatures, strict=True)]), y)
-        measures.setdefault("temperature", {})[name] = sum(temperatures) / len(temperatures)
+        result = _compute_scaled(scores, fitted[name], y)
+        measures.setdefault("temperature", {})[name] = sum(fitted[name]) / len(fitted[name])
         for key in ("nll", "calibration_error", "brier"):
             measures.setdefault(f"{key}_scaled", {})[name] = getattr(result, key)["single"]
 
@@ -89,6 +93,24 @@ def measure_scaled(
         for size in range(1, min(num_members, MOST_TOGETHER) + 1)
     ]
     return measures
+
+
+def measure_shifted(
+    outputs: EnsembleOutputs, y: Tensor, temperatures: dict[str, list[float]] | None = None
+) -> dict[str, dict[str, float]]:
+    """Accuracy in percent, likelihood and calibration on examples of the same classes from another source, such as
+    corrupted images; with the temperatures that were fitted on the run's own examples, if there are some."""
+    measures: dict[str, dict[str, float]] = {"accuracy_shifted": {}, "nll_shifted": {}, "calibration_error_shifted": {}}
+    for name, scores in outputs.scores().items():
+        result = _compute_scaled(scores, temperatures[name] if temperatures else [1.0] * len(scores), y)
+        measures["accuracy_shifted"][name] = result.single
+        measures["nll_shifted"][name] = result.nll["single"]
+        measures["calibration_error_shifted"][name] = result.calibration_error["single"]
+    return measures
+
+
+def _compute_scaled(scores: Sequence[Tensor], temperatures: Sequence[float], y: Tensor) -> Any:
+    return compute(torch.stack([each / t for each, t in zip(scores, temperatures, strict=True)]), y)
 
 
 def measure_other_data(outputs: EnsembleOutputs, other: EnsembleOutputs) -> dict[str, dict[str, float]]:

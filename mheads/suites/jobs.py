@@ -30,6 +30,8 @@ class Options:
     validation: int = 0
     overrides: tuple[str, ...] = ()
     test: bool = False  # what was trained without the validation examples is measured on the test set
+    ood: tuple[str, ...] = ()  # data keys of other examples, in the place of the suite's
+    shifted: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.scale <= 1:

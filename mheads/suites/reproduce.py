@@ -96,7 +96,8 @@ class Reproduction:
     def __init__(self, request: SuiteRequest, console: Console, every_seed: bool = False) -> None:
         self.request, self.console, self.say = request, console, Terminal(console).say
         options = request.options
-        self.suite = read_suite(request.suite)
+        suite, given = read_suite(request.suite), {"ood": options.ood, "shifted": options.shifted}
+        self.suite = suite.model_copy(update={name: [*keys] for name, keys in given.items() if keys})
         self.planner = Planner(options, request.folder)
         self.table = self.planner.expand(self.suite)
         # A figure of the paper for no row is a mistake, unless an override took the row out.
@@ -140,7 +141,7 @@ class Reproduction:
 
     def _add(self, job: SuiteJob) -> None:
         options = self.request.options
-        measures = options.test or self.suite.ood or self.request.outputs
+        measures = options.test or self.suite.ood or self.suite.shifted or self.request.outputs
         with self.console.status(Text(f"measuring {job.name}")) if measures else nullcontext():
             add_run(self.document, job, self.planner, self.suite)
             if self.request.outputs:

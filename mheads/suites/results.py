@@ -80,6 +80,8 @@ def command(suite: str, options: Options, seeds: Sequence[int], show: Callable[[
     words += ["--scale", f"{options.scale:g}"] if options.scale != 1 else []
     words += ["--validation", str(options.validation)] if options.validation else []
     words += ["--test"] if options.test else []
+    words += [word for key in options.ood for word in ("--ood", show(key))]
+    words += [word for key in options.shifted for word in ("--shifted", show(key))]
     return shlex.join([*words, *map(show, options.overrides)])
 
 

@@ -3,8 +3,8 @@
 {"seed", "config", "marks", "command", "result", "versions", "machine"}. "config" is a digest of the job, "marks" are
 those of the data and the code that the run was trained with. With "test", runs that were trained without the validation
 examples are measured on the test set, also with temperatures or kernels fitted on the validation examples; with "ood"
-of a suite also on other data. "weights" and "data" are digests of what was measured, and on what; "validation" has the
-figures on the validation examples by which rows choose (`best_of`).
+or "shifted" of a suite also on other data. "weights" and "data" are digests of what was measured, and on what;
+"validation" has the figures on the validation examples by which rows choose (`best_of`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
         return
     folder, runs = job.folder, document["runs"].get(key, ())
     result, config, validated = folder.read_result(), digest_job(job), {}
-    measured: dict[str, Any] = {"ood": [*map(hide_local_paths, suite.ood)]} if suite.ood else {}
-    if planner.options.test or suite.ood:
+    further = {"ood": suite.ood, "shifted": suite.shifted}
+    measured: dict[str, Any] = {name: [*map(hide_local_paths, keys)] for name, keys in further.items() if keys}
+    if planner.options.test or measured:
         measured["weights"] = atomic_files.digest(folder.model)
         if fingerprint := planner.test_set(job):
             measured["data"] = fingerprint
@@ -56,10 +57,10 @@ def add_run(document: dict[str, Any], job: SuiteJob, planner: Planner, suite: Su
             numbers = measure(folder, result, job.config.optim.iterations)
             validated = {"validation": {metric: read_value(numbers, metric, document["members"]) for metric in by}}
         scales = planner.options.test and is_single_label(folder.read_data().problem)
-        further = FurtherExamples("validation" if scales else None, suite.ood)
+        examples = FurtherExamples("validation" if scales else None, **further)
         split = "test" if planner.options.test else None
         kernels = "validation" if planner.options.test else None
-        result |= evaluate_run(folder.path, None, Silent(), (), split, True, further, calibrate_from=kernels)
+        result |= evaluate_run(folder.path, None, Silent(), (), split, True, examples, calibrate_from=kernels)
     marks = digest_data_and_code(folder.read_identity())
     check_same_marks(document, key, job, marks)
     entry = {

@@ -82,6 +82,7 @@ class Suite(BaseModel):
     independent: str | None = None  # the row of independent members, by which `dee` counts
     cost_figure: list[str] = []  # the metrics that the figure shows against what a row costs, instead of row by row
     ood: list[str] = []  # data keys of other examples, which confidence should tell apart (`auroc`, `fpr95`)
+    shifted: list[str] = []  # data keys of examples of the same classes from another source (`accuracy_shifted`)
     recipes: dict[str, RecipeChanges] = {}
     paper: dict[str, dict[str, dict[str, Any]]] = {}  # recipe -> row -> metric -> figure, see read_figure
     claims: list[Claim] = []

@@ -21,7 +21,7 @@ from mheads.common.device import describe_cpu, peak_memory
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
 from mheads.data.batches import Batch
-from mheads.engine.diagnostics import gradient_norms, idle_warning
+from mheads.engine.diagnostics import gradient_norms
 from mheads.engine.interface import Engine
 from mheads.engine.measure import calibrate, measure
 from mheads.engine.training_step import StepReport
@@ -30,7 +30,7 @@ from mheads.runs.checkpoint import Checkpoints
 from mheads.runs.folder import RunFolder
 from mheads.runs.metrics_log import MetricsLog
 from mheads.runs.tensorboard import Board
-from mheads.training.collapse import CollapseWatch
+from mheads.training.dead_members import CollapseWatch, idle_warning
 from mheads.training.experiment import Experiment
 from mheads.training.start_or_resume import load_stages, open_folder, try_shards
 from mheads.training.train_state import TrainState, select_prefix, tensor_prefixes

@@ -1,4 +1,4 @@
-"""`mheads eval --temperature-from --ood`, and the same measures in the results of suites."""
+"""`mheads eval --temperature-from --ood --shifted`, and the same measures in the results of suites."""
 
 import json
 
@@ -14,8 +14,10 @@ from mheads.config.read import load
 from mheads.problems.uncertainty import (
     EnsembleOutputs,
     deep_ensemble_equivalent,
+    fit_temperatures,
     measure_other_data,
     measure_scaled,
+    measure_shifted,
 )
 from mheads.runs.folder import RunFolder
 from mheads.suites import findings
@@ -31,6 +33,7 @@ def place(tmp_path_factory):
     train_config(load("digits", [*QUICK, "data.validation=40", "members=3"]), RunFolder(folder / "run"), Silent())
     noise = np.random.default_rng(0).integers(0, 17, (60, 1, 8, 8)).astype(np.uint8)
     np.savez(folder / "noise.npz", x_train=noise, y_train=np.arange(60) % 20, x_test=noise, y_test=np.arange(60) % 20)
+    np.savez(folder / "shifted.npz", x_train=noise, y_train=np.arange(60) % 10, x_test=noise, y_test=np.arange(60) % 10)
     np.savez(
         folder / "large.npz",
         x_train=np.zeros((2, 9, 9), np.uint8),
@@ -54,7 +57,9 @@ def test_other_data_need_not_take_the_augmentation_of_the_run(mheads, tmp_path):
 
 def test_a_run_is_measured_with_temperatures_and_against_other_data(mheads, place):
     other = ["data.name=npz", f"data.path={place / 'noise.npz'}"]
-    result = evaluate_run(place / "run", None, Silent(), split="test", further=FurtherExamples("validation", other))
+    shifted = ["data.name=npz", f"data.path={place / 'shifted.npz'}"]
+    further = FurtherExamples("validation", other, shifted)
+    result = evaluate_run(place / "run", None, Silent(), split="test", further=further)
     (outputs, y), (held_out, y_held_out) = (
         package.outputs_of(place / "run", split) for split in ("test", "validation")
     )
@@ -62,17 +67,30 @@ def test_a_run_is_measured_with_temperatures_and_against_other_data(mheads, plac
         far = package.load(place / "run").predict(file["x_test"])
     expected = measure_scaled(EnsembleOutputs(outputs), y, EnsembleOutputs(held_out), y_held_out)
     expected |= measure_other_data(EnsembleOutputs(outputs), EnsembleOutputs(torch.as_tensor(far)))
+    temperatures = fit_temperatures(EnsembleOutputs(held_out), y_held_out)
+    labels = torch.arange(60) % 10  # of the shifted examples, which are the same noise
+    expected |= measure_shifted(EnsembleOutputs(torch.as_tensor(far)), labels, temperatures)
     for key, value in expected.items():
-        assert result[key] == pytest.approx(value, abs=2e-4 if key in ("auroc", "fpr95") else 1e-4), key
+        assert result[key] == pytest.approx(value, abs=1e-4 if "nll" in key or "brier" in key else 2e-3), key
+    mean = torch.as_tensor(far).softmax(-1).mean(0)
+    assert result["accuracy_shifted"]["ensemble_mean"] == pytest.approx(
+        100 * float((mean.argmax(-1) == labels).double().mean()), abs=1e-3
+    )
+    scaled = (mean.double().log() / temperatures["ensemble_mean"][0]).log_softmax(-1)
+    assert result["nll_shifted"]["ensemble_mean"] == pytest.approx(
+        -float(scaled[torch.arange(60), labels].mean()), abs=1e-4
+    )
     assert result["split"] == "test" and package.evaluate(lambda x: x, (outputs[0], y)).brier is not None
 
     options = [word for pair in other for word in ("--ood", pair)]
+    options += [word for pair in shifted for word in ("--shifted", pair)]
     done = mheads("eval", place / "run", "--split", "test", "--temperature-from", "validation", *options)
     assert done.code == 0, done.err
     words = " ".join(done.out.split())
     assert f" temperature {result['temperature']['ensemble_mean']:.3f} " in words
     assert f" Brier score {result['brier']['ensemble_mean']:.4f} " in words
     assert f"{result['auroc']['ensemble_mean']:.2f} %" in done.out
+    assert f" accuracy on shifted data {result['accuracy_shifted']['ensemble_mean']:.2f} % " in words
 
 
 @pytest.mark.parametrize(
@@ -84,6 +102,8 @@ def test_a_run_is_measured_with_temperatures_and_against_other_data(mheads, plac
         (["--ood", "loss.k=2"], "other data to evaluate on is given by"),
         (["--ood", "data.path=none.npz", "--ood", "data.name=npz"], "none.npz"),
         (["--ood", "data.limit=10"], "--ood data.limit=10: that is the run's own digits"),
+        (["--shifted", "data.limit=10"], "--shifted data.limit=10: that is the run's own digits"),
+        (["--shifted", "data.name=npz", "--shifted", "data.path={place}/noise.npz"], "give data with the same classes"),
         (
             ["--ood", "data.name=npz", "--ood", "data.path={place}/large.npz"],
             "shape (1, 9, 9), but {place}/run was tra",
@@ -123,3 +143,10 @@ def test_suites_keep_the_measures_and_count_in_independent_members(mheads, place
     # On the validation examples themselves nothing is fitted, and other data are measured all the same.
     plain = json.loads((tmp_path / "results/forest-digits-validation40.json").read_text())["runs"]["tree"][0]["result"]
     assert "auroc_ensemble_mean" in plain and "temperature_ensemble_mean" not in plain
+    # The command names other data than the file does, and says so when it is printed.
+    shifted = ["--shifted", "data.name=npz", "--shifted", f"data.path={place / 'shifted.npz'}"]
+    assert mheads("reproduce", *given, "--test", *shifted).code == 0
+    again = json.loads(kept.read_text())
+    assert "accuracy_shifted_ensemble_mean" in again["runs"]["tree"][0]["result"]
+    assert "auroc_ensemble_mean" in again["runs"]["tree"][0]["result"]
+    assert "--shifted data.name=npz --shifted data.path=.../shifted.npz" in again["command"]

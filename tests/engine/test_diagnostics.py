@@ -13,7 +13,7 @@ import mheads
 from mheads import TreeNet, losses
 from mheads.data.batches import Batch
 from mheads.data.preprocessing import Preprocess
-from mheads.engine.diagnostics import Diagnostics, clip_scale, entropy, gradient_norms, idle_warning
+from mheads.engine.diagnostics import Diagnostics, clip_scale, entropy, gradient_norms
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.threads import ThreadsEngine
 from mheads.engine.training_step import StepReport
@@ -88,14 +88,6 @@ def test_wins_are_of_rows_where_examples_have_several():
     old = found.state() | {"window": [3.0, 1, 2, 0.5]}
     again.load(found.arrays(), old)  # of an older version
     assert again.line(1, 0.1, [0, 0])["images_per_second"] == 4.0
-
-
-def test_what_helps_is_what_the_loss_has():
-    by_loss = {name: idle_warning([0], 5, losses.LOSSES[name]().options) for name in ("mcl", "relaxed", "annealed")}
-    assert ["loss=annealed" in told for told in by_loss.values()] == [True, True, False]
-    assert "a higher loss.temperature" in by_loss["annealed"]
-    assert "normalize_targets" not in by_loss["mcl"]
-    assert "data.normalize_targets=true, loss=annealed" in idle_warning([0], 5, losses.mcl().options, far=True)
 
 
 def test_entropy_is_that_of_the_wins():

@@ -9,8 +9,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import mheads
+from mheads import losses
 from mheads.networks import NETWORKS
-from mheads.training.collapse import constant_members
+from mheads.training.dead_members import constant_members, idle_warning
 
 
 def test_members_with_the_same_answer_to_everything_are_found():
@@ -106,3 +107,11 @@ def test_members_that_learn_are_not_warned_of():
         iterations=120, lr=0.02, log={"every": 10},
     )  # fmt: skip
     assert run.result.oracle > run.result.oracle_chance
+
+
+def test_what_helps_is_what_the_loss_has():
+    by_loss = {name: idle_warning([0], 5, losses.LOSSES[name]().options) for name in ("mcl", "relaxed", "annealed")}
+    assert ["loss=annealed" in told for told in by_loss.values()] == [True, True, False]
+    assert "a higher loss.temperature" in by_loss["annealed"]
+    assert "normalize_targets" not in by_loss["mcl"]
+    assert "data.normalize_targets=true, loss=annealed" in idle_warning([0], 5, losses.mcl().options, far=True)

@@ -1,8 +1,8 @@
-"""Warns of members that do not answer: outputs that do not depend on the input, and an Oracle at chance."""
+"""Warns of dead members: outputs that do not depend on the input, an Oracle at chance, members that win nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import torch
@@ -86,4 +86,17 @@ def _constant_warning(members: list[int], iteration: int) -> str:
     return (
         f"iteration {iteration:,}: {who} the same answer to every input. Where this lasts, start anew with a lower "
         "optim.lr, optim.schedule.warmup, optim.clip or data.normalize"
+    )
+
+
+def idle_warning(members: Sequence[int], iterations: int, options: Collection[str], far: bool = False) -> str:
+    """What to do about members that win nothing, under a loss that has these options; `far`: targets are numbers that
+    are not normalised. `examples/dead_members.py` has measured what helps."""
+    who = f"member {members[0]} has" if len(members) == 1 else f"members {', '.join(map(str, members))} have"
+    soft = "loss=annealed loss.relative=true loss.temperature=0.5 loss.floor=0.001 (all learn first)"
+    helps = ["data.normalize_targets=true"] if far else []
+    helps += ["a higher loss.temperature" if "temperature" in options else soft, "or fewer members"]
+    return (
+        f"{who} won no example in the last {iterations:,} iterations, and so little or nothing to learn from. What "
+        f"helps: {', '.join(helps)}"
     )

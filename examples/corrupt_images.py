@@ -34,7 +34,9 @@ def corrupt(images: np.ndarray, seed: int = 0) -> np.ndarray:
 def main(path: Path) -> None:
     data = mheads.data.load("cifar10")
     images, labels = data.test.read(np.arange(len(data.test)), None).numpy(), data.test.targets
-    np.savez_compressed(path, x_test=corrupt(images), y_test=labels, classes=np.array(data.problem.classes))
+    np.savez_compressed(
+        path, x_test=corrupt(images).transpose(0, 3, 1, 2), y_test=labels, classes=np.array(data.problem.classes)
+    )
     print(f"{len(images):,} images written to {path}")
 
 

@@ -21,6 +21,7 @@ from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.gradient_sums import PairwiseSum, Subtrees
+from mheads.engine.large_outputs import MemberLosses, gives_losses
 from mheads.engine.rows import Rows
 from mheads.engine.stacked_stages import repeat_for
 from mheads.engine.stages import Stages
@@ -93,6 +94,7 @@ class TrainingStep:
         self._lock = threading.Lock()
         self._tapes: dict[tuple[str, int], Tape] = {}
         self._outputs: dict[int, list[tuple[Node, Value]]] = defaultdict(list)
+        self._graphs: dict[tuple[str, int], tuple[Value, Tensor]] = {}  # outputs and losses of members, for autograd
         self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
         self._roots_left = dict.fromkeys(self.mine, len(stages.roots))
         self.totals: dict[tuple[int, int], float | Tensor] = {}  # on an accelerator, tensors until the report
@@ -143,7 +145,18 @@ class TrainingStep:
             self._take_back(i, node, tape, self._as_output(node, d_output))
         else:
             self._tapes[node.name, i] = tape
-            self.hand_over(i, node, self._members_first(node, tape.output))
+            outputs = self._members_first(node, tape.output)
+            self.hand_over(
+                i, node, self._take_losses(i, node, outputs) if gives_losses(self.loss, outputs) else outputs
+            )
+
+    def _take_losses(self, i: int, leaf: Node, outputs: Value) -> MemberLosses:
+        """The losses of a leaf's members; the way back to their outputs is kept."""
+        with torch.enable_grad():
+            outputs = nested_values.map_leaves(lambda t: t.detach().to(self.dtype).requires_grad_(), outputs)
+            losses = self.loss.base_losses(outputs, self.batches[i].targets)
+        self._graphs[leaf.name, i] = outputs, losses
+        return MemberLosses(losses.detach())
 
     def apply_loss(self, i: int) -> None:
         parts = sorted(self._outputs.pop(i), key=lambda part: part[0].members)
@@ -156,6 +169,12 @@ class TrainingStep:
 
     def backward(self, i: int, node: Node, d_output: Value, learn: Tensor | None = None) -> None:
         self._take_back(i, node, self._tapes.pop((node.name, i)), d_output, learn)
+
+    def backward_of_losses(self, i: int, leaf: Node, d_losses: Tensor, learn: Tensor | None) -> None:
+        outputs, losses = self._graphs.pop((leaf.name, i))
+        leaves = nested_values.leaves(outputs)
+        d_leaves = torch.autograd.grad(losses, leaves, d_losses, allow_unused=True)
+        self.backward(i, leaf, self._as_output(leaf, nested_values.rebuild(outputs, fill(d_leaves, leaves))), learn)
 
     def backward_of_sum(self, i: int, node: Node, terms: list[Value]) -> None:
         self.backward(i, node, nested_values.map_leaves(add_in_order, *terms))
@@ -193,6 +212,9 @@ class TrainingStep:
     def hand_back(self, i: int, leaf: Node, d_output: Value, learn: Tensor | None) -> None:
         """Gives a leaf the gradients of its members' outputs from the loss; `learn` marks the rows that have one."""
         rows = None if learn is None or leaf.name in self.stages.stacks else learn[0]
+        if isinstance(d_output, MemberLosses):
+            self._spawn(BACKWARD, i, leaf, self.backward_of_losses, d_output.losses, rows)
+            return
         self._spawn(BACKWARD, i, leaf, self.backward, self._as_output(leaf, d_output), rows)
 
     def _members_first(self, leaf: Node, output: Value) -> Value:
@@ -248,8 +270,9 @@ class TrainingStep:
         which = slice(None) if members is None else slice(members[0], members[-1] + 1)
         with torch.enable_grad():
             stacked = nested_values.map_leaves(lambda t: t.detach().to(self.dtype).requires_grad_(), outputs)
-            value = self.loss(
-                stacked,
+            of_losses = isinstance(stacked, MemberLosses)
+            value = (self.loss.given_losses() if of_losses else self.loss)(
+                stacked.losses if of_losses else stacked,
                 batch.targets,
                 None if batch.sample_weights is None else batch.sample_weights[which],
                 None if batch.ties is None else batch.ties[which],
@@ -262,8 +285,7 @@ class TrainingStep:
             self.totals |= {(m, i): total for m, total in zip(members, self._member_totals(value), strict=True)}
         self.losses[which, self.slices[i]] = value.losses
         self.assignment[which, self.slices[i]] = value.assignment
-        filled = [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, gradients, strict=True)]
-        return nested_values.rebuild(stacked, filled)
+        return nested_values.rebuild(stacked, fill(gradients, leaves))
 
     def _member_totals(self, value: LossValue) -> Sequence[float | Tensor]:
         """What each member adds to the total of a separable loss."""
@@ -288,6 +310,11 @@ class TrainingStep:
         self.losses, self.assignment = (t.to(self.dtype).view_as(self.losses) for t in (losses, assignment))
         self.totals = dict(zip(places, sums.tolist(), strict=True))
         self.on_host = True
+
+
+def fill(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients, zeros where there are none."""
+    return [torch.zeros_like(t) if g is None else g for g, t in zip(gradients, like, strict=True)]
 
 
 def join_members(parts: Sequence[tuple[Node, Value]]) -> Value:

@@ -55,6 +55,7 @@ def annealed(
         base_loss=base_loss,
         schedule=partial(_cooled, options),
         masks=True,
+        of_losses=True,
         in_units_of=in_units_of,
     )
 
@@ -70,7 +71,7 @@ def _cooled(options: dict[str, Any], iteration: int, iterations: int, members: i
     if part >= 1 or first <= floor:
         return mcl(k=1, normalize=normalize)
     now = first * (floor / first) ** part if options["fall"] == "exponential" else first + (floor - first) * part
-    return Loss("annealed", partial(_annealed, temperature=now, normalize=normalize))
+    return Loss("annealed", partial(_annealed, temperature=now, normalize=normalize), of_losses=True)
 
 
 def _annealed(

@@ -59,8 +59,9 @@ class Loss:
     members that it cannot train. `whole_batch`: the loss of an example depends on the others in its batch, which is
     therefore not cut; `each_batch`: a step that accumulates batches treats each by itself. `masks`: a member's outputs
     on examples whose sample weight is 0 change nothing in the total, so they are not computed and are zeros. `options`:
-    the options that it was made with. `schedule`: for a loss that changes over training, its form at an iteration,
-    given (iteration, iterations, members); see `at`. `score_weight`: see `with_scores`. `in_units_of`: for
+    the options that it was made with. `of_losses`: it looks at outputs by its base loss alone, so that the losses of
+    the members are all it needs (`given_losses`). `schedule`: for a loss that changes over training, its form at an
+    iteration, given (iteration, iterations, members); see `at`. `score_weight`: see `with_scores`. `in_units_of`: for
     options that are relative to the loss at the start, the loss given that number.
     """
 
@@ -77,6 +78,7 @@ class Loss:
     whole_batch: bool = False
     each_batch: bool = False
     masks: bool = False
+    of_losses: bool = False
     score_weight: float = 0.0
     in_units_of: Callable[[float], Loss] | None = None
 
@@ -93,7 +95,7 @@ class Loss:
         self, outputs: Value, y: Value, sample_weights: Tensor | None = None, ties: Tensor | None = None
     ) -> LossValue:
         """The loss of outputs [M, B, C] on labels [B], given sample weights [M, B] and tie-breaking keys [M, B]."""
-        base_loss = {"base_loss": self._base_losses} if self.takes_base_loss else {}
+        base_loss = {"base_loss": self.base_losses} if self.takes_base_loss else {}
         value = self.function(*(outputs, y, sample_weights, ties)[: self._num_arguments], **base_loss)
         leaves = nested_values.leaves(outputs)
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
@@ -122,13 +124,17 @@ class Loss:
             raise UserError(f"loss.scores = {weight:g}: {self.name} teaches scores by itself; leave loss.scores out")
         return replace(self, score_weight=weight)
 
-    def _base_losses(self, outputs: Value, y: Value) -> Tensor:
+    def base_losses(self, outputs: Value, y: Value) -> Tensor:
         """The losses [M, B] of the members by themselves."""
         if self.base_loss is None:
             check_function.check_class_targets(self.name, y)
         losses = (self.base_loss_function or cross_entropies)(member_scores.answer_of(outputs), y)
         check_function.check_base_losses(self.base_loss_name, losses, nested_values.leaves(outputs)[0].shape[:2])
         return losses
+
+    def given_losses(self) -> Loss:
+        """This loss, for the losses [M, B] of the members in the place of their outputs."""
+        return replace(self, base_loss=_take_losses)
 
     def on(self, problem: Problem) -> Loss:
         """This loss for a problem; raises UserError if its base loss is for other targets."""
@@ -212,6 +218,10 @@ class Loss:
         """Whether a member's outputs on examples whose sample weight is 0 need not be computed: neither this loss nor
         its base loss, which declares that by an attribute `masks` if it is a user's, looks at them."""
         return self.masks and masks_rows(self.base_loss_function)
+
+
+def _take_losses(losses: Tensor, y: Value) -> Tensor:
+    return losses
 
 
 def ones_or(sample_weights: Tensor | None, losses: Tensor) -> Tensor:

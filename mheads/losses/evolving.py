@@ -37,6 +37,7 @@ def evolving(until: Until = 0.5, normalize: Normalize = "batch", base_loss: Base
         base_loss=base_loss,
         schedule=partial(_fallen, until, normalize),
         masks=True,
+        of_losses=True,
     )
 
 
@@ -48,7 +49,7 @@ def check_until(until: float) -> None:
 def _fallen(until: float, normalize: str, iteration: int, iterations: int, members: int) -> Loss:
     # A little more, since 0.07 * 100 is above 7.
     k = max(1, members - int((members - 1) * iteration / (until * iterations) + 1e-9))
-    return Loss("evolving", partial(_evolving, k=k, normalize=normalize), winners=k)
+    return Loss("evolving", partial(_evolving, k=k, normalize=normalize), winners=k, of_losses=True)
 
 
 def _evolving(

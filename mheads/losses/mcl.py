@@ -50,6 +50,7 @@ def mcl(
         base_loss=base_loss,
         check_members=check_k(k),
         masks=True,
+        of_losses=True,
     )
 
 

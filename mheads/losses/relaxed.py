@@ -39,6 +39,7 @@ def relaxed(
         options={"epsilon": epsilon, "normalize": normalize},
         base_loss=base_loss,
         masks=True,
+        of_losses=True,
     )
 
 

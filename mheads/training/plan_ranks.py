@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from mheads.distributed.planning.placement_search import auto
 from mheads.distributed.planning.prediction import Prediction, predict
 from mheads.distributed.planning.stage_loads import StageLoad, count_loads, measure_loads
 from mheads.distributed.planning.workload import Cluster, Workload
+from mheads.engine.large_outputs import count_given
 from mheads.networks import INPUT_SHAPES
 from mheads.training.build_from_config import (
     build_loss,
@@ -79,7 +80,10 @@ def make_workload(config: Config) -> ConfigWorkload:
     share = min(1.0, (loss.winners or tree.num_members) / tree.num_members)
     in_order = bool(net.batch_statistics_layers())
     stacked = find_stacks(config, net, loss)
-    return ConfigWorkload(tree, rows, parts, loss.separable, share, in_order, config=config, net=net, stacked=stacked)
+    floats = partial(count_given, loss)
+    return ConfigWorkload(
+        tree, rows, parts, loss.separable, share, in_order, floats, config=config, net=net, stacked=stacked
+    )
 
 
 def place(

@@ -10,6 +10,7 @@ from mheads.config import read as configs
 from mheads.distributed.planning.prediction import traffic
 from mheads.distributed.planning.simulation import Simulation
 from mheads.distributed.planning.workload import Cluster
+from mheads.engine import large_outputs
 from mheads.training.plan_ranks import make_workload, place
 
 COMMON = [
@@ -19,6 +20,7 @@ COMMON = [
 CASES = {
     "tree": (3, ["split=conv1"]),
     "gathered": (2, ["split=conv1", "loss=score_averaged"]),
+    "losses alone": (2, ["split=conv1", "loss=mcl"]),
     "nested, by hand": (
         3,
         [
@@ -35,12 +37,13 @@ CASES = {
 }
 
 
-def log_collectives(folder):
+def log_collectives(folder, large):
     """Each collective of a step that this rank takes part in, as a line: how many floats this rank gives to it."""
     from mheads.common import nested_values
     from mheads.distributed import rank_evaluation, rank_training_step
     from mheads.distributed.collectives import Gathering
 
+    large_outputs.LARGE = large
     start, over = rank_evaluation.EvaluationWindow.start, []
 
     def start_evaluation(self):
@@ -75,9 +78,11 @@ def log_collectives(folder):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_collectives_and_floats_of_a_step_are_those_that_run(name, tmp_path):
+def test_collectives_and_floats_of_a_step_are_those_that_run(name, tmp_path, monkeypatch):
     size, overrides = CASES[name]
-    before = dict.fromkeys(range(size), partial(log_collectives, tmp_path))
+    large = 1 if name == "losses alone" else large_outputs.LARGE
+    monkeypatch.setattr(large_outputs, "LARGE", large)
+    before = dict.fromkeys(range(size), partial(log_collectives, tmp_path, large))
     done = ranks(size, "train", *COMMON, *overrides, "--run", tmp_path / "run", before=before)
     assert [d.code for d in done] == [0] * size, done[0].err
     given = [int(line) for rank in range(size) for line in (tmp_path / str(rank)).read_text().splitlines()]

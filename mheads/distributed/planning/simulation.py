@@ -193,7 +193,8 @@ class _Replica:
     def _plan_loss(self, i: int) -> None:
         slots, blocks = range(self.placement.slots), Counter[int]()
         for leaf in self.step.leaves:
-            blocks[self.placement.stages[leaf][0]] += self._floats(leaf, i)  # type: ignore[assignment]
+            given = self.step.workload.loss_floats(self.loads[leaf].output_floats)
+            blocks[self.placement.stages[leaf][0]] += self.sizes[i] * given
 
         def arrive() -> None:
             for leaf in self.step.leaves:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mheads.common.errors import UserError
@@ -15,7 +16,8 @@ LATENCY = 50e-6
 class Workload:
     """A training step: a tree on `rows` examples, cut into micro-batches.
 
-    `separable`: the loss needs no gathering. `share`: the part of the rows that a member learns from. `in_order`: its
+    `separable`: the loss needs no gathering. `loss_floats`: what a member gives to the loss for an example, of so many
+    numbers in its output. `share`: the part of the rows that a member learns from. `in_order`: its
     micro-batches follow one another, because running statistics are updated in their order.
     """
 
@@ -25,6 +27,7 @@ class Workload:
     separable: bool
     share: float = 1.0
     in_order: bool = False
+    loss_floats: Callable[[int], int] = int
 
     @property
     def divisible(self) -> int:

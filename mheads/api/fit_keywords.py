@@ -38,6 +38,7 @@ class ConfigKeywords(TypedDict, total=False):
     weight_decay: float
     parameter_groups: dict[str, Any]
     regularization: str
+    shared_gradients: str
     clip: float | None
     batch_size: int
     accumulate: int

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mheads.cli.shared import RunPath, Split, Trust, console
+from mheads.cli.shared import OtherClasses, OtherSource, RunPath, Split, Trust, console
 
 
 def eval(
@@ -24,22 +24,8 @@ def eval(
         str | None,
         typer.Option(metavar="SPLIT", help="Also fit temperatures on this split (validation), and measure with them."),
     ] = None,
-    ood: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Also measure how confidence tells other data apart (AUROC, FPR95): data.name=cifar100. May be given "
-            "several times, once for each key.",
-        ),
-    ] = None,
-    shifted: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE",
-            help="Also measure accuracy on data of the same classes from another source, such as corrupted images: "
-            "data.name=npz, and once more data.path=corrupted.npz.",
-        ),
-    ] = None,
+    ood: OtherClasses = None,
+    shifted: OtherSource = None,
     trust: Trust = False,
 ) -> None:
     """Compute the metrics of a run anew: on its test set, on another split, on other data.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mheads.cli.shared import FOLDER, console
+from mheads.cli.shared import FOLDER, OtherClasses, OtherSource, console
 from mheads.common.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,12 +35,8 @@ def reproduce(
     test: Annotated[
         bool, typer.Option("--test", help="With --validation: show the same runs on the test set, to report a choice.")
     ] = False,
-    ood: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Other data that confidence should tell apart.")
-    ] = None,
-    shifted: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="The same classes from another source; see eval.")
-    ] = None,
+    ood: OtherClasses = None,
+    shifted: OtherSource = None,
     every: Annotated[bool, typer.Option("--all", help="All suites of the package, one after another.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Train this row alone; may be given several times.")] = None,
     dry_run: Annotated[
@@ -73,15 +69,9 @@ def reproduce(
     if suite is None and not every:
         _make_tables(merge or (), output, train)
         return
-    options = {
-        "seed": seed,
-        "scale": scale,
-        "validation": validation,
-        "overrides": tuple(overrides or ()),
-        "test": test,
-        "ood": tuple(ood or ()),
-        "shifted": tuple(shifted or ()),
-    }
+    measured = {"test": test, "ood": tuple(ood or ()), "shifted": tuple(shifted or ())}
+    changes = {"scale": scale, "validation": validation, "overrides": tuple(overrides or ())}
+    options = {"seed": seed, **changes, **measured}
     _run(suite, recipe, options, (trials, only or (), folder, output, merge or (), outputs), dry_run, train)
 
 

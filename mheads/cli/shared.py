@@ -23,4 +23,20 @@ Trust = Annotated[
     bool, typer.Option("--trust", help="Run the code that the run folder names, if its network is not built in.")
 ]
 Quiet = Annotated[bool, typer.Option(help="No progress bar.")]
+OtherClasses = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Also measure how confidence tells other data apart (AUROC, FPR95): data.name=cifar100. May be given "
+        "several times, once for each key.",
+    ),
+]
+OtherSource = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="Also measure accuracy on data of the same classes from another source, such as corrupted images: "
+        "data.name=npz, and once more data.path=corrupted.npz.",
+    ),
+]
 Split = Annotated[str | None, typer.Option(help="train, validation or test; by default what training evaluated on.")]

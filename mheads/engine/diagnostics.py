@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,12 +141,15 @@ def gradient_norms(engine: Engine) -> dict[str, Tensor]:
     return engine.gather(norms)
 
 
-def clip_scale(engine: Engine, most: float) -> float:
-    """What gradients are multiplied by, so that the norm of all together is at most this; the same on all processes."""
+def clip_scale(engine: Engine, most: float, share: Callable[[str], float]) -> float:
+    """What gradients are multiplied by, so that the norm of all together is at most this; the same on all processes.
+
+    `share` is what those of a stage are multiplied by anyway.
+    """
     norms = gradient_norms(engine)
 
     def decide() -> tuple[float, None]:
-        squares = sum(norms[name].item() ** 2 for name in engine.net.tree.nodes if name in norms)
+        squares = sum((share(name) * norms[name].item()) ** 2 for name in engine.net.tree.nodes if name in norms)
         norm = squares**0.5
         return (most / norm if norm > most else 1.0), None
 

@@ -33,6 +33,9 @@ class OptimSection(Section):
     parameter_groups: dict[str, GroupOptions] = option(
         {}, "learning rates by layer: maps names, such as head or *.bias, to {lr: , weight_decay: , until: }"
     )
+    shared_gradients: Literal["sum", "mean"] = option(
+        "sum", "gradients of layers that members share: their sum over these members, or their mean"
+    )
     clip: float | None = option(None, "gradients of all weights together are cut to this norm", gt=0)
     batch_size: int = option(100, "examples per batch", ge=1, le=1_000_000)
     accumulate: int = option(1, "batches per step: gradients are averaged over them", ge=1, le=100_000)

@@ -35,6 +35,7 @@ class Optimizer:
         self.options = options
         self.rate = 0.0
         self.scale = 1.0  # of the next gradients: below 1 where they are clipped
+        self.tree = net.tree
         stacks = stacks or {}
         inside = {name for stack in stacks.values() for name in stack.names}
         named = {name: dict(net.stage(name).named_parameters()) for name in net.stages if name not in inside}
@@ -79,13 +80,18 @@ class Optimizer:
         """Takes one step of a stage. A member that learned nothing still has weight decay and momentum."""
         if not self.parameters[stage]:
             return
+        scale = self.scale * self.share(stage)
         for parameter, gradient in zip(self.parameters[stage], gradients, strict=True):
-            parameter.grad = gradient if self.scale == 1.0 else gradient * self.scale
+            parameter.grad = gradient if scale == 1.0 else gradient * scale
         if self.options.regularization == "l1":
             self._decay_by_sign(self.stages[stage])
         self.stages[stage].step()
         for parameter in self.parameters[stage]:
             parameter.grad = None
+
+    def share(self, stage: str) -> float:
+        """What the gradients of a stage, sums over its members, are multiplied by."""
+        return 1 / len(self.tree.nodes[stage].members) if self.options.shared_gradients == "mean" else 1.0
 
     @torch.no_grad()
     def _decay_by_sign(self, optimizer: torch.optim.Optimizer) -> None:

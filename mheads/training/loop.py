@@ -99,7 +99,7 @@ def train(experiment: Experiment, folder: RunFolder, watcher: Watcher | None = N
 
                 state.set_rate(lr)
                 if options.clip is not None:
-                    state.optimizer.scale = clip_scale(engine, options.clip)
+                    state.optimizer.scale = clip_scale(engine, options.clip, state.optimizer.share)
                 engine.update(state.optimizer.update)
                 if not state.pretraining:
                     state.schedule.observe(report.loss)

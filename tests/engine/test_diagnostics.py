@@ -134,7 +134,9 @@ def test_gradients_are_scaled_only_where_their_norm_is_above_the_limit(most, exp
     engine = SimpleNamespace(
         update=update, gather=lambda found: found, agree=lambda decide: decide(), net=net, stacks={}
     )
-    assert clip_scale(engine, most) == pytest.approx(expected, rel=1e-12)
+    assert clip_scale(engine, most, lambda stage: 1.0) == pytest.approx(expected, rel=1e-12)
+    halved = clip_scale(engine, most, {"trunk": 0.5, "0": 1.0, "1": 1.0}.get)
+    assert halved == pytest.approx(min(1.0, most / np.sqrt(1.5**2 + 4**2 + 12**2)), rel=1e-12)
 
 
 def greedy(outputs, y):

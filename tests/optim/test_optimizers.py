@@ -1,13 +1,17 @@
 """Optimizers against Caffe's update in numpy, and the schedules."""
 
 import math
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
+from helpers.one_step import engine_gradients
 from torch import nn
 
-from mheads import TreeNet, UserError
+from mheads import TreeNet, UserError, losses
+from mheads.data import Preprocess
+from mheads.data.batches import Batch
 from mheads.optim.optim_section import OptimOptions
 from mheads.optim.schedules import Schedule, ScheduleOptions
 from mheads.optim.stage_updates import Optimizer
@@ -232,3 +236,32 @@ def test_every_weight_moves_in_any_precision(name, dtype):
     (stage,) = net.stages
     optimizer.update(stage, [torch.ones_like(p) for p in net.parameters()])
     assert all((value != before[key]).all() for key, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("tree", [{"layer": 4}, {"layer": [{"other": 3}, 1]}], ids=str)
+def test_the_mean_over_members_moves_what_they_share_as_one_network_would(tree):
+    """All members are alike and get the same gradients: a tree then learns as one network does, whatever it shares."""
+
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(OrderedDict(layer=nn.Linear(3, 4), other=nn.Linear(4, 4), last=nn.Linear(4, 2)))
+
+    x, y = torch.randn(6, 3, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 1, 0, 1, 0])
+    batch, weights = Batch(x, y, Preprocess()), []
+    for split in (1, tree):
+        net = TreeNet(network, tree=split)
+        for stage in net.stages.values():
+            for name, weight in stage.named_parameters():
+                weight.data.copy_(network().get_parameter(name))
+        options = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01, "shared_gradients": "mean"}
+        optimizer = Optimizer(net, OptimOptions(**options))
+        for step in range(3):
+            _, gradients = engine_gradients(net, losses.independent(), batch, step=step)
+            optimizer.set_rate(0.5)
+            for stage, own in gradients.items():
+                optimizer.update(stage, own)
+        weights.append([dict(net.member(m).named_parameters()) for m in range(net.num_members)])
+    (one,), several = weights
+    for member in several:
+        for name, weight in one.items():
+            torch.testing.assert_close(member[name], weight, rtol=1e-5, atol=1e-6)

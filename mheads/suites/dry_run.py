@@ -28,10 +28,12 @@ FORWARD = 1 / 3  # what an example costs in an evaluation, as a part of a step
 
 
 class StepTime(NamedTuple):
-    """What an example takes in steps of a run: seconds, and FLOP where they can be counted; and the test examples."""
+    """What an example takes in steps of a run: seconds, and FLOP where they can be counted; the seconds of an update,
+    which does not depend on the number of examples; and the test examples."""
 
     seconds: float
     flop: float | None
+    update: float
     test_examples: int
 
 
@@ -64,6 +66,7 @@ class TimePredictor:
             optim = job.config.optim
             training = one.seconds * optim.batch_size * optim.accumulate * job.total
             answer = one.seconds * FORWARD
+        training += one.update * job.total
         done, every = job.steps_done(), job.config.log.evaluate_every
         evaluations = 1 + ((job.total - 1) // every - done // every if every else 0)
         answers = evaluations * one.test_examples * max(1, len(job.config.eval.views))
@@ -97,18 +100,20 @@ def _time_steps(job: SuiteJob) -> StepTime:
     config = job.config.model_copy(update={"optim": optim, "pretrain": 0, **start})
     cost = _count_or_none(replace(job, config=config, rounds=None))
     experiment = build_experiment(config)
-    times = []
+    times, updates = [], []
     with closing(experiment.make_engine()) as engine, closing(experiment.batches(engine)) as batches:
         optimizer = Optimizer(experiment.net, optim, engine.stacks)
         optimizer.set_rate(optim.lr)
         for step in range(STEPS):
             began = time.perf_counter()
             engine.step(step, batches.batch(step), experiment.loss_at(step))
+            computed = time.perf_counter()
             engine.update(optimizer.update)
-            times.append(time.perf_counter() - began)
+            times.append(computed - began)
+            updates.append(time.perf_counter() - computed)
     flop = None if cost is None else cost["training"] / optim.iterations / rows
     # The first step prepares what later ones reuse.
-    return StepTime(min(times) / rows, flop, len(experiment.data.test))
+    return StepTime(min(times) / rows, flop, min(updates), len(experiment.data.test))
 
 
 def print_plan(suite: Reproduction, console: Console) -> None:

@@ -799,7 +799,7 @@ def test_a_dry_run_goes_by_flop_or_times_what_cannot_be_counted(mheads, here, mo
 
     def time_steps(job):
         timed.append(job.row)
-        return dry_run.StepTime(0.01, None if job.row == "own" else 1e6, 50)
+        return dry_run.StepTime(0.01, None if job.row == "own" else 1e6, 0.0, 50)
 
     monkeypatch.setattr(dry_run, "_time_steps", time_steps)
     counts = {"one": {"training": 7.2e11, "inference": 2e6}, "four": {"training": 28.8e11, "inference": 8e6}}

@@ -40,7 +40,7 @@ def score_losses(loss: str, outputs: Value, won: Tensor) -> Tensor:
     if score is None:
         raise UserError(
             f"loss {loss} needs a network that gives a score beside its answer: in Python, "
-            f"mheads.TreeNet(mheads.with_scores(factory), ...), which adds one to the last layer; "
+            f"mheads.TreeNet(mheads.with_scores(factory), ...), which adds one to the last layer, or to layer='head'; "
             f"or {member_scores.OWN}"
         )
     return F.binary_cross_entropy_with_logits(score, won, reduction="none")

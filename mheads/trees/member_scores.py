@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mheads.common.errors import UserError
 from mheads.common.modules import children
 from mheads.common.nested_values import Value
+from mheads.trees.splitting.trace import CannotFollowError, trace
 
 OWN = (
     'let the network give its own: return {"answer": answer, "score": score} with a score [B] from its forward, and '
@@ -117,48 +118,88 @@ class OnAnswer(nn.Module):
 _SCORED: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: ScoredLinear, nn.Conv2d: ScoredConv2d}
 
 
-def with_scores(network: Callable[[], nn.Module] | nn.Module) -> Any:
+def with_scores(network: Callable[[], nn.Module] | nn.Module, layer: str | None = None) -> Any:
     """A factory of networks, or a copy of a network, with a score beside the answer; one that gives it stays as it is.
 
-    All that the network has keeps its name; `score` is the layer that gives it, a part of the last layer.
+    All that the network has keeps its name; `score` is the layer that gives it, a part of the last layer: the one that
+    `layer` names, the one that gives the output where the forward can be followed, or the last with weights.
     """
     if isinstance(network, nn.Module):
-        return _ensure_score(copy.deepcopy(network))
+        return _ensure_score(copy.deepcopy(network), layer)
+    found: list[str | None] = []  # the same in all networks that it makes
 
     def make() -> nn.Module:
         made = network()
-        return _ensure_score(made) if isinstance(made, nn.Module) else made  # what it is otherwise, a tree refuses
+        if not isinstance(made, nn.Module):
+            return made  # a tree refuses it
+        if not found:
+            found.append(layer or _find_answer_layer(made))
+        return _ensure_score(made, found[0])
 
     make.__name__ = getattr(network, "__name__", type(network).__name__)
     make.__wrapped__ = network  # type: ignore[attr-defined]  # identity.py describes it
     return make
 
 
-def _ensure_score(network: nn.Module) -> nn.Module:
-    if not any(getattr(module, "gives_score", False) for module in network.modules()):
+def _gives_score(network: nn.Module) -> bool:
+    return any(getattr(module, "gives_score", False) for module in network.modules())
+
+
+def _ensure_score(network: nn.Module, layer: str | None) -> nn.Module:
+    if _gives_score(network):
+        return network
+    layer = layer or _find_answer_layer(network)
+    if layer is None:
         _add(network, type(network).__name__)
+        return network
+    last = dict(network.named_modules()).get(layer)
+    if type(last) not in _SCORED:
+        kind = "no layer of it" if last is None else f"a {type(last).__name__}, not a Linear or Conv2d"
+        raise UserError(f"layer = {layer!r} is to give the answer of {type(network).__name__}, and is {kind}: {OWN}")
+    _put_score_beside(last)
     return network
+
+
+def _find_answer_layer(network: nn.Module) -> str | None:
+    """The path of the Linear or Conv2d whose output is that of the network; None where the forward does not tell."""
+    if _gives_score(network) or _is_in_a_row(network):
+        return None
+    try:
+        (output,) = next(node for node in trace(network).graph.nodes if node.op == "output").args
+    except CannotFollowError:
+        return None
+    if isinstance(output, tuple | list | dict):
+        raise UserError(f"{type(network).__name__} gives several values, and a score goes beside one answer: {OWN}")
+    if output.op != "call_module" or type(network.get_submodule(output.target)) not in _SCORED:
+        return None
+    return str(output.target)
+
+
+def _is_in_a_row(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _put_score_beside(layer: Any) -> None:
+    where = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    size = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
+    layer.__class__ = _SCORED[type(layer)]
+    layer.score = Score(size, 1, **where)
 
 
 def _add(module: nn.Module, network: str) -> None:
     """Gives the last layer with weights in a module a score."""
-    in_a_row = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
     after = []
     for name, layer in reversed(children(module)):
         if next(layer.parameters(), None) is None:
             after.append(name)
             continue
-        kind = _SCORED.get(type(layer))
-        if kind is not None:
-            where = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-            size = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels
-            layer.__class__ = kind
-            layer.score = Score(size, 1, **where)  # type: ignore[arg-type]
+        if type(layer) in _SCORED:
+            _put_score_beside(layer)
         elif not children(layer):
             raise UserError(f"the last layer of {network} is a {type(layer).__name__}, not a Linear or Conv2d: {OWN}")
         else:
             _add(layer, network)
-        if in_a_row:
+        if _is_in_a_row(module):
             for other in after:
                 module._modules[other] = OnAnswer(module._modules[other])  # type: ignore[arg-type]
         return

@@ -139,7 +139,7 @@ def test_suites_keep_the_measures_and_count_in_independent_members(mheads, place
         expected = min(deep_ensemble_equivalent(tree["result"][f"nll{scaled}_ensemble_mean"], known), 4)
         equivalents = {row: findings.trials(document, row, f"dee{scaled}").mean for row in ("four", "tree", "one")}
         assert equivalents == pytest.approx({"four": 4, "tree": expected, "one": 1}, abs=0.01)
-    assert "| DEE | DEE, scaled | auroc ensemble mean |" in kept.with_suffix(".md").read_text()
+    assert "| DEE | DEE, scaled | AUROC |" in kept.with_suffix(".md").read_text()
     # On the validation examples themselves nothing is fitted, and other data are measured all the same.
     plain = json.loads((tmp_path / "results/forest-digits-validation40.json").read_text())["runs"]["tree"][0]["result"]
     assert "auroc_ensemble_mean" in plain and "temperature_ensemble_mean" not in plain

@@ -200,3 +200,35 @@ def test_hypotheses_at_one_place_share_a_cell_and_tiny_cells_are_finite():
     assert densities.voronoi_log_density(mean, zero, weights, y).exp().item() == pytest.approx(expected, rel=1e-6)
     with pytest.raises(ValueError, match="targets have one"):
         densities.voronoi_log_density(torch.zeros(2, 1, 2), torch.zeros(2, 1, 2), weights[:2], torch.zeros(1, 2))
+
+
+class HeadFirst(nn.Module):
+    """Its layers are not called in the order in which they are made, and one is not called at all."""
+
+    def __init__(self, both: bool = False) -> None:
+        super().__init__()
+        self.head, self.body, self.unused = nn.Linear(4, 3), nn.Linear(2, 4), nn.Linear(4, 1)
+        self.both = both
+
+    def forward(self, x):
+        h = self.body(x).relu()
+        return (self.head(h), self.unused(h)) if self.both else self.head(h)
+
+
+class Undecided(HeadFirst):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def test_the_score_stands_beside_the_layer_that_gives_the_output():
+    for network in (HeadFirst(), with_scores(HeadFirst)()):
+        scored = with_scores(network)
+        outputs = scored(torch.ones(5, 2))
+        assert outputs["answer"].shape == (5, 3) and torch.equal(outputs["score"], torch.zeros(5))
+        assert "head.score.weight" in scored.state_dict()
+    assert "head.score.weight" in with_scores(Undecided, layer="head")().state_dict()
+    assert "unused.score.weight" in with_scores(Undecided)().state_dict()  # nothing tells that it is not called
+    with pytest.raises(UserError, match="HeadFirst gives several values, and a score goes beside one answer"):
+        with_scores(HeadFirst(both=True))
+    with pytest.raises(UserError, match="layer = 'tail' is to give the answer of HeadFirst, and is no layer of it"):
+        with_scores(HeadFirst, layer="tail")()

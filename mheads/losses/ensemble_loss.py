@@ -204,6 +204,13 @@ class Loss:
         return str(getattr(self._plain_base_loss, "__name__", short(self.base_loss)))
 
     @property
+    def uses_own_code(self) -> bool:
+        """Whether a user wrote its function or its base loss, which may use anything that a network gives."""
+        function = self.function.func if isinstance(self.function, partial) else self.function
+        parts = (function, self._plain_base_loss)
+        return any(not str(getattr(part, "__module__", "")).startswith("mheads.") for part in parts if part is not None)
+
+    @property
     def learns_variances(self) -> bool:
         """Whether members learn a variance beside each number that they answer."""
         return self.name == "mixture_density" or self._plain_base_loss is BASE_LOSSES["gaussian_nll"]

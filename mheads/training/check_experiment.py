@@ -13,13 +13,13 @@ from mheads.common.nested_values import Value
 from mheads.config.schema import Config
 from mheads.data import Data
 from mheads.data.batches import Batch, Reader
-from mheads.losses import WITH_SCORES, Loss
+from mheads.losses import LOSSES, WITH_SCORES, Loss
 from mheads.losses.check_promises import check_promises
-from mheads.problems import PROBABILITIES, Problem, are_probabilities, is_single_label
+from mheads.problems import PROBABILITIES, Problem, are_probabilities, finds_objects, is_single_label
 from mheads.training.build_from_config import count_micro_batches
 from mheads.trees.checks.hidden_randomness_and_state import LayerError
 from mheads.trees.identical_members import are_parted_by_dropout, are_parted_by_freezing, find_identical_members
-from mheads.trees.member_scores import OWN, check_order
+from mheads.trees.member_scores import OWN, answer_of, check_order
 from mheads.trees.treenet import TreeNet
 
 
@@ -104,6 +104,22 @@ def check_outputs(net: TreeNet, data: Data, outputs: Value) -> None:
     data.problem.check_output(outputs, net.network_name, data.name)
     if is_single_label(data.problem) and are_probabilities(data.problem.answer(outputs)):
         warn(f"{net.network_name} gives {PROBABILITIES}")
+
+
+def warn_of_untaught_outputs(net: TreeNet, loss: Loss, problem: Problem, outputs: Value) -> None:
+    """Warns of scores, and of values beside the answer, that no loss teaches."""
+    answer, known = answer_of(outputs), loss.name in LOSSES and not loss.uses_own_code
+    if answer is not outputs and known and loss.name not in WITH_SCORES and not loss.score_weight:
+        warn(
+            f"{net.network_name} gives scores, and loss {loss.name} does not teach them: all members get the same "
+            "probability; give loss.scores=1 (in Python, the loss .with_scores()), or a network without scores"
+        )
+    values = len(nested_values.leaves(answer))
+    if values > 1 and known and not finds_objects(problem) and not loss.learns_variances:
+        warn(
+            f"{net.network_name} gives {values} values: the first is the answer, and loss {loss.name} teaches nothing "
+            "to layers that the others alone need; give a loss or base_loss of your own that uses them"
+        )
 
 
 def check_whole_batches(config: Config, net: TreeNet, loss: Loss) -> None:

@@ -232,3 +232,22 @@ def test_the_score_stands_beside_the_layer_that_gives_the_output():
         with_scores(HeadFirst(both=True))
     with pytest.raises(UserError, match="layer = 'tail' is to give the answer of HeadFirst, and is no layer of it"):
         with_scores(HeadFirst, layer="tail")()
+
+
+def test_what_no_loss_teaches_is_said(recwarn):
+    x, y = torch.randn(20, 2).numpy(), np.arange(20) % 3
+
+    def warnings_of(network, loss):
+        recwarn.clear()
+        fit(TreeNet(network, members=2), loss, train=(x, y), test=(x, y), iterations=1, batch_size=10)
+        return " ".join(str(one.message) for one in recwarn)
+
+    def own(outputs, targets):
+        return nn.functional.cross_entropy(outputs[0].transpose(1, 2), targets.expand(2, -1), reduction="none")
+
+    both = lambda: HeadFirst(both=True)  # noqa: E731
+    assert "gives 2 values: the first is the answer, and loss mcl teaches nothing" in warnings_of(both, losses.mcl())
+    assert "gives 2 values" not in warnings_of(both, losses.mcl(base_loss=own))
+    assert "gives scores, and loss mcl does not teach them" in warnings_of(with_scores(HeadFirst), losses.mcl())
+    assert "gives scores" not in warnings_of(with_scores(HeadFirst), losses.mcl().with_scores())
+    assert "gives scores" not in warnings_of(with_scores(HeadFirst), losses.scored())

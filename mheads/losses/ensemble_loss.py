@@ -205,10 +205,10 @@ class Loss:
 
     @property
     def uses_own_code(self) -> bool:
-        """Whether a user wrote its function or its base loss, which may use anything that a network gives."""
+        """Whether its function or base loss is none of ours, and may use anything that a network gives."""
         function = self.function.func if isinstance(self.function, partial) else self.function
-        parts = (function, self._plain_base_loss)
-        return any(not str(getattr(part, "__module__", "")).startswith("mheads.") for part in parts if part is not None)
+        parts = [part for part in (function, self._plain_base_loss) if part is not None]
+        return any(not f"{part.__module__}.".startswith(("mheads.losses.", "mheads.problems.")) for part in parts)
 
     @property
     def learns_variances(self) -> bool:

@@ -111,8 +111,8 @@ def warn_of_untaught_outputs(net: TreeNet, loss: Loss, problem: Problem, outputs
     answer, known = answer_of(outputs), loss.name in LOSSES and not loss.uses_own_code
     if answer is not outputs and known and loss.name not in WITH_SCORES and not loss.score_weight:
         warn(
-            f"{net.network_name} gives scores, and loss {loss.name} does not teach them: all members get the same "
-            "probability; give loss.scores=1 (in Python, the loss .with_scores()), or a network without scores"
+            f"{net.network_name} gives scores, and loss {loss.name} does not teach them, so that the members' "
+            "probabilities say nothing; give loss.scores=1 (in Python, the loss .with_scores()), or a network without scores"
         )
     values = len(nested_values.leaves(answer))
     if values > 1 and known and not finds_objects(problem) and not loss.learns_variances:

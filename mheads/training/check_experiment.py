@@ -112,7 +112,7 @@ def warn_of_untaught_outputs(net: TreeNet, loss: Loss, problem: Problem, outputs
     if answer is not outputs and known and loss.name not in WITH_SCORES and not loss.score_weight:
         warn(
             f"{net.network_name} gives scores, and loss {loss.name} does not teach them, so that the members' "
-            "probabilities say nothing; give loss.scores=1 (in Python, the loss .with_scores()), or a network without scores"
+            "probabilities say nothing; give loss.scores=1 (in Python, the loss .with_scores()), or leave scores out"
         )
     values = len(nested_values.leaves(answer))
     if values > 1 and known and not finds_objects(problem) and not loss.learns_variances:

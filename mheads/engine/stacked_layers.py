@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mheads.common.modules import is_hooked
+from mheads.common.modules import children, is_hooked
 from mheads.networks.dropout import Dropout, draw_stacked_masks
 from mheads.networks.member_scaling import OwnCopy
 
@@ -74,13 +74,21 @@ FORMS: dict[type[nn.Module], Callable[[Any, Tensors, Tensor], Tensor]] = {
 
 
 def find_layers(stage: nn.Module) -> list[tuple[str, nn.Module]] | None:
-    """The layers of a chain with their paths, in order; None if one of them has no form here."""
+    """The layers of a chain with their paths, in order; None if one of them has no form here, or two share a weight."""
+    layers = _walk(stage) if isinstance(stage, nn.Sequential) and not is_hooked(stage) else None
+    if layers is None:
+        return None
+    own = {name for name, _ in (*stage.named_parameters(), *stage.named_buffers())}  # each tensor once
+    return layers if all(f"{path}.{name}" in own for path, layer in layers for name in _tensor_names(layer)) else None
+
+
+def _walk(chain: nn.Module) -> list[tuple[str, nn.Module]] | None:
     layers: list[tuple[str, nn.Module]] = []
-    for name, child in stage.named_children():
+    for name, child in children(chain):
         if is_hooked(child):
             return None
         if type(child) is nn.Sequential:
-            inner = find_layers(child)
+            inner = _walk(child)
             if inner is None:
                 return None
             layers += [(f"{name}.{path}", layer) for path, layer in inner]

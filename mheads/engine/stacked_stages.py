@@ -17,7 +17,6 @@ from torch.func import functional_call, vmap
 
 from mheads.common import nested_values
 from mheads.common.errors import UserError
-from mheads.common.modules import is_hooked
 from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.engine import stacked_layers
@@ -54,8 +53,7 @@ class StackedStage:
             for stage, view in zip(stages, whole, strict=True):
                 _set_buffer(stage, name, view)
             self.buffers[name] = whole
-        chain = isinstance(stages[0], nn.Sequential) and not is_hooked(stages[0])
-        self._layers = stacked_layers.find_layers(stages[0]) if chain else None
+        self._layers = stacked_layers.find_layers(stages[0])
         # What autocast would cast; vmap hides the operations from it.
         products = (nn.Linear, nn.Embedding, nn.Bilinear)
         self._cast = {

@@ -18,7 +18,14 @@ from mheads.data.preprocessing import Preprocess
 from mheads.engine.diagnostics import gradient_norms
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.stacked_layers import find_layers, run
-from mheads.engine.stacked_stages import MOST, PER_THREAD, siblings_to_stack, stack_threads
+from mheads.engine.stacked_stages import (
+    MOST,
+    PER_THREAD,
+    StackedStage,
+    repeat_for,
+    siblings_to_stack,
+    stack_threads,
+)
 from mheads.engine.threads import ThreadsEngine
 from mheads.networks.dropout import Dropout
 from mheads.optim.optim_section import OptimOptions
@@ -223,6 +230,17 @@ def test_layers_that_do_something_else_have_no_form():
     for layer in [*odd, nn.Conv2d(1, 1, 1), nn.BatchNorm1d(2)]:
         assert find_layers(nn.Sequential(nn.Linear(2, 2), layer)) is None
     assert [path for path, _ in find_layers(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2))))] == ["0", "1.0"]
+
+
+@pytest.mark.parametrize("repeated", [nn.Tanh(), nn.Linear(6, 6)], ids=["activation", "weights"])
+def test_a_layer_that_a_stage_has_twice_runs_twice(repeated):
+    net = TreeNet(nn.Sequential(nn.Linear(5, 6), repeated, nn.Linear(6, 6), repeated, nn.Linear(6, 2)), members=3)
+    for m in range(3):
+        nn.init.normal_(net.member(m)[0].weight, generator=torch.Generator().manual_seed(m))
+    x = torch.randn(4, 5)
+    expected = torch.stack([net.member(m)(x) for m in range(3)])
+    stack = StackedStage(list(net.tree.nodes), [net.stage(name) for name in net.tree.nodes])
+    torch.testing.assert_close(stack(repeat_for(stack, x)), expected)
 
 
 def test_a_run_from_before_there_were_stacks_resumes_without_and_keeps_its_bits(tmp_path):

@@ -59,7 +59,8 @@ def batch_norm(
         scale, shift = (weights[name].flatten() if name in weights else None for name in ("weight", "bias"))
         channels = x.transpose(0, 1).flatten(1, 2)
         y = F.batch_norm(channels, mean, variance, scale, shift, of_batch, 1.0, layer.eps)
-        y = y.unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)
+        # Products and activations would take longer on strided numbers than the copy does.
+        y = y.unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1).contiguous()
     if running and layer.training and layer.track_running_stats:
         count = weights["num_batches_tracked"].add_(1).unsqueeze(1)
         factor = count.to(running[0].dtype).reciprocal() if layer.momentum is None else layer.momentum

@@ -68,6 +68,21 @@ def normalised() -> nn.Sequential:
     )
 
 
+def normalised_rows() -> nn.Sequential:
+    """Ten numbers -> one."""
+    return nn.Sequential(
+        OrderedDict(
+            fc1=nn.Linear(10, 16),
+            norm1=nn.BatchNorm1d(16),
+            relu1=nn.ReLU(),
+            fc2=nn.Linear(16, 8),
+            norm2=nn.BatchNorm1d(8, momentum=None),
+            relu2=nn.ReLU(),
+            out=nn.Linear(8, 1),
+        )
+    )
+
+
 def squared(outputs, y, power=2):
     """A loss: the losses [M, B] of outputs [M, B, C]."""
     targets = nn.functional.one_hot(y, outputs.shape[-1])

@@ -80,6 +80,7 @@ class EngineSection(Section):
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1000)] = option("auto", "threads; never changes a result")
     micro_batches: Literal["auto"] | Annotated[int, Field(ge=1)] = option("auto", "parts that a batch is cut into")
     stack: Literal["never", "auto", "always"] = option("auto", "run sibling stages as one; auto: where they are small")
+    stack_batch_norm: Literal["never", "auto"] = option("auto", "whether engine.stack=auto takes stages with BatchNorm")
     cores: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = option(
         "auto", "cores that the cut of a batch and the threads of a stage are made for; decides the last bits"
     )
@@ -236,7 +237,8 @@ def differing(one: Config, other: Config) -> list[str]:
     return [key for key in new if not same(key, old[key], new[key])]
 
 
-CHOICES = ("engine.stack", "engine.cores")  # `auto` means what the run was begun with, or the rule for a new run
+# `auto` means what the run was begun with, or the rule for a new run.
+CHOICES = ("engine.stack", "engine.stack_batch_norm", "engine.cores")
 PATHS = (
     "init", "sampling.generalist", "sampling.path", "teacher.answers",
     "data.root", "data.path", "data.test_path", "data.regions.proposals",

@@ -17,7 +17,7 @@ from torch.func import functional_call, vmap
 
 from mheads.common import nested_values
 from mheads.common.errors import UserError
-from mheads.common.modules import is_hooked
+from mheads.common.modules import has_batch_statistics, has_fixed_statistics
 from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.engine import stacked_layers
@@ -54,8 +54,9 @@ class StackedStage:
             for stage, view in zip(stages, whole, strict=True):
                 _set_buffer(stage, name, view)
             self.buffers[name] = whole
-        chain = isinstance(stages[0], nn.Sequential) and not is_hooked(stages[0])
-        self._layers = stacked_layers.find_layers(stages[0]) if chain else None
+        # BatchNorm that is frozen throughout ran by vmap before it had a form, and keeps those bits.
+        frozen = any(map(has_fixed_statistics, stages[0].modules())) and not has_batch_statistics(stages[0])
+        self._layers = None if frozen else stacked_layers.find_layers(stages[0])
         # What autocast would cast; vmap hides the operations from it.
         products = (nn.Linear, nn.Embedding, nn.Bilinear)
         self._cast = {
@@ -68,11 +69,11 @@ class StackedStage:
     def __len__(self) -> int:
         return len(self.names)
 
-    def __call__(self, x: Value, side: dict[str, Value] | None = None) -> Value:
-        """Outputs [S, b, ...] of inputs [S, b, ...]."""
+    def __call__(self, x: Value, side: dict[str, Value] | None = None, rows: Tensor | None = None) -> Value:
+        """Outputs [S, b, ...] of inputs [S, b, ...]. `rows` [S, b]: those of batch statistics, None for all."""
         tensors: dict[str, Tensor] = {**self.parameters, **self.buffers}
         if self._layers is not None and isinstance(x, Tensor):
-            return stacked_layers.run(self._layers, tensors, x)
+            return stacked_layers.run(self._layers, tensors, x, rows)
         device = next(iter(tensors.values())).device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -114,13 +115,13 @@ def _set_buffer(stage: nn.Module, name: str, tensor: Tensor) -> None:
     stage.get_submodule(path)._buffers[key] = tensor
 
 
-def siblings_to_stack(net: TreeNet, rows: int, mode: str) -> list[list[Node]]:
+def siblings_to_stack(net: TreeNet, rows: int, mode: str, batch_norm: bool = True) -> list[list[Node]]:
     """The sibling leaves that are stacked, each list in member order: a rule on the tree, its layers and sizes.
 
     Operations on many stages have other last bits than on few, so a stack is always whole, on one rank.
 
     `mode` is `engine.stack`. With `auto`, leaves of few multiply-adds on so many rows whose layers are known to batch
-    well; with `always`, all siblings that are alike, and an error where some are not.
+    well, those with `batch_norm` or not; with `always`, all siblings that are alike, and an error where some are not.
     """
     if mode == "never":
         return []
@@ -129,7 +130,8 @@ def siblings_to_stack(net: TreeNet, rows: int, mode: str) -> list[list[Node]]:
         families.setdefault(leaf.parent, []).append(leaf)
     groups = [leaves for leaves in families.values() if len(leaves) > 1]
     if mode == "auto":
-        groups = [leaves for leaves in groups if is_small(net, leaves[0], rows)]
+        small = [leaves for leaves in groups if is_small(net, leaves[0], rows, batch_norm)]
+        groups = [leaves for leaves in small if find_unstackable(net, leaves[0]) is None]
     elif not groups:
         raise UserError("engine.stack = always, and no two members are siblings: use auto or never", key="engine.stack")
     else:
@@ -145,9 +147,11 @@ def stack_threads(net: TreeNet, stacked: Sequence[Sequence[str]], rows: int, cor
     return max(1, min(cores, largest * rows // PER_THREAD))
 
 
-def is_small(net: TreeNet, leaf: Node, rows: int) -> bool:
-    products = net.facts.stage_products(leaf)
-    return products is not None and products * rows < SMALL
+def is_small(net: TreeNet, node: Node, rows: int, batch_norm: bool = False) -> bool:
+    """Whether a stage has little arithmetic on so many rows, in layers that batch well; BatchNorm if it may."""
+    products = net.facts.stage_products(node)
+    fits = batch_norm or not any(net.facts.statistics[name] for name in node.layers)
+    return products is not None and products * rows < SMALL and fits
 
 
 def all_small(net: TreeNet, rows: int) -> bool:
@@ -155,11 +159,22 @@ def all_small(net: TreeNet, rows: int) -> bool:
     return all(is_small(net, node, rows) for node in net.tree.nodes.values())
 
 
+def find_unstackable(net: TreeNet, leaf: Node) -> str | None:
+    """A layer with batch statistics that keeps a stage out of stacks: `vmap` knows neither which rows they are of nor
+    what a module does to its buffers, so every layer beside it must have a form in `stacked_layers.py`."""
+    layers = net.batch_statistics_layers([leaf])
+    if not layers:
+        return None
+    stage = net.chain.stage(leaf.layers, net.make_member())
+    return layers[0] if stacked_layers.find_layers(stage) is None else None
+
+
 def check_alike(net: TreeNet, leaves: Sequence[Node]) -> None:
-    if layers := net.batch_statistics_layers():
+    if layer := find_unstackable(net, leaves[0]):
         raise UserError(
-            f"engine.stack = always, but {layers[0]} takes statistics over the rows that a member learns from, and "
-            "stacked stages compute all rows: use auto or never",
+            f"engine.stack = always, but {layer} takes statistics over a batch, and stages with such a layer are "
+            "stacked only where it is a BatchNorm in a row of linear layers, embeddings, activations, LayerNorm and "
+            "dropout: use auto or never",
             key="engine.stack",
         )
     here = [leaf for leaf in leaves if leaf.name in net.stages]
@@ -174,6 +189,6 @@ def check_alike(net: TreeNet, leaves: Sequence[Node]) -> None:
 
 
 def _structure(stage: nn.Module) -> list[Any]:
-    modules = [(name, type(module), module.extra_repr()) for name, module in stage.named_modules()]
+    modules = [(name, type(m), m.extra_repr(), has_fixed_statistics(m)) for name, m in stage.named_modules()]
     tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in stage.named_parameters()]
     return [*modules, *tensors, *((name, b.shape, b.dtype) for name, b in stage.named_buffers())]

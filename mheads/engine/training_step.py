@@ -10,6 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -125,17 +126,20 @@ class TrainingStep:
         batch, facts, stack = self.batches[i], self.stages[node.name], self.stages.stacks.get(node.name)
         num_rows, rows = nested_values.num_rows(x), None
         # Rows can be left out where those of the input are those of the loss; stacked stages compute all of them.
-        by_row = not node.children and not facts.sided and num_rows == batch.num_rows and stack is None
+        by_row = not node.children and not facts.sided and num_rows == batch.num_rows
         if by_row and self.sample_weights is not None and self.loss.skips_rows:
-            may_learn = self.sample_weights[node.members[0], self.slices[i]] > 0
-            rows = Rows.where(may_learn, exactly=facts.mixing)
-            rows = None if rows is None else rows.to(self.options.device)
+            may_learn = self.sample_weights[node.members[0] : node.members[-1] + 1, self.slices[i]] > 0
+            if stack is None:
+                rows = Rows.where(may_learn[0], exactly=facts.mixing)
+                rows = None if rows is None else rows.to(self.options.device)
+            elif facts.mixing:
+                facts = replace(facts, module=partial(stack, rows=self._rows_of_statistics(may_learn)))
         key = (self.options.seed, "dropout", self.step, i, node.name)
         wanted = self.stages.wanted[node.name]
         context = Context(key, num_rows, batch.side_inputs(), wanted)
         if stack is not None:
             x, context = repeat_for(stack, x), replace(context, key=key[:-1], stacked=stack.names)
-        share = self.share if by_row and not facts.mixing else 1.0
+        share = self.share if by_row and stack is None and not facts.mixing else 1.0
         tape = record(facts, x, context, rows, share)
         if node.children:
             self._tapes[node.name, i] = tape
@@ -157,6 +161,11 @@ class TrainingStep:
             losses = self.loss.base_losses(outputs, self.batches[i].targets)
         self._graphs[leaf.name, i] = outputs, losses
         return MemberLosses(losses.detach())
+
+    def _rows_of_statistics(self, may_learn: Tensor) -> Tensor | None:
+        """The rows [S, b] whose statistics each stage of a stack takes, as `Rows.where` chooses those of a stage."""
+        rows = may_learn | (may_learn.sum(1, keepdim=True) < 2)
+        return None if rows.all() else rows.to(self.options.device, non_blocking=True)
 
     def apply_loss(self, i: int) -> None:
         parts = sorted(self._outputs.pop(i), key=lambda part: part[0].members)

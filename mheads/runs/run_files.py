@@ -33,7 +33,8 @@ from mheads.runs.manifest import AGAIN, Manifest
 from mheads.runs.metrics_log import Log, check_line, good_lines
 
 T = TypeVar("T")
-BEFORE = {"engine": {"stack": "never", "cores": 2}}  # of runs that were begun before there were these keys
+# Of runs that were begun before there were these keys.
+BEFORE = {"engine": {"stack": "never", "stack_batch_norm": "never", "cores": 2}}
 
 
 class RunFiles:

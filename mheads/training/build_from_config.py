@@ -291,7 +291,8 @@ def find_stacks(config: Config, net: TreeNet, loss: Loss | None = None) -> tuple
     """The names of the stages that run as one; with `auto` none where some are frozen, since siblings may differ."""
     if config.freeze and config.engine.stack == "auto":
         return ()
-    groups = siblings_to_stack(net, rows_of_micro_batch(config, net, loss), config.engine.stack)
+    rows, batch_norm = rows_of_micro_batch(config, net, loss), config.engine.stack_batch_norm == "auto"
+    groups = siblings_to_stack(net, rows, config.engine.stack, batch_norm)
     return tuple(tuple(leaf.name for leaf in leaves) for leaves in groups)
 
 

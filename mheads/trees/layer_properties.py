@@ -71,9 +71,9 @@ class LayerFacts:
         return sum(known) if len(known) == len(counts) else None
 
 
-# Layers that torch.func batches over members at little cost.
+# Layers that run stacked over members at little cost.
 BATCHING = (
-    nn.Linear, nn.Embedding, nn.Identity, nn.Flatten, nn.LayerNorm, nn.ReLU, nn.LeakyReLU, nn.ELU,
+    nn.Linear, nn.Embedding, nn.Identity, nn.Flatten, nn.LayerNorm, nn.BatchNorm1d, nn.ReLU, nn.LeakyReLU, nn.ELU,
     nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Softplus, Dropout, nn.Sequential, SequentialStage,
     ScoredLinear, Score, OnAnswer, MeanAndLogVariance, ScaledCopies, OwnCopy,
 )  # fmt: skip

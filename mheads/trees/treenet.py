@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -222,11 +222,11 @@ class TreeNet(nn.Module):
         names = self.stages if stages is None else stages
         return self.facts.dtype.itemsize * sum(self.facts.stage_size(self.tree.nodes[name]) for name in names)
 
-    def batch_statistics_layers(self) -> list[str]:
-        """Layers anywhere in the tree that need the whole batch."""
+    def batch_statistics_layers(self, nodes: Iterable[Node] | None = None) -> list[str]:
+        """Layers of these stages, by default anywhere in the tree, that need the whole batch."""
         return [
             f"{node.name}.{name}"
-            for node in self.tree.nodes.values()
+            for node in (self.tree.nodes.values() if nodes is None else nodes)
             for name in node.layers
             if not all(self.is_frozen(node.name, module) for module in self.facts.statistics[name])
         ]

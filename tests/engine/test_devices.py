@@ -64,6 +64,9 @@ NETWORKS = {
     "response norm": lambda: after("conv1", nn.LocalResponseNorm(3)),
     "average pool": lambda: after("relu1", nn.AvgPool2d(1)),
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 5)),
+    "normalised mlp": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 5)
+    ),
 }
 BAGGING = {"sampling": "bagging"}
 
@@ -104,6 +107,8 @@ CONFIGURATIONS = {
     "average pool": ("average pool", losses.mcl(), {}),
     "small networks": ("mlp", losses.independent(), {}),
     "small networks, mcl": ("mlp", losses.mcl(), {}),
+    "small networks, batch norm": ("normalised mlp", losses.mcl(), {}),
+    "small networks, batch norm, bagging": ("normalised mlp", losses.independent(), BAGGING),
     "micro-batches": ("plain", losses.mcl(), {"micro_batches": 3}),
     "accumulation": ("plain", losses.mcl(), {"accumulate": 2}),
     "clipping": ("plain", losses.independent(), {"clip": 0.01, "split": "conv1"}),
@@ -127,7 +132,8 @@ CONFIGURATIONS = {
 
 # `make full` has all of them.
 QUICK = ("mcl", "adamw", "adam", "nested tree", "dropout by autograd", "batch norm, mcl, tree", "small networks",
-         "accumulation", "clipping", "bagging, batch norm", "bf16, mcl, tree, dropout")  # fmt: skip
+         "small networks, batch norm, bagging", "accumulation", "clipping", "bagging, batch norm",
+         "bf16, mcl, tree, dropout")  # fmt: skip
 
 
 def examples(seed=0, rows=72):

@@ -18,7 +18,14 @@ from mheads.data.preprocessing import Preprocess
 from mheads.engine.diagnostics import gradient_norms
 from mheads.engine.engine_options import EngineOptions
 from mheads.engine.stacked_layers import find_layers, run
-from mheads.engine.stacked_stages import MOST, PER_THREAD, siblings_to_stack, stack_threads
+from mheads.engine.stacked_stages import (
+    MOST,
+    PER_THREAD,
+    StackedStage,
+    repeat_for,
+    siblings_to_stack,
+    stack_threads,
+)
 from mheads.engine.threads import ThreadsEngine
 from mheads.networks.dropout import Dropout
 from mheads.optim.optim_section import OptimOptions
@@ -30,14 +37,14 @@ TRAIN = ["diabetes", "members=5", "loss=mcl", "loss.k=2", "sampling=bagging",
 LOSSES = {"independent": losses.independent(), "mcl": losses.mcl(k=2), "mean": losses.score_averaged()}
 
 
-def network() -> nn.Module:
+def network(norm=nn.LayerNorm) -> nn.Module:
     """Every kind of layer that is stacked."""
     return nn.Sequential(
         OrderedDict(
             fc1=nn.Linear(8, 16),
             relu=nn.ReLU(),
             fc2=nn.Linear(16, 16),
-            norm=nn.LayerNorm(16),
+            norm=norm(16),
             gelu=nn.GELU(),
             drop=Dropout(0.2),
             fc3=nn.Linear(16, 3),
@@ -53,9 +60,12 @@ def examples(members: int, rows: int = 48) -> Batch:
     return Batch(x, y, Preprocess(), sample_weights=weights, ties=ties)
 
 
-def train(loss, *, stacked, split=None, workers=2, precision=torch.float32, name="adamw", dtype=torch.float32):
+def train(
+    loss, *, stacked, split=None, workers=2, precision=torch.float32, name="adamw", dtype=torch.float32,
+    norm=nn.LayerNorm,
+):  # fmt: skip
     """Weights, optimizer state, outputs, losses and gradient norms of four members after three steps."""
-    net = TreeNet(lambda: network().to(dtype), members=4, split=split)
+    net = TreeNet(lambda: network(norm).to(dtype), members=4, split=split)
     groups = siblings_to_stack(net, 48, "always") if stacked else []
     options = EngineOptions(workers, 1, precision=precision, stacked=tuple(tuple(n.name for n in g) for g in groups))
     engine, batch = ThreadsEngine(net, options), examples(4)
@@ -75,23 +85,25 @@ def train(loss, *, stacked, split=None, workers=2, precision=torch.float32, name
     return {key: tensor.clone() for key, tensor in tensors.items()}
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 @pytest.mark.parametrize("split", [None, "fc2"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_stacked_stages_learn_what_stages_side_by_side_learn(loss, split):
-    if loss == "mean":
-        pytest.importorskip("torch")
-    batch_loss = LOSSES[loss]
-    apart, stacked = (train(batch_loss, stacked=s, split=split, dtype=torch.float64, name="sgd") for s in (False, True))
+def test_stacked_stages_learn_what_stages_side_by_side_learn(loss, split, norm):
+    """By sample weights, a quarter of which is 0, where the loss takes them."""
+    options = {"split": split, "dtype": torch.float64, "name": "sgd", "norm": norm}
+    apart, stacked = (train(LOSSES[loss], stacked=s, **options) for s in (False, True))
     assert apart.keys() == stacked.keys()
     for key in apart:
         torch.testing.assert_close(stacked[key], apart[key], rtol=1e-8, atol=1e-10, msg=key)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("split", [None, "fc2"])
 @pytest.mark.parametrize("loss", ["independent", "mcl"])
-def test_no_bit_depends_on_the_number_of_workers(loss, split, precision):
-    one, three = (train(LOSSES[loss], stacked=True, split=split, workers=n, precision=precision) for n in (1, 3))
+def test_no_bit_depends_on_the_number_of_workers(loss, split, precision, norm):
+    options = {"stacked": True, "split": split, "precision": precision, "norm": norm}
+    one, three = (train(LOSSES[loss], workers=n, **options) for n in (1, 3))
     assert all(torch.equal(one[key], three[key]) for key in one)
 
 
@@ -159,8 +171,6 @@ def test_siblings_that_differ_are_not_stacked():
         siblings_to_stack(net, 48, "always")
     with pytest.raises(UserError, match="no two members are siblings"):
         siblings_to_stack(TreeNet(network, members=1), 48, "always")
-    with pytest.raises(UserError, match="takes statistics over the rows"):
-        siblings_to_stack(TreeNet(lambda: nn.Sequential(nn.Linear(8, 3), nn.BatchNorm1d(3)), members=2), 48, "always")
 
 
 FORMS = {
@@ -220,9 +230,20 @@ def test_layers_that_do_something_else_have_no_form():
         nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
         nn.Embedding(3, 2, max_norm=1),
     ]
-    for layer in [*odd, nn.Conv2d(1, 1, 1), nn.BatchNorm1d(2)]:
+    for layer in [*odd, nn.Conv2d(1, 1, 1), nn.SyncBatchNorm(2)]:
         assert find_layers(nn.Sequential(nn.Linear(2, 2), layer)) is None
     assert [path for path, _ in find_layers(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2))))] == ["0", "1.0"]
+
+
+@pytest.mark.parametrize("repeated", [nn.Tanh(), nn.Linear(6, 6)], ids=["activation", "weights"])
+def test_a_layer_that_a_stage_has_twice_runs_twice(repeated):
+    net = TreeNet(nn.Sequential(nn.Linear(5, 6), repeated, nn.Linear(6, 6), repeated, nn.Linear(6, 2)), members=3)
+    for m in range(3):
+        nn.init.normal_(net.member(m)[0].weight, generator=torch.Generator().manual_seed(m))
+    x = torch.randn(4, 5)
+    expected = torch.stack([net.member(m)(x) for m in range(3)])
+    stack = StackedStage(list(net.tree.nodes), [net.stage(name) for name in net.tree.nodes])
+    torch.testing.assert_close(stack(repeat_for(stack, x)), expected)
 
 
 def test_a_run_from_before_there_were_stacks_resumes_without_and_keeps_its_bits(tmp_path):
@@ -234,7 +255,7 @@ def test_a_run_from_before_there_were_stacks_resumes_without_and_keeps_its_bits(
     assert killed.code == -signal.SIGKILL
     folder = RunFolder(cut)
     text = folder.config.read_text()
-    folder.write(folder.config, re.sub(r"  stack: never\n|  cores: 2\n", "", text).encode())
+    folder.write(folder.config, re.sub(r"  stack\w*: \w+\n|  cores: 2\n", "", text).encode())
     assert "stack" not in folder.config.read_text()
     assert process("train", *TRAIN, "--folder", cut).code == 0
     assert_same_run(cut, whole)

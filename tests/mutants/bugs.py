@@ -565,6 +565,26 @@ AREAS: dict[str, list[File]] = {
             [Bug("stacked members take copies by their place", 'weights["index"][:, 0]]', "torch.arange(len(x)) * 0]")],
         ),
         File(
+            "mheads/engine/stacked_layers.py",
+            "tests/engine/test_stacked_batch_norm.py -k 'each_layer or bfloat16 or what_is'",
+            [
+                Bug("stacked statistics mix members", "x.transpose(0, 1).flatten(1, 2)", "x.reshape(x.shape[1], -1)"),
+                Bug("a stack's running variance is biased", "variance * (count / (count - 1))", "variance"),
+                Bug("all of a stack count batches alike", ".add_(1).unsqueeze(1)", ".add_(1)[:1].unsqueeze(1)"),
+                Bug("statistics of bfloat16 are rounded", "x.float() if x.dtype == torch.bfloat16 else x", "x"),
+            ],
+        ),
+        File(
+            "mheads/engine/training_step.py",
+            "tests/engine/test_stacked_stages.py -k side_by_side",
+            [Bug("stacked statistics take in rows of weight 0", "return None if rows.all() else", "return None and")],
+        ),
+        File(
+            "mheads/runs/run_files.py",
+            "tests/engine/test_stacked_batch_norm.py -k from_before",
+            [Bug("old runs resume with stacked BatchNorm", '"stack_batch_norm": "never", ', "")],
+        ),
+        File(
             "mheads/trees/splitting/cut_sequential.py",
             "tests/networks/test_member_scaling.py",
             [Bug("the trunk takes a copy for all", "any(isinstance(m, OwnCopy) for m in module.modules())", "False")],

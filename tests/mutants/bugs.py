@@ -925,7 +925,7 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "gradients are not clipped",
-                    "gradient if self.scale == 1.0 else gradient * self.scale",
+                    "gradient if scale == 1.0 else gradient * scale",
                     "gradient",
                     tests="tests/caffe/test_train.py -k clipped",
                 ),
@@ -1037,8 +1037,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "norms of stages are added instead of their squares",
-                    "sum(norms[name].item() ** 2 for name in",
-                    "sum(norms[name].item() for name in",
+                    "(share(name) * norms[name].item()) ** 2 for name in",
+                    "(share(name) * norms[name].item()) for name in",
                 ),
             ],
         ),

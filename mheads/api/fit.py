@@ -221,10 +221,10 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
     before = 0 if folder.exists() else net.history.iterations
     if before:
         watch.say(f"starting from the weights that {before:,} iterations of an earlier fit left in this net")
-    start = digest_start(net, folder)
+    start, held = digest_start(net, folder), fingerprint.weights(net.state_dict())
     try:
         summary = train_config(config, folder, watch, lambda config: replace(experiment, config=config, start=start))
-        net.history.iterations = before + summary["iterations"]
+        net.history.iterations, net.history.failed = before + summary["iterations"], False
         return open_run(folder, config, net, watch.warn, temporary)
     except KeyboardInterrupt:  # before the first step, or for the second time
         raise Interrupted("interrupted outside of a step: nothing was saved by it", None) from None
@@ -233,7 +233,7 @@ def _train(experiment: Experiment, folder: RunFolder | None, watch: Watcher) -> 
         so_far = open_run(folder, config, net, lambda message: None, temporary)
         raise Interrupted(f"{stop} after iteration {stop.iteration}", so_far) from None
     except UserError:
-        net.history.failed = start != fingerprint.weights(net.state_dict())
+        net.history.failed |= held != fingerprint.weights(net.state_dict())
         raise
     finally:
         remember_start(net, folder, start, config.init)

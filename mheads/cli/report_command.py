@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,9 @@ def report(
     suite: Annotated[str | None, typer.Option(help="Instead of runs: those of `mheads reproduce SUITE`.")] = None,
     recipe: Annotated[str | None, typer.Option(help="With --suite: the recipe; by default the suite's own.")] = None,
     scale: Annotated[float, typer.Option(help="With --suite: the part of the iterations.")] = 1,
-    validation: Annotated[int, typer.Option(help="With --suite: how many training examples were held out.")] = 0,
+    validation: Annotated[
+        int | None, typer.Option(help="With --suite: training examples held out, if not the recipe's own.")
+    ] = None,
     folder: Annotated[Path, typer.Option(*FOLDER, help="With --suite: where its runs are.")] = Path("runs/reproduce"),
     trust: Trust = False,
 ) -> None:
@@ -36,6 +39,7 @@ def report(
     from mheads.suites.jobs import Options
     from mheads.suites.page import report_suite
     from mheads.suites.paper_rows import paper_figures
+    from mheads.suites.planner import Planner
     from mheads.suites.suite import read_suite
 
     if bool(runs) == bool(suite):
@@ -44,7 +48,9 @@ def report(
     if suite is not None:
         if follow:
             raise UserError("--watch follows runs: give their folders instead of --suite")
-        options = Options(recipe or read_suite(suite).own_recipes[0], scale=scale, validation=validation)
+        options = Options(recipe or read_suite(suite).own_recipes[0], scale=scale)
+        held_out = Planner(options).held_out(read_suite(suite)) if validation is None else validation
+        options = replace(options, validation=held_out)
         page = report_suite(suite, options, output, watch, folder)
     else:
         page = (pages.follow if follow else pages.report)(runs or [], output, watch, trust, paper=paper_figures)

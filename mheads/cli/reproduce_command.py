@@ -30,8 +30,12 @@ def reproduce(
     seed: Annotated[int, typer.Option(help="The seed of the first trial.")] = 0,
     scale: Annotated[float, typer.Option(help="Train for this part of the iterations, with the schedule scaled.")] = 1,
     validation: Annotated[
-        int, typer.Option(help="Hold out the last n training examples and evaluate on them: to choose, not to report.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Hold out the last n training examples and evaluate on them: to choose, not to report. By default as "
+            "many as the recipe's data.validation."
+        ),
+    ] = None,
     test: Annotated[
         bool, typer.Option("--test", help="With --validation: show the same runs on the test set, to report a choice.")
     ] = False,
@@ -100,17 +104,19 @@ def _run(
 def _make_requests(
     suites: Sequence[str], recipe: str | None, options: dict[str, Any], further: tuple[Any, ...]
 ) -> list[SuiteRequest]:
-    """What is asked of suites: one request for each recipe of each, whose own validation holds unless one is given."""
+    """What is asked of suites: one request for each recipe of each, with its own validation unless one is given."""
     from mheads.suites.jobs import Options
+    from mheads.suites.planner import Planner
     from mheads.suites.reproduce import SuiteRequest
     from mheads.suites.suite import read_suite
 
     requests = []
     for suite in map(read_suite, suites):
         for one in [recipe] if recipe else suite.own_recipes:
-            changes = suite.recipes.get(Path(one).stem)
-            validation = options["validation"] or (changes.validation if changes else 0)
-            requests.append(SuiteRequest(suite.source, Options(one, **options | {"validation": validation}), *further))
+            held_out = options["validation"]
+            if held_out is None:
+                held_out = Planner(Options(one, overrides=options["overrides"])).held_out(suite)
+            requests.append(SuiteRequest(suite.source, Options(one, **options | {"validation": held_out}), *further))
     return requests
 
 

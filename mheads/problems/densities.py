@@ -8,6 +8,7 @@ held-out examples.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -64,6 +65,12 @@ class Kernels:
     scales: Mapping[str, float]
     units: tuple[float, ...] = ()
 
+    def in_units_of_targets(self) -> Kernels:
+        """The same, with units whose geometric mean is 1: a scale is then that of the targets."""
+        mean = statistics.geometric_mean(self.units or (1.0,))
+        scales = {name: scale * mean for name, scale in self.scales.items()}
+        return Kernels(scales, tuple(unit / mean for unit in self.units))
+
     def log_variances(self, density: str) -> Tensor:
         return 2 * (math.log(self.scales[density]) + _logs(self.units))
 
@@ -80,7 +87,7 @@ class KernelChoice:
         self._batches.append((outputs, y.detach().cpu().double(), log_weights_or_equal(weights, outputs)))
 
     def result(self) -> dict[str, float]:
-        """The scales, under the names that results have for them."""
+        """The scales, as multiples of `units`, under the names that results have for them."""
         outputs, log_weights = (torch.cat([batch[i] for batch in self._batches], 1) for i in (0, 2))
         y, logs = torch.cat([batch[1] for batch in self._batches]), _logs(self.units)
         spread = (y / logs.exp()).std(0, correction=0).mean().item()

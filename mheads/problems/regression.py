@@ -43,6 +43,7 @@ class RegressionResult(Result):
     nll_voronoi: Number | None = None  # the same, of Gaussians that end at the borders of Voronoi cells
     kernel_scale: Number | None = None  # standard deviation of the Gaussians, if held-out examples decided it
     kernel_scale_voronoi: Number | None = None
+    kernel_units: list[Number] | None = None  # [D], of normalised targets: number d has kernel_scale * kernel_units[d]
 
     @classmethod
     def unknown(cls, members: int, groups: int, **further: Any) -> RegressionResult:
@@ -149,12 +150,13 @@ class RegressionMetrics:
 
     def _further(self) -> dict[str, Any]:
         """What not every regression has."""
-        further = {name: total / self.examples for name, total in self._nlls.items()}
+        further: dict[str, Any] = {name: total / self.examples for name, total in self._nlls.items()}
         if self.trajectory is not None:
             means = (self._displacements / self.examples).tolist()
             further |= dict(zip(("min_ade", "min_fde"), means, strict=True))
         if self.kernels is not None:
             further |= {KERNEL_SCALES[name]: self.kernels.scales[name] for name in self._nlls}
+            further |= {"kernel_units": [*self.kernels.units]} if self.kernels.units else {}
         return further
 
 
@@ -219,10 +221,12 @@ class Regression(Problem):
         return None if self.variances else KernelChoice(self.std_of_targets)
 
     def calibrated(self, summary: Mapping[str, Any]) -> Regression:
-        """With the kernels that a result, as JSON has it, names."""
+        """With the kernels that a result, as JSON has it, names; without `kernel_units`, as in those of older versions,
+        the scales are multiples of the standard deviations of the targets."""
         scales = {name: summary.get(key) for name, key in KERNEL_SCALES.items()}
         known = {name: float(scale) for name, scale in scales.items() if scale is not None}
-        return replace(self, kernels=Kernels(known, self.std_of_targets)) if known else self
+        units = tuple(summary.get("kernel_units") or self.std_of_targets)
+        return replace(self, kernels=Kernels(known, units).in_units_of_targets()) if known else self
 
     def mean(self, answers: Tensor, weights: Tensor | None = None) -> Tensor:
         return mean_or_weighted(answers, weights)

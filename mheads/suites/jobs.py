@@ -41,7 +41,10 @@ class Options:
         if self.validation < 0:
             raise UserError(f"--validation {self.validation}: give how many training examples are held out")
         if self.test and not self.validation:
-            raise UserError("--test goes with --validation N: other runs are measured on the test set anyway")
+            raise UserError(
+                "--test goes with --validation N, or a recipe with data.validation: other runs are measured on the "
+                "test set anyway"
+            )
         check_not_in_names(self.overrides)
 
     @property

@@ -39,9 +39,15 @@ class Planner:
 
     def expand(self, suite: Suite) -> ExpandedSuite:
         if suite.source not in self._expanded:
-            config = configs.load(self._base(suite), self._overrides(suite, self.options.seed))
-            self._expanded[suite.source] = expand(suite, self.options.short, config)
+            self._expanded[suite.source] = expand(suite, self.options.short, self._recipe_config(suite))
         return self._expanded[suite.source]
+
+    def held_out(self, suite: Suite) -> int:
+        """How many training examples the suite holds out with this recipe, or else the recipe itself."""
+        return self._changes(suite).validation or self._recipe_config(suite).data.validation
+
+    def _recipe_config(self, suite: Suite) -> Config:
+        return configs.load(self._base(suite), self._overrides(suite, self.options.seed))
 
     def _changes(self, suite: Suite) -> RecipeChanges:
         return suite.recipes.get(self.options.short, RecipeChanges())
@@ -113,8 +119,11 @@ class Planner:
 
         overrides, last = fill(lambda source: source.path), [f"seed={seed}"]
         config = configs.load(self._base(suite), [*overrides, *last])
+        if config.data.validation != self.options.validation:  # a recipe's own: all rows are measured on one split
+            last.append(f"data.validation={self.options.validation}")
         if self.options.scale != 1:
             last += scale_training(config, self.options.scale)
+        if len(last) > 1:
             config = configs.load(self._base(suite), [*overrides, *last])
         return SuiteJob(
             row.name,

@@ -1,6 +1,7 @@
 """Members as hypotheses about numbers: targets of any shape, distances, densities, and answers in the old units."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -153,13 +154,39 @@ def test_kernels_are_chosen_on_examples_that_nothing_is_learned_from(tmp_path):
     std = NUMBERS[:70].std(dtype=np.float64)  # of what was learned from
     scales = GRID.numpy() * (NUMBERS[70:100].astype(np.float64) / std).std()
     best = min(scales, key=lambda h: nll(h * std, slice(70, 100)))
-    assert run.result.kernel_scale == pytest.approx(best, rel=1e-5)
+    assert run.result.kernel_scale == pytest.approx(best * std, rel=1e-5)  # in the units of the targets
     assert run.result.nll == pytest.approx(nll(best * std, slice(100, None)), rel=1e-5)
     assert run.evaluate(X[100:], NUMBERS[100:]).nll == pytest.approx(run.result.nll, rel=1e-5)
-    assert json.loads((tmp_path / "run/result.json").read_text())["nll_voronoi"] == run.result.nll_voronoi
+    summary = json.loads((tmp_path / "run/result.json").read_text())
+    assert summary["nll_voronoi"] == run.result.nll_voronoi
+    old = {"kernel_scale": best, "kernel_scale_voronoi": best}  # older versions: multiples of std
+    for known in (summary, old):
+        again = measure_nll(run.data.problem.calibrated(known), outputs[:, 100:], y[100:])
+        assert (again.nll, again.kernel_scale) == pytest.approx((run.result.nll, best * std), rel=1e-5)
     assert train().result.nll is None
     with pytest.raises(UserError, match="it must leave some of 100 examples"):
         train(calibration=100)
+
+
+def measure_nll(problem, outputs, y):
+    metrics = problem.metrics(len(outputs))
+    metrics.update(torch.from_numpy(outputs), torch.from_numpy(y))
+    return metrics.result()
+
+
+@pytest.mark.parametrize("std", [(), (4.0, 0.5, 1.0, 9.0)])
+def test_the_density_follows_from_what_a_result_says_of_its_kernels(std):
+    rng = np.random.default_rng(0)
+    mean, y = rng.normal(0, 3, (2, 20, 4)), rng.normal(0, 3, (20, 4))
+    problem = Regression(4, (2, 2), (0.0,) * len(std), std).calibrated({"kernel_scale": 0.7})
+    for _ in range(2):  # chosen on held-out examples, and read back from a result
+        result = measure_nll(problem, mean, y)
+        units = np.array(result.kernel_units or [1.0])
+        assert result.kernel_scale == pytest.approx(0.7 * np.prod(std or [1]) ** 0.25)
+        np.testing.assert_allclose(result.kernel_scale * units, 0.7 * np.array(std or [1.0]))
+        logs = stats.norm.logpdf(y, mean, result.kernel_scale * units).sum(-1)
+        assert result.nll == pytest.approx(-np.logaddexp.reduce(logs - np.log(2), 0).mean())
+        problem = replace(problem, kernels=None).calibrated(vars(result))
 
 
 def test_kernels_of_each_density_are_the_most_likely_of_the_grid():

@@ -720,6 +720,32 @@ def test_what_was_chosen_on_validation_examples_is_measured_on_the_test_set_with
     assert on_test()["runs"]["mcl"][0]["result"]["oracle"] == wanted["oracle"]
 
 
+def test_validation_examples_of_a_recipe_are_named_as_those_of_the_command(mheads, here):
+    (here / "own.yaml").write_text(
+        "model: digits\nmembers: 4\ndata: {name: digits, validation: 40, limit: 60}\n"
+        "optim: {iterations: 4, batch_size: 20}\nlog: {every: 1}\n"
+    )
+    given = ["reproduce", "mine.yaml", "--recipe", "own.yaml", "--only", "plain"]
+    for option, end, split, title in (
+        ((), "-validation40", "validation", "on 40 validation examples"),
+        (("--test",), "-validation40-test", "test", "without 40 validation examples, on the test set"),
+        (("--validation", 30), "-validation30", "validation", "on 30 validation examples"),
+        (("--validation", 0), "", "test", None),
+    ):
+        done = mheads(*given, *option)
+        assert done.code == 0, done.err
+        found = results(here, f"mine-own{end}")
+        (run,) = found["runs"]["plain"]
+        assert run["result"]["split"] == split
+        assert title is None or title in done.out
+        folder = here / f"runs/reproduce/own/plain-seed0{end.removesuffix('-test')}"
+        assert RunFolder(folder).read_config().data.validation == found["validation"]
+    assert len(trained_at(here)) == 3  # with --test nothing is trained again
+    done = mheads("report", "--suite", "mine.yaml", "--recipe", "own.yaml", "-o", "page.html")
+    assert done.code == 0, done.err
+    assert "on 40 validation examples" in (here / "page.html").read_text()
+
+
 def test_a_dry_run_lists_times_and_what_is_reused_and_writes_nothing(mheads, here):
     assert mheads("reproduce", "mine.yaml", "--recipe", "digits", "--only", "plain", *TINY).code == 0
     before = {p: p.stat().st_mtime_ns for p in here.rglob("*")}

@@ -233,8 +233,13 @@ def test_a_loaded_run_goes_on_in_its_folder(init, tmp_path):
     net = mheads.TreeNet(user_networks.Plain, members=2, seed=5)
     mheads.fit(net, "mcl", init=init, run=tmp_path / "run", **QUICK)
     loaded = mheads.load(tmp_path / "run", user_networks.Plain)
+    with pytest.raises(UserError, match="mirror"):  # is refused, and leaves the net as it is
+        mheads.fit(loaded.net, "mcl", run=tmp_path / "run", mirror=True, **{**QUICK, "iterations": 4})
     longer = mheads.fit(loaded.net, "mcl", run=tmp_path / "run", **{**QUICK, "iterations": 4})
     assert longer.summary["iterations"] == 4
+    with pytest.raises(UserError, match="another run folder"):
+        mheads.fit(loaded.net, "independent", run=tmp_path / "run", **{**QUICK, "iterations": 6})
+    assert mheads.fit(loaded.net, "mcl", **QUICK).summary["iterations"] == QUICK["iterations"]
 
 
 def test_a_network_with_a_child_called_stages_takes_its_own_weights():

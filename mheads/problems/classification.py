@@ -112,7 +112,7 @@ class Classification(ClassScores):
 
     def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
         votes, best = outputs.argmax(-1), [p.max(-1) for p in ensemble]
-        names = ["answer", "probability", "scored_answer", "scored_probability"][: 2 * len(best)]
+        names = ["answer", "probability", "mean_answer", "mean_probability"][: 2 * len(best)]
         agreement = (votes == best[0].indices).double().mean(0)
         lines = [
             [text for b in best for text in (self.classes[b.indices[i]], f"{b.values[i]:.6g}")]

@@ -22,7 +22,7 @@ def export(
         str,
         typer.Option(
             help="answer: of the ensemble, weighted by scores if members have some; mean: without them; members: "
-            "outputs [M, B, ...]; member:N: those of one; hypotheses: answers [M, B, ...] and their probabilities [M, B]."
+            "outputs [M, B, ...]; member:N: those of one; hypotheses: answers [M, B, ...] and probabilities [M, B]."
         ),
     ] = "answer",
     trust: Trust = False,

@@ -2,10 +2,13 @@
 
 What is in the file takes raw examples, as many as one likes: uint8 or float images [B, C, H, W], vectors [B, F], or
 tokens int64 [B, T]. It gives one of
-    mean          the ensemble's answer [B, ...], as `run.answer` gives it without scores: class probabilities averaged
-                  over members (of members trained on the mean of their outputs, those of it), or the mean of numbers
-    scored        the same weighted by the members' scores, for a run that has them
+    answer        the ensemble's answer [B, ...], as `run.answer` gives it: scored where members have scores, else mean
+    mean          class probabilities averaged over members (of members trained on the mean of their outputs, those of
+                  it), or the mean of numbers
+    scored        the same weighted by the members' scores
     members       the outputs of all members [M, B, ...]
+    hypotheses    the answer of each member, class probabilities or numbers [M, B, ...], and how probable it is [M, B]:
+                  by the scores, 1 / M without
     member:N      the outputs of member N [B, ...]
 """
 
@@ -45,9 +48,9 @@ from mheads.trees.treenet import TreeNet
 if TYPE_CHECKING:
     from mheads.api.run import Run
 
-Answers = Callable[[Tensor], Tensor]
+Answers = Callable[[Tensor], Value]
 
-WHAT = ("mean", "scored", "members", "member:N")
+WHAT = ("answer", "mean", "scored", "members", "hypotheses", "member:N")
 SUFFIXES = (".pt2", ".onnx")
 TOLERANCE = 1e-5  # of the largest output, and in half precision a few of its steps
 EXAMPLES = 64  # that a file is compared on
@@ -77,7 +80,7 @@ class Exported(nn.Module):
         for name, tensor in (("mean", mean), ("std", std)):
             self.register_buffer(name, None if tensor is None else tensor.to(self.exact).contiguous())
 
-    def forward(self, examples: Tensor) -> Tensor:
+    def forward(self, examples: Tensor) -> Value:
         x = examples if examples.dtype == torch.int64 else stack_views(self.prepare(examples), self.views)
         return self.answer(nested_values.map_leaves(self.average, self.network(x)))
 
@@ -94,7 +97,7 @@ class Exported(nn.Module):
             x = x / self.std
         return (x.flip(1) if self.preprocess.bgr else x).to(self.dtype)
 
-    def answer(self, outputs: Value) -> Tensor:
+    def answer(self, outputs: Value) -> Value:
         if self.what.startswith("member:"):
             return self.problem.answer(nested_values.map_leaves(lambda t: t[None], outputs))[0]
         answers = self.problem.answer(outputs)
@@ -102,15 +105,22 @@ class Exported(nn.Module):
             return answers
         if self.dtype.itemsize < 4:
             answers = answers.float()  # in half precision the mean would be rounded once more
-        return self.problem.mean(answers, member_scores.weights(outputs) if self.what == "scored" else None)
+        if self.what == "mean":
+            return self.problem.mean(answers)
+        weights = member_scores.weights(outputs)
+        if self.what == "scored":
+            return self.problem.mean(answers, weights)
+        each = torch.stack([self.problem.mean(answer[None]) for answer in answers])
+        equal = each.new_full(each.shape[:2], 1 / len(answers))
+        return each, equal if weights is None else weights.to(each.dtype)
 
 
-def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> float:
-    """Writes the file, after what is in it was loaded again and compared with the run's own answers.
+def export(run: Run, path: Path, what: str = "answer", examples: Any = None) -> tuple[str, float]:
+    """Writes the file, after what is in it was loaded again and compared with what the run gives.
 
     On `examples`, raw ones as `run.predict` takes them; by default those that the run was evaluated on, or, where they
-    are not to be had, some drawn from the range of training. Returns the largest difference, relative to the largest
-    output.
+    are not to be had, some drawn from the range of training. Returns what is in the file, mean or scored for the
+    ensemble's answer, and the largest difference, relative to the largest output.
     """
     what = str(what)
     if path.is_dir():
@@ -127,10 +137,10 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
         raise UserError(
             f"a {sided[0]} takes side inputs, and an exported file takes examples alone: export a network without it"
         )
-    if what not in WHAT[:3]:
+    if what not in WHAT[:-1]:
         _member(what, net.num_members)
     raw = _as_given(run, examples)
-    expected = _answer_of_run(run, raw, what)
+    what, expected = _answer_of_run(run, raw, what)
     hidden = path.with_name(f".{path.stem}.new{path.suffix}")  # the suffix says how it is read again
     with atomic_files.replacing(path, hidden), _quietly():
         program = _trace(
@@ -139,7 +149,7 @@ def export(run: Run, path: Path, what: str = "mean", examples: Any = None) -> fl
         write = _write_onnx if path.suffix == ".onnx" else _write_pt2
         answers = _answer_in_batches(write(program, hidden, _facts(run, raw, what)), raw, what)
         steps = 0.0 if net.dtype.itemsize >= 4 else 4 * torch.finfo(net.dtype).eps
-        return _compare(answers, expected, path, max(TOLERANCE, steps))
+        return what, _compare(answers, expected, path, max(TOLERANCE, steps))
 
 
 def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = False) -> None:
@@ -154,8 +164,8 @@ def export_run(path: Path, file: Path, what: str, watch: Watcher, trust: bool = 
         blobs.write(atomic_files.check_place(file), run.net.member(number))
         watch.say(f"{file}: the weights of member {number}, as Caffe keeps them")
         return
-    difference = export(run, file, what)
-    watch.say(f"{file}: {what}, within {difference:.1g} of the run's own answers")
+    what, difference = export(run, file, what)
+    watch.say(f"{file}: {what}; the run itself gives the same within {difference:.1g}")
 
 
 def _member(what: str, members: int) -> int:
@@ -207,15 +217,22 @@ def _own_examples(run: Run) -> Tensor:
     return torch.from_numpy(drawn)
 
 
-def _answer_of_run(run: Run, raw: Tensor, what: str) -> Tensor:
-    """The run's own answers, from its engine, in the precision of the weights: what is in a file computes in that."""
+def _answer_of_run(run: Run, raw: Tensor, what: str) -> tuple[str, list[Tensor]]:
+    """What the run itself gives, from its engine, in the precision of the weights: what is in a file computes in that.
+
+    Its answer is called scored or mean, as the members have scores or not.
+    """
     exact = replace(run, config=run.config.model_copy(update={"precision": "float32"}))
     outputs, weights = exact.outputs(raw)
+    if what == "answer":
+        what = "mean" if weights is None else "scored"
     if what == "scored" and weights is None:
         raise UserError(f"what={what!r}: {run.folder} has no scores: train it with loss=scored or loss.scores")
+    if what == "hypotheses":
+        return what, [part.transpose(0, 1) for part in exact.hypotheses(raw)]
     if what in ("mean", "scored"):
-        return run.data.problem.mean(outputs.double(), weights if what == "scored" else None)
-    return outputs if what == "members" else outputs[_member(what, len(outputs))]
+        return what, [run.data.problem.mean(outputs.double(), weights if what == "scored" else None)]
+    return what, [outputs if what == "members" else outputs[_member(what, len(outputs))]]
 
 
 def _facts(run: Run, raw: Tensor, what: str) -> str:
@@ -250,9 +267,8 @@ def _write_onnx(program: Any, path: Path, facts: str) -> Answers:
     import onnxruntime
 
     try:
-        converted = torch.onnx.export(
-            program, input_names=["examples"], output_names=["answers"], dynamo=True, verbose=False
-        )
+        names = ["answers", "probabilities"][: len(program.graph_signature.user_outputs)]
+        converted = torch.onnx.export(program, input_names=["examples"], output_names=names, dynamo=True, verbose=False)
         assert converted is not None
         converted.model.metadata_props["mheads"] = facts
         converted.save(path, external_data=False)
@@ -261,30 +277,34 @@ def _write_onnx(program: Any, path: Path, facts: str) -> Answers:
         raise
     except Exception as error:  # of another library: it may raise anything
         raise UserError(f"the network cannot be written as ONNX: {_first_line(error)}; .pt2 may hold it") from error
-    return lambda x: torch.from_numpy(session.run(None, {"examples": x.numpy()})[0])
+    return lambda x: [torch.from_numpy(found) for found in session.run(None, {"examples": x.numpy()})]
 
 
-def _answer_in_batches(answers: Answers, raw: Tensor, what: str) -> Tensor:
+def _answer_in_batches(answers: Answers, raw: Tensor, what: str) -> list[Tensor]:
     """Answers to all examples, asked for in several sizes of batch."""
     sizes = [size for i, size in enumerate(BATCHES) if sum(BATCHES[: i + 1]) < len(raw)]
     parts = raw.split([*sizes, len(raw) - sum(sizes)])
     try:
-        outputs = [answers(part).detach() for part in parts]
+        outputs = [nested_values.leaves(answers(part)) for part in parts]
     except Exception as error:  # of what was loaded: it may raise anything
         raise UserError(f"what was written cannot be run for any number of examples: {_first_line(error)}") from error
-    return torch.cat(outputs, 1 if what == "members" else 0)
+    dim = 1 if what in ("members", "hypotheses") else 0
+    return [torch.cat(found, dim).detach() for found in zip(*outputs, strict=True)]
 
 
-def _compare(answers: Tensor, expected: Tensor, path: Path, tolerance: float) -> float:
-    scale = expected.abs().max().item()
-    largest = (answers.double() - expected.double()).abs().max().item()
-    relative = largest / max(scale, 1e-30)
-    if not relative <= tolerance:  # NaN as well
-        raise UserError(
-            f"what was written to {path} gives other answers than the run: they differ by {largest:.2g} where the "
-            f"largest is {scale:.2g}; nothing was kept. Does the network draw numbers, or keep something between calls?"
-        )
-    return relative
+def _compare(answers: Sequence[Tensor], expected: Sequence[Tensor], path: Path, tolerance: float) -> float:
+    differences = []
+    for found, own in zip(answers, expected, strict=True):
+        scale = own.abs().max().item()
+        largest = (found.double() - own.double()).abs().max().item()
+        differences.append(largest / max(scale, 1e-30))
+        if not differences[-1] <= tolerance:  # NaN as well
+            raise UserError(
+                f"what was written to {path} gives other answers than the run: they differ by {largest:.2g} where the "
+                f"largest is {scale:.2g}; nothing was kept. Does the network draw numbers, or keep something between "
+                "calls?"
+            )
+    return max(differences)
 
 
 def _first_line(error: Exception) -> str:

@@ -278,8 +278,7 @@ def write_csv(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
     writer = csv.writer(text)
     for number, (names, members, weights) in enumerate(batches):
         members = members.double()
-        ensemble = [problem.mean(members)] + ([] if weights is None else [problem.mean(members, weights)])
-        answers = problem.answer_columns(members, ensemble)
+        answers = problem.answer_columns(members, problem.together(members, weights))
         if number == 0:
             writer.writerow(map(_cell, ["file", "row", *answers.names]))
         writer.writerows(map(_cell, [*name, *line]) for name, line in zip(names, answers.lines, strict=True))
@@ -300,7 +299,7 @@ def _cell(text: str) -> str:
 def write_npz(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
     """outputs [M, N, ...], names [N]; of classes and labels also probabilities [N, C] of the ensemble, and their names.
 
-    Members with scores add weights [M, N], and of classes and labels scored_probabilities [N, C].
+    Members with scores add weights [M, N], and of classes and labels mean_probabilities [N, C].
     """
     names: list[str] = []
     parts: list[Tensor] = []
@@ -314,9 +313,8 @@ def write_npz(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
     if scores:
         arrays["weights"] = torch.cat(scores, 1).numpy()
     if gives_probabilities(problem):
-        means = torch.cat([problem.mean(part.double()) for part in parts])
-        arrays |= {"probabilities": means.numpy(), "classes": np.array(problem.classes)}
-        if scores:
-            scored = [problem.mean(part.double(), weights) for part, weights in zip(parts, scores, strict=True)]
-            arrays["scored_probabilities"] = torch.cat(scored).numpy()
+        together = [problem.together(part.double(), scores[i] if scores else None) for i, part in enumerate(parts)]
+        for name, found in zip(("probabilities", "mean_probabilities"), zip(*together, strict=True), strict=False):
+            arrays[name] = torch.cat(found).numpy()
+        arrays["classes"] = np.array(problem.classes)
     np.savez(file, **arrays)  # type: ignore[arg-type]

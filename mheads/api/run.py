@@ -167,11 +167,12 @@ class Run:
         """Member m as a module that takes raw examples: it brings the run's preprocessing, and shares the weights."""
         return PreprocessingNetwork(self._check_weights().member(m), self.data, self.config.eval.views).eval()
 
-    def export(self, path: str | Path, what: str = "mean", examples: Any = None) -> Path:
+    def export(self, path: str | Path, what: str = "answer", examples: Any = None) -> Path:
         """Writes the ensemble and its preprocessing to one .pt2 or .onnx file that needs no mheads: see `export.py`.
 
-        `what` is in it: the mean, the scored answer, the outputs of all members, or member:N. Its answers are compared
-        with the run's on `examples`, by default those that the run was evaluated on, before there is a file.
+        `what` is in it: the answer as `answer` gives it, the mean or the scored one, the outputs of all members or of
+        member:N, or hypotheses. It is compared with what the run gives on `examples`, by default those that the run was
+        evaluated on, before there is a file.
         """
         from mheads.api.export import export
 

@@ -21,9 +21,10 @@ def export(
     what: Annotated[
         str,
         typer.Option(
-            help="mean, or scored: the ensemble's answer; members: outputs [M, B, ...]; member:N: those of one."
+            help="answer: of the ensemble, weighted by scores if members have some; mean: without them; members: "
+            "outputs [M, B, ...]; member:N: those of one; hypotheses: answers [M, B, ...] and probabilities [M, B]."
         ),
-    ] = "mean",
+    ] = "answer",
     trust: Trust = False,
 ) -> None:
     """One file for anywhere: the ensemble and its preprocessing, raw examples in, checked against the run's answers.

@@ -13,7 +13,7 @@ from torch import Tensor
 class AnswerDetail:
     """The answers to one example in several columns: a row for each member, and for each answer of the ensemble."""
 
-    answer: str  # of Ensemble-Mean
+    answer: str  # of the ensemble
     about: str  # how sure it is, and how many members agree
     columns: Sequence[str]
     members: Sequence[Sequence[str]]
@@ -24,7 +24,7 @@ class AnswerDetail:
 class AnswerText:
     """The answers to several examples, as a line of cells for each.
 
-    The cells are the ensemble's answers (Ensemble-Mean, then Ensemble-Scored where members have scores), if
+    The cells are the ensemble's answers (Ensemble-Mean; where members have scores, Ensemble-Scored before it), if
     `agreement` how far members agree with the first, and the answer of each member.
     """
 
@@ -57,7 +57,7 @@ def number_columns(
 ) -> AnswerColumns:
     """Numbers [M, B, D], and [B, D] of the ensemble, in full precision: a column for each answer and value."""
     labels = range(outputs.shape[2]) if labels is None else labels
-    who = [*["mean", "scored"][: len(ensemble)], *(f"member_{m}" for m in range(len(outputs)))]
+    who = [*["answer", "mean"][-len(ensemble) :], *(f"member_{m}" for m in range(len(outputs)))]
     names = [f"{one}_{label}" if len(labels) > 1 else one for one in who for label in labels]
     numbers = torch.cat([torch.stack(list(ensemble)), outputs]).permute(1, 0, 2).flatten(1)  # [B, answers x D]
     return AnswerColumns(names, [[f"{x:.9g}" for x in row] for row in numbers])

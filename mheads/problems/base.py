@@ -65,6 +65,10 @@ class Problem(Protocol):
         Weights [M, B] say how much each member counts, where they have scores.
         """
 
+    def together(self, answers: Tensor, weights: Tensor | None) -> list[Tensor]:
+        """What the ensemble answers; where members have scores, weighted by them, and the mean after it."""
+        return [self.mean(answers, weights), *([] if weights is None else [self.mean(answers)])]
+
     def losses(self, outputs: Value, targets: Value) -> Tensor:
         """The loss of each member's answer on each example, [M, B]."""
 
@@ -96,7 +100,7 @@ class Problem(Protocol):
         """The lines of a table of a result, as (name, text)."""
 
     def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
-        """The answers of members [M, B, ...] and of the ensemble (each as `mean` gives it) as text."""
+        """The answers of members [M, B, ...] and of the ensemble (as `together` gives them) as text."""
         return number_text(outputs, ensemble)
 
     def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:

@@ -13,13 +13,12 @@ NEAR_CHANCE = 0.1  # of the way from chance to 100 %
 def top(result: Mapping[str, Any], k: int, who: str = "ensemble_mean") -> float | None:
     """How often the truth is among the k best classes of an answer, from a result as JSON has it.
 
-    With k = M that is what an Oracle of M answers compares with. None where it is not known: there are no classes, or
-    an earlier version kept fewer.
+    With k = M that is what an Oracle of M answers compares with. None where it says nothing, since k are all classes,
+    and where it is not known: there are no classes, or an earlier version kept fewer.
     """
     known = (result.get("top_k") or result.get("top_m") or {}).get(who)
-    if not known:
+    if not known or k >= len(result["ownership"][0]):
         return None
-    k = min(k, len(result["ownership"][0]))  # there are no more classes
     return known[k - 1] if k <= len(known) else None
 
 
@@ -35,3 +34,8 @@ def near_chance(result: Mapping[str, Any]) -> bool:
         return False
     near: bool = oracle <= chance + NEAR_CHANCE * (100 - chance)
     return near
+
+
+def tell_chance(result: Mapping[str, Any]) -> str:
+    """What stands beside an Oracle that is hardly above that of constant members."""
+    return f" (by chance {result['oracle_chance']:.2f})" if near_chance(result) else ""

@@ -112,7 +112,7 @@ class Classification(ClassScores):
 
     def answer_columns(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerColumns:
         votes, best = outputs.argmax(-1), [p.max(-1) for p in ensemble]
-        names = ["answer", "probability", "scored_answer", "scored_probability"][: 2 * len(best)]
+        names = ["answer", "probability", "mean_answer", "mean_probability"][: 2 * len(best)]
         agreement = (votes == best[0].indices).double().mean(0)
         lines = [
             [text for b in best for text in (self.classes[b.indices[i]], f"{b.values[i]:.6g}")]
@@ -153,7 +153,8 @@ def _fair_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if m == 1:
         ks = range(2, 1 + min(SHOWN_K, len(summary["ownership"][0])))
         known = [value for k in ks if (value := top(summary, k)) is not None]
-        return [(f"top-2 to top-{1 + len(known)}", "  ".join(map(number, known)) + " %")] if known else []
+        name = f"top-2 to top-{1 + len(known)}" if len(known) > 1 else "top-2"
+        return [(name, "  ".join(map(number, known)) + " %")] if known else []
     who = {"single": "mean member", **ANSWERS}
     named = {name: value for key, name in who.items() if (value := top(summary, m, key)) is not None}
     rows = [(f"top-{m}", ", ".join(f"{name} {number(value)} %" for name, value in named.items()))] if named else []

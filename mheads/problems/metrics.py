@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mheads.common.schemas import Answers, Number, Ranks
-from mheads.problems.baselines import chance_of_oracle, top
+from mheads.problems.baselines import chance_of_oracle, tell_chance, top
 from mheads.problems.result import TOGETHER, PercentResult
 
 BINS = 15  # of the expected calibration error
@@ -64,6 +64,7 @@ class ClassificationResult(PercentResult):
 
     def headline(self) -> dict[str, str]:
         shown = super().headline()
+        shown["Oracle"] += tell_chance(vars(self))
         if (beside := top(vars(self), len(self.members))) is None or len(self.members) == 1:
             return shown
         members = shown.pop("members")

@@ -80,8 +80,7 @@ def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
             if few:
                 kept.append(outputs.cpu())
             each = outputs.cpu().double()  # [M, b, C]
-            means = [problem.mean(each, weights) for weights in ((scores, None) if scores is not None else (None,))]
-            probabilities = torch.cat([torch.stack(means), each.softmax(-1)])
+            probabilities = torch.cat([torch.stack(problem.together(each, scores)), each.softmax(-1)])
             confidences, classes = probabilities.max(-1)
             for counts, answer in zip(confusion, classes, strict=True):
                 add_counts(counts, labels, answer)

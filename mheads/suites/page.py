@@ -61,6 +61,9 @@ def _best(document: results.Document) -> Headline:
     for metric in ("ensemble_mean", "oracle"):
         rows = {entry["name"]: findings.trials(document, entry["name"], metric) for entry in document["rows"]}
         means = {row: trials.mean for row, trials in rows.items() if trials is not None}
+        if metric == "oracle":  # that of members which always give one class each is no merit
+            chances = {row: findings.trials(document, row, "oracle_chance") for row in means}
+            means = {row: mean for row, mean in means.items() if not ((c := chances[row]) and c.mean == 100)}
         if means:
             higher = findings.higher_is_better(document, metric)
             value, who = find_best(means, higher, partial(number, metric=metric, percent=percent))

@@ -15,6 +15,7 @@ from torch import nn
 
 import mheads
 from mheads import UserError
+from mheads.common.nested_values import leaves
 
 X = np.random.default_rng(0).integers(0, 256, (80, 2, 6, 6)).astype(np.uint8)
 Y = np.arange(80) % 3
@@ -60,11 +61,16 @@ def numbers():
 
 
 def answers(path, x):
+    """What a file gives; of several outputs a list."""
     if path.suffix == ".pt2":
-        return torch.export.load(path).module()(torch.from_numpy(x)).detach().double().numpy()
-    import onnxruntime
+        found = [
+            part.detach().double().numpy() for part in leaves(torch.export.load(path).module()(torch.from_numpy(x)))
+        ]
+    else:
+        import onnxruntime
 
-    return onnxruntime.InferenceSession(path).run(None, {"examples": x})[0]
+        found = onnxruntime.InferenceSession(path).run(None, {"examples": x})
+    return found if len(found) > 1 else found[0]
 
 
 def off(found, expected):
@@ -80,7 +86,7 @@ def exported(request, tree, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     found = {
         what: tree.export(folder / f"{what.replace(':', '')}{request.param}", what, examples=X)
-        for what in ("mean", "members", "member:2")
+        for what in ("mean", "members", "member:2", "hypotheses")
     }
     assert sorted(folder.iterdir()) == sorted(found.values())
     return found
@@ -93,6 +99,9 @@ def test_a_tree_on_pixels_gives_the_runs_answers(tree, exported):
         assert off(answers(exported[what], X), want) <= 1e-5
     for rows in (1, 3, 79):
         assert off(answers(exported["mean"], X[:rows]), expected["mean"][:rows]) <= 1e-5
+    values, probabilities = answers(exported["hypotheses"], X)
+    assert off(values, outputs.softmax(-1)) <= 1e-5
+    assert probabilities.shape == (3, 80) and off(probabilities, np.full((3, 80), 1 / 3)) <= 1e-6
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -220,7 +229,11 @@ def fitted(network):
         ("a.pth", "mean", r"a\.pth: the suffix says what is written, \.pt2 \(torch\.export\) or \.onnx"),
         (".", "mean", r"is a folder: give the name of a file in it, such as .*ensemble\.pt2"),
         ("gone/a.pt2", "mean", r"cannot write .*a\.pt2: there is no folder"),
-        ("a.pt2", "median", "what='median': an exported file gives one of mean, scored, members, member:N"),
+        (
+            "a.pt2",
+            "median",
+            "what='median': an exported file gives one of answer, mean, scored, members, hypotheses, member:N",
+        ),
         ("a.pt2", "member:3", "there are 3 members, counted from 0 to 2"),
         ("a.pt2", "member:-1", "what='member:-1': an exported file gives one of"),
     ],

@@ -175,7 +175,7 @@ def test_a_tree_may_be_given_in_numpys_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda run: run.export("a.pt2", what=None), "what='None': an exported file gives one of mean, scored"),
+        (lambda run: run.export("a.pt2", what=None), "what='None': an exported file gives one of answer, mean, scored"),
         (lambda run: mheads.evaluate(run.net, TABLE, batch_size=0), "batch_size=0: give how many examples"),
         (lambda run: fit(run.net, train=TABLE, init=run.folder, init_map=["a"]), r"init_map=\['a'\]: give a dict"),
         (lambda run: TreeNet(nn.Linear, members=2), r"factory Linear cannot be called without arguments .*lambda: Lin"),

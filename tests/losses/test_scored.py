@@ -15,6 +15,7 @@ from torch import nn
 import mheads as package
 from mheads import TreeNet, UserError, fit, losses, with_scores
 from mheads import networks as models
+from mheads.common.nested_values import leaves
 from mheads.common.progress import Silent
 from mheads.config import read as configs
 from mheads.problems import Classification, MultiLabel, Regression, Segmentation, SoftLabels
@@ -321,7 +322,7 @@ def test_the_page_is_about_the_answer_that_it_begins_with(trained, mheads):
     assert mheads("plot", "reliability", trained / "scored", "--trust", "-o", trained / "r.png").code == 0
 
 
-def test_predict_and_export_give_the_scored_answer(trained, mheads, tmp_path):
+def test_predict_and_export_give_the_answer_of_the_run_and_the_mean_beside_it(trained, mheads, tmp_path):
     x = np.random.default_rng(0).integers(0, 17, (12, 8, 8)).astype(np.uint8)
     np.savez(tmp_path / "x.npz", x=x)
     run = package.load(trained / "scored", user_networks.with_dropout)
@@ -329,20 +330,32 @@ def test_predict_and_export_give_the_scored_answer(trained, mheads, tmp_path):
     outputs, weights = run.outputs(x[:, None])
     torch.testing.assert_close(expected, weighted(outputs.double().softmax(-1), weights))
     shown = mheads("predict", trained / "scored", tmp_path / "x.npz", "--trust")
-    assert "Ensemble-Scored" in shown.out, shown.err
+    assert "row Ensemble-Scored Ensemble-Mean agree" in " ".join(shown.out.split()), shown.err
     done = mheads("predict", trained / "scored", tmp_path / "x.npz", "--trust", "-o", tmp_path / "answers.csv")
     assert done.code == 0, done.err
     with (tmp_path / "answers.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["scored_answer"]) for row in rows] == expected.argmax(-1).tolist()
-    assert [float(row["scored_probability"]) for row in rows] == pytest.approx(expected.amax(-1).tolist(), rel=1e-4)
+    mean = outputs.double().softmax(-1).mean(0)
+    assert (expected - mean).abs().max() > 1e-3  # scores matter
+    for prefix, p in (("", expected), ("mean_", mean)):
+        assert [int(row[f"{prefix}answer"]) for row in rows] == p.argmax(-1).tolist()
+        assert [float(row[f"{prefix}probability"]) for row in rows] == pytest.approx(p.amax(-1).tolist(), rel=1e-4)
+    agree = (outputs.argmax(-1) == expected.argmax(-1)).double().mean(0)
+    assert [float(row["agreement"]) for row in rows] == pytest.approx(agree.tolist(), rel=1e-4)
     assert mheads("predict", trained / "scored", tmp_path / "x.npz", "--trust", "-o", tmp_path / "a.npz").code == 0
     with np.load(tmp_path / "a.npz") as file:
-        np.testing.assert_allclose(file["scored_probabilities"], expected, rtol=1e-6)
+        np.testing.assert_allclose(file["probabilities"], expected, rtol=1e-6)
+        np.testing.assert_allclose(file["mean_probabilities"], mean, rtol=1e-6)
         np.testing.assert_allclose(file["weights"], weights)
-    run.export(tmp_path / "scored.pt2", "scored")
-    found = torch.export.load(tmp_path / "scored.pt2").module()(torch.from_numpy(x[:, None]))
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+    done = mheads("export", trained / "scored", "--trust", "-o", tmp_path / "answer.pt2")
+    assert "answer.pt2: scored; the run itself gives the same within" in " ".join(done.out.split()), done.err
+    wanted = {"answer": expected, "scored": expected, "mean": mean}
+    wanted["hypotheses"] = [part.transpose(0, 1) for part in run.hypotheses(x[:, None])]
+    for what, want in wanted.items():
+        file = tmp_path / "answer.pt2" if what == "answer" else run.export(tmp_path / "other.pt2", what)
+        found = torch.export.load(file).module()(torch.from_numpy(x[:, None]))
+        for one, own in zip(leaves(found), leaves(want), strict=True):
+            torch.testing.assert_close(one.double(), own, rtol=1e-4, atol=1e-6)
     plain = package.load(trained / "plain", user_networks.with_dropout)
     with pytest.raises(UserError, match=r"what='scored'.*has no scores"):
         plain.export(tmp_path / "no.pt2", "scored")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from mheads.cli.printing.answers import tables
+from mheads.cli.printing.answers import details, tables
 from mheads.common.console import Console
 from mheads.problems import Classification, MultiLabel, Regression, Segmentation
 from mheads.problems.answer_text import AnswerText
@@ -16,20 +16,24 @@ ANIMALS = ("cat", "dog")
 
 
 def lines(problem, outputs, weights=None):
-    ensemble = [problem.mean(outputs)] + ([] if weights is None else [problem.mean(outputs, weights)])
-    text = problem.answer_text(outputs, ensemble)
+    text = problem.answer_text(outputs, problem.together(outputs, weights))
     return list(text.lines), text
 
 
 def test_classes_are_named_with_their_probability_and_members_that_agree_are_counted():
     outputs = torch.tensor([[[LOGIT, 0.0]], [[LOGIT, 0.0]], [[0.0, LOGIT]]])  # [3, 1, 2]: mean (2 * 0.8808 + 0.1192)/3
     found, text = lines(Classification(ANIMALS), outputs, torch.tensor([[0.0], [0.0], [1.0]]))
-    assert found == [["cat 62.7%", "dog 88.1%", "2 of 3", "cat", "cat", "dog"]]
+    assert found == [["dog 88.1%", "cat 62.7%", "1 of 3", "cat", "cat", "dog"]]
     detail = text.detail(0)
-    assert (detail.answer, detail.about) == ("cat", "(62.7%), 2 of 3 members agree")
+    assert (detail.answer, detail.about) == ("dog", "(88.1%), 1 of 3 members agree")
     assert detail.columns == ("answer", "second")
     assert detail.members[2] == ["dog 88.1%", "cat 11.9%"]
-    assert detail.ensemble == [["cat 62.7%", "dog 37.3%"], ["dog 88.1%", "cat 11.9%"]]
+    assert detail.ensemble == [["dog 88.1%", "cat 11.9%"], ["cat 62.7%", "dog 37.3%"]]
+    console = Console()
+    console.file = io.StringIO()
+    console.print(details("x", detail))
+    names = [line.split()[0] for line in console.file.getvalue().splitlines() if "Ensemble" in line]
+    assert names == ["Ensemble-Scored", "Ensemble-Mean"]
 
 
 def test_labels_are_those_above_one_half_and_may_be_none():
@@ -52,6 +56,11 @@ def test_numbers_have_four_digits_and_no_agreement():
     found, text = lines(Regression(2), torch.tensor([[[1.0, 20000.0]], [[2.0, 0.123456]]]))
     assert found == [["1.5 1e+04", "1 2e+04", "2 0.1235"]]
     assert not text.agreement
+    problem, numbers, weights = Regression(1), torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[0.25], [0.75]])
+    columns = problem.answer_columns(numbers, problem.together(numbers, weights))
+    assert (columns.names, columns.lines) == (["answer", "mean", "member_0", "member_1"], [["1.75", "1.5", "1", "2"]])
+    plain = problem.answer_columns(numbers, problem.together(numbers, None))
+    assert (plain.names, plain.lines) == (["mean", "member_0", "member_1"], [["1.5", "1", "2"]])
 
 
 @dataclass(frozen=True)

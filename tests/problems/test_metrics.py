@@ -283,12 +283,14 @@ def test_one_network_is_measured_with_as_many_guesses_as_an_ensemble_has_members
     outputs, y = random_case(1, 60, 12)
     found = compute(outputs, y).to_dict()
     best = np.argsort(-outputs[0], -1)
+    assert top(found, 12) is None  # all classes
     for k in (1, 4, 10):
         right = (best[:, :k] == y[:, None]).any(1)
         assert top(found, k) == top(found, k, "single") == pytest.approx(100 * right.mean(), abs=1e-4)
     assert top(found, 11) is None  # which no ensemble of fewer members compares with
     few = compute(*random_case(1, 60, 3)).to_dict()
-    assert top(few, 3) == top(few, 8) == 100  # there are three classes
+    assert top(few, 3) is top(few, 8) is None  # there are three classes: it would be 100
+    assert [name for name, _ in Classification.rows(few) if "top" in name] == ["top-2"]
 
 
 def test_results_of_earlier_versions_have_their_top_m():
@@ -309,13 +311,19 @@ def test_constant_members_have_the_oracle_of_the_most_frequent_classes():
     found = compute(outputs, y).to_dict()
     assert found["oracle"] == found["oracle_chance"] == 90
     assert near_chance(found)
+    assert compute(outputs, y).headline()["Oracle"] == "90.00 (by chance 90.00)"
     assert ("chance", "2 members that always give one class each have an Oracle of 90.00 %") in Classification.rows(
         {**found, "problem": "classification"}
     )
     outputs[0] = outputs[1] = torch.nn.functional.one_hot(y).float() * 9
     right = compute(outputs, y).to_dict()
     assert (right["oracle"], right["oracle_chance"]) == (100, 90)
-    assert not near_chance(right)
+    assert not near_chance(right) and compute(outputs, y).headline()["Oracle"] == "100.00"
+    all_classes = compute(*random_case(3, 60, 3))
+    assert all_classes.headline()["Oracle"].endswith(" (by chance 100.00)")
+    assert not any(
+        "top-" in name for name in (*all_classes.headline(), *dict(Classification.rows(all_classes.to_dict())))
+    )
     assert "chance" not in dict(Classification.rows({**right, "problem": "classification"}))
 
 

@@ -26,7 +26,7 @@ from mheads.report import evidence, shown_run
 from mheads.report.charts.chart import Line, LineChart
 from mheads.report.charts.outcomes import chart_reliability, map_ownership_over_time
 from mheads.report.charts.over_training import chart_losses
-from mheads.report.page import describe, report, several_runs, svg
+from mheads.report.page import describe, one_run, report, several_runs, svg
 from mheads.report.page import html as page
 from mheads.report.page.html import Missing
 from mheads.report.page.one_run import make_page, show_saliency
@@ -675,6 +675,20 @@ def test_all_runs_that_are_equal_as_shown_are_the_best():
         ("Best Ensemble-Mean", "99.17", "%", "one, three"),
         ("Best Oracle", "99.50", "%", "two"),
     ]
+    near = {"ensemble_mean": 90.0, "oracle": 99.6, "members": [1.0, 2.0], "oracle_chance": 99.6}
+    sure = near | {"oracle": 100.0, "oracle_chance": 100.0}  # as many members as classes
+    runs += [recorded("near", near), recorded("sure", sure)]
+    assert several_runs.headline(runs)[1] == ("Best Oracle", "99.60", "%", "near (by chance 99.60)")
+    assert [name for name, *_ in several_runs.headline(runs[-1:])] == ["Best Ensemble-Mean"]
+    (table,) = several_runs.show_table([ShownRun(run) for run in runs])
+    assert table.note.endswith("The Oracle by chance: near 99.60, sure 100.00.")
+    page = one_run.headline(recorded("sure", sure | {"single": 1.5}))
+    assert page[1] == (
+        "Oracle",
+        "100.00",
+        "%",
+        "accuracy if the best member is picked for each example (by chance 100.00)",
+    )
     assert several_runs.find_best({"a": 0.5, "b": 0.25, "c": 0.2501}, False, "{:.2f}".format) == ("0.25", ["b", "c"])
 
 
@@ -689,6 +703,8 @@ def test_all_rows_of_a_suite_that_are_equal_as_shown_are_the_best():
         ("81.00", "b, c"),
         ("90.00", "a, b, c"),
     ]
+    document["runs"]["b"][0]["result"]["oracle_chance"] = 100.0
+    assert suite_page._best(document)[1][-1] == "a, c"
 
 
 def compared(records):

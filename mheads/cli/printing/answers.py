@@ -44,8 +44,12 @@ def tables(predicted: Predicted, watch: Watcher) -> Iterator[Group]:
 
 
 def _text(outputs: Tensor, problem: Problem, weights: Tensor | None) -> AnswerText:
-    ensemble = [problem.mean(outputs), *([] if weights is None else [problem.mean(outputs, weights)])]
-    return problem.answer_text(outputs, ensemble)
+    return problem.answer_text(outputs, problem.together(outputs, weights))
+
+
+def _ensemble_names(count: int) -> list[str]:
+    """The names of what `Problem.together` gives."""
+    return list(ANSWERS.values())[:count][::-1]
 
 
 def answers(
@@ -57,10 +61,10 @@ def answers(
 ) -> Group:
     """A table of outputs [M, N, ...], with a line for each example; these have names, or are numbered.
 
-    Weights [M, N] are those of the scored answer, where members have scores.
+    Weights [M, N] are those of the ensemble's answer, where members have scores.
     """
     text = _text(outputs, problem, weights)
-    ensemble = list(ANSWERS.values())[: 1 if weights is None else 2]
+    ensemble = _ensemble_names(1 if weights is None else 2)
     members = [f"member {m}" for m in range(len(outputs))]
     columns = ("row" if names is None else "image", *ensemble, *["agree"] * text.agreement, *members)
     rows = [[str(row) if names is None else names[row], *line] for row, line in enumerate(text.lines)]
@@ -72,7 +76,7 @@ def details(title: str, detail: AnswerDetail) -> Group:
     """A table of the answers to one example."""
     heading = Text.assemble(f"{title}: ", (detail.answer, "bold"), f" {detail.about}")
     rows = text_rows([[f"member {m}", *cells] for m, cells in enumerate(detail.members)])
-    for who, cells in zip(ANSWERS.values(), detail.ensemble, strict=False):
+    for who, cells in zip(_ensemble_names(len(detail.ensemble)), detail.ensemble, strict=True):
         rows.append([Cell(who, strong=True), *map(Cell, cells)])
     table = Table(title, [Head("", whole=True), *detail.columns], rows)
     return Group(heading, terminal_table(table, edge=True))  # a title of rich's would be wrapped to the table's width

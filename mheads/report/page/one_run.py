@@ -12,7 +12,7 @@ from mheads.common.errors import UserError
 from mheads.common.table import Cell, Table
 from mheads.engine.cost import costs_on
 from mheads.problems import is_single_label
-from mheads.problems.baselines import top
+from mheads.problems.baselines import tell_chance, top
 from mheads.problems.metric_text import label
 from mheads.report.charts.chart import HeatMap
 from mheads.report.charts.outcomes import chart_reliability, map_disagreement, map_ownership_over_time, name_members
@@ -81,7 +81,7 @@ def headline(record: Record) -> Headline:
     meaning = f"the truth is among the {members} best classes of the Ensemble-Mean: what the Oracle compares with"
     return [
         entry(label(together), together, f"{what} of what the members answer together"),
-        entry("Oracle", "oracle", f"{what} if the best member is picked for each example"),
+        entry("Oracle", "oracle", f"{what} if the best member is picked for each example{tell_chance(result)}"),
         *([] if guesses is None else [(f"top-{members}", format(guesses, form), unit, meaning)]),
         entry("Mean member", "single", f"{what} of a member alone, on average"),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 from mheads.common.errors import UserError
 from mheads.common.table import Cell, Table
 from mheads.config import schema
-from mheads.problems.baselines import top
+from mheads.problems.baselines import near_chance, tell_chance, top
 from mheads.problems.metric_text import label
 from mheads.report.charts.over_training import chart_runs
 from mheads.report.page import describe
@@ -67,14 +67,20 @@ def _alike(records: Sequence[Record]) -> bool:
 
 
 def headline(records: Sequence[Record]) -> Headline:
-    """The best of the two measures, and whose they are: all that have it."""
+    """The best of the two measures, and whose they are: all that have it; an Oracle that chance has too is none."""
     problem, entries = records[0].data.problem, []
     form = ".2f" if problem.unit else ".4g"
     results = {record.title: record.result for record in records if record.result}
     scored = [title for title, result in results.items() if "ensemble_scored" in result]
     for key in ("ensemble_mean", "oracle"):
         name, values = label(key), {title: result.get(key) for title, result in results.items()}
-        if scored and key == "ensemble_mean":
+        if key == "oracle":
+            values = {
+                title + tell_chance(result): result.get(key)
+                for title, result in results.items()
+                if result.get("oracle_chance") != 100
+            }
+        elif scored:
             answer = {title: "ensemble_scored" if title in scored else key for title in results}
             name = "one answer"
             values = {f"{title} ({label(answer[title])})": results[title].get(answer[title]) for title in results}
@@ -126,6 +132,9 @@ def show_table(runs: Runs) -> Sequence[Part]:
             f" Top-{most}: the truth is among the {most} best classes of the run's one answer. An Oracle of {most} "
             f"members gives {most} answers too, so it compares with the top-{most} of one network."
         )
+    chances = [f"{r.title} {r.result['oracle_chance']:.2f}" for r in records if r.result and near_chance(r.result)]
+    if chances:
+        note += f" The Oracle by chance: {', '.join(chances)}."
     return [Table("All runs", list(columns), rows, sortable=True, note=note)]
 
 

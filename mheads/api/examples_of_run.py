@@ -36,7 +36,12 @@ def load_examples_of_run(
     facts, config = folder.read_data(), configs.read(folder.config, overrides)
     split = split or ("validation" if config.data.validation else "test")
     _check_split(folder, config, split)
-    data = _load_data(folder, facts, config, split, bool(overrides))
+    try:
+        data = _load_data(folder, facts, config, split, bool(overrides))
+    except UserError as error:
+        if split == "validation" and error.key in ("x_train", "y_train"):
+            error.hint = "or give --split test, for the test examples of these data"
+        raise
     examples: Any = data.train.without_augmentation() if split == "train" else data.test  # type: ignore[attr-defined]
     if isinstance(examples, NormalizedTargets):  # members answer in the units of the targets
         examples = examples.source

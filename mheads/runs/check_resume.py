@@ -49,8 +49,10 @@ def check_resume(folder: RunFolder, config: Config, data: DataFacts, what: dict[
         )
     if lines := fingerprint.differences(there, what):
         shown = "\n".join(f"  {line}" for line in lines)
+        longer = there["loss"].get("iterations") != what["loss"].get("iterations")  # of a loss that changes with them
         raise UserError(
-            f"{folder.path} holds a run of other code, weights or sample weights:\n{shown}", hint=ELSEWHERE_OR_FORCE
+            f"{folder.path} holds a run of other code, weights or sample weights:\n{shown}",
+            hint=f"{ELSEWHERE}, with init={folder.path} to start from its weights" if longer else ELSEWHERE_OR_FORCE,
         )
     _check_iterations(folder, before, config)
 

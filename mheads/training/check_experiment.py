@@ -101,7 +101,14 @@ def check_rows(net: TreeNet, batch: Batch, outputs: Value) -> None:
 
 
 def check_outputs(net: TreeNet, data: Data, outputs: Value) -> None:
-    data.problem.check_output(outputs, net.network_name, data.name)
+    doubt = _doubt_labels(data)
+    try:
+        data.problem.check_output(outputs, net.network_name, data.name)
+    except UserError as error:
+        error.hint = error.hint or doubt
+        raise
+    if doubt:
+        warn(f"{data.name}: {doubt}")
     if is_single_label(data.problem) and are_probabilities(data.problem.answer(outputs)):
         warn(f"{net.network_name} gives {PROBABILITIES}")
 
@@ -120,6 +127,14 @@ def warn_of_untaught_outputs(net: TreeNet, loss: Loss, problem: Problem, outputs
             f"{net.network_name} gives {values} values: the first is the answer, and loss {loss.name} teaches nothing "
             "to layers that the others alone need; give a loss or base_loss of your own that uses them"
         )
+
+
+def _doubt_labels(data: Data) -> str | None:
+    """A question where classes are numbered, and no training example has the first."""
+    classes = getattr(data.problem, "classes", ())
+    if not is_single_label(data.problem) or classes != tuple(map(str, range(len(classes)))):
+        return None
+    return None if (data.train.targets == 0).any() else "no training example has class 0: do labels start at 1?"
 
 
 def check_whole_batches(config: Config, net: TreeNet, loss: Loss) -> None:

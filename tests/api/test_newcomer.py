@@ -121,6 +121,9 @@ def test_sequences_labels_from_one_and_single_examples_are_told_what_to_do():
         fit(TreeNet(convolution, members=2), train=(x, y), test=(x, y), iterations=2)
     with pytest.raises(UserError, match="numbered from 0: is 3 the last one, or do labels start at 1"):
         fit(TreeNet(small, members=2), train=(TABLE[0], TABLE[1] + 1), test=TABLE, iterations=2)
+    with pytest.warns(UserWarning, match="no training example has class 0: do labels start at 1"):
+        wide_enough = TreeNet(lambda: nn.Sequential(nn.Linear(TABLE[0].shape[1], 4)), members=2)
+        fit(wide_enough, train=(TABLE[0], TABLE[1] + 1), test=(TABLE[0], TABLE[1] + 1), iterations=2)
     with pytest.raises(UserError, match=r"each of .*3 classes has one example, so none can be held out: give test="):
         fit(TreeNet(small, members=2), train=(TABLE[0][:3], TABLE[1][:3]), iterations=2)
     wide = np.zeros((10, 8, 10, 3), np.uint8)
@@ -343,3 +346,18 @@ def test_side_inputs_of_another_shape_than_in_training_are_refused():
             ask(TABLE[0], wide)
     with pytest.raises(UserError, match=r"side inputs of training are shift \[1\], of the test set shift \[8\]"):
         fit(net, train=(*TABLE, {"shift": shift}), test=(*TABLE, wide), iterations=1)
+
+
+def test_other_data_with_a_test_set_alone_and_longer_schedules_are_told_what_to_do(mheads, tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), np.arange(60) % 2
+    np.savez(tmp_path / "mine.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+    np.savez(tmp_path / "shift.npz", x_test=x, y_test=y)
+    given = ["digits", "model=mlp", "model_args={features: 3, outputs: 2}", "data={name: npz, validation: 20}"]
+    given += [f"data.path={tmp_path / 'mine.npz'}", "loss=annealed", "optim.batch_size=10", "-f", tmp_path / "run"]
+    done = mheads("train", *given, "optim.iterations=4")
+    assert done.code == 0, done.err
+    done = mheads("eval", tmp_path / "run", f"data.path={tmp_path / 'shift.npz'}")
+    assert done.code == 2 and "no array x_train, y_train" in done.err and "give --split test" in done.err
+    assert mheads("eval", tmp_path / "run", f"data.path={tmp_path / 'shift.npz'}", "--split", "test").code == 0
+    done = mheads("train", *given, "optim.iterations=8")
+    assert done.code == 2 and f"init={tmp_path / 'run'} to start from its weights" in " ".join(done.err.split())

@@ -33,8 +33,10 @@ def read_npz(
             names = ", ".join(name or "one without a name" for name in file)
             raise UserError(
                 f"{path} has no array {', '.join(missing)} (it has {names or 'none'});"
-                f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)}), or give"
-                " data.validation=N, which holds out training examples to test on"
+                f" save it with numpy.savez(path, {', '.join(f'{key}=...' for key in NEEDED)})"
+                + ", or give data.validation=N, which holds out training examples to test on"
+                * need_test,
+                key=missing[0],
             )
         arrays = {key: file[key] for key in file if key in (*NEEDED, "classes") or key.startswith("side_")}
     classes = arrays["classes"].ravel().tolist() if "classes" in arrays else None
@@ -56,7 +58,7 @@ def open_arrays(path: Path, hint: str | None = None) -> Iterator[packed_arrays.A
         with packed_arrays.open_arrays(path) as arrays:
             yield arrays
     except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist: there is no file of that name", hint=hint) from error
+        raise UserError(f"{path} does not exist: there is no file of that name") from error
     except (ValueError, OSError) as error:
         raise UserError(
             f"{path} cannot be read as an {path.suffix or '.npz'} file of plain arrays ({error})", hint=hint

@@ -81,7 +81,7 @@ class Run:
         config, result = self.config, self.result
         members = f"{config.members} member{'s' if config.members > 1 else ''}"
         split = "" if isinstance(config.split, int | None) else f", tree {config.split}"
-        loss = ", ".join([config.loss.name, *(f"{key}={value}" for key, value in config.loss.options.items())])
+        loss = ", ".join([config.loss.name, *(f"{key}={value}" for key, value in config.loss.told.items())])
         trained = f"{self.summary['iterations']:,} iterations in {self.summary['seconds']:.1f} s"
         measured = ", ".join(f"{name} {text}" for name, text in result.headline().items())
         measured += f" ({self.data.problem.unit or 'RMSE'} of {result.examples:,} examples)"
@@ -180,14 +180,20 @@ class Run:
         export(self, Path(path), what, examples)
         return Path(path)
 
-    def plot(self, name: str) -> Figure:
-        """Draws a figure that `mheads plot` knows by this name."""
+    def plot(self, name: str, x: Any = None, y: Any = None) -> Figure:
+        """Draws a figure that `mheads plot` knows by this name.
+
+        `reliability` asks the net about examples, x and y as `evaluate` takes them; by default those that the run was
+        evaluated on, where its config can name them.
+        """
         from mheads.report.plot import draw_figure
         from mheads.report.shown_run import ShownRun
 
         title, folder = self.folder.name, RunFolder(self.folder)
         record = Record(title, folder, self.config, self.data, self.history, self.summary, finished=True)
-        return draw_figure(name, [ShownRun(record)])
+        examples = None if x is None else self.split_of(x, y)
+        net = self._check_weights() if name == "reliability" else self.net  # which the others do not ask
+        return draw_figure(name, [ShownRun(record, net=net, examples=examples)])
 
     def plot_ownership(self) -> Figure:
         """Draws who owns which class of the test set."""

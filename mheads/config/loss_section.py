@@ -52,6 +52,11 @@ class LossSection(Section):
         return self.name in WITH_SCORES or self.scores > 0
 
     @property
+    def told(self) -> dict[str, Any]:
+        """What a description names: the options, and the weight of scores where the loss has them beside."""
+        return self.options | ({"scores": self.scores} if self.scores else {})
+
+    @property
     def options(self) -> dict[str, Any]:
         """The arguments for the factory of the loss."""
         if self.name not in LOSSES:

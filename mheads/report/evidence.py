@@ -57,14 +57,15 @@ class Evidence:
     outputs: torch.Tensor | None  # [M, N, C], if they are not too many to be kept
 
 
-def examine(record: Record, net: TreeNet, watch: Watcher) -> Evidence:
-    """Runs the newest weights over the examples that training evaluates on."""
+def examine(record: Record, net: TreeNet, watch: Watcher, examples: Split | None = None) -> Evidence:
+    """Runs the weights of a net over examples, by default those that training evaluates on."""
     problem = record.data.problem
     if not is_single_label(problem):
         raise UserError(f"this is about classes, and {record.folder.path} is {problem.name}")
-    record.folder.load_weights(net, lambda message: None)  # whoever shows the run reports how far it is
-    with forward_warnings(watch):
-        facts, examples, _ = load_examples_of_run(record.folder)
+    facts = record.data
+    if examples is None:
+        with forward_warnings(watch):
+            facts, examples, _ = load_examples_of_run(record.folder)
     names, members = problem.groups, net.num_members
     together, metrics, confusion = ["Ensemble-Mean"], None, torch.empty(0)
     batches, kept = [], []

@@ -12,6 +12,7 @@ import numpy as np
 from mheads.common.atomic_files import check_output
 from mheads.common.errors import UserError
 from mheads.common.progress import Watcher
+from mheads.problems import is_single_label
 from mheads.report.charts import outcomes, over_training
 from mheads.report.charts.chart import Chart
 from mheads.report.figures import Figure, draw
@@ -139,6 +140,11 @@ def disagreement(runs: Sequence[ShownRun]) -> Sequence[Chart]:
 
 def reliability(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     """Accuracy against confidence, of members and of the Ensemble-Mean."""
+    for record in (run.record for run in runs):
+        if not is_single_label(record.data.problem):
+            raise UserError(
+                f"{record.folder.path} is {record.data.problem.name}, which has no reliability: it is of classes"
+            )
     bins = {(run, name): values for run in runs for name, values in run.reliability.items()}
     several = len(runs) > 1
     named = {f"{run.record.title}, {name}" if several else name: values for (run, name), values in bins.items()}

@@ -8,6 +8,8 @@ from typing import Any
 from mheads.common.errors import UserError
 from mheads.common.progress import Silent, Watcher
 from mheads.config.schema import Config
+from mheads.data.catalog import DATASETS
+from mheads.data.splits import Split
 from mheads.report.class_pictures import encode_image, picture_classes
 from mheads.report.evidence import Evidence, examine
 from mheads.runs.read_run import Record
@@ -31,8 +33,14 @@ class ShownRun:
         trust: bool = False,
         look: bool = True,
         paper: PaperFigures | None = None,
+        net: TreeNet | None = None,
+        examples: Split | None = None,
     ) -> None:
-        """`trust` allows to run code that only the folder names; without `look`, the network answers nothing."""
+        """`trust` allows to run code that only the folder names; without `look`, the network answers nothing.
+
+        `net` is the one to ask, by default that of the folder, and `examples` are those to ask it about.
+        """
+        self._given, self._examples = net, examples
         self.record, self.watch, self.trust, self.look, self.paper = record, watch or Silent(), trust, look, paper
         self._made: dict[Callable[[], Any], Any] = {}
 
@@ -76,10 +84,16 @@ class ShownRun:
             return []
 
     def _build_net(self) -> TreeNet:
+        if self._given is not None:
+            return self._given
         return build_net_of_run(self.record.folder, self.record.config, self.watch.warn, trust=self.trust)
 
     def _examine(self) -> Evidence:
         net = self.net
         if not self.look:
             raise UserError("This is computed when the run is finished")
-        return examine(self.record, net, self.watch)
+        if self._given is None:
+            self.record.folder.load_weights(net, lambda message: None)  # whoever shows the run reports how far it is
+        elif self._examples is None and self.record.config.data.name not in DATASETS:
+            raise UserError("a run does not keep the arrays of its examples: give them, run.plot('reliability', x, y)")
+        return examine(self.record, net, self.watch, self._examples)

@@ -114,7 +114,8 @@ def test_predictions_and_comparisons_fit_80_columns():
         "parameters": 54824,
     }
     one |= {"seconds": 11.9, "iterations": 500, "disagreement": 1.2, "nll": {"ensemble_mean": 0.1}}
-    one |= {"calibration_error": {"ensemble_mean": 1.0}}
+    one |= {"calibration_error": {"ensemble_mean": 1.0}, "split": "validation", "examples": 1234}
+    assert {"1,234", "validation"} <= set(printed(result_table(one), 80))
     problem = Classification(("aquarium_fish", "pickup_truck", "maple_tree"))
     scores = torch.randn(4, 1, 3, generator=torch.Generator().manual_seed(0))
     things = [

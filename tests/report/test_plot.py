@@ -16,6 +16,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
+from mheads import TreeNet, UserError, fit
 from mheads.common.progress import Silent
 from mheads.config import read as configs
 from mheads.problems import metrics
@@ -201,6 +202,12 @@ def test_trials_are_drawn_as_mean_and_deviation():
     assert heights == pytest.approx([0, 2 * np.std([10, 20], ddof=1)])
     (members,) = [line for line in panel.lines if line.get_label() == "members"]
     assert members.get_xydata().tolist() == [[1, 30], [2, 10], [2, 20]]
+    scored = result(10.0) | {"ensemble_scored": 14.0}
+    for chart in (
+        outcomes.chart_k({1: [result(9.0)], 2: [scored]}),
+        outcomes.chart_splits({"a": [result(9.0)], "b": [scored]}),
+    ):
+        assert [line.y for line in chart.lines if line.name == "Ensemble-Scored"] == [[14.0]]
 
 
 def test_an_oracle_that_is_no_better_than_the_mean_is_seen_beside_it():
@@ -280,6 +287,25 @@ def test_reliability_is_counted_in_bins_of_confidence():
             if here.any():
                 assert bins["confidence"][i] == pytest.approx(100 * confidence[here].mean())
                 assert bins["accuracy"][i] == pytest.approx(100 * right[here].mean())
+
+
+def test_reliability_of_a_run_in_memory_is_that_of_its_own_net():
+    x, y = torch.randn(90, 4, generator=torch.Generator().manual_seed(0)), np.arange(90) % 3
+    run = fit(TreeNet(lambda: torch.nn.Linear(4, 3), members=1), train=(x, y), test=(x, y), iterations=1)
+    panel = run.plot("reliability", x, y).axes[0]
+    (line,) = [line for line in panel.lines if line.get_label() == "the network"]
+    found = metrics.ClassificationMetrics(1, 3)
+    found.update(run.predict(x), torch.from_numpy(y))
+    bins = found.reliability()["Ensemble-Mean"]
+    drawn = np.array(line.get_ydata(), float)
+    np.testing.assert_allclose(drawn[np.isfinite(drawn)], np.array(bins["accuracy"])[np.array(bins["examples"]) > 0])
+    with pytest.raises(
+        UserError, match=r"does not keep the arrays of its examples: .*run\.plot\('reliability', x, y\)"
+    ):
+        run.plot("reliability")
+    numbers = fit(TreeNet(lambda: torch.nn.Linear(4, 3), members=1), train=(x, x[:, :3]), iterations=1)
+    with pytest.raises(UserError, match="is regression, which has no reliability"):
+        numbers.plot("reliability")
 
 
 def test_result_and_log_of_a_finished_run_are_those_of_its_files(runs):

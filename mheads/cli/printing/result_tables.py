@@ -16,7 +16,10 @@ from mheads.runs.result_rows import result_rows
 
 def result_table(result: dict[str, Any]) -> rich.table.Table:
     """A table of one run: its members, the two measures, and the rest."""
-    rest = [
+    rest = (
+        [["measured on", f"{result['examples']:,} examples of the {result['split']} set"]] if "split" in result else []
+    )
+    rest += [
         ["parameters", f"{result['parameters']:,}"],
         ["training", f"{result['iterations']:,} iterations, {result['seconds']:.1f} s"],
     ]

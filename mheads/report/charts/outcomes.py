@@ -73,6 +73,7 @@ def chart_k(runs: Mapping[int, Results], measure: str = "accuracy, %", level: Le
         Line("members", x, y, "faint", mark="point", joined=False),
         _trials(Line("Oracle", ks, [], 0, "dashed", "ring"), "oracle", runs),
         _trials(Line("Ensemble-Mean", ks, [], 1, mark="dot"), "ensemble_mean", runs),
+        *_scored(ks, runs),
     ]
     return LineChart("What k changes", lines, "k: members that learn from an example", measure, level=level)
 
@@ -88,6 +89,7 @@ def chart_splits(runs: Mapping[str, Results], measure: str = "accuracy, %") -> L
     lines = [
         _trials(Line("Ensemble-Mean", at, [], 0, mark="ring"), "ensemble_mean", by_place),
         _trials(Line("mean member", at, [], 1, "dashed", "dot"), "single", by_place),
+        *_scored(at, by_place),
     ]
     return LineChart(
         "What sharing changes",
@@ -98,6 +100,12 @@ def chart_splits(runs: Mapping[str, Results], measure: str = "accuracy, %") -> L
         bars=(unit, [count / scale for count in parameters]),
         size=(max(5.0, 0.7 * len(runs) + 1.5), 3.8),
     )
+
+
+def _scored(at: Sequence[int], runs: Mapping[int, Results]) -> list[Line]:
+    """A line of Ensemble-Scored, where all results at an x have it."""
+    some = [x for x in at if all("ensemble_scored" in result for result in runs[x])]
+    return [_trials(Line("Ensemble-Scored", some, [], 2, "dotted", "square"), "ensemble_scored", runs)] if some else []
 
 
 def _trials(line: Line, key: str, runs: Mapping[int, Results]) -> Line:

@@ -52,7 +52,7 @@ def describe_loss(config: Config) -> str:
 def loss_text(config: Config) -> str:
     """The loss, its options, and what its module says of it."""
     loss = config.loss
-    options = ", ".join(f"{key}={short(value)}" for key, value in loss.options.items())
+    options = ", ".join(f"{key}={short(value)}" for key, value in loss.told.items())
     about = (sys.modules[LOSSES[loss.name].__module__].__doc__ or "").split("\n")[0] if loss.name in LOSSES else ""
     return f"{loss.name}{f' ({options})' if options else ''}{f'. {about}' if about else ''}"
 

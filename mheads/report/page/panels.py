@@ -31,7 +31,7 @@ SECTIONS = {
     "curves": ("Over training", ""),
     "ownership": (
         "Who owns which {groups}",
-        "A member owns an example if its loss on it is the lowest. Each cell is the member's share of a class, in "
+        "A member owns an example if its loss on it is the lowest. Each cell is the member's share of {shared}, in "
         "percent; a column adds up to 100.",
     ),
     "wins": (
@@ -65,9 +65,9 @@ def make_sections(panels: Mapping[str, Panel[Shown]], shown: Shown, groups: Sequ
         except UserError as error:
             reason = Missing(f"{panel.otherwise}{error}.")
             parts[panel.section] += [reason] if reason not in parts[panel.section][-1:] else []
-    titles = {"groups": "class" if len(groups) > 1 else "examples"}
+    titles = {"groups": "class", "shared": "a class"} if len(groups) > 1 else {"groups": "examples", "shared": "all"}
     return [
-        PageSection(name, title.format_map(titles), parts[name], lead)
+        PageSection(name, title.format_map(titles), parts[name], lead.format_map(titles))
         for name, (title, lead) in SECTIONS.items()
         if parts[name]
     ]

@@ -148,7 +148,8 @@ def _write_result(record: Record, key: str, form: str) -> Cell:
 
 def _write_loss(record: Record) -> Cell:
     loss = record.config.loss
-    return Cell(f"{loss.name},\N{NO-BREAK SPACE}k={loss.options['k']}" if "k" in loss.options else loss.name)
+    shown = [f",\N{NO-BREAK SPACE}{key}={loss.told[key]}" for key in ("k", "scores") if key in loss.told]
+    return Cell("".join([loss.name, *shown]))
 
 
 def _name_data(record: Record, marked: bool = False) -> str:

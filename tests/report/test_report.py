@@ -30,6 +30,7 @@ from mheads.report.page import describe, one_run, report, several_runs, svg
 from mheads.report.page import html as page
 from mheads.report.page.html import Missing
 from mheads.report.page.one_run import make_page, show_saliency
+from mheads.report.page.panels import Panel, make_sections
 from mheads.report.page.run_results import tabulate_result
 from mheads.report.page.stage_tree import box_stages, name_members
 from mheads.report.shown_run import ShownRun
@@ -237,7 +238,7 @@ def test_a_run_without_its_data_says_so(mheads, runs, tmp_path):
     finally:
         (tmp_path / "away.npz").rename(data)
     found = Parsed(tmp_path / "run" / "report.html")
-    assert found.text.count("evil.npz does not exist") == 4
+    assert found.text.count("evil.npz does not exist") == 1
     assert [name for name in found.ids if name in SECTIONS] == SECTIONS  # what is missing has its place
 
 
@@ -247,7 +248,8 @@ def test_code_of_the_run_is_called_only_if_it_is_trusted(mheads, tmp_path):
     assert mheads("train", "digits", *given, "-f", folder).code == 0
     assert mheads("report", folder).code == 0
     text = Parsed(folder / "report.html").text
-    assert "None of it was run. If you trust it, give --trust" in text
+    assert text.count("None of it was run. If you trust it, give --trust") == 1
+    assert text.count("the reason is above") >= 2
     assert "The tree is not drawn" in text
     assert mheads("report", folder, "--trust").code == 0
     found = Parsed(folder / "report.html")
@@ -724,6 +726,16 @@ def test_runs_with_scores_are_compared_by_what_they_answer_with_and_say_so():
     assert "plain, Ensemble-Mean: from 90 to 91; scored, Ensemble-Scored: from 92 to 93" in str(svg.draw_chart(chart))
     chart = compared([mean, mean])
     assert (chart.title, [line.name for line in chart.legend]) == ("Ensemble-Mean", ["plain", "plain"])
+
+
+def test_scores_are_named_with_the_loss_and_only_classes_are_called_so():
+    run = dataclasses.replace(recorded("run"), config=configs.load("digits", ["loss=mcl", "loss.scores=0.5"]))
+    assert several_runs._write_loss(run).text.replace("\N{NO-BREAK SPACE}", " ") == "mcl, k=1, scores=0.5"
+    assert describe.loss_text(run.config).startswith("mcl (") and "scores=0.5)" in describe.loss_text(run.config)
+    panels = {"owned": Panel("ownership", lambda run: [Missing("x")])}
+    for groups, share in ((("a", "b"), "share of a class,"), (("all",), "share of all examples,")):
+        (section,) = make_sections(panels, run, groups)
+        assert share in section.lead
 
 
 def test_the_loss_that_is_trained_is_drawn_beside_the_members_own():

@@ -59,13 +59,23 @@ SECTIONS = {
 def make_sections(panels: Mapping[str, Panel[Shown]], shown: Shown, groups: Sequence[str]) -> list[PageSection]:
     """The sections that these panels fill; `groups` are the classes that members own, or only one of all examples."""
     parts: dict[str, list[Part]] = defaultdict(list)
+    told: set[str] = set()  # reasons that stand on the page
     for panel in panels.values():
         try:
             parts[panel.section] += panel.describe(shown) if panel.when(shown) else []
         except UserError as error:
             reason = Missing(f"{panel.otherwise}{error}.")
-            parts[panel.section] += [reason] if reason not in parts[panel.section][-1:] else []
-    titles = {"groups": "class", "shared": "a class"} if len(groups) > 1 else {"groups": "examples", "shared": "all"}
+            if str(error) in told:
+                short = Missing(f"{panel.otherwise or 'Not shown: '}the reason is above.")
+                parts[panel.section] += [short] if parts[panel.section][-1:] not in ([reason], [short]) else []
+            else:
+                parts[panel.section].append(reason)
+            told.add(str(error))
+    titles = (
+        {"groups": "class", "shared": "a class"}
+        if len(groups) > 1
+        else {"groups": "examples", "shared": "all examples"}
+    )
     return [
         PageSection(name, title.format_map(titles), parts[name], lead.format_map(titles))
         for name, (title, lead) in SECTIONS.items()

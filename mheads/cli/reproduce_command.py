@@ -71,12 +71,11 @@ def reproduce(
     if every and (suite is not None or only or not train):
         raise UserError("--all is all rows of all suites: give no suite, --only, --tables or --merge with it")
     if suite is None and not every:
-        _make_tables(merge or (), output, train)
-        return
+        return _make_tables(merge or (), output, train)
     measured = {"test": test, "ood": tuple(ood or ()), "shifted": tuple(shifted or ())}
     changes = {"scale": scale, "validation": validation, "overrides": tuple(overrides or ())}
     options = {"seed": seed, **changes, **measured}
-    _run(suite, recipe, options, (trials, only or (), folder, output, merge or (), outputs), dry_run, train)
+    return _run(suite, recipe, options, (trials, only or (), folder, output, merge or (), outputs), dry_run, train)
 
 
 def _run(

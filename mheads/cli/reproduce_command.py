@@ -73,8 +73,7 @@ def reproduce(
     if suite is None and not every:
         return _make_tables(merge or (), output, train)
     measured = {"test": test, "ood": tuple(ood or ()), "shifted": tuple(shifted or ())}
-    changes = {"scale": scale, "validation": validation, "overrides": tuple(overrides or ())}
-    options = {"seed": seed, **changes, **measured}
+    options = {"seed": seed, "scale": scale, "validation": validation, "overrides": tuple(overrides or ()), **measured}
     return _run(suite, recipe, options, (trials, only or (), folder, output, merge or (), outputs), dry_run, train)
 
 

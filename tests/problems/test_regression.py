@@ -145,7 +145,7 @@ def test_another_loss_of_an_example_is_another_run(tmp_path):
         fit(mcl(k=1, base_loss=cubed), run=tmp_path / "run", iterations=8)
 
 
-@pytest.mark.filterwarnings("ignore:.* gives 2 values: the first is the answer")
+@pytest.mark.filterwarnings("ignore:.* gives 2 values")
 def test_a_network_that_gives_more_than_an_answer_predicts_the_answer():
     class Two(nn.Module):
         def forward(self, x):

@@ -139,7 +139,7 @@ def test_a_loss_of_ones_own_that_fails_is_said_before_a_run_is_made(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.filterwarnings("ignore:.* gives 2 values: the first is the answer")
+@pytest.mark.filterwarnings("ignore:.* gives 2 values")
 def test_outputs_that_are_no_tensor_are_taught_by_their_answer():
     class Named(nn.Module):
         def forward(self, x):

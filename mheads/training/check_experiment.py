@@ -134,7 +134,10 @@ def _doubt_labels(data: Data) -> str | None:
     classes = getattr(data.problem, "classes", ())
     if not is_single_label(data.problem) or classes != tuple(map(str, range(len(classes)))):
         return None
-    return None if (data.train.targets == 0).any() else "no training example has class 0: do labels start at 1?"
+    labels = data.train.targets
+    if labels.ndim > 1:  # probabilities of classes
+        return None
+    return None if (labels == 0).any() else "no training example has class 0: do labels start at 1?"
 
 
 def check_whole_batches(config: Config, net: TreeNet, loss: Loss) -> None:

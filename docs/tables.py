@@ -1,4 +1,4 @@
-"""Fills the tables in README.md and docs/paper.md from results/*.json, and draws docs/images/answers.png of them:
+"""Fills the tables in README.md, docs/paper.md and docs/forest.md from results/*.json; draws docs/images/answers.png:
 `python docs/tables.py` after new results.
 
 The README shows a few rows; docs/paper.md shows all rows, with the paper's figures beside ours, and the rows that were
@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 RECIPE = "cifar10_quick"
 WHOLE = Options(RECIPE)
 FIFTH_OF_IT = Options(RECIPE, scale=0.2, validation=5000, test=True)  # chosen on what was held out
+HALF_WIDTH = Options("cifar10_fast", validation=5000, test=True)
 FULL = [
     ("standard", "single", "mean member of random initialisation"),
     ("standard", "one_network", "one network, trained alone"),
@@ -77,6 +78,26 @@ FIFTH = [
     ("modern", "confident_*", "confident, beta *"),
     ("modern", "scored", "scored"),
 ]
+FOREST = [
+    ("forest", "single_32", "one network"),
+    ("forest", "single_32_16epochs", "one network, 16 epochs"),
+    ("forest", "single_64", "one network of twice the width"),
+    ("forest", "four_16", "four networks of half the width"),
+    ("forest", "tree_block3_32", "tree, split after block 3"),
+    ("forest", "tree_block3.conv1_32", "tree, split after conv1 of block 3"),
+    ("forest", "tree_block2_32", "tree, split after block 2"),
+    ("forest", "tree_block2_32_mixture", "the same, MCL mixed with cross-entropy"),
+    ("forest", "tree_block2_32_summed", "the same, summed gradients"),
+    ("forest", "frozen_block2_32", "the same, trunk trained before and frozen"),
+    ("forest", "tree_block1_32", "tree, split after block 1"),
+    ("forest", "four_32", "four networks"),
+]
+COSTS = ("training", "inference")  # as multiples of those of the first row
+UNCERTAINTY = (
+    *COSTS,
+    *("single", "ensemble_mean", "nll_scaled_ensemble_mean", "dee_scaled", "accuracy_shifted_ensemble_mean"),
+    *("auroc_ensemble_mean", "disagreement", "oracle"),
+)
 ACCURACIES = ("single", "ensemble_mean", "oracle", "top_m")
 
 
@@ -102,6 +123,7 @@ TABLES = [
         (*ACCURACIES[:2], "ensemble_scored", "oracle", "top_m"),
         FIFTH_OF_IT,
     ),
+    Table(ROOT / "docs/forest.md", "forest", FOREST, UNCERTAINTY, HALF_WIDTH, column=" | ---:"),
 ]
 
 
@@ -109,7 +131,7 @@ TABLES = [
 def document(name: str, options: Options) -> dict[str, Any]:
     """The results of a suite; without runs where there are none yet."""
     path = ROOT / "results" / results.file_name(name, options)
-    table = expand(read_suite(name), RECIPE, configs.load(RECIPE))
+    table = expand(read_suite(name), options.recipe, configs.load(options.recipe))
     rows = [{"name": row, "run": row, "paper": table.paper.get(row, {})} for row in table.names]
     return results.load(path) if path.is_file() else {"rows": rows, "runs": {}}
 
@@ -120,7 +142,7 @@ def make(table: Table) -> str:
     metrics = [
         metric
         for metric in table.metrics
-        if any(findings.trials(document(name, table.options), each, metric) for name, each in runs)
+        if metric in COSTS or any(findings.trials(document(name, table.options), each, metric) for name, each in runs)
     ]
     lines = [f"| | n | {' | '.join(map(label, metrics))} |", f"| ---{table.column * (1 + len(metrics))} |"]
     not_run = []
@@ -150,7 +172,10 @@ def value(name: str, row: str) -> str | None:
 
 
 def cell(kept: dict[str, Any], row: str, metric: str, options: Options) -> str:
-    """Our figure, and the paper's in brackets, which is of all iterations."""
+    """Our figure, and the paper's in brackets, which is of all iterations; a cost in units of the first row's."""
+    if metric in COSTS:
+        costs = {entry["name"]: entry.get("cost", {}) for entry in kept["rows"]}
+        return f"{costs[row][metric] / costs[kept['rows'][0]['name']][metric]:.1f}" if costs[row] else ""
     paper = findings.format_paper(kept, row, metric) if options == WHOLE else ""
     return findings.format_ours(kept, row, metric) + (f" ({paper})" if paper else "")
 

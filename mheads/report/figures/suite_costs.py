@@ -38,5 +38,5 @@ def draw_costs(
     for panel, kind in zip(panels[-1], costs, strict=True):
         panel.set_xlabel(f"{kind}, {printable(rows[first])} = 1", fontsize=8)
     points = dict(zip(*reversed(panels[0][0].get_legend_handles_labels()), strict=True))
-    figure.legend(points.values(), points.keys(), loc="outside right upper", fontsize=7, frameon=False)
+    figure.legend(points.values(), points.keys(), loc="outside right center", fontsize=7, frameon=False)
     return figure

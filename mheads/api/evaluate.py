@@ -38,7 +38,6 @@ from mheads.engine.measure import (
 )
 from mheads.problems import PROBABILITIES, are_probabilities, is_single_label
 from mheads.problems.uncertainty import (
-    LARGEST_TEMPERATURE,
     EnsembleOutputs,
     fit_temperatures,
     measure_other_data,
@@ -217,13 +216,6 @@ class FurtherExamples:
         if self.temperature_from is not None:
             held_out, targets = answer((), self.temperature_from, unlike=False)
             temperatures = fit_temperatures(held_out, self._labels(data, targets))
-            for name, fitted in temperatures.items():
-                if extreme := [t for t in fitted if t in (LARGEST_TEMPERATURE, 1 / LARGEST_TEMPERATURE)]:
-                    why = "say nothing about these" if extreme[0] > 1 else "are right on all of these"
-                    watch.warn(
-                        f"the temperature of {name} is at its bound, {extreme[0]:g}: the scores {why} "
-                        f"{self.temperature_from} examples"
-                    )
             measures |= measure_scaled(outputs, y, held_out, self._labels(data, targets))
         if self.shifted:
             shifted, targets = answer(self.shifted, "test", unlike=False)

@@ -19,6 +19,7 @@ from mheads.problems.base import ANSWERS, ClassScores, more_classes, number, per
 from mheads.problems.baselines import near_chance, top
 from mheads.problems.member_losses import cross_entropies
 from mheads.problems.metrics import ClassificationMetrics, ClassificationResult
+from mheads.problems.uncertainty import LARGEST_TEMPERATURE
 
 SHOWN_K = 5  # the last top-k that a table shows of one network
 RANKS = ("answer", "second", "third")  # the classes that are shown of the answer to one example
@@ -102,7 +103,9 @@ class Classification(ClassScores):
                 continue
             said = {who: number(summary[key][who], form) + unit for who in ANSWERS if who in summary[key]}
             scored = f", scored {said['ensemble_scored']}" if "ensemble_scored" in said else ""
-            rows.append((name, said["ensemble_mean"] + scored))
+            rows.append(
+                (name, said["ensemble_mean"] + scored + _temperature_remark(key, summary[key]["ensemble_mean"]))
+            )
         return rows
 
     def answer_text(self, outputs: Tensor, ensemble: Sequence[Tensor]) -> AnswerText:
@@ -174,3 +177,11 @@ def are_probabilities(outputs: Tensor) -> bool:
     """Whether outputs [..., C] look like probabilities: none below 0, and each row adds to 1."""
     sums = outputs.detach().double().sum(-1)
     return outputs.shape[-1] > 1 and bool((outputs >= 0).all() and ((sums - 1).abs() < 1e-3).all())
+
+
+def _temperature_remark(key: str, value: float | None) -> str:
+    """What a temperature at its bound tells."""
+    if key != "temperature" or value not in (LARGEST_TEMPERATURE, 1 / LARGEST_TEMPERATURE):
+        return ""
+    why = "the scores say nothing" if value == LARGEST_TEMPERATURE else "the answers are all right"
+    return f", its bound: on the held-out examples {why}"

@@ -150,3 +150,11 @@ def test_suites_keep_the_measures_and_count_in_independent_members(mheads, place
     assert "accuracy_shifted_ensemble_mean" in again["runs"]["tree"][0]["result"]
     assert "auroc_ensemble_mean" in again["runs"]["tree"][0]["result"]
     assert "--shifted data.name=npz --shifted data.path=.../shifted.npz" in again["command"]
+
+
+@pytest.mark.parametrize(("value", "remark"), [(1000.0, "say nothing"), (0.001, "all right"), (2.5, "")])
+def test_a_temperature_at_its_bound_is_remarked(place, value, remark):
+    folder = RunFolder(place / "run")
+    pair = {"single": value, "ensemble_mean": value}
+    rows = dict(folder.read_data().problem.rows({**folder.read_result(), "temperature": pair}))
+    assert ("its bound" in rows["temperature"]) is bool(remark) and remark in rows["temperature"]

@@ -580,6 +580,27 @@ AREAS: dict[str, list[File]] = {
             [Bug("stacked statistics take in rows of weight 0", "return None if rows.all() else", "return None and")],
         ),
         File(
+            "mheads/engine/training_step.py",
+            "tests/engine/test_large_outputs.py -k autograd",
+            [
+                Bug(
+                    "losses go on without the way back",
+                    "torch.autograd.grad(losses, leaves, d_losses,",
+                    "torch.autograd.grad(losses.sum(), leaves, None,",
+                ),
+            ],
+        ),
+        File(
+            "mheads/engine/large_outputs.py",
+            "tests/engine/test_large_outputs.py",
+            [Bug("scores are lost with large outputs", " and not loss.score_weight", "")],
+        ),
+        File(
+            "mheads/trees/member_scores.py",
+            "tests/losses/test_with_scores.py -k beside_the_layer",
+            [Bug("the score stands where layers end", "layer = layer or _find_answer_layer(network)", "pass")],
+        ),
+        File(
             "mheads/runs/run_files.py",
             "tests/engine/test_stacked_batch_norm.py -k from_before",
             [Bug("old runs resume with stacked BatchNorm", '"stack_batch_norm": "never", ', "")],
@@ -923,6 +944,7 @@ AREAS: dict[str, list[File]] = {
                     "rate",
                     tests="tests/optim/test_muon.py",
                 ),
+                Bug("shared gradients are no means", "1 / len(self.tree.nodes[stage].members) if", "1.0 if"),
                 Bug(
                     "gradients are not clipped",
                     "gradient if scale == 1.0 else gradient * scale",

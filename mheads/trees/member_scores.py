@@ -125,7 +125,7 @@ def with_scores(network: Callable[[], nn.Module] | nn.Module, layer: str | None 
     `layer` names, the one that gives the output where the forward can be followed, or the last with weights.
     """
     if isinstance(network, nn.Module):
-        return _ensure_score(copy.deepcopy(network), layer)
+        return _ensure_score(copy.deepcopy(network), layer or _find_answer_layer(network))
     found: list[str | None] = []  # the same in all networks that it makes
 
     def make() -> nn.Module:
@@ -148,7 +148,6 @@ def _gives_score(network: nn.Module) -> bool:
 def _ensure_score(network: nn.Module, layer: str | None) -> nn.Module:
     if _gives_score(network):
         return network
-    layer = layer or _find_answer_layer(network)
     if layer is None:
         _add(network, type(network).__name__)
         return network

@@ -598,7 +598,7 @@ AREAS: dict[str, list[File]] = {
         File(
             "mheads/trees/member_scores.py",
             "tests/losses/test_with_scores.py -k beside_the_layer",
-            [Bug("the score stands where layers end", "layer = layer or _find_answer_layer(network)", "pass")],
+            [Bug("the score stands where layers end", "layer or _find_answer_layer(network)", "layer")],
         ),
         File(
             "mheads/runs/run_files.py",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mheads.networks import dropout
     from mheads.networks.dropout import Dropout
     from mheads.report import saliency
+    from mheads.report.compare import compare
     from mheads.trees.member_scores import with_scores
     from mheads.trees.treenet import TreeNet
 
@@ -30,6 +31,7 @@ __all__ = [
     "TreeNet",
     "UserError",
     "__version__",
+    "compare",
     "data",
     "distributed",
     "dropout",
@@ -57,6 +59,7 @@ _HOMES = {
     "Run": "mheads.api.run",
     "TreeNet": "mheads.trees.treenet",
     "UserError": "mheads.common.errors",
+    "compare": "mheads.report.compare",
     "evaluate": "mheads.api.evaluate",
     "fit": "mheads.api.fit",
     "load": "mheads.api.run",

@@ -180,6 +180,13 @@ class Run:
         export(self, Path(path), what, examples)
         return Path(path)
 
+    def record(self, title: str | None = None) -> Record:
+        """The run as figures and tables show it."""
+        finished = self.summary["iterations"] >= self.config.pretrain + self.config.optim.iterations
+        result = self.summary if self.result.examples else None
+        folder = RunFolder(self.folder)
+        return Record(title or self.folder.name, folder, self.config, self.data, self.history, result, finished)
+
     def plot(self, name: str, x: Any = None, y: Any = None) -> Figure:
         """Draws a figure that `mheads plot` knows by this name.
 
@@ -189,11 +196,9 @@ class Run:
         from mheads.report.plot import draw_figure
         from mheads.report.shown_run import ShownRun
 
-        title, folder = self.folder.name, RunFolder(self.folder)
-        record = Record(title, folder, self.config, self.data, self.history, self.summary, finished=True)
         examples = None if x is None else self.split_of(x, y)
         net = self._check_weights() if name == "reliability" else self.net  # which the others do not ask
-        return draw_figure(name, [ShownRun(record, net=net, examples=examples)])
+        return draw_figure(name, [ShownRun(self.record(), net=net, examples=examples)])
 
     def plot_ownership(self) -> Figure:
         """Draws who owns which class of the test set."""

@@ -22,8 +22,8 @@ from mheads.common.errors import UserError, as_user_error
 # By panel of the help: `mheads NAME` is NAME in NAME_command.py, a function or the Typer of a group of commands.
 COMMANDS = {
     "Start here": "demo recipes data",
-    "Train and look": "train convert classical distil config eval predict plot video saliency report export reproduce "
-    "tree cuts detect",
+    "Train and look": "train convert classical distil config eval predict compare plot video saliency report export "
+    "reproduce tree cuts detect",
     "Measure": "plan",
 }
 

@@ -1,5 +1,5 @@
 """A table as plain data. It is rendered in the terminal (`terminal_table.py`), on the HTML page (`report/page/`) and in
-Markdown (`suites/markdown.py`): whoever describes a table knows none of these."""
+Markdown (`markdown_table.py`): whoever describes a table knows none of these."""
 
 from __future__ import annotations
 

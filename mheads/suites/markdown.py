@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mheads.common.markdown_table import table_lines
 from mheads.common.number_words import count
-from mheads.common.table import Table
 from mheads.suites.compute import compute_table
 from mheads.suites.findings import Document
 from mheads.suites.tables import claims_table, suite_table, title
@@ -24,22 +24,6 @@ def markdown(document: Document, picture: str | None = None) -> str:
     if picture:
         lines += ["", f"![{title(document)}]({picture})"]
     return "\n".join(lines) + "\n"
-
-
-def table_lines(table: Table) -> list[str]:
-    """The lines of a table, and of its note below."""
-    lines = [_line([head.text for head in table.heads]), f"|{' --- |' * len(table.heads)}"]
-    lines += [_line([f"**{cell.text}**" if cell.strong else cell.text for cell in row]) for row in table.rows]
-    return [*lines, "", table.note] if table.note else lines
-
-
-def _line(texts: list[str]) -> str:
-    return f"| {' | '.join(map(_cell, texts))} |"
-
-
-def _cell(text: str) -> str:
-    """A text as a cell of a table, which a line break or a bar would end."""
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def list_runs(document: Document) -> list[str]:

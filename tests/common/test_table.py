@@ -5,10 +5,10 @@ import re
 
 from rich.console import Console
 
+from mheads.common.markdown_table import table_lines
 from mheads.common.table import Cell, Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
 from mheads.report.page.html import Page, PageSection
-from mheads.suites.markdown import table_lines
 
 TABLE = Table(
     "Pets",

@@ -246,7 +246,7 @@ def copy(tmp_path_factory):
         first = re.search(r"^from mheads", text, re.MULTILINE).start()
         (package / table).write_text(f"{text[:first]}from mheads.{module} import {name}\n{text[first:]}")
     (package / "cli/size_command.py").write_text(COMMAND)
-    insert(package / "cli/main.py", " size", '"tree cuts detect')
+    insert(package / "cli/main.py", " size", '"reproduce tree cuts detect')
     return root
 
 
@@ -382,6 +382,7 @@ def test_one_of_each_is_an_entry_and_every_command_takes_a_run_of_it(command, co
         ["plot", "sizes", run],
         ["video", run, "-o", tmp_path / "video.gif"],
         ["report", run],
+        ["compare", run, run],
         ["report", run, run, "-o", tmp_path / "both.html"],
         ["export", run, "-o", tmp_path / "net.pt2"],
         ["train", "bars", *keys, "--folder", run],

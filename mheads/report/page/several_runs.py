@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from mheads.common.errors import UserError
 from mheads.common.table import Cell, Table
-from mheads.config import schema
-from mheads.problems.baselines import near_chance, tell_chance, top
+from mheads.problems.baselines import tell_chance
 from mheads.problems.metric_text import label
 from mheads.report.charts.over_training import chart_runs
+from mheads.report.compare import check_measure, most_members, on_same_examples, tabulate_results, tabulate_settings
 from mheads.report.page import describe
 from mheads.report.page.html import Headline, HeatMaps, Missing, Page, PageSection, Part
 from mheads.report.page.one_run import map_run
@@ -20,7 +19,6 @@ from mheads.report.shown_run import ShownRun
 from mheads.runs.read_run import Record, one_network
 
 Runs = Sequence[ShownRun]
-MEASURES = ("ensemble_mean", "ensemble_scored", "oracle", "single", "disagreement")
 
 
 def make_comparison(
@@ -35,13 +33,7 @@ def make_comparison(
     `best` is the headline, by default the best run's.
     """
     records = [run.record for run in runs]
-    first, problem = records[0].folder.path, records[0].data.problem
-    for record in records[1:]:
-        if record.data.problem.measure != problem.measure:
-            raise UserError(
-                f"{record.folder.path} measures {record.data.problem.measure}, {first} {problem.measure}: report them "
-                "one by one"
-            )
+    check_measure(records)
     notes = [
         f"{record.title}: something is wrong in the run folder, {path.name} {problem}."
         for record in records
@@ -52,18 +44,12 @@ def make_comparison(
     return Page(
         title or f"{len(records)} runs",
         about or f"Side by side: {', '.join(record.title for record in records)}.",
-        best if best is not None else headline(records) if _alike(records) else [],
+        best if best is not None else headline(records) if on_same_examples(records) else [],
         [*further, *make_sections(COMPARISONS, runs, groups)],
         f"Not finished: {'; '.join(unfinished)}" if unfinished else "",
         notes,
         "Made by mheads.",
     )
-
-
-def _alike(records: Sequence[Record]) -> bool:
-    """Whether all are measured on the same examples, so that one can be the best."""
-    marks = {(record.data.name, record.data.problem.groups, record.measured) for record in records if record.result}
-    return len(marks) < 2
 
 
 def headline(records: Sequence[Record]) -> Headline:
@@ -87,15 +73,11 @@ def headline(records: Sequence[Record]) -> Headline:
         if known := {title: value for title, value in values.items() if value is not None}:
             value, who = find_best(known, bool(problem.unit), lambda value: format(value, form))
             entries.append((f"Best {name}", value, problem.unit, ", ".join(who)))
-    most = _most_members(records)
+    most = most_members(records)
     if most > 1 and (baseline := one_network(records, most)):
         whose, top_k = baseline
         entries.append((f"One network's top-{most}", format(top_k, ".2f"), problem.unit, whose))
     return entries
-
-
-def _most_members(records: Sequence[Record]) -> int:
-    return max(record.config.members for record in records)
 
 
 def find_best(values: Mapping[str, float], higher: bool, write: Callable[[float], str]) -> tuple[str, list[str]]:
@@ -105,71 +87,14 @@ def find_best(values: Mapping[str, float], higher: bool, write: Callable[[float]
 
 
 def show_table(runs: Runs) -> Sequence[Part]:
-    records = [run.record for run in runs]
-    problem, most = records[0].data.problem, _most_members(records)
-    form = ".2f" if problem.unit else ".4g"
-    marked = len(set(map(_name_data, records))) < len({record.measured for record in records})
-    columns: dict[str, Callable[[Record], Cell]] = {"run": lambda record: Cell(record.title)}
-    if not _alike(records):
-        columns["data"] = lambda record: Cell(_name_data(record, marked))
-    for key in MEASURES:
-        if any(key in (record.result or {}) for record in records):
-            columns[label(key)] = partial(_write_result, key=key, form=form)
-        if key == "oracle" and most > 1 and any(top(record.result or {}, most) is not None for record in records):
-            columns[f"top-{most}"] = lambda record: _write(top(record.result or {}, most), ".2f")
-    columns["members"] = lambda record: Cell(str(record.config.members), record.config.members)
-    columns["loss"] = _write_loss
-    columns["parameters"] = partial(_write_result, key="parameters", form=",.0f")
-    columns["seconds"] = partial(_write_result, key="seconds", form=",.1f")
-    if not all(record.finished for record in records):
-        columns["state"] = lambda record: Cell("finished" if record.finished else f"iteration {record.iteration:,}")
-    rows = [[write(record) for write in columns.values()] for record in records]
-    splits = sorted({record.result["split"] for record in records if record.result})
-    measure = problem.measure
-    note = f"{measure[0].upper()}{measure[1:]}, on the {' and '.join(splits)} set." if splits else ""
-    if f"top-{most}" in columns:
-        note += (
-            f" Top-{most}: the truth is among the {most} best classes of the run's one answer. An Oracle of {most} "
-            f"members gives {most} answers too, so it compares with the top-{most} of one network."
-        )
-    chances = [f"{r.title} {r.result['oracle_chance']:.2f}" for r in records if r.result and near_chance(r.result)]
-    if chances:
-        note += f" The Oracle by chance: {', '.join(chances)}."
-    return [Table("All runs", list(columns), rows, sortable=True, note=note)]
-
-
-def _write(value: Any, form: str) -> Cell:
-    return Cell(format(value, form), value) if isinstance(value, int | float) else Cell("")
-
-
-def _write_result(record: Record, key: str, form: str) -> Cell:
-    return _write((record.result or {}).get(key), form)
-
-
-def _write_loss(record: Record) -> Cell:
-    loss = record.config.loss
-    shown = [f",\N{NO-BREAK SPACE}{key}={loss.told[key]}" for key in ("k", "scores") if key in loss.told]
-    return Cell("".join([loss.name, *shown]))
-
-
-def _name_data(record: Record, marked: bool = False) -> str:
-    """What a run was measured on, with a mark of the examples where the rest does not tell runs apart."""
-    groups = len(record.data.problem.groups)
-    classes = f", {groups:,}\N{NO-BREAK SPACE}classes" if groups > 1 else ""
-    if not record.result:
-        return f"{record.data.name}{classes}"
-    known = not marked and "examples" in record.result
-    examples = f"{record.result['examples']:,} examples" if known else record.measured
-    return f"{record.data.name}{classes}, {record.result['split']} set, {examples}"
+    return [tabulate_results([run.record for run in runs])]
 
 
 def show_settings(runs: Runs) -> Sequence[Part]:
-    flat = [schema.flatten(run.record.config) for run in runs]
-    keys = [key for key in flat[0] if any(other[key] != flat[0][key] for other in flat)]
-    if not keys:
+    table = tabulate_settings([run.record for run in runs])
+    if table is None:
         raise UserError("Nothing: all have the same settings")
-    rows = [[Cell(key), *(Cell(describe.short(values[key])) for values in flat)] for key in keys]
-    return [Table("Settings that differ", ["key", *(run.record.title for run in runs)], rows)]
+    return [table]
 
 
 def show_one_answer(runs: Runs) -> Sequence[Part]:

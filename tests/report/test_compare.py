@@ -1,0 +1,93 @@
+"""`mheads.compare` and `mheads compare`: what they say of runs, against the runs' own results."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import mheads as package
+from mheads import losses
+from mheads.common.errors import UserError
+from mheads.report.compare import Comparison, tabulate_results
+from mheads.trees.treenet import TreeNet
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(60, 4)).astype("float32"), RNG.integers(0, 5, 60)
+HEADS = ["run", "Ensemble-Mean", "Oracle", "top-3", "mean member", "disagreement"]
+
+
+def fit(members, loss=None, y=Y, folder=None, iterations=3, outputs=5):
+    net = TreeNet(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs)), members=members)
+    examples = {"train": (X[:40], y[:40]), "test": (X[40:], y[40:])}
+    return package.fit(
+        net, loss or losses.independent(), **examples, iterations=iterations, run=folder, show=False, batch_size=20
+    )
+
+
+def test_rows_are_the_results_of_runs_in_memory_and_of_folders(tmp_path):
+    three = fit(3, losses.mcl(k=2))
+    one = fit(1, folder=tmp_path / "one")
+    comparison = package.compare({"many": three, "alone": tmp_path / "one"})
+    many, alone = comparison.rows
+    assert list(many)[: len(HEADS)] == HEADS
+    for row, run, members in ((many, three, 3), (alone, one, 1)):
+        assert row["Ensemble-Mean"] == pytest.approx(run.result.ensemble_mean, abs=1e-3)
+        assert row["Oracle"] == pytest.approx(run.result.oracle, abs=1e-3)
+        assert row["mean member"] == pytest.approx(np.mean(run.result.members), abs=1e-3)
+        assert (row["members"], row["parameters"]) == (members, members * (4 * 8 + 8 + 8 * 5 + 5))
+    assert many["top-3"] == pytest.approx(
+        np.mean(
+            three.predict(X[40:]).softmax(-1).mean(0).topk(3).indices.eq(torch.tensor(Y[40:])[:, None]).any(-1).numpy()
+        )
+        * 100,
+        abs=1e-3,
+    )
+    assert (many["run"], many["loss"].replace("\N{NO-BREAK SPACE}", " ")) == ("many", "mcl, k=2")
+    assert alone["run"] == "alone" and "state" not in alone
+    settings = {row[0].text: [cell.text for cell in row[1:]] for row in comparison.settings.rows}
+    assert settings["members"] == ["3", "1"] and "optim.lr" not in settings
+
+    text = str(comparison)
+    assert f"{three.result.ensemble_mean:.2f}" in text and "\x1b" not in text and "Top-3:" in text
+    assert comparison._repr_markdown_().startswith("| run | Ensemble-Mean | Oracle | top-3 |")
+
+
+def test_the_command_prints_what_python_returns(mheads, tmp_path):
+    for name, members in (("a", 2), ("b", 1)):
+        fit(members, folder=tmp_path / name)
+    done = mheads("compare", tmp_path / "a", tmp_path / "b")
+    assert done.code == 0, done.err
+    expected = str(package.compare([tmp_path / "a", tmp_path / "b"]))
+    assert done.out.split() == expected.split()
+
+
+def test_equal_settings_have_no_table_and_names_tell_folders_apart(tmp_path):
+    first, second = (fit(1, folder=tmp_path / name / "run") for name in ("first", "second"))
+    comparison = package.compare([first, second])
+    assert comparison.settings is None and len(comparison.tables) == 1
+    assert [row["run"] for row in comparison.rows] == ["first/run", "second/run"]
+
+
+def test_a_run_without_a_result_has_empty_cells_and_its_state():
+    run = fit(2).record("done")
+    early = dataclasses.replace(run, title="early", result=None, finished=False)
+    done, begun = Comparison(tabulate_results([run, early]), None).rows
+    assert done["Ensemble-Mean"] is not None and done["state"] == "finished"
+    assert begun["Ensemble-Mean"] is None and begun["parameters"] is None and begun["state"] == "iteration 3"
+
+
+def test_runs_that_are_measured_otherwise_are_refused(tmp_path):
+    numbers = fit(2, y=X[:, :1], outputs=1)
+    with pytest.raises(UserError, match=r"measures .*: look at them one by one"):
+        package.compare({"classes": fit(2), "numbers": numbers})
+    with pytest.raises(UserError, match="there is no run to compare"):
+        package.compare([])
+    with pytest.raises(UserError, match="give a list of them"):
+        package.compare(numbers)
+
+
+def test_a_folder_that_is_no_run_ends_the_command(mheads, tmp_path):
+    done = mheads("compare", tmp_path)
+    assert done.code == 2 and str(tmp_path) in done.err

@@ -16,7 +16,11 @@ STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one: the termi
 
 @contextmanager
 def handling(tell: Callable[[int], None], numbers: Sequence[int] = STOP, once: bool = False) -> Iterator[None]:
-    """Inside, these signals call `tell`; with `once` the first does, and a second one acts as it did before."""
+    """Inside, these signals call `tell`; with `once` the first does, and a second one acts as it did before.
+
+    What ends as if nobody had asked it to stop, because it was about to end anyway, leaves that to whoever is outside.
+    """
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -28,6 +32,7 @@ def handling(tell: Callable[[int], None], numbers: Sequence[int] = STOP, once: b
     def handle(signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGHUP:
             _leave_terminal()
+        received.append(signum)
         tell(signum)
         if once:
             restore()
@@ -40,6 +45,8 @@ def handling(tell: Callable[[int], None], numbers: Sequence[int] = STOP, once: b
     finally:
         _told.remove(tell)
         restore()
+    if received and _told:
+        _told[-1](received[0])
 
 
 def output_closed() -> None:

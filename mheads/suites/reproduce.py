@@ -168,7 +168,8 @@ class Reproduction:
                 self._share(watch, failed)
         except Stopped:
             self.publish(show=False)
-            self.say(f"{self.num_done} of {count(len(self.jobs), 'run')} done. To resume: {self.request.command()}")
+            num_done = sum(map(_is_reusable, self.jobs))  # the last of which may have ended with the signal
+            self.say(f"{num_done} of {count(len(self.jobs), 'run')} done. To resume: {self.request.command()}")
             raise
         for job in [job for job in self.missing if job.path in failed and _is_reusable(job)]:
             del failed[job.path]  # another process trained it meanwhile

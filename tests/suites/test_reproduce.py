@@ -657,6 +657,14 @@ def test_a_signal_before_the_first_step_stops_as_well(here):
     assert "0 of 2 runs done. To resume: mheads reproduce" in done.out
 
 
+def test_a_signal_at_the_end_of_a_run_lets_that_finish_and_stops_before_the_next(here):
+    done = process("reproduce", here / "mine.yaml", "--recipe", "digits", *TINY, "-f", here / "runs", "-o",
+                   here / "results", stop=(signal.SIGTERM, "os.rename", "model.safetensors"))  # fmt: skip
+    assert done.code == 143, done.out + done.err
+    assert list(trained_at(here)) == ["plain-seed0"]  # whose last file came after the signal
+    assert "1 of 2 runs done. To resume: mheads reproduce" in done.out
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_a_run_is_built_is_not_taken_for_a_fault_of_the_network(here, number):
     (here / "stopping.py").write_text(

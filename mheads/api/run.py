@@ -190,14 +190,14 @@ class Run:
     def plot(self, name: str, x: Any = None, y: Any = None) -> Figure:
         """Draws a figure that `mheads plot` knows by this name.
 
-        `reliability` asks the net about examples, x and y as `evaluate` takes them; by default those that the run was
-        evaluated on, where its config can name them.
+        `reliability` and `hypotheses` ask the net about examples, x and y as `evaluate` takes them; by default those
+        that the run was evaluated on, where its config can name them.
         """
-        from mheads.report.plot import draw_figure
+        from mheads.report.plot import draw_figure, find_figure
         from mheads.report.shown_run import ShownRun
 
         examples = None if x is None else self.split_of(x, y)
-        net = self._check_weights() if name == "reliability" else self.net  # which the others do not ask
+        net = self._check_weights() if find_figure(name).asks_net else self.net
         return draw_figure(name, [ShownRun(self.record(), net=net, examples=examples)])
 
     def plot_ownership(self) -> Figure:

@@ -15,6 +15,7 @@ from mheads.common.progress import Watcher
 from mheads.problems import is_single_label
 from mheads.report.charts import outcomes, over_training
 from mheads.report.charts.chart import Chart
+from mheads.report.charts.hypotheses import chart_hypotheses
 from mheads.report.figures import Figure, draw
 from mheads.report.figures.figure import SUFFIXES, save
 from mheads.report.shown_run import ShownRun
@@ -23,7 +24,7 @@ from mheads.runs.read_run import Record, one_network, read_all
 
 def plot(name: str, paths: Sequence[Path], output: Path | None, watch: Watcher, trust: bool = False) -> Path:
     """Draws a figure of the runs to a file, by default NAME.png in the folder of the first; returns where it is."""
-    check_name(name)
+    find_figure(name)
     if output is not None:
         check_output(output, SUFFIXES)
     if not paths:
@@ -39,16 +40,16 @@ def plot(name: str, paths: Sequence[Path], output: Path | None, watch: Watcher, 
 
 def draw_figure(name: str, runs: Sequence[ShownRun]) -> Figure:
     """A figure of the table by its name."""
-    check_name(name)
-    figure = FIGURES[name]
+    figure = find_figure(name)
     if figure.one_run and len(runs) > 1:
         raise UserError(f"{name} shows one run, and there are {len(runs)}: plot them one by one")
     return draw(figure.describe(runs))
 
 
-def check_name(name: str) -> None:
+def find_figure(name: str) -> FigureEntry:
     if name not in FIGURES:
         raise UserError(f"there is no plot {name!r}: give {', '.join(FIGURES)}")
+    return FIGURES[name]
 
 
 def ownership(runs: Sequence[ShownRun]) -> Sequence[Chart]:
@@ -151,11 +152,18 @@ def reliability(runs: Sequence[ShownRun]) -> Sequence[Chart]:
     return [outcomes.chart_reliability(named)]
 
 
+def hypotheses(runs: Sequence[ShownRun]) -> Sequence[Chart]:
+    """What each member answers to some examples, beside their targets: a number, or a trajectory; of one run."""
+    n = runs[0].numbers
+    return chart_hypotheses(n.rows, n.inputs, n.targets, n.hypotheses, n.probabilities)
+
+
 class FigureEntry(NamedTuple):
     """A figure: the function that describes it, whose docstring is its line of help."""
 
     describe: Callable[[Sequence[ShownRun]], Sequence[Chart]]
     one_run: bool = False
+    asks_net: bool = False  # about examples
 
     @property
     def help(self) -> str:
@@ -170,7 +178,8 @@ FIGURES = {
     "splits": FigureEntry(splits),
     "answers": FigureEntry(answers),
     "disagreement": FigureEntry(disagreement),
-    "reliability": FigureEntry(reliability),
+    "reliability": FigureEntry(reliability, asks_net=True),
+    "hypotheses": FigureEntry(hypotheses, one_run=True, asks_net=True),
 }
 
 

@@ -10,6 +10,7 @@ from mheads.common.progress import Silent, Watcher
 from mheads.config.schema import Config
 from mheads.data.catalog import DATASETS
 from mheads.data.splits import Split
+from mheads.report.answered_numbers import AnsweredNumbers, answer_numbers
 from mheads.report.class_pictures import encode_image, picture_classes
 from mheads.report.evidence import Evidence, examine
 from mheads.runs.read_run import Record
@@ -66,6 +67,11 @@ class ShownRun:
         return evidence
 
     @property
+    def numbers(self) -> AnsweredNumbers:
+        numbers: AnsweredNumbers = self.once(self._answer_numbers)
+        return numbers
+
+    @property
     def reliability(self) -> dict[str, dict[str, list[float]]]:
         """The bins of confidence of each predictor; one network is its own mean."""
         bins = self.evidence.reliability
@@ -89,11 +95,18 @@ class ShownRun:
         return build_net_of_run(self.record.folder, self.record.config, self.watch.warn, trust=self.trust)
 
     def _examine(self) -> Evidence:
+        return examine(self.record, self._load_net("reliability"), self.watch, self._examples)
+
+    def _answer_numbers(self) -> AnsweredNumbers:
+        return answer_numbers(self.record, self._load_net("hypotheses"), self.watch, self._examples)
+
+    def _load_net(self, figure: str) -> TreeNet:
+        """The net with the weights to ask; raises where there are no examples to ask it about."""
         net = self.net
         if not self.look:
             raise UserError("This is computed when the run is finished")
         if self._given is None:
             self.record.folder.load_weights(net, lambda message: None)  # whoever shows the run reports how far it is
         elif self._examples is None and self.record.config.data.name not in DATASETS:
-            raise UserError("a run does not keep the arrays of its examples: give them, run.plot('reliability', x, y)")
-        return examine(self.record, net, self.watch, self._examples)
+            raise UserError(f"a run does not keep the arrays of its examples: give them, run.plot({figure!r}, x, y)")
+        return net

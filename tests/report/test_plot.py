@@ -16,11 +16,13 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
-from mheads import TreeNet, UserError, fit
+from mheads import TreeNet, UserError, fit, load
 from mheads.common.progress import Silent
 from mheads.config import read as configs
+from mheads.data import load as load_data
 from mheads.problems import metrics
 from mheads.report.charts import outcomes
+from mheads.report.charts.hypotheses import chart_hypotheses
 from mheads.report.charts.over_training import chart_wins
 from mheads.report.figures import draw
 from mheads.report.figures.figure import save
@@ -150,7 +152,7 @@ def test_a_run_before_its_first_evaluation_says_so(mheads, tmp_path):
     assert process(*command, stop=(signal.SIGKILL, "open", ".step-00000004.new")).code == -signal.SIGKILL
     done = mheads("plot", "history", folder)
     assert done.code == 2
-    assert "was not evaluated yet (iteration 4)" in done.err
+    assert re.search(r"was not evaluated yet \(iteration [46]\)", done.err)  # it trains on while it saves
 
 
 def test_titles_tell_runs_apart(runs, tmp_path):
@@ -327,3 +329,71 @@ def test_figures_of_an_oracle_show_the_guesses_of_one_network(runs):
         assert line.get_label() == f"top-{members} of one network (the mean member of {alone.title})"
     (panel,) = draw_figure("answers", [ShownRun(several)]).axes
     assert not [line for line in panel.lines if line.get_linestyle() == ":"]  # MCL's members are not one network
+
+
+# Hypotheses: answers that are numbers, beside their targets.
+
+
+def test_hypotheses_about_a_number_are_drawn_against_an_input_that_is_one_number():
+    x, y = np.array([[0.5], [0.1], [0.9]]), np.array([[5.0], [1.0], [9.0]])
+    hypotheses = np.stack([y + 0.5, -y])
+    (chart,) = chart_hypotheses([4, 5, 6], x, y, hypotheses, np.array([[0.2, 0.4, 0.6], [0.8, 0.6, 0.4]]))
+    target, first, second = chart.lines
+    assert (target.name, target.x, target.y, target.joined) == ("target", [0.1, 0.5, 0.9], [1.0, 5.0, 9.0], False)
+    assert (first.name, first.y, first.joined) == ("member 0 (40 %)", [1.5, 5.5, 9.5], True)
+    assert (second.name, second.y) == ("member 1 (60 %)", [-1.0, -5.0, -9.0])
+
+
+def test_hypotheses_about_a_number_of_many_inputs_stand_in_the_order_of_the_targets():
+    y = np.array([[3.0], [1.0], [2.0]])
+    (chart,) = chart_hypotheses([0, 1, 2], np.zeros((3, 4)), y, np.stack([10 * y]))
+    member, target = chart.lines
+    assert (member.name, member.x, member.y) == ("member 0", [1, 2, 3], [10.0, 20.0, 30.0])
+    assert (target.name, target.y, target.joined, member.joined) == ("target", [1.0, 2.0, 3.0], True, False)
+
+
+def test_trajectories_have_a_chart_for_each_of_three_examples():
+    ways = np.arange(5 * 2 * 2, dtype=float).reshape(5, 2, 2)
+    hypotheses = np.stack([ways + 100, ways + 200])
+    probabilities = np.linspace(0, 0.9, 10).reshape(2, 5)
+    charts = chart_hypotheses([10, 11, 12, 13, 14], np.zeros((5, 1)), ways, hypotheses, probabilities)
+    assert [chart.title for chart in charts] == ["Example 10", "Example 12", "Example 14"]
+    first, second, target = charts[1].lines
+    assert (first.name, first.x, first.y) == ("member 0 (20 %)", [108.0, 110.0], [109.0, 111.0])
+    assert second.name == "member 1 (70 %)" and (target.x, target.y) == ([8.0, 10.0], [9.0, 11.0])
+
+
+def test_targets_that_no_chart_shows_are_refused():
+    with pytest.raises(UserError, match=r"targets of shape \[3\] are not drawn: this shows one number"):
+        chart_hypotheses([0], np.zeros((1, 1)), np.zeros((1, 3)), np.zeros((2, 1, 3)))
+
+
+def test_the_hypotheses_of_a_run_are_what_its_members_answer(mheads, tmp_path):
+    """By the command, in Python, and on the page; in the units of the targets."""
+    run = tmp_path / "run"
+    trained = mheads("train", "hypotheses", "loss=scored", "members=3", "optim.iterations=5", "-f", run)
+    assert trained.code == 0, trained.err
+    done = mheads("plot", "hypotheses", run)
+    assert (done.code, done.out.strip()) == (0, str(run / "hypotheses.png"))
+    assert np.ptp(imread(run / "hypotheses.png")[..., :3]) > 0.5
+
+    loaded = load(run)
+    numbers = ShownRun(Record.read(run)).numbers
+    assert len(numbers.rows) == 400 and (numbers.rows[0], numbers.rows[-1]) == (0, 999)
+    test = load_data("two_roots").test
+    np.testing.assert_array_equal(numbers.targets, test.targets[numbers.rows])
+    values, probabilities = loaded.hypotheses(test.read(np.array(numbers.rows), None))
+    np.testing.assert_allclose(numbers.hypotheses, values.numpy().swapaxes(0, 1), rtol=1e-5)
+    np.testing.assert_allclose(numbers.probabilities, probabilities.numpy().T, rtol=1e-5)
+
+    x = np.linspace(0, 1, 7, dtype="float32")[:, None]
+    (panel,) = loaded.plot("hypotheses", x, x).axes
+    np.testing.assert_allclose(panel.lines[1].get_ydata(), loaded.hypotheses(x).values[:, 0, 0], rtol=1e-5)
+    assert mheads("report", run).code == 0
+    page = (run / "report.html").read_text()
+    assert "What members answer" in page and "Answers to each input" in page
+
+
+def test_a_run_of_classes_has_no_hypotheses_to_draw(mheads, runs):
+    done = mheads("plot", "hypotheses", runs["mcl_k1"])
+    assert done.code == 2 and "is classification: this shows answers that are numbers" in done.err

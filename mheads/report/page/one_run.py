@@ -11,10 +11,11 @@ from mheads.api.run import open_run
 from mheads.common.errors import UserError
 from mheads.common.table import Cell, Table
 from mheads.engine.cost import costs_on
-from mheads.problems import is_single_label
+from mheads.problems import gives_numbers, is_single_label
 from mheads.problems.baselines import tell_chance, top
 from mheads.problems.metric_text import label
 from mheads.report.charts.chart import HeatMap
+from mheads.report.charts.hypotheses import chart_hypotheses
 from mheads.report.charts.outcomes import chart_reliability, map_disagreement, map_ownership_over_time, name_members
 from mheads.report.charts.over_training import chart_losses, chart_measures, chart_wins
 from mheads.report.class_pictures import encode_png
@@ -149,6 +150,11 @@ def show_wins(run: ShownRun) -> Sequence[Part]:
     return [chart]
 
 
+def show_hypotheses(run: ShownRun) -> Sequence[Part]:
+    n = run.numbers
+    return chart_hypotheses(n.rows, n.inputs, n.targets, n.hypotheses, n.probabilities)
+
+
 def show_disagreement(run: ShownRun) -> Sequence[Part]:
     result, problem = run.record.result or {}, run.record.data.problem
     if "disagreement_pairs" in result and run.record.config.members > 1:
@@ -260,10 +266,17 @@ def has_images(run: ShownRun) -> bool:
     return has_classes(run) and len(run.record.data.shape) == 3
 
 
+def has_drawn_numbers(run: ShownRun) -> bool:
+    """Whether answers are one number, or trajectories in the plane."""
+    problem = run.record.data.problem
+    return gives_numbers(problem) and (problem.num_values == 1 or problem.shape[1:] == (2,))
+
+
 PANELS: dict[str, Panel[ShownRun]] = {
     "facts": Panel("run", show_facts),
     "tree": Panel("run", show_tree, otherwise="The tree is not drawn: "),
     "result": Panel("results", show_result),
+    "hypotheses": Panel("hypotheses", show_hypotheses, has_drawn_numbers),
     "measures": Panel("curves", show_measures),
     "losses": Panel("curves", show_losses),
     "learned": Panel("ownership", show_learned, has_members),

@@ -28,6 +28,11 @@ SECTIONS = {
     "settings": ("What is different", ""),
     "run": ("What was run", ""),
     "results": ("Results", ""),
+    "hypotheses": (
+        "What members answer",
+        "Each member's answer to examples of the set that training evaluates on. Under Multiple Choice Learning these "
+        "are hypotheses, of which one is to be right. A percentage is the member's probability by its scores.",
+    ),
     "curves": ("Over training", ""),
     "ownership": (
         "Who owns which {groups}",

@@ -77,9 +77,10 @@ def draw_lines(chart: LineChart, height: int = HEIGHT) -> Markup:
 
 
 def name_style(line: Line) -> str:
-    """The classes of a line in style.css: s0 to s7, ink or faint, and dashed, dotted or thin."""
+    """The classes of a line in style.css: s0 to s7, ink or faint, and dashed, dotted, thin or small."""
     colour = f"s{line.colour % NUM_COLOURS}" if isinstance(line.colour, int) else line.colour
-    return " ".join(filter(None, (colour, line.pattern, "thin" if line.thin else "")))
+    small = "small" if line.mark == "point" and not line.joined else ""
+    return " ".join(filter(None, (colour, line.pattern, "thin" if line.thin else "", small)))
 
 
 def _describe(lines: Sequence[Line]) -> str:

@@ -1251,6 +1251,42 @@ AREAS: dict[str, list[File]] = {
     ],
     "suites": [
         File(
+            "mheads/common/signals.py",
+            "tests/common/test_signals.py",
+            [
+                Bug("a signal at the end of a run is lost", "if received and _told:", "if not received and _told:"),
+                Bug("a second signal goes to the run again", "if once:", "if not once:"),
+            ],
+        ),
+        File(
+            "mheads/report/compare.py",
+            "tests/report/test_compare.py",
+            [
+                Bug(
+                    "the Oracle stands beside the accuracy of one answer",
+                    'top(record.result or {}, most), ".2f")',
+                    'top(record.result or {}, 1), ".2f")',
+                ),
+                Bug(
+                    "settings that are equal are shown as well",
+                    "if any(other[key] != flat[0][key]",
+                    "if any(other[key] == flat[0][key]",
+                ),
+            ],
+        ),
+        File(
+            "mheads/report/charts/hypotheses.py",
+            'tests/report/test_plot.py -k "hypotheses or trajectories"',
+            [
+                Bug("targets are in another order than the answers", 'y[order].tolist(), "ink")', 'y.tolist(), "ink")'),
+                Bug(
+                    "probabilities of trajectories are those of another example",
+                    "probabilities[:, n]",
+                    "probabilities[:, 0]",
+                ),
+            ],
+        ),
+        File(
             "mheads/suites/findings.py",
             "tests/suites/test_best_of.py -k each_seed",
             [

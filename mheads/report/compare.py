@@ -20,12 +20,15 @@ from mheads.common.markdown_table import table_lines
 from mheads.common.table import Cell, Table
 from mheads.common.terminal_table import terminal_table
 from mheads.config import schema
+from mheads.problems import gives_numbers
 from mheads.problems.baselines import near_chance, top
 from mheads.problems.metric_text import label
 from mheads.report.page import describe
 from mheads.runs.read_run import Record, titles
 
 MEASURES = ("ensemble_mean", "ensemble_scored", "oracle", "single", "disagreement")
+# Of problems whose answers are numbers; those of classes have these for each predictor, which is too much for a column.
+OF_HYPOTHESES = ("distortion", "min_ade", "min_fde", "nll")
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,8 @@ def tabulate_results(records: Sequence[Record]) -> Table:
     columns: dict[str, Callable[[Record], Cell]] = {"run": lambda record: Cell(record.title)}
     if not on_same_examples(records):
         columns["data"] = lambda record: Cell(_name_data(record, marked))
-    for key in MEASURES:
-        if any(key in (record.result or {}) for record in records):
+    for key in (*MEASURES, *(OF_HYPOTHESES if gives_numbers(problem) else ())):
+        if any((record.result or {}).get(key) is not None for record in records):
             columns[label(key)] = partial(_write_result, key=key, form=form)
         if key == "oracle" and most > 1 and any(top(record.result or {}, most) is not None for record in records):
             columns[f"top-{most}"] = lambda record: _write(top(record.result or {}, most), ".2f")

@@ -19,7 +19,11 @@ HEADS = ["run", "Ensemble-Mean", "Oracle", "top-3", "mean member", "disagreement
 
 
 def fit(members, loss=None, y=Y, folder=None, iterations=3, outputs=5):
-    net = TreeNet(lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs)), members=members)
+    def network():
+        return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+    scored = loss is not None and loss.name == "scored"
+    net = TreeNet(package.with_scores(network) if scored else network, members=members)
     examples = {"train": (X[:40], y[:40]), "test": (X[40:], y[40:])}
     return package.fit(
         net, loss or losses.independent(), **examples, iterations=iterations, run=folder, show=False, batch_size=20
@@ -68,6 +72,15 @@ def test_equal_settings_have_no_table_and_names_tell_folders_apart(tmp_path):
     comparison = package.compare([first, second])
     assert comparison.settings is None and len(comparison.tables) == 1
     assert [row["run"] for row in comparison.rows] == ["first/run", "second/run"]
+
+
+def test_runs_whose_answers_are_numbers_have_the_measures_of_hypotheses():
+    run = fit(3, losses.scored(k=1), y=X[:, :1], outputs=1)
+    (row,) = package.compare([run]).rows
+    assert row["distortion"] == pytest.approx(run.result.distortion, rel=1e-3)
+    assert "minADE" not in row and "NLL" not in row  # which are of trajectories, and of densities
+    (row,) = package.compare([fit(2)]).rows
+    assert "distortion" not in row
 
 
 def test_a_run_without_a_result_has_empty_cells_and_its_state():

@@ -118,17 +118,21 @@ def _set_buffer(stage: nn.Module, name: str, tensor: Tensor) -> None:
 def siblings_to_stack(net: TreeNet, rows: int, mode: str, batch_norm: bool = True) -> list[list[Node]]:
     """The sibling leaves that are stacked, each list in member order: a rule on the tree, its layers and sizes.
 
-    Operations on many stages have other last bits than on few, so a stack is always whole, on one rank.
+    Operations on many stages have other last bits than on few, so a stack is always whole, on one rank. Its members
+    follow one another, since their outputs are together in those of all members.
 
     `mode` is `engine.stack`. With `auto`, leaves of few multiply-adds on so many rows whose layers are known to batch
     well, those with `batch_norm` or not; with `always`, all siblings that are alike, and an error where some are not.
     """
     if mode == "never":
         return []
-    families: dict[str | None, list[Node]] = {}
+    families: list[list[Node]] = []
     for leaf in net.tree.leaves:
-        families.setdefault(leaf.parent, []).append(leaf)
-    groups = [leaves for leaves in families.values() if len(leaves) > 1]
+        if families and families[-1][-1].parent == leaf.parent:
+            families[-1].append(leaf)
+        else:
+            families.append([leaf])
+    groups = [leaves for leaves in families if len(leaves) > 1]
     if mode == "auto":
         small = [leaves for leaves in groups if is_small(net, leaves[0], rows, batch_norm)]
         groups = [leaves for leaves in small if find_unstackable(net, leaves[0]) is None]

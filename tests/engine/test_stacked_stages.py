@@ -34,6 +34,7 @@ from mheads.runs.folder import RunFolder
 
 TRAIN = ["diabetes", "members=5", "loss=mcl", "loss.k=2", "sampling=bagging",
          "optim.batch_size=40", "optim.iterations=9", "log.every=3", "log.checkpoint_every=3"]  # fmt: skip
+APART = {"fc1": [1, {"fc2": 2}, 1]}  # members 0 and 3 are siblings, and the outputs of 1 and 2 are between theirs
 LOSSES = {"independent": losses.independent(), "mcl": losses.mcl(k=2), "mean": losses.score_averaged()}
 
 
@@ -86,7 +87,7 @@ def train(
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
-@pytest.mark.parametrize("split", [None, "fc2"])
+@pytest.mark.parametrize("split", [None, "fc2", APART])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_stacked_stages_learn_what_stages_side_by_side_learn(loss, split, norm):
     """By sample weights, a quarter of which is 0, where the loss takes them."""
@@ -171,6 +172,16 @@ def test_siblings_that_differ_are_not_stacked():
         siblings_to_stack(net, 48, "always")
     with pytest.raises(UserError, match="no two members are siblings"):
         siblings_to_stack(TreeNet(network, members=1), 48, "always")
+
+
+def test_siblings_whose_members_do_not_follow_one_another_are_not_stacked():
+    def stack(tree, mode="always"):
+        return [
+            [leaf.members[0] for leaf in group] for group in siblings_to_stack(TreeNet(network, tree=tree), 48, mode)
+        ]
+
+    assert stack(APART) == stack(APART, "auto") == [[1, 2]]
+    assert stack({"fc1": [2, {"fc2": 2}, 3]}) == [[0, 1], [2, 3], [4, 5, 6]]
 
 
 FORMS = {

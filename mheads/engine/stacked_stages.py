@@ -27,6 +27,7 @@ from mheads.trees.treenet import TreeNet
 # Multiply-adds of a stage on a micro-batch from which on stacking is no faster than running stages side by side.
 SMALL = 16_000_000
 MOST = 1024  # stages of a stack
+RECURRENT = (nn.RNNBase, nn.LSTMCell)  # `vmap` has no rule for them
 PER_THREAD = 4_000_000  # multiply-adds of a stack on a micro-batch that are worth a thread
 
 
@@ -58,7 +59,7 @@ class StackedStage:
         frozen = any(map(has_fixed_statistics, stages[0].modules())) and not has_batch_statistics(stages[0])
         self._layers = None if frozen else stacked_layers.find_layers(stages[0])
         # What autocast would cast; vmap hides the operations from it.
-        products = (nn.Linear, nn.Embedding, nn.Bilinear)
+        products = (nn.Linear, nn.Embedding, nn.Bilinear, nn.modules.conv._ConvNd, nn.PReLU)
         self._cast = {
             f"{path}.{key}" if path else key
             for path, module in stages[0].named_modules()
@@ -182,6 +183,13 @@ def check_alike(net: TreeNet, leaves: Sequence[Node]) -> None:
             key="engine.stack",
         )
     here = [leaf for leaf in leaves if leaf.name in net.stages]
+    for name, module in net.stage(here[0].name).named_modules() if here else ():
+        if isinstance(module, RECURRENT):
+            raise UserError(
+                f"engine.stack = always, but {here[0].name}.{name} is a recurrent layer, and such layers are not "
+                "stacked: use auto or never",
+                key="engine.stack",
+            )
     for leaf in here[1:]:
         first, other = (net.stage(node.name) for node in (here[0], leaf))
         if _structure(first) != _structure(other):

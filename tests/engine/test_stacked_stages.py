@@ -174,6 +174,15 @@ def test_siblings_that_differ_are_not_stacked():
         siblings_to_stack(TreeNet(network, members=1), 48, "always")
 
 
+def test_recurrent_layers_are_not_stacked():
+    def factory():
+        return nn.Sequential(OrderedDict(rows=nn.Unflatten(1, (4, 2)), gru=nn.GRU(2, 3)))
+
+    with pytest.raises(UserError, match=r"0.gru is a recurrent layer.*use auto or never"):
+        siblings_to_stack(TreeNet(factory, members=2), 48, "always")
+    assert siblings_to_stack(TreeNet(factory, members=2), 48, "auto") == []
+
+
 def test_siblings_whose_members_do_not_follow_one_another_are_not_stacked():
     def stack(tree, mode="always"):
         return [

@@ -98,6 +98,18 @@ def test_stacked_stages_learn_what_stages_side_by_side_learn(loss, split, norm):
         torch.testing.assert_close(stacked[key], apart[key], rtol=1e-8, atol=1e-10, msg=key)
 
 
+def test_a_separable_loss_of_ones_own_gets_one_member_at_a_time_and_its_total_is_logged():
+    def bounded(outputs, y, sample_weights, ties):
+        assert len(outputs) == 1
+        found = losses.cross_entropies(outputs, y)
+        return losses.LossValue((found + outputs.square().sum(-1)).sum(), torch.ones_like(found), found)
+
+    loss = losses.Loss("bounded", bounded, separable=True)
+    apart, stacked = (train(loss, stacked=s, dtype=torch.float64, name="sgd") for s in (False, True))
+    for key in apart:
+        torch.testing.assert_close(stacked[key], apart[key], rtol=1e-8, atol=1e-10, msg=key)
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("split", [None, "fc2"])

@@ -27,6 +27,7 @@ from mheads.trees.treenet import TreeNet
 # Multiply-adds of a stage on a micro-batch from which on stacking is no faster than running stages side by side.
 SMALL = 16_000_000
 MOST = 1024  # stages of a stack
+RECURRENT = (nn.RNNBase, nn.LSTMCell)  # `vmap` has no rule for them
 PER_THREAD = 4_000_000  # multiply-adds of a stack on a micro-batch that are worth a thread
 
 
@@ -58,7 +59,7 @@ class StackedStage:
         frozen = any(map(has_fixed_statistics, stages[0].modules())) and not has_batch_statistics(stages[0])
         self._layers = None if frozen else stacked_layers.find_layers(stages[0])
         # What autocast would cast; vmap hides the operations from it.
-        products = (nn.Linear, nn.Embedding, nn.Bilinear)
+        products = (nn.Linear, nn.Embedding, nn.Bilinear, nn.modules.conv._ConvNd, nn.PReLU)
         self._cast = {
             f"{path}.{key}" if path else key
             for path, module in stages[0].named_modules()
@@ -118,17 +119,21 @@ def _set_buffer(stage: nn.Module, name: str, tensor: Tensor) -> None:
 def siblings_to_stack(net: TreeNet, rows: int, mode: str, batch_norm: bool = True) -> list[list[Node]]:
     """The sibling leaves that are stacked, each list in member order: a rule on the tree, its layers and sizes.
 
-    Operations on many stages have other last bits than on few, so a stack is always whole, on one rank.
+    Operations on many stages have other last bits than on few, so a stack is always whole, on one rank. Its members
+    follow one another, since their outputs are together in those of all members.
 
     `mode` is `engine.stack`. With `auto`, leaves of few multiply-adds on so many rows whose layers are known to batch
     well, those with `batch_norm` or not; with `always`, all siblings that are alike, and an error where some are not.
     """
     if mode == "never":
         return []
-    families: dict[str | None, list[Node]] = {}
+    families: list[list[Node]] = []
     for leaf in net.tree.leaves:
-        families.setdefault(leaf.parent, []).append(leaf)
-    groups = [leaves for leaves in families.values() if len(leaves) > 1]
+        if families and families[-1][-1].parent == leaf.parent:
+            families[-1].append(leaf)
+        else:
+            families.append([leaf])
+    groups = [leaves for leaves in families if len(leaves) > 1]
     if mode == "auto":
         small = [leaves for leaves in groups if is_small(net, leaves[0], rows, batch_norm)]
         groups = [leaves for leaves in small if find_unstackable(net, leaves[0]) is None]
@@ -178,6 +183,13 @@ def check_alike(net: TreeNet, leaves: Sequence[Node]) -> None:
             key="engine.stack",
         )
     here = [leaf for leaf in leaves if leaf.name in net.stages]
+    for name, module in net.stage(here[0].name).named_modules() if here else ():
+        if isinstance(module, RECURRENT):
+            raise UserError(
+                f"engine.stack = always, but {here[0].name}.{name} is a recurrent layer, and such layers are not "
+                "stacked: use auto or never",
+                key="engine.stack",
+            )
     for leaf in here[1:]:
         first, other = (net.stage(node.name) for node in (here[0], leaf))
         if _structure(first) != _structure(other):

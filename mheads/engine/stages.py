@@ -27,7 +27,8 @@ class StageFacts:
     """`known`: `row_backward.py` has all its layers. `mixing`: it needs whole batches. `sided`: it takes side inputs.
 
     `threads`: how many its operations use in training, by `threads_of`. `autocast`: the device and the precision that
-    its operations are cast to; None to leave them as they are.
+    its operations are cast to; None to leave them as they are. `normed`: the first layer that learns is a GroupNorm,
+    whose backward on CPUs ends the process where the gradient of its input, channels last, is not wanted.
     """
 
     module: Any  # an nn.Module, or a StackedStage
@@ -37,18 +38,22 @@ class StageFacts:
     sided: bool
     threads: int
     autocast: tuple[str, torch.dtype] | None
+    normed: bool = False
 
     @staticmethod
     def of(stage: nn.Module, threads: int = 1, autocast: tuple[str, torch.dtype] | None = None) -> StageFacts:
         sided = any(hasattr(module, "takes") for module in stage.modules())
         known, mixing = row_backward.supports(stage), has_batch_statistics(stage)
-        return StageFacts(stage, trainable(stage), known, mixing, sided, threads, autocast)
+        return StageFacts(
+            stage, trainable(stage), known, mixing, sided, threads, autocast, _learns_group_norm_first(stage)
+        )
 
     @staticmethod
     def of_stack(stack: StackedStage, threads: int, autocast: tuple[str, torch.dtype] | None) -> StageFacts:
         parameters = [p for p in stack.parameters.values() if p.requires_grad]
         mixing = has_batch_statistics(stack.stages[0])
-        return StageFacts(stack, parameters, False, mixing, sided=False, threads=threads, autocast=autocast)
+        normed = _learns_group_norm_first(stack.stages[0])
+        return StageFacts(stack, parameters, False, mixing, False, threads, autocast, normed)
 
     @contextmanager
     def context(self) -> Iterator[None]:
@@ -75,6 +80,11 @@ class StageFacts:
         """The outputs of the stage alone, for which nothing is kept."""
         with self.context():
             return row_backward.outputs(self.module, x) if self.run_by_row(x) else self.module(x, side)
+
+
+def _learns_group_norm_first(stage: nn.Module) -> bool:
+    learning = (m for m in stage.modules() if any(p.requires_grad for p in m.parameters(recurse=False)))
+    return isinstance(next(learning, None), nn.GroupNorm)
 
 
 def threads_of(net: TreeNet, cores: int) -> dict[str, int]:

@@ -84,10 +84,10 @@ class AutogradTape:
     """Takes all rows of any stage back."""
 
     def __init__(self, stage: StageFacts, x: Value, context: Context) -> None:
-        self.stage = stage
+        self.stage, self.input_gradient = stage, context.input_gradient
         self.input = nested_values.map_leaves(Tensor.detach, x)
         self.wanted: list[Tensor] = []
-        if context.input_gradient:
+        if context.input_gradient or stage.normed:
             self.wanted = [t.requires_grad_() for t in nested_values.leaves(self.input) if t.is_floating_point()]
         with torch.enable_grad(), stage.context(), context.masks():
             self._graph: Value | None = stage.module(self.input, context.side)
@@ -108,7 +108,7 @@ class AutogradTape:
                 computed = torch.autograd.grad(ys, sources, ds, allow_unused=True)
             gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in computed]  # of embeddings
         d_input = None
-        if self.wanted:
+        if self.wanted and self.input_gradient:
             queue = iter(gradients)
 
             def gradient_of(t: Tensor) -> Tensor:

@@ -275,6 +275,12 @@ class TrainingStep:
 
     def _apply_loss(self, i: int, members: tuple[int, ...] | None, outputs: Value) -> Value:
         """The gradient of the loss with respect to the outputs of all members, or of some if the loss is separable."""
+        if members is not None and len(members) > 1 and self.loss.has_own_function:  # which takes one member at a time
+            each = [
+                self._apply_loss(i, (m,), nested_values.map_leaves(lambda t, j=j: t[j : j + 1], outputs))
+                for j, m in enumerate(members)
+            ]
+            return nested_values.map_leaves(lambda *ts: torch.cat(ts), *each)
         batch = self.batches[i]
         which = slice(None) if members is None else slice(members[0], members[-1] + 1)
         with torch.enable_grad():

@@ -204,11 +204,14 @@ class Loss:
         return str(getattr(self._plain_base_loss, "__name__", short(self.base_loss)))
 
     @property
+    def has_own_function(self) -> bool:
+        """Whether its function is none of ours."""
+        return _is_own(self.function.func if isinstance(self.function, partial) else self.function)
+
+    @property
     def uses_own_code(self) -> bool:
         """Whether its function or base loss is none of ours, and may use anything that a network gives."""
-        function = self.function.func if isinstance(self.function, partial) else self.function
-        parts = [part for part in (function, self._plain_base_loss) if part is not None]
-        return any(not f"{part.__module__}.".startswith(("mheads.losses.", "mheads.problems.")) for part in parts)
+        return self.has_own_function or (self.base_loss is not None and _is_own(self._plain_base_loss))
 
     @property
     def learns_variances(self) -> bool:
@@ -225,6 +228,10 @@ class Loss:
         """Whether a member's outputs on examples whose sample weight is 0 need not be computed: neither this loss nor
         its base loss, which declares that by an attribute `masks` if it is a user's, looks at them."""
         return self.masks and masks_rows(self.base_loss_function)
+
+
+def _is_own(function: Any) -> bool:
+    return not f"{function.__module__}.".startswith(("mheads.losses.", "mheads.problems."))
 
 
 def _take_losses(losses: Tensor, y: Value) -> Tensor:

@@ -142,7 +142,7 @@ def _doubt_labels(data: Data) -> str | None:
 
 def check_whole_batches(config: Config, net: TreeNet, loss: Loss) -> None:
     """Raises if the loss of an example depends on others and these would be in another part of the step."""
-    each = loss.each_batch or not loss.whole_batch
+    each = loss.each_batch or not loss.whole_batch or config.optim.accumulate == 1
     parts = count_micro_batches(config, net, loss) * (1 if each else config.optim.accumulate)
     if not (loss.whole_batch or loss.base_loss_of_whole_batch) or parts == 1:
         return

@@ -100,6 +100,8 @@ def build_experiment_on_rank(config: Config, world: World) -> Experiment:
     if config.sampling.entry.from_run:
         clusters = world.share("groups", lambda: cluster_classes(config))
     lead = config.data.reader == "lead"
+    if lead and loss.in_units_of is not None:  # all ranks say so, or the main rank would only see the others leave
+        raise UserError("loss.relative needs the targets on every rank: give data.reader=every", key="loss.relative")
     if lead and not world.is_main:
         absent, covariance = world.share("data", lambda: _describe(net, load_data(config)))
         whiten_first_layers(net, covariance)

@@ -111,6 +111,14 @@ def test_numbers_are_averaged_and_taken_in_the_precision_of_training(numbers, tm
     assert off(answers(run.export(tmp_path / f"all{suffix}", "members"), x), run.predict(x)) <= 1e-5
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_one_member_with_scores_gives_its_answer(tmp_path, suffix):
+    net = mheads.TreeNet(mheads.with_scores(user_networks.numbers), members=1)
+    x = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+    run = mheads.fit(net, mheads.losses.scored(), train=(x, x[:, :2]), test=(x, x[:, :2]), **QUICK)
+    assert off(answers(run.export(tmp_path / f"one{suffix}"), x), run.answer(x)) <= 1e-5
+
+
 class Centred(nn.Module):
     def forward(self, x):
         return x - 1e6

@@ -99,6 +99,35 @@ def test_gradients_are_those_of_autocast_on_one_network(factory):
     assert not torch.equal(gradients["trunk"][0], exact[0]), "this is float32"
 
 
+def filters() -> nn.Module:
+    """Layers that `vmap` stacks and autocast rounds."""
+    return nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(3, 8, 3, padding=1),
+            relu=nn.PReLU(),
+            up=nn.ConvTranspose2d(8, 4, 2, stride=2, bias=False),
+            flatten=nn.Flatten(),
+            fc=nn.Linear(4 * 256, 5),
+        )
+    )
+
+
+def test_stacked_filters_are_rounded_as_those_side_by_side():
+    found = []
+    for stacked in ((), (("0", "1", "2"),)):
+        engine = ThreadsEngine(TreeNet(filters, members=3), EngineOptions(1, 1, precision=BF16, stacked=stacked))
+        engine.step(0, examples(), losses.independent())
+        ((outputs, _),) = engine.outputs([examples])
+        gradients = engine.gradients
+        of_members = (
+            gradients["0"] if stacked else [torch.stack(each) for each in zip(*gradients.values(), strict=True)]
+        )
+        found.append([outputs.clone(), *(g.clone() for g in of_members)])
+        engine.close()
+    for apart, together in zip(*found, strict=True):
+        assert (together - apart).norm() < 0.05 * apart.norm(), "rounded in other places, and by as much"
+
+
 def test_the_loss_sees_float32_and_weights_stay_float32():
     dtypes = []
 

@@ -34,6 +34,7 @@ from mheads.runs.folder import RunFolder
 
 TRAIN = ["diabetes", "members=5", "loss=mcl", "loss.k=2", "sampling=bagging",
          "optim.batch_size=40", "optim.iterations=9", "log.every=3", "log.checkpoint_every=3"]  # fmt: skip
+APART = {"fc1": [1, {"fc2": 2}, 1]}  # members 0 and 3 are siblings, and the outputs of 1 and 2 are between theirs
 LOSSES = {"independent": losses.independent(), "mcl": losses.mcl(k=2), "mean": losses.score_averaged()}
 
 
@@ -86,13 +87,25 @@ def train(
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
-@pytest.mark.parametrize("split", [None, "fc2"])
+@pytest.mark.parametrize("split", [None, "fc2", APART])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_stacked_stages_learn_what_stages_side_by_side_learn(loss, split, norm):
     """By sample weights, a quarter of which is 0, where the loss takes them."""
     options = {"split": split, "dtype": torch.float64, "name": "sgd", "norm": norm}
     apart, stacked = (train(LOSSES[loss], stacked=s, **options) for s in (False, True))
     assert apart.keys() == stacked.keys()
+    for key in apart:
+        torch.testing.assert_close(stacked[key], apart[key], rtol=1e-8, atol=1e-10, msg=key)
+
+
+def test_a_separable_loss_of_ones_own_gets_one_member_at_a_time_and_its_total_is_logged():
+    def bounded(outputs, y, sample_weights, ties):
+        assert len(outputs) == 1
+        found = losses.cross_entropies(outputs, y)
+        return losses.LossValue((found + outputs.square().sum(-1)).sum(), torch.ones_like(found), found)
+
+    loss = losses.Loss("bounded", bounded, separable=True)
+    apart, stacked = (train(loss, stacked=s, dtype=torch.float64, name="sgd") for s in (False, True))
     for key in apart:
         torch.testing.assert_close(stacked[key], apart[key], rtol=1e-8, atol=1e-10, msg=key)
 
@@ -171,6 +184,25 @@ def test_siblings_that_differ_are_not_stacked():
         siblings_to_stack(net, 48, "always")
     with pytest.raises(UserError, match="no two members are siblings"):
         siblings_to_stack(TreeNet(network, members=1), 48, "always")
+
+
+def test_recurrent_layers_are_not_stacked():
+    def factory():
+        return nn.Sequential(OrderedDict(rows=nn.Unflatten(1, (4, 2)), gru=nn.GRU(2, 3)))
+
+    with pytest.raises(UserError, match=r"0.gru is a recurrent layer.*use auto or never"):
+        siblings_to_stack(TreeNet(factory, members=2), 48, "always")
+    assert siblings_to_stack(TreeNet(factory, members=2), 48, "auto") == []
+
+
+def test_siblings_whose_members_do_not_follow_one_another_are_not_stacked():
+    def stack(tree, mode="always"):
+        return [
+            [leaf.members[0] for leaf in group] for group in siblings_to_stack(TreeNet(network, tree=tree), 48, mode)
+        ]
+
+    assert stack(APART) == stack(APART, "auto") == [[1, 2]]
+    assert stack({"fc1": [2, {"fc2": 2}, 3]}) == [[0, 1], [2, 3], [4, 5, 6]]
 
 
 FORMS = {

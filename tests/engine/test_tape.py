@@ -258,3 +258,19 @@ def test_outputs_without_backward_equal_those_of_the_module(name):
     with torch.inference_mode():
         close(row_backward.outputs(stage, x), stage(x))
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_group_norm_may_be_the_first_layer_that_learns(frozen):
+    """Torch's backward of one on a CPU ends the process where images are channels last and their gradient is unused."""
+    layers = OrderedDict(conv=nn.Conv2d(6, 4, 3).requires_grad_(False)) if frozen else OrderedDict()
+    stage = SequentialStage(OrderedDict(**layers, norm=nn.GroupNorm(2, 4 if frozen else 6), relu=nn.ReLU())).double()
+    x = torch.randn(5, 6, 7, 7, dtype=torch.float64)
+    y = stage(x.requires_grad_())
+    d_output = torch.randn_like(y)
+    expected = torch.autograd.grad(y, trainable(stage), d_output)
+    tape = record(StageFacts.of(stage), x.detach(), context(5, input_gradient=False))
+    d_input, gradients = tape.backward(d_output)
+    assert isinstance(tape, AutogradTape) and d_input is None
+    for ours, theirs in zip(gradients, expected, strict=True):
+        close(ours, theirs)

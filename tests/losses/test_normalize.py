@@ -145,7 +145,7 @@ def test_a_loss_of_ones_own_may_need_the_whole_batch_too():
     loss = losses.Loss("centred", centred, whole_batch=True)
     x = torch.randn(300, 3)
     options = {"train": (x, x[:, :2]), "batch_size": 200, "iterations": 2}
-    with pytest.raises(UserError, match=r"centred looks at whole batches, .* use micro_batches=1 \(it is 2\)"):
+    with pytest.raises(UserError, match=r"centred looks at whole batches, .* use micro_batches=1 \(it is 2\)$"):
         fit(TreeNet(layers, members=2), loss, micro_batches=2, **options)
     assert fit(TreeNet(layers, members=2), loss, **options).result.examples
 

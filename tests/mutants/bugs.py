@@ -581,6 +581,29 @@ AREAS: dict[str, list[File]] = {
         ),
         File(
             "mheads/engine/training_step.py",
+            "tests/engine/test_stacked_stages.py -k one_member_at_a_time",
+            [Bug("a loss of one's own gets a whole stack", "len(members) > 1 and self.loss.has_own_function", "False")],
+        ),
+        File(
+            "mheads/engine/stacked_stages.py",
+            "tests/engine/test_stacked_stages.py",
+            [
+                Bug(
+                    "all leaves are siblings",
+                    "if families and families[-1][-1].parent == leaf.parent:",
+                    "if families:",
+                    tests="tests/engine/test_stacked_stages.py -k follow",
+                ),
+                Bug(
+                    "filters that are stacked stay in float32 where their inputs do not",
+                    ", nn.modules.conv._ConvNd, nn.PReLU)",
+                    ")",
+                    tests="tests/engine/test_precision.py -k filters",
+                ),
+            ],
+        ),
+        File(
+            "mheads/engine/training_step.py",
             "tests/engine/test_large_outputs.py -k autograd",
             [
                 Bug(

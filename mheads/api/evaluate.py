@@ -83,6 +83,7 @@ def evaluate(
     split, solved = make_labelled_split(test, "the test examples", classes=classes, name=problem)
     if problem == "auto":
         datasets.warn_of_flags(split.targets, solved)
+        datasets.warn_of_shares(split.targets, solved)
     engine, plain = Models(forward), Preprocess()
     with in_eval_mode([model for model in members if isinstance(model, nn.Module)]):
         outputs, _, _ = next(answers(engine, split, plain, solved, rows=batch_size))

@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from mheads.common.errors import UserError
+from mheads.common.errors import UserError, speaking
 from mheads.common.options import Section
 from mheads.config import schema
 from mheads.config.unknown_keys import EPOCHS, meaning
+from mheads.losses import LOSSES
 from mheads.runs.check_resume import without_force
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -141,6 +142,11 @@ _KEYS = re.compile(
 )
 
 
+CONSTANTS = {"true": "True", "false": "False", "null": "None"}
+_ASSIGNED = re.compile(r"((?<![\w./])(?:optim|data|engine|eval|loss)\.\w+=)(true|false|null)\b")
+_LOSS = re.compile(rf"(?<![\w.])loss(?:\.name)?=({'|'.join(LOSSES)})\b((?: loss\.\w+=[\w.+-]*\w)*)")
+
+
 def check_keywords(options: Mapping[str, Any], function: Callable[..., Any]) -> None:
     """Raises for a keyword that the function does not have, and names the one that is meant."""
     keywords = list(inspect.signature(function).parameters)
@@ -166,14 +172,20 @@ def translate_keys(message: str) -> str:
             return keyword if name == "name" else f"{keyword}={{{name!r}: ...}}"
         return "optimizer" if match[0] == "optim.name" else name
 
-    return _KEYS.sub(translate, message)
+    def call(match: re.Match[str]) -> str:
+        options = (option.removeprefix("loss.").partition("=") for option in match[2].split())
+        given = ", ".join(f"{name}={CONSTANTS.get(value, value)}" for name, _, value in options)
+        return f"mheads.losses.{match[1]}({given})"
+
+    message = _ASSIGNED.sub(lambda match: match[1] + CONSTANTS[match[2]], _LOSS.sub(call, message))
+    return _KEYS.sub(translate, message).replace("model_args.", "the factory's ")
 
 
 @contextmanager
 def speaking_python() -> Iterator[None]:
     """Inside, messages about a user's mistakes name keywords of Python instead of config keys."""
     try:
-        with without_force():
+        with without_force(), speaking(translate_keys):
             yield
     except UserError as error:
         error.args, error.hint = (translate_keys(str(error)),), None

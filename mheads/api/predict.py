@@ -280,8 +280,11 @@ def write_csv(run: Run, batches: Iterator[Answers], file: IO[bytes]) -> None:
         members = members.double()
         answers = problem.answer_columns(members, problem.together(members, weights))
         if number == 0:
-            writer.writerow(map(_cell, ["file", "row", *answers.names]))
-        writer.writerows(map(_cell, [*name, *line]) for name, line in zip(names, answers.lines, strict=True))
+            of_members = [] if weights is None else [f"weight_{m}" for m in range(len(weights))]
+            writer.writerow(map(_cell, ["file", "row", *answers.names, *of_members]))
+        shares = [[] for _ in names] if weights is None else [[f"{w:.6g}" for w in row] for row in weights.t().tolist()]
+        lines = zip(names, answers.lines, shares, strict=True)
+        writer.writerows(map(_cell, [*name, *line, *share]) for name, line, share in lines)
     text.detach()
 
 

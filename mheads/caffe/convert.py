@@ -249,13 +249,19 @@ def to_yaml(converted: Converted, name: str) -> str:
     arguments = tree.pop("model_args")
     text = "\n".join(line.expandtabs(2).rstrip() for line in arguments["net"].splitlines()).rstrip() + "\n"
     tree = {**tree, "model_args": {**{k: v for k, v in arguments.items() if k != "net"}, "net": text}}
-    asked = [f"to do: {converted.asks}"] if converted.asks else []
+    asked = [to_do(converted)] if converted.asks else []
     comments = "".join(f"# {line}\n" for line in (f"Made of {name}.", *converted.notes, *asked))
     return comments + yaml.dump(tree, Dumper=_RecipeDumper, sort_keys=False, width=110, allow_unicode=True)
 
 
+def to_do(converted: Converted) -> str:
+    """What the recipe still lacks. Without the shape of an example it has no loss either: conversion goes again."""
+    again = "" if "shape" in converted.tree["model_args"] else "; convert again with it, since shapes and losses follow"
+    return f"to do: {converted.asks}{again}"
+
+
 def convert_files(net: Path, more: Sequence[str], output: Path | None) -> str | None:
-    """The recipe of a net, its solver and overrides: as text, or written to a file."""
+    """What to print: the recipe of a net, its solver and overrides, or if it goes to a file what it still lacks."""
     files_of = [given for given in more if "=" not in given]
     if len(files_of) > 1:
         raise UserError(f"{', '.join(files_of)}: give one solver, and config keys as key=value")
@@ -265,4 +271,4 @@ def convert_files(net: Path, more: Sequence[str], output: Path | None) -> str | 
     if output is None:
         return text
     atomic_files.write_atomically(output, text.encode())
-    return None
+    return to_do(converted) if converted.asks else None

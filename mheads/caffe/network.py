@@ -124,7 +124,10 @@ def check_shape(shape: Any, where: str = "model_args.shape") -> Shape:
     """The shape of an example, as it was given."""
     sizes = list(shape) if isinstance(shape, list | tuple) else []
     if not sizes or any(isinstance(s, bool) or not isinstance(s, int) or not 0 < s < 2**31 for s in sizes):
-        raise UserError(f"{where} = {shape!r}: give the shape of an example, such as [3, 32, 32]")
+        written = "; a recipe without it was converted without data: convert the net again with data=..., which adds it"
+        raise UserError(
+            f"{where} = {shape!r}: give the shape of an example, such as [3, 32, 32]{written if shape is None else ''}"
+        )
     return tuple(sizes)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 _OF_THE_SYSTEM = {
@@ -38,12 +41,30 @@ class UserError(Exception):
         return f"{text}{separator}{self.hint}" if self.hint else text
 
 
+_words: ContextVar[Callable[[str], str]] = ContextVar("words", default=str)
+
+
+@contextmanager
+def speaking(translate: Callable[[str], str]) -> Iterator[None]:
+    """Inside, warnings and messages of progress, which name config keys, are translated."""
+    token = _words.set(translate)
+    try:
+        yield
+    finally:
+        _words.reset(token)
+
+
+def in_words_of_caller(message: str) -> str:
+    """The message in the words of whoever called us: the config's, unless `speaking` says otherwise."""
+    return _words.get()(message)
+
+
 def warn(message: str) -> None:
     """A Python warning that points at the line of the user's code from which we were called."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("mheads", "torch"):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(in_words_of_caller(message), stacklevel=level)
 
 
 def describe_error(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mheads.common.errors import warn
+from mheads.common.errors import in_words_of_caller, warn
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -137,10 +137,10 @@ class Terminal(Watcher):
         self.say(f"{folder} is finished: nothing to do (give more optim.iterations to go on)")
 
     def say(self, message: str) -> None:
-        self.console.print(message, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(in_words_of_caller(message), highlight=False, markup=False, soft_wrap=True)
 
     def warn(self, message: str) -> None:
-        self.console.print(message, style="yellow", highlight=False, markup=False, soft_wrap=True)
+        self.console.print(in_words_of_caller(message), style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 class Notebook(Watcher):
@@ -199,7 +199,7 @@ class Notebook(Watcher):
         self.say(f"{folder} is finished: nothing to do (give more iterations to go on)")
 
     def say(self, message: str) -> None:
-        self._lines.append(message)
+        self._lines.append(in_words_of_caller(message))
         self._show()
 
     def warn(self, message: str) -> None:

@@ -18,6 +18,7 @@ from mheads.common.options import expand_name
 from mheads.config.aliases import rename_key, rename_keys
 from mheads.config.schema import ENTRIES, SECTIONS, Config, all_keys
 from mheads.config.unknown_keys import did_you_mean, suggest
+from mheads.optim.optimizers import OPTIMIZERS
 
 Defaults = Mapping[str, Mapping[str, Any]]  # values of keys that a file does not have, by section
 
@@ -189,6 +190,8 @@ def _explain(problem: Any) -> tuple[str, str]:
     if problem["type"] in ("model_type", "model_attributes_type"):
         inside = [k for k in known if k.startswith(f"{key}.")]
         message = f"it is a section with keys of its own: {', '.join(inside)}"
+    if key == "optim.name" and problem["type"] == "string_type":
+        message = f"give the name of one: {', '.join(OPTIMIZERS)}"
     if not key:
         return "", message
     return f"{key} = {safe_yaml.short(problem['input'])}: ", f"{message[0].lower()}{message[1:]}"

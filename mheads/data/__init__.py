@@ -15,7 +15,7 @@ from mheads.data.readers.download import get
 from mheads.data.resampling import deal, multiply_weights, order, stream
 from mheads.data.sample_weights import check_answers, read_answers, read_sample_weights, select_training_rows
 from mheads.data.splits import Data, Split
-from mheads.data.targets import TARGET_KINDS, pose_targets, warn_of_flags
+from mheads.data.targets import TARGET_KINDS, pose_targets, warn_of_flags, warn_of_shares
 from mheads.data.value_range import ValueRange
 
 __all__ = [
@@ -42,4 +42,5 @@ __all__ = [
     "select_training_rows",
     "stream",
     "warn_of_flags",
+    "warn_of_shares",
 ]

@@ -206,7 +206,11 @@ def as_targets(labels: Any, where: str) -> np.ndarray:
         return y.astype(np.uint8 if y.dtype.itemsize == 1 and y.dtype.kind != "i" else np.int64, copy=False)
     if y.dtype.kind == "f" and 1 <= y.ndim <= 8 and 0 not in y.shape[1:]:
         return as_float32(y[:, None] if y.ndim == 1 else y, where)
-    raise UserError(f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; give {WAYS}")
+    ways = WAYS
+    if y.dtype.kind in "biu" and y.ndim == 4 and 1 in (y.shape[1], y.shape[3]):
+        plain = "y[:, 0]" if y.shape[1] == 1 else "y[..., 0]"
+        ways = f"{plain}: a class for each pixel has no axis of channels, [N, H, W]"
+    raise UserError(f"{where} labels have dtype {y.dtype} and shape {list(y.shape)}; give {ways}")
 
 
 def stack_arrays(values: Any, what: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from mheads.common.errors import UserError
 from mheads.data.data_section import DataOptions
 from mheads.data.preprocessing import fit_preprocess
 from mheads.data.splits import Data, RowSubset, Source, Split
-from mheads.data.targets import warn_of_flags
+from mheads.data.targets import warn_of_flags, warn_of_shares
 from mheads.data.value_range import ValueRange
 from mheads.problems import Problem, gives_numbers
 
@@ -70,6 +70,7 @@ def assemble(
     data = data.with_normalized_targets() if options.normalize_targets else data
     if options.problem == "auto":
         warn_of_flags(train.targets, problem)
+        warn_of_shares(train.targets, problem)
     return data.with_examples_as_targets() if options.problem == "examples" else data
 
 

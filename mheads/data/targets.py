@@ -13,6 +13,7 @@ from mheads.problems import Classification, MultiLabel, Problem, Regression, Seg
 from mheads.problems.member_losses import IGNORED
 
 ROUNDED = 1e-3  # of their standard deviation is the most that numbers to be learned are rounded by
+SUM_TO_ONE = 1e-3  # is the most by which the sum of probabilities may be off
 MOST_CLASSES = 1_000_000  # by number: more are numbers of something else, and their names alone would fill the memory
 S = TypeVar("S", bound=Any)
 Splits = dict[str, Any]
@@ -65,6 +66,19 @@ def warn_of_flags(targets: np.ndarray, problem: Problem) -> None:
         )
 
 
+def warn_of_shares(targets: np.ndarray, problem: Problem) -> None:
+    """Warns that rows that may be probabilities of classes are learned as numbers, since the user named no problem."""
+    if getattr(problem, "num_values", 0) < 2 or not len(targets):
+        return
+    sums = targets.sum(1, dtype=np.float64)
+    if (targets >= 0).all() and bool((np.abs(sums - 1) <= SUM_TO_ONE).all()):
+        warn(
+            "the targets are rows of numbers that add to 1, and are taken as numbers, with squared errors: "
+            "data.problem=soft_labels takes them as probabilities of classes, data.problem=regression says that "
+            "numbers are meant"
+        )
+
+
 def _look(targets: Arrays) -> str:
     """The problem that these targets look like."""
     arrays = list(targets.values())
@@ -77,6 +91,12 @@ def _look(targets: Arrays) -> str:
     if all(array.ndim == 3 and array.dtype.kind in "iu" for array in arrays):
         return "segmentation"
     floats = "floats" in kinds.values()
+    if floats and all(array.ndim == 3 and _is_flags(array) for array in arrays):
+        raise _other(
+            targets,
+            "if these are masks, a class for each pixel, give them as integers or bools, [N, H, W]; if these are "
+            "numbers to be learned, say data.problem=regression",
+        )
     if floats or all(array.dtype == np.uint8 and array.ndim == 2 for array in arrays):
         flags = [array.shape[1] > 1 and _is_flags(array) for array in arrays]
         one_hot = [flag and bool((array.sum(1) == 1).all()) for flag, array in zip(flags, arrays, strict=True)]
@@ -152,11 +172,23 @@ def _rows_of_classes(name: str, make: Callable[[tuple[str, ...]], Problem]) -> A
 def _segmentation(targets: Arrays, classes: Classes) -> tuple[Arrays, Problem]:
     _check_form(targets, (3,), "iu", "for segmentation give a class for each pixel as integers, [N, H, W]")
     _check_same_size({key: " x ".join(map(str, array.shape[1:])) for key, array in targets.items()}, "pixels")
+    _refuse_white_masks(targets)
     pixels = {key: np.where(a == 255, IGNORED, a.astype(np.int64)) for key, a in targets.items()}
     known = classes or class_numbers(max((int(array.max()) for array in pixels.values()), default=-1))
     if len(known) > 255:
         raise UserError(f"{len(known)} classes for pixels: 255 is for pixels that do not count, so give at most 255")
     return pixels, Segmentation(known, next((array.shape[1:] for array in pixels.values()), (0, 0)))
+
+
+def _refuse_white_masks(targets: Arrays) -> None:
+    """Raises for masks drawn in 0 and 255: 255 is for pixels that do not count, so one class would be left."""
+    train = targets.get("train")
+    if train is not None and (train == 255).any() and np.isin(train, (0, 255, IGNORED)).all():
+        raise UserError(
+            "train labels have no class but 0 beside 255, which is for pixels that do not count, so nothing could be "
+            "learned: if 255 is a class here, as in black and white masks, give y == 255, which makes the classes "
+            "0 and 1"
+        )
 
 
 TARGET_KINDS: dict[str, Callable[[Arrays, Classes], tuple[Arrays, Problem]]] = {

@@ -180,7 +180,7 @@ class Regression(Problem):
     name: ClassVar[str] = "regression"
     unit: ClassVar[str] = ""
     answer_kind: ClassVar[str] = "numbers"
-    measure: ClassVar[str] = "root mean square error"
+    measure: ClassVar[str] = "root mean square error, units of the targets"
     result_type: ClassVar[Any] = RegressionResult
     base_losses: ClassVar[tuple[str, ...]] = ("mse", "mae", "smooth_l1", "gaussian_nll")
 

@@ -104,6 +104,8 @@ def splits(runs: Sequence[ShownRun]) -> Sequence[Chart]:
         if not record.finished:
             raise UserError(f"{record.folder.path} is not finished: plot splits of finished runs")
         split = record.config.split
+        if isinstance(split, dict) and list(split.values()) == [record.config.members]:
+            (split,) = split  # {conv1: 4}, as Python writes conv1
         name = "none" if isinstance(split, int | None) else str(split)
         results["single" if record.config.members == 1 and split is None else name].append(record.require_result())
     order = sorted(results, key=lambda name: -results[name][0]["parameters"])  # who shares more has fewer

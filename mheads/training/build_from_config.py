@@ -49,7 +49,10 @@ def make_network_factory(config: Config, as_partial: bool = False) -> Callable[[
     except ValueError:
         pass  # written in C: it has no signature to look at
     except TypeError as error:
-        raise UserError(f"model_args = {config.model_args!r} do not fit {config.model}: {error}") from error
+        raise UserError(
+            f"model_args = {config.model_args!r} do not fit {config.model}: {error}; 'model_args={{}}' "
+            "takes those of the recipe away"
+        ) from error
 
     def make() -> nn.Module:
         try:

@@ -106,6 +106,8 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _print_error(console: Console, world: World, error: BaseException, aloud: bool) -> None:
+    from mheads.distributed.lost_ranks import GONE
+
     who = "" if world.is_main else f"rank {world.rank}"
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return  # whoever asked for it knows
@@ -114,4 +116,5 @@ def _print_error(console: Console, world: World, error: BaseException, aloud: bo
 
         console.complain(f"\n{traceback.format_exc()}", "failed:", who)
     elif aloud:
-        console.complain(str(error), who=who)
+        again = "; the same command goes on from the newest checkpoint" if GONE in str(error) else ""
+        console.complain(f"{error}{again}", who=who)

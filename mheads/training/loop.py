@@ -55,6 +55,11 @@ def train_config(
     with forward_warnings(watcher):
         experiment = build(config)
     watcher.on_build(folder.path)
+    if (rows := config.optim.batch_size) > (count := len(experiment.data.train)):
+        watcher.say(
+            f"a batch of {rows:,} holds each of the {count:,} training examples {rows / count:.3g} times: with "
+            f"optim.batch_size={count} it would hold each once"
+        )
     return train(experiment, folder, watcher)
 
 

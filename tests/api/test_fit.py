@@ -224,6 +224,7 @@ def test_paths_from_home_are_found_there(tmp_path, monkeypatch):
         (lambda: fit_plain(run=5), "run=5: give the path"),
         (lambda: fit_plain(schedule=int), "schedule=<class 'int'>: give a name"),
         (lambda: fit_plain(learning_rate=1), "no keyword 'learning_rate': did you mean lr"),
+        (lambda: fit_plain(optimizer=torch.optim.Adam), "optimizer = .*Adam.*: give the name of one: sgd, adamw"),
         (
             lambda: fit_plain(optimizer="adamw", nesterov=True),
             "nesterov is an option of sgd, muon, and optimizer is adamw",

@@ -771,6 +771,16 @@ def test_a_recipe_without_data_says_what_is_to_do(files, mheads):
     assert done.code == 0
     assert "# to do: net.prototxt, line 1, column 1: layer 'data' (Data): it reads the LMDB" in done.out
     assert "model_args" in done.out and "shape" not in yaml.safe_load(done.out)["model_args"]
+    assert "convert again with it, since shapes and losses follow" in done.out
+
+
+def test_a_recipe_that_was_converted_without_data_is_not_trained_with_another_loss(files, mheads):
+    files(nets.toy())
+    done = mheads("convert", "net.prototxt", "solver.prototxt", "-o", "mine.yaml")
+    assert done.code == 0 and "to do: net.prototxt" in done.out and "convert again" in done.out
+    done = mheads("train", "mine.yaml", "data.name=digits", "optim.iterations=1", "-f", "run")
+    assert done.code == 2 and "convert the net again with data=..." in done.err
+    assert "to do" not in mheads("convert", "net.prototxt", "solver.prototxt", "data=digits", "-o", "mine.yaml").out
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_killed_rank_ends_the_others_with_its_name(lost, tmp_path):
     assert done[lost].code == -signal.SIGKILL
     for rank in {0, 1, 2} - {lost}:
         assert done[rank].code == 3
-        assert f"rank {lost} has ended, or its connection is lost" in done[rank].err
+        assert f"rank {lost} has ended, or its connection is lost; the same command goes on" in done[rank].err
         assert ("rank " + str(rank) in done[rank].err) == (rank != 0), "tagged where it is not the main rank"
 
 

@@ -1,11 +1,14 @@
 """Answers as text: what tables of predictions show, without knowing the problem."""
 
+import csv
 import io
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 
+from mheads.api.predict import write_csv
 from mheads.cli.printing.answers import details, tables
 from mheads.common.console import Console
 from mheads.problems import Classification, MultiLabel, Regression, Segmentation
@@ -61,6 +64,32 @@ def test_numbers_have_four_digits_and_no_agreement():
     assert (columns.names, columns.lines) == (["answer", "mean", "member_0", "member_1"], [["1.75", "1.5", "1", "2"]])
     plain = problem.answer_columns(numbers, problem.together(numbers, None))
     assert (plain.names, plain.lines) == (["mean", "member_0", "member_1"], [["1.5", "1", "2"]])
+
+
+def test_the_probability_of_each_answer_is_printed_and_written(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    weights, run = (
+        torch.tensor([[0.25, 0.9], [0.75, 0.1]]),
+        SimpleNamespace(data=SimpleNamespace(problem=Regression(1))),
+    )
+    outputs, names = torch.tensor([[[1.0], [3.0]], [[2.0], [5.0]]]), [("x.csv", "0"), ("x.csv", "1")]
+    console = Console()
+    console.file = io.StringIO()
+    group = SimpleNamespace(names=names)
+    predicted = SimpleNamespace(outputs=outputs, weights=weights, images=None, run=run, group=group)
+    for table in tables(predicted, None):
+        console.print(table)
+    printed = [re.split("  +", line.strip()) for line in console.file.getvalue().splitlines()]
+    assert ["0", "1.75", "1.5", "1 (25%)", "2 (75%)"] in printed
+    assert ["1", "3.2", "4", "3 (90%)", "5 (10%)"] in printed
+
+    file = io.BytesIO()
+    write_csv(run, iter([(names, outputs, weights)]), file)
+    lines = list(csv.DictReader(io.StringIO(file.getvalue().decode())))
+    assert [(line["weight_0"], line["weight_1"]) for line in lines] == [("0.25", "0.75"), ("0.9", "0.1")]
+    file = io.BytesIO()
+    write_csv(run, iter([(names, outputs, None)]), file)
+    assert b"weight" not in file.getvalue()
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,6 @@ ONE_HOT = np.eye(3)[np.arange(120) % 3]
         (LABELS.astype(float), "regression", "regression"),
         (ONE_HOT, "multilabel", "multilabel"),
         (ONE_HOT, "soft_labels", "soft_labels"),
-        (SOFT, "auto", "regression"),
         (SOFT, "soft_labels", "soft_labels"),
         (np.arange(120) % 7, "auto", "classification"),
         (np.arange(120) % 7, "regression", "regression"),
@@ -364,6 +363,16 @@ def test_a_yes_or_no_as_floats_is_learned_as_numbers_only_with_a_warning(tmp_pat
     assert done.code == 0 and "multilabel" not in done.out + done.err
 
 
+def test_shares_as_floats_are_learned_as_numbers_only_with_a_warning():
+    with pytest.warns(UserWarning, match="add to 1.*data.problem=soft_labels.*data.problem=regression"):
+        assert data.from_arrays((X, SOFT), None).problem == Regression(3)  # as it was
+    with pytest.warns(UserWarning, match="add to 1"):
+        evaluate([lambda x: x], (X, SOFT))
+    assert data.from_arrays((X, SOFT), None, problem="regression").problem == Regression(3)  # no warning
+    assert data.from_arrays((X, SOFT - 0.5), None).problem == Regression(3)
+    assert data.from_arrays((X, SOFT[:, :2]), None).problem == Regression(2)
+
+
 def test_what_is_said_or_is_no_yes_or_no_gives_no_warning():  # a warning is an error here
     assert data.from_arrays((X, FLAGS), None, problem="multilabel").problem == MultiLabel(("0",))
     assert data.from_arrays((X, FLAGS), None, problem="regression").problem == Regression(1)
@@ -405,7 +414,11 @@ MANY = np.arange(60 * 6 * 5).reshape(60, 6, 5)
         ((IMAGES, MANY), {}, "255 is for pixels that do not count"),
         ((IMAGES, np.where(np.arange(60)[:, None, None] == 3, 255, PIXELS)), {}, "no pixel of example 3 counts"),
         ((IMAGES, PIXELS), {"mirror": True}, "would move the images and not the classes of their pixels"),
-        ((IMAGES, PIXELS[..., None]), {}, r"shape \[60, 6, 5, 1\]; give class numbers"),
+        ((IMAGES, PIXELS[..., None]), {}, r"shape \[60, 6, 5, 1\]; give y\[..., 0\]: a class for each pixel"),
+        ((IMAGES, PIXELS[:, None]), {}, r"shape \[60, 1, 6, 5\]; give y\[:, 0\]: a class for each pixel"),
+        ((IMAGES, (PIXELS > 0) * 255), {}, r"no class but 0 beside 255.*give y == 255, which makes the classes"),
+        ((IMAGES, (PIXELS > 0) * 255), {"classes": ["ground", "cell"]}, "no class but 0 beside 255"),
+        ((IMAGES, (PIXELS > 0).astype(np.float32)), {}, "if these are masks.*as integers or bools"),
         (Items(IMAGES, PIXELS, move=True), {}, "another label each time it is read"),
         (Items(X, np.stack([np.arange(120)] * 2, 1)), {}, "item 2 has the label .*several labels as bools"),
     ],

@@ -95,7 +95,9 @@ def test_a_run_says_what_it_is_and_comes_back(tmp_path):
     assert loaded.result == run.result
     assert torch.equal(loaded.predict(X), run.predict(X))
     assert loaded.evaluate(X[200:], Y[200:]) == mheads.evaluate(run.net, (X[200:], Y[200:]))
-    assert [axis.get_ylabel() for axis in loaded.plot_history().axes][-1] == "root mean square error"
+    assert [axis.get_ylabel() for axis in loaded.plot_history().axes][
+        -1
+    ] == "root mean square error, units of the targets"
     assert loaded.plot_ownership().axes
 
 

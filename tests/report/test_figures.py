@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from mheads.common.errors import UserError
+from mheads.problems import Regression
 from mheads.report.charts import outcomes
 from mheads.report.charts.chart import Line, LineChart
 from mheads.report.charts.outcomes import map_ownership
@@ -165,6 +166,19 @@ def test_large_errors_that_differ_little_are_written_in_full():
     (panel,) = figure.axes
     assert panel.yaxis.get_offset_text().get_text() == ""
     assert any(tick.get_text().startswith("1476") for tick in panel.get_yticklabels())
+
+
+def test_a_single_evaluation_has_one_tick():
+    line = {"iteration": 100, "members": [2.0, 3.0], "ensemble_mean": 2.0, "oracle": 1.0}
+    (panel,) = history_figure([], [line], "root mean square error").axes
+    assert list(panel.get_xticks()) == [100]
+
+
+def test_the_axes_of_answers_in_long_units_are_not_cut_off():
+    figure = draw([outcomes.chart_answers({"run": (2.0, 1.0)}, Regression(1).measure)])
+    figure.draw_without_rendering()
+    box = figure.axes[0].yaxis.label.get_window_extent()
+    assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
 
 
 def test_another_number_of_classes_is_refused():

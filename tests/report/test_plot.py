@@ -73,6 +73,12 @@ def test_every_plot_is_drawn_at_a_size_that_can_be_read(mheads, runs, tmp_path, 
     assert np.ptp(picture[..., :3]) > 0.5
 
 
+def test_a_split_given_as_a_tree_of_one_layer_stands_with_its_name(tmp_path):
+    train_config(configs.load("digits", [*QUICK, "split={conv1: 4}"]), RunFolder(tmp_path / "run"), Silent())
+    (chart,) = FIGURES["splits"].describe([ShownRun(record) for record in read_all([tmp_path / "run"])])
+    assert list(chart.x_names) == ["conv1"]
+
+
 def test_the_figures_are_listed_by_the_command_and_in_the_docs(mheads):
     done = mheads("plot")
     assert done.code == 0 and [line.split()[0] for line in done.out.splitlines()] == list(FIGURES)

@@ -44,7 +44,7 @@ def test_a_network_that_died_is_named_with_the_iteration(loss):
         )  # fmt: skip
     said = [str(one.message) for one in caught]
     assert len([text for text in said if text.startswith("iteration 5: members 0, 1 give the same answer")]) == 1
-    assert all("lower optim.lr" in text for text in said)
+    assert all("lower lr" in text for text in said)  # in the words of fit
 
 
 def test_numbers_that_no_longer_depend_on_the_input_are_named():
@@ -115,3 +115,14 @@ def test_what_helps_is_what_the_loss_has():
     assert "a higher loss.temperature" in by_loss["annealed"]
     assert "normalize_targets" not in by_loss["mcl"]
     assert "data.normalize_targets=true, loss=annealed" in idle_warning([0], 5, losses.mcl().options, far=True)
+
+
+def test_fit_names_what_helps_in_the_words_of_python(capsys):
+    x, log = np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32), {"idle_after": 2, "every": 1}
+    y = 100 + x[:, 0]  # so far away that the first member to come nearer wins everything
+    net = mheads.TreeNet(lambda: nn.Sequential(nn.Linear(2, 1)), members=3)
+    mheads.fit(net, "mcl", train=(x, y), test=(x, y), batch_size=100, iterations=20, lr=0.01, log=log, show=True)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "normalize_targets=True, mheads.losses.annealed(relative=True, temperature=0.5, floor=0.001)" in said
+    assert "a batch of 100 holds each of the 64 training examples 1.56 times: with batch_size=64 it would" in said
+    assert not re.search(r"\b(loss|data|optim)\.", said.replace("mheads.losses.", ""))

@@ -12,7 +12,7 @@ from mheads.api.predict import Predicted
 from mheads.common.progress import Watcher
 from mheads.common.table import Cell, Head, Table, text_rows
 from mheads.common.terminal_table import terminal_table
-from mheads.problems import Problem
+from mheads.problems import Problem, gives_probabilities
 from mheads.problems.answer_text import AnswerDetail, AnswerText
 from mheads.problems.base import ANSWERS
 
@@ -61,13 +61,21 @@ def answers(
 ) -> Group:
     """A table of outputs [M, N, ...], with a line for each example; these have names, or are numbered.
 
-    Weights [M, N] are those of the ensemble's answer, where members have scores.
+    Weights [M, N] are those of the ensemble's answer, where members have scores. They are the probabilities of the
+    members' answers, and shown in brackets unless answers are classes, which have probabilities of their own.
     """
     text = _text(outputs, problem, weights)
     ensemble = _ensemble_names(1 if weights is None else 2)
     members = [f"member {m}" for m in range(len(outputs))]
     columns = ("row" if names is None else "image", *ensemble, *["agree"] * text.agreement, *members)
-    rows = [[str(row) if names is None else names[row], *line] for row, line in enumerate(text.lines)]
+    rows = []
+    for row, line in enumerate(text.lines):
+        cells = line[-len(members) :]
+        if weights is not None and not gives_probabilities(problem):
+            cells = [
+                f"{cell} ({100 * weight:.0f}%)" for cell, weight in zip(cells, weights[:, row].tolist(), strict=True)
+            ]
+        rows.append([str(row) if names is None else names[row], *line[: -len(members)], *cells])
     table = Table(title, [Head(column, whole=not text.long) for column in columns], text_rows(rows))
     return Group(title, terminal_table(table, edge=True))
 

@@ -138,7 +138,7 @@ def chart_answers(
         "One answer or several",
         lines,
         f"{answer}, {measure}",
-        f"Oracle (the best of M answers), {measure}",
+        f"Oracle (best of M answers), {measure}",
         level=level,
         named_points=True,
         marks=meanings if both else {},

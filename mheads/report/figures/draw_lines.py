@@ -117,6 +117,8 @@ def _scale_axes(panel: Axes, chart: LineChart) -> None:
     if chart.x_range is not None:
         low, high = chart.x_range
         panel.set_xlim(low, high + 0.02 * (high - low))  # marks at the end are whole
+    elif not chart.named_points and len(only := {x for line in chart.lines for x in line.x}) == 1:
+        panel.set_xticks(list(only))  # around one point there is nothing to count
     elif not chart.named_points:
         panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     if chart.y_range is not None:

@@ -58,9 +58,9 @@ def _hint(error: LayerError, inputs: torch.Tensor, loss: Loss, data: Data) -> st
     if not inputs.is_floating_point():
         return f" ({data.name} holds {data.seen}; integers are tokens, and numbers are given as float32)"
     if isinstance(error.__cause__, RuntimeError | ValueError):
-        of_images = inputs.dim() == 4 and error.shapes == [tuple(inputs.shape)] and "channels" in str(error.__cause__)
-        channels = f" model_args.channels={inputs.shape[1]}?" if of_images else ""
-        if of_images and data.name in ("folder", "list"):
+        first = inputs.dim() == 4 and error.shapes == [tuple(inputs.shape)]  # which looks at channels alone
+        channels = f" model_args.channels={inputs.shape[1]}?" if first else ""
+        if first and data.name in ("folder", "list"):
             channels = f"{channels.rstrip('?')}, or data.grey=true?"
         shape = tuple(inputs.shape[1:])
         return f" (an example of {data.name} has the shape {shape}: is the network made for it?{channels})"

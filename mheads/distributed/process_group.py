@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pickle
@@ -44,7 +45,7 @@ class World:
         self.is_main = self.rank == 0
         self.nccl = torch.cuda.is_available() and dist.is_nccl_available()
         self.cores = 1  # of this machine, those that are this rank's
-        self._counts: dict[str, int] = {}
+        self._agreements = itertools.count()  # each has a number: all ranks come to the same ones in the same order
         self.store: Any = rendezvous(launch, to_start)
         self.watch = Watch(self.store, self.rank, self.size, max(timeout, TIMEOUT))  # then what the recipe says
         self._connect(to_start)
@@ -95,46 +96,26 @@ class World:
 
     def share(self, what: str, decide: Callable[[], T]) -> T:
         """What the main rank decides, on every rank; a mistake that it finds is everybody's."""
-        key = self._key(what)
+        key = f"{what}/{next(self._agreements)}"
         if self.is_main:
             try:
-                self._set(key, (decide(), None))
+                self.post(key, (decide(), None))
             except UserError as error:
-                self._set(key, (None, str(error)))
-        decision: tuple[T, str | None] = self._get(key)
+                self.post(key, (None, str(error)))
+        decision: tuple[T, str | None] = self.take(key)
         if decision[1] is not None:
             raise UserError(decision[1])
         return decision[0]
 
-    def decide(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        """The same for a decision that comes with something that the main rank alone keeps."""
-        kept: list[T] = []
-
-        def plain() -> Any:
-            decision, own = decide()
-            kept.append(own)
-            return decision
-
-        return self.share("decision", plain), kept[0] if kept else None
-
-    def post(self, key: str, text: str) -> None:
-        """Leaves a note for another rank, from any thread."""
-        self._set(f"note/{key}", text)
-
-    def take(self, key: str) -> str:
-        """Waits for a note; the loss of a rank ends the wait."""
-        note: str = self._get(f"note/{key}")
-        return note
-
     def compare(self, what: str, facts: dict[str, Any]) -> None:
         """Refuses, on all ranks, if a rank differs from the main rank in any of these facts."""
-        key, here = self._key(what), socket.gethostname()
-        self._set(f"{key}/{self.rank}", (here, facts))
+        key, here = f"{what}/{next(self._agreements)}", socket.gethostname()
+        self.post(f"{key}/{self.rank}", (here, facts))
 
         def differences() -> list[str]:
             lines = []
             for rank in range(1, self.size):
-                host, theirs = self._get(f"{key}/{rank}")
+                host, theirs = self.take(f"{key}/{rank}")
                 at = "" if host == here else f" ({host})"
                 for name, value in facts.items():
                     if theirs.get(name) != value:
@@ -147,17 +128,14 @@ class World:
             more = [f"  and {len(disagreements) - 10} more"] if len(disagreements) > 10 else []
             raise UserError("the ranks do not agree:\n" + "\n".join(disagreements[:10] + more))
 
-    def _key(self, what: str) -> str:
-        """Each agreement has a key of its own; all ranks come to the same ones in the same order."""
-        count = self._counts[what] = self._counts.get(what, 0) + 1
-        return f"{what}/{count}"
-
-    def _set(self, key: str, value: Any) -> None:
+    def post(self, key: str, value: Any) -> None:
+        """Leaves a note for other ranks, from any thread."""
         self.watch.check()
         with self._asking():
             self.store.set(key, pickle.dumps(value))
 
-    def _get(self, key: str) -> Any:
+    def take(self, key: str) -> Any:
+        """Waits for a note; the loss of a rank ends the wait."""
         with self._asking():
             await_keys(self.store, [key], check=self.watch.check)
             return pickle.loads(self.store.get(key))
@@ -178,8 +156,8 @@ class World:
         with self._asking():
             last = self.store.add("done", 1) == self.size
         if last:
-            self._set("all-done", True)
-        self._get("all-done")
+            self.post("all-done", True)
+        self.take("all-done")
         self.watch.end()
         self._leave(range(self.size), PATIENCE)
         dist.destroy_process_group()

@@ -59,8 +59,15 @@ class EngineOnRank(ThreadsEngine):
             self.workers.fail(error)
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
+        kept: list[T] = []
+
+        def plain() -> Any:
+            decision, own = decide()
+            kept.append(own)
+            return decision
+
         with self.pausing():  # reading a large checkpoint is no hanging, nor is waiting for it
-            return self.world.decide(decide)
+            return self.world.share("decision", plain), kept[0] if kept else None
 
     def close(self) -> None:
         self.world.watch.tell()

@@ -1433,8 +1433,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a mistake of the main rank is found by nobody else",
-                    "self._set(key, (None, str(error)))",
-                    "self._set(key, (None, None))",
+                    "self.post(key, (None, str(error)))",
+                    "self.post(key, (None, None))",
                 ),
             ],
         ),

@@ -7,7 +7,7 @@ import math
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,13 +19,14 @@ import torch.distributed as dist
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
 from mheads.distributed.launcher import Launch
-from mheads.distributed.lost_ranks import FAULT, GONE, PATIENCE, TIMEOUT, RankFailure, Watch
+from mheads.distributed.lost_ranks import FAULT, GONE, TIMEOUT, RankFailure, Watch
 from mheads.distributed.rendezvous import ask, await_keys, in_background, rendezvous, use_interface
 from mheads.engine.threads import own_cores
 
 T = TypeVar("T")
 
 TIMEOUT_TO_START = 30.0  # at least: some launchers are slow
+TO_LEAVE = 2.0  # that the main rank waits for others, one of which may be lost
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
 ALL_PAIRS = 64  # ranks up to which each is connected with each at the start
 NETWORK = (
@@ -153,13 +154,9 @@ class World:
 
     def close(self) -> None:
         """When all is done: nobody leaves before all are here, or the store would go with the first."""
-        with self._asking():
-            last = self.store.add("done", 1) == self.size
-        if last:
-            self.post("all-done", True)
-        self.take("all-done")
+        self.compare("end", {})
         self.watch.end()
-        self._leave(range(self.size), PATIENCE)
+        self.farewell()
         dist.destroy_process_group()
 
     def abort(self, error: BaseException) -> bool:
@@ -173,18 +170,12 @@ class World:
         _, first = self.watch.write_down(self.rank, f"rank {self.rank} {text}")
         return self.is_main or not first.startswith("rank 0 gave up: ")
 
-    def farewell(self, error: BaseException) -> None:
-        """The main rank may keep the store: it stays until the others have read what happened, or for a moment."""
-        guilty = error.rank if isinstance(error, RankFailure) else self.rank
-        self._leave([rank for rank in range(self.size) if rank != guilty], 3)
-        self._leave([guilty], 1)  # if it only hangs, it may still read why it has to go
-
-    def _leave(self, awaited: Iterable[int], seconds: float) -> None:
-        """Tells that this rank leaves; the main rank waits for some others to do so."""
+    def farewell(self) -> None:
+        """Tells that this rank leaves. The main rank may keep the store: it stays until all have read what happened."""
         ask(self.store, lambda store: store.set(f"left/{self.rank}", "1"))
         if self.is_main:
-            keys = [f"left/{rank}" for rank in awaited]
-            ask(self.store, lambda store: await_keys(store, keys, seconds), seconds + 1)
+            left = [f"left/{rank}" for rank in range(self.size)]
+            ask(self.store, lambda store: await_keys(store, left, TO_LEAVE), TO_LEAVE + 1)
 
 
 def share_of_cores(own: list[int], all_here: list[list[int]]) -> int:

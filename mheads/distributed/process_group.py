@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import pickle
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -68,25 +68,21 @@ class World:
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
             store.set(f"connected/{self.rank}", "1")
             dist.all_gather_object(cores, own)  # a stranger may have been taken for a rank: then this waits
-            store.set(f"greeted/{self.rank}", "1")
 
-        connecting = in_background(connect)
-
-        def check() -> None:
-            if connecting.done() and (error := connecting.exception()) is not None:
+        connecting, end = in_background(connect), time.monotonic() + seconds
+        with suppress(RankFailure), self._asking():
+            while not connecting.done():
+                self.watch.check()
+                if self.is_main and time.monotonic() > end:
+                    every = [f"connected/{rank}" for rank in range(self.size)]
+                    missing = await_keys(store, every, 0) or every
+                    who = ", ".join(store.get(f"place/{key.partition('/')[2]}").decode() for key in missing)
+                    self.watch.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
+                time.sleep(0.02)
+            if (error := connecting.exception()) is not None:
                 why = f"rank {self.rank} cannot use the network ({interface}): {str(error).splitlines()[0]}"
                 self.watch.report(self.rank, f"{why}; {NETWORK}")
             self.watch.check()
-
-        with suppress(RankFailure), self._asking():
-            greeted = [f"greeted/{rank}" for rank in (range(self.size) if self.is_main else [self.rank])]
-            if await_keys(store, greeted, seconds if self.is_main else math.inf, check):
-                for step in ("connected", "greeted"):
-                    missing = await_keys(store, [f"{step}/{rank}" for rank in range(self.size)], 0)
-                    who = ", ".join(store.get(f"place/{key.partition('/')[2]}").decode() for key in missing)
-                    if missing:
-                        self.watch.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
-                self.watch.check()
             self.cores = share_of_cores(own[1], [cpus for machine, cpus in cores if machine == own[0]])
 
     def wire_device(self, device: torch.device) -> torch.device:

@@ -1,6 +1,6 @@
 """The engine of several processes: the tasks of the threads engine, each on a rank that holds its stage.
 
-Ranks form a DeviceMesh of replicas x members. A stage lives on every rank that holds one of its members, and these
+Ranks form a mesh of replicas x members. A stage lives on every rank that holds one of its members, and these
 divide its micro-batches. What goes from rank to rank goes by torch's collectives, in an order that is the same on all
 ranks, while the workers compute. Sums have the same order as in one process, so the bits are the same.
 """
@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from mheads.common import nested_values
 from mheads.common.errors import UserError
@@ -22,7 +20,7 @@ from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
 from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
 from mheads.distributed.planning.placement import Division, Placement
-from mheads.distributed.process_group import World
+from mheads.distributed.process_group import NEVER, World
 from mheads.distributed.rank_batches import keep_inputs
 from mheads.distributed.rank_evaluation import EvaluationWindow
 from mheads.distributed.rank_training_step import RankStep
@@ -87,7 +85,7 @@ class RanksEngine(EngineOnRank):
         lead_reads: bool = False,
         sums: str = "ordered",
     ) -> None:
-        self.groups = make_groups(placement, world.rank, world.wire_device(options.device))  # the watch allows it time
+        self.groups = make_groups(placement, world.rank)  # the watch allows it time
         super().__init__(net, options, world)
         self.placement, self.lead_reads, self.sums, self.notes = placement, lead_reads, sums, world
         self.replica = world.rank // placement.slots
@@ -206,17 +204,12 @@ class RanksEngine(EngineOnRank):
         return of(0) | rest if self.is_main else own
 
 
-def make_groups(placement: Placement, rank: int, wire: torch.device) -> dict[tuple[int, ...], Group]:
-    """The groups that a rank belongs to, by their ranks: the lines of the mesh, and those who share its stages."""
-    shape = (placement.replicas, placement.slots)
-    mesh = DeviceMesh(wire.type, torch.arange(placement.ranks).view(shape), mesh_dim_names=("replica", "member"))
-    if rank >= placement.ranks:
-        return {}
-    replica, slot = divmod(rank, placement.slots)
-    groups: dict[tuple[int, ...], Group] = {tuple(mesh.mesh[:, slot].tolist()): mesh.get_group("replica")}
-    groups[placement.ranks_of(replica)] = mesh.get_group("member")
+def make_groups(placement: Placement, rank: int) -> dict[tuple[int, ...], Group]:
+    """The groups that a rank belongs to, by their ranks: its replica, and those who share its stages."""
+    groups: dict[tuple[int, ...], Group] = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+    replica = rank // placement.slots
     for name in placement.stages_on(rank):  # an order in which the ranks of any two groups make both
-        for ranks in (placement.holders(name, replica), placement.all_holders(name)):
+        for ranks in (placement.ranks_of(replica), placement.holders(name, replica), placement.all_holders(name)):
             if len(ranks) > 1 and ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                groups[ranks] = dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
     return groups

@@ -1,17 +1,15 @@
 """Collectives of torch.distributed on values, and the one order in which a rank runs them.
 
 Every rank runs the same collectives of a group in the same order, one after the other, on a thread of their own while
-the workers compute: each runs when its inputs are there and all before it have run. So nothing needs a tag, and no rank
-listens for what another may send.
+the workers compute: each waits for its inputs. So nothing needs a tag, and no rank listens for what another may send.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -34,60 +32,47 @@ all_gather_single = (
 
 @dataclass
 class Collective:
-    """`run` takes the inputs of this rank, by name, once none is missing; `order` is the same on all ranks."""
+    """`run` takes the inputs of this rank, by name; `order` is the same on all ranks."""
 
     order: tuple[Any, ...]
-    missing: int
+    inputs: int
     run: Callable[[dict[Any, Value]], None]
-    given: dict[Any, Value] = field(default_factory=dict)
+    given: SimpleQueue[tuple[Any, Value]] = field(default_factory=SimpleQueue)
 
 
 class OrderedCollectives:
-    """Runs what is planned, in its order, each when its inputs are there. The workers wait for all of them."""
+    """Runs what is planned, in its order; each waits for its inputs. The workers wait for all of them."""
 
     def __init__(self, workers: Workers, failed: Callable[[BaseException], None]) -> None:
         self._workers, self._failed = workers, failed
-        self._lock = threading.Lock()
-        self._planned: dict[Key, Collective] = {}
-        self._left: deque[Collective] = deque()
+        self._planned: Mapping[Key, Collective] = {}
         self._thread = ThreadPoolExecutor(1, "mheads-collectives", initializer=_use_one_thread)
         self.finished = 0
 
     def plan(self, collectives: Mapping[Key, Collective]) -> None:
         """Plans the collectives that follow; all before have run."""
-        assert not self._left
+        self._planned = collectives
         self._workers.hold(len(collectives))
-        with self._lock:
-            self._planned = dict(collectives)
-            self._left.extend(sorted(collectives.values(), key=lambda one: one.order))
-            self._begin()
+        for one in sorted(collectives.values(), key=lambda one: one.order):
+            self._thread.submit(self._run, one)
 
     def give(self, key: Key, name: Any, value: Value) -> bool:
         """Gives a collective one of its inputs; whether there is such a collective."""
         one = self._planned.get(key)
         if one is not None:
-            with self._lock:
-                one.given[name] = value
-                one.missing -= 1
-                self._begin()
+            one.given.put((name, value))
         return one is not None
-
-    def _begin(self) -> None:
-        while self._left and not self._left[0].missing:
-            one = self._left.popleft()
-            self._thread.submit(self._run, one.run, one.given)
 
     def together(self, run: Callable[[], T]) -> T:
         """Runs a collective between two plans, and waits for it; the loss of a rank ends the wait."""
         results: list[T] = []
-        self._workers.hold()
-        self._thread.submit(self._run, lambda: results.append(run()))
+        self.plan({(): Collective((), 0, lambda _: results.append(run()))})
         self._workers.wait()
         return results[0]
 
-    def _run(self, run: Callable[..., None], *args: Any) -> None:
+    def _run(self, one: Collective) -> None:
         try:
-            run(*args)
+            one.run(dict(one.given.get() for _ in range(one.inputs)))
         except BaseException as error:
             self._failed(error)
         else:
@@ -95,7 +80,8 @@ class OrderedCollectives:
             self._workers.release()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        """Waits for nothing: after a failure, a collective may wait for ever for its inputs or for a lost rank."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _use_one_thread() -> None:

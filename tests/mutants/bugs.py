@@ -1331,7 +1331,7 @@ AREAS: dict[str, list[File]] = {
                 Bug(
                     "collectives run as their inputs come",
                     "key=lambda one: one.order",
-                    "key=lambda one: one.missing",
+                    "key=lambda one: one.inputs",
                     tests="tests/distributed/test_ranks_engine.py -k 'probability and explicit'",
                 ),
             ],

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mheads.common.nested_values import Value
-from mheads.distributed.packed_values import PackedValue, align, unpack
+from mheads.common.nested_values import Value, leaves, map_leaves
+from mheads.distributed.packed_values import PackedValue, align, memory_of, unpack
 from mheads.engine.gradient_sums import add_subtrees
 from mheads.engine.threads import Workers
 
@@ -128,15 +128,17 @@ class Gathering:
 
 
 def exchange(
-    group: Group, given: Mapping[int, Tensor], sizes: Mapping[int, int], device: torch.device
-) -> dict[int, Tensor]:
-    """An all-to-all of bytes: gives each rank what is for it, and takes so many bytes from each."""
-    ranks, nothing = dist.get_process_group_ranks(group), torch.empty(0, dtype=torch.uint8)
-    parts = [given.get(rank, nothing).to(device) for rank in ranks]
-    into = [sizes.get(rank, 0) for rank in ranks]
-    taken = torch.empty(sum(into), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(taken, torch.cat(parts), into, [part.numel() for part in parts], group=group)
-    return dict(zip(ranks, taken.split(into), strict=True))
+    group: Group, given: Mapping[int, Value], forms: Mapping[int, Value], device: torch.device
+) -> dict[int, Value]:
+    """Gives ranks values of dense tensors, and takes values of these forms from others."""
+    taken = {rank: map_leaves(lambda t: torch.empty_like(t, device=device), form) for rank, form in forms.items()}
+    sent = [(rank, memory_of(t.to(device))) for rank, value in given.items() for t in leaves(value)]
+    filled = [(rank, memory_of(t)) for rank, value in taken.items() for t in leaves(value)]
+    batch = [dist.P2POp(dist.isend, memory, rank, group) for rank, memory in sent]
+    batch += [dist.P2POp(dist.irecv, memory, rank, group) for rank, memory in filled]
+    for work in dist.batch_isend_irecv(batch) if batch else ():
+        work.wait()
+    return taken
 
 
 def add_ordered(group: Group, own: Tensor, held: Mapping[int, Sequence[range]]) -> Tensor:

@@ -3,7 +3,7 @@
 down   the output of a shared stage, all-gathered to the ranks that hold it, round by round: in round j each rank
        gives its j-th micro-batch
 loss   the outputs of the members on a micro-batch, all-gathered; every rank then computes the loss by itself
-up     the gradients of a shared stage's output: each goes to the rank that runs the micro-batch (all-to-all)
+up     the gradients of a shared stage's output: each goes to the rank that runs the micro-batch
 sum    the gradients of a stage's weights, summed over all ranks that share it
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from mheads.common import nested_values
+from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.distributed.collectives import Collective, Key, add_fast, add_ordered, exchange
-from mheads.distributed.packed_values import lay_out, restore
 from mheads.distributed.planning.placement import Division
 from mheads.engine.gradient_sums import PairwiseSum, Subtrees, subtrees
 from mheads.engine.training_step import BACKWARD, FORWARD, LOSS, PREPARE, TrainingStep, add_in_order
@@ -78,9 +78,9 @@ class RankStep(TrainingStep):
             first_child = self.tree.nodes[name].children[0]
             taken_back = self.stages.statistics or self.stages.wanted[first_child]
             for j, owned in enumerate(self.division.rounds(name, self.me) if taken_back else ()):
-                given = sum(len(term) for i in set(owned.values()) for term in self._terms_of(name, i, self.me))
+                terms = [term for i in set(owned.values()) for term in self._terms_of(name, i, self.me).values()]
                 run = partial(self._exchange_gradients, name, owned)
-                planned["up", name, j] = Collective((2, -depth[name], j, name), given, run)
+                planned["up", name, j] = Collective((2, -depth[name], j, name), sum(map(len, terms)), run)
         if not self.loss.separable and engine.placement.slots > 1:
             leaves = len(self.stages.here(tuple(leaf.name for leaf in self.tree.leaves)))
             for i in self.mine:
@@ -133,7 +133,8 @@ class RankStep(TrainingStep):
     def deliver(self, i: int, node: Node, output: Value) -> None:
         if node.name in self.engine.shared:
             wanted = self.stages.wanted[node.children[0]]
-            self._forms[node.name, i] = nested_values.map_leaves(lambda t: t.to("meta"), output) if wanted else ()
+            form = nested_values.map_leaves(lambda t: canonical(t.to("meta")), output)
+            self._forms[node.name, i] = form if wanted else ()
         for child in self.stages.here(node.children):
             if i in self.division.runs(child.name, self.me):
                 self._spawn(FORWARD, i, child, self.forward, output)
@@ -167,39 +168,39 @@ class RankStep(TrainingStep):
             key = ("up", node.parent, self.division.round_of(node.parent, i))
             self.engine.collectives.give(key, (i, node.name), d_input)
 
-    def _terms_of(self, name: str, i: int, rank: int) -> list[list[str]]:
-        """The gradients that a rank gives for a micro-batch of a stage: the children whose sum each is."""
+    def _terms_of(self, name: str, i: int, rank: int) -> dict[str, list[str]]:
+        """The gradients that a rank gives for a micro-batch of a stage: the children of each sum, by the first."""
         terms = self.division.terms(self.tree.nodes[name].children, i).get(rank, [])
         if self.options.precision != torch.float32:  # the sum of all is rounded once
             terms = [[child] for term in terms for child in term]
-        return terms
+        return {term[0]: term for term in terms}
 
     def _exchange_gradients(self, name: str, owned: dict[int, int], own: dict[tuple[int, str], Value]) -> None:
         """Gives each rank the gradients for the micro-batch that it runs, and takes those for its own."""
-        engine, parent = self.engine, self.tree.nodes[name]
+        engine, parent, mine = self.engine, self.tree.nodes[name], owned.get(self.me)
         holders = engine.placement.holders(name, engine.replica)
         added = {i: self._add_terms(name, i, own) for i in owned.values()}
-        given = {r: lay_out(added[i], self._form(name, i, self.me)) for r, i in owned.items() if r != self.me}
-        mine, forms = owned.get(self.me), {}
+        given = {
+            rank: nested_values.map_leaves(_as_form, added[i], self._form(name, i, self.me))
+            for rank, i in owned.items()
+            if rank != self.me
+        }
+        forms = {rank: self._form(name, mine, rank) for rank in holders if mine is not None and rank != self.me}
+        taken = exchange(engine.groups[holders], given, forms, engine.wire)
         if mine is not None:
-            forms = {rank: self._form(name, mine, rank) for rank in holders if rank != self.me}
-        sizes = {rank: sum(t.nbytes for t in nested_values.leaves(form)) for rank, form in forms.items()}
-        taken = exchange(engine.groups[holders], given, sizes, engine.wire)
-        if mine is not None:
-            arrived = added[mine]
-            for rank, form in forms.items():
-                arrived |= engine.to_device(restore(taken[rank], form))
-            self.collect(mine, parent, {child: arrived.get(child) for child in parent.children})
+            for value in taken.values():
+                added[mine] |= engine.to_device(value)
+            self.collect(mine, parent, {child: added[mine].get(child) for child in parent.children})
 
     def _form(self, name: str, i: int, rank: int) -> dict[str, Value]:
         """What a rank gives for a micro-batch of a stage, without its content, by the first child of each sum."""
-        return {term[0]: self._forms[name, i] for term in self._terms_of(name, i, rank)}
+        return dict.fromkeys(self._terms_of(name, i, rank), self._forms[name, i])
 
     def _add_terms(self, name: str, i: int, given: dict[tuple[int, str], Value]) -> dict[str, Value]:
         """The gradients that this rank gives, by the first child of each sum."""
         return {
-            term[0]: nested_values.map_leaves(add_in_order, *(given[i, child] for child in term))
-            for term in self._terms_of(name, i, self.me)
+            first: nested_values.map_leaves(add_in_order, *(given[i, child] for child in term))
+            for first, term in self._terms_of(name, i, self.me).items()
         }
 
     # Gradients of weights are summed.
@@ -221,3 +222,7 @@ class RankStep(TrainingStep):
         total = add_fast(group, given) if engine.sums == "fast" else add_ordered(group, given, held)
         for tensor, piece in zip(kept, total.split(sizes), strict=True):
             tensor.copy_(piece.view(tensor.shape))
+
+
+def _as_form(gradient: Tensor, form: Tensor) -> Tensor:
+    return canonical(gradient.to(form.dtype))

@@ -1305,8 +1305,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a rank gives the gradients of its own micro-batch to others",
-                    "lay_out(added[i], self._form(name, i, self.me))",
-                    "lay_out(added[min(added)], self._form(name, min(added), self.me))",
+                    "_as_form, added[i], self._form(name, i, self.me)",
+                    "_as_form, added[min(added)], self._form(name, min(added), self.me)",
                 ),
                 Bug(
                     "sums of micro-batches are taken in the order in which they finish",

@@ -186,7 +186,7 @@ class _Rank:
                 self.kept.append(collective(*args))
                 return self.kept[-1]
             byte = torch.zeros(1)
-            collectives.all_gather_single(torch.zeros(dist.get_world_size(args[group])), byte, group=args[group])
+            dist.all_gather([byte.clone() for _ in range(dist.get_world_size(args[group]))], byte, group=args[group])
             self.replayed += 1
             return self.kept[self.replayed - 1]
 

@@ -25,9 +25,6 @@ T = TypeVar("T")
 Key = tuple[Any, ...]  # of a collective: its kind, then what tells it from others of that kind
 Group = dist.ProcessGroup | None  # None: all ranks
 SMALL_BLOCK = 2048  # bytes that a first gathering has room for
-all_gather_single = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # the name before torch 2.13
 
 
 @dataclass
@@ -106,15 +103,14 @@ class Gathering:
         room = self._room.get(key, SMALL_BLOCK)
         while True:
             own = packed.write(room, self.device)
-            blocks = own.new_empty(len(ranks) * room)
-            all_gather_single(blocks, own, group=group)
-            each = blocks.view(len(ranks), room)
-            longest = int(each[:, :8].contiguous().view(torch.int64).max())
+            blocks = own.new_empty(len(ranks), room)
+            dist.all_gather(list(blocks), own, group=group)
+            longest = int(blocks[:, :8].contiguous().view(torch.int64).max())
             if longest <= room:
                 break
             room = align(longest)
         self._room[key] = room
-        return {rank: unpack(block) for rank, block in zip(ranks, each, strict=True)}
+        return {rank: unpack(block) for rank, block in zip(ranks, blocks, strict=True)}
 
     def gather_on_main(self, value: Value) -> list[Value]:
         """The values of all ranks on the main rank; nothing on the others."""
@@ -155,9 +151,9 @@ def add_ordered(group: Group, own: Tensor, held: Mapping[int, Sequence[range]]) 
     taken = own.new_empty(sum(counts), chunk)
     dist.all_to_all_single(taken, chunks.reshape(size * subtrees, chunk), counts, [subtrees] * size, group=group)
     total = add_subtrees(dict(zip((part for rank in ranks for part in held[rank]), taken, strict=True)))
-    whole = own.new_empty(chunk * size)
-    all_gather_single(whole, total, group=group)
-    return whole[:n]
+    whole = own.new_empty(size, chunk)
+    dist.all_gather(list(whole), total, group=group)
+    return whole.view(-1)[:n]
 
 
 def add_fast(group: Group, own: Tensor) -> Tensor:

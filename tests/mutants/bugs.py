@@ -1461,8 +1461,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "ranks of one host meet at a default port",
-                    "if address and port else replace(launch, port=of_job)",
-                    "if address and port else launch",
+                    'address, port = "127.0.0.1", of_job',
+                    'address = "127.0.0.1"',
                 ),
             ],
         ),

@@ -23,7 +23,7 @@ from mheads.data.batches import Batch
 from mheads.distributed.collectives import Collective, Key, add_fast, add_ordered, exchange
 from mheads.distributed.planning.placement import Division
 from mheads.engine.gradient_sums import PairwiseSum, Subtrees, subtrees
-from mheads.engine.training_step import BACKWARD, FORWARD, LOSS, PREPARE, TrainingStep, add_in_order
+from mheads.engine.training_step import BACKWARD, LOSS, PREPARE, TrainingStep, add_in_order
 from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
 
@@ -103,9 +103,10 @@ class RankStep(TrainingStep):
 
     def start(self) -> None:
         self.engine.collectives.plan(self._plan())
-        own = self.division.begins(self.tree, self.me)
-        for i in own[:1] if self.stages.statistics else own:
-            self._spawn(PREPARE, i, None, self.prepare)
+        super().start()
+
+    def runs(self, node: Node, i: int) -> bool:
+        return i in self.division.runs(node.name, self.me)
 
     def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
         """Shared stages run first, since others wait for them, and are taken back last, while gradients travel."""
@@ -113,15 +114,8 @@ class RankStep(TrainingStep):
         wide = node is not None and self.stages[node.name].threads > self.stages.threads
         shared = phase == PREPARE or (node is not None and node.name in self.engine.shared and not self.division.whole)
         when = 0 if not shared else 1 if phase == BACKWARD else -1
-        self.spawn(
-            (group, when, self._turn[i], phase), function, i, *(() if node is None else (node,)), *args, wide=wide
-        )
-
-    def prepare(self, i: int) -> None:
-        x = self.batches[i].network_inputs(self.dtype)
-        for root in self.stages.roots:
-            if i in self.division.runs(root.name, self.me):
-                self._spawn(FORWARD, i, root, self.forward, x)
+        priority = group, when, self._turn[i], phase
+        self.spawn(priority, function, i, *(() if node is None else (node,)), *args, wide=wide)
 
     # Outputs go down.
 
@@ -135,9 +129,7 @@ class RankStep(TrainingStep):
             wanted = self.stages.wanted[node.children[0]]
             form = nested_values.map_leaves(lambda t: canonical(t.to("meta")), output)
             self._forms[node.name, i] = form if wanted else ()
-        for child in self.stages.here(node.children):
-            if i in self.division.runs(child.name, self.me):
-                self._spawn(FORWARD, i, child, self.forward, output)
+        super().hand_down(i, node, output)
 
     # The loss.
 

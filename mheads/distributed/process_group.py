@@ -134,7 +134,8 @@ class World:
     def take(self, key: str) -> Any:
         """Waits for a note; the loss of a rank ends the wait."""
         with self._asking():
-            await_keys(self.store, [key], check=self.watch.check)
+            while await_keys(self.store, [key], 0.1):
+                self.watch.check()
             return pickle.loads(self.store.get(key))
 
     @contextmanager

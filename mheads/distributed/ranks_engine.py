@@ -199,9 +199,8 @@ class RanksEngine(EngineOnRank):
             )
             return {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(prefixes)}
 
-        own = self.scatter_objects(lambda: [{}, *(of(rank) for rank in range(1, self.world.size))])
-        rest = {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
-        return of(0) | rest if self.is_main else own
+        own = self.scatter_objects(lambda: [of(rank) for rank in range(self.world.size)])
+        return own | {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
 
 
 def make_groups(placement: Placement, rank: int) -> dict[tuple[int, ...], Group]:

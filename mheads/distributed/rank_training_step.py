@@ -75,9 +75,7 @@ class RankStep(TrainingStep):
         engine, depth = self.engine, self.tree.depths
         planned = dict(self.down.planned)
         for name in engine.shared:
-            first_child = self.tree.nodes[name].children[0]
-            taken_back = self.stages.statistics or self.stages.wanted[first_child]
-            for j, owned in enumerate(self.division.rounds(name, self.me) if taken_back else ()):
+            for j, owned in enumerate(self.division.rounds(name, self.me)):
                 terms = [term for i in set(owned.values()) for term in self._terms_of(name, i, self.me).values()]
                 run = partial(self._exchange_gradients, name, owned)
                 planned["up", name, j] = Collective((2, -depth[name], j, name), sum(map(len, terms)), run)
@@ -120,8 +118,6 @@ class RankStep(TrainingStep):
     # Outputs go down.
 
     def hand_down(self, i: int, node: Node, output: Value) -> None:
-        if not self.stages.wanted[node.children[0]] and not self.stages.statistics:
-            self._tapes.pop((node.name, i))  # nothing is ever taken back
         self.down.hand_down(i, node, output)
 
     def deliver(self, i: int, node: Node, output: Value) -> None:
@@ -154,8 +150,7 @@ class RankStep(TrainingStep):
     def hand_up(self, i: int, node: Node, d_input: Value) -> None:
         assert node.parent is not None
         if node.parent not in self.engine.shared:
-            if self.stages.wanted[node.name] or self.stages.statistics:
-                super().hand_up(i, node, d_input)
+            super().hand_up(i, node, d_input)
         elif self.division.owner(node.name, i) == self.me:  # of those that run it whole, the first one gives it
             key = ("up", node.parent, self.division.round_of(node.parent, i))
             self.engine.collectives.give(key, (i, node.name), d_input)
@@ -198,7 +193,7 @@ class RankStep(TrainingStep):
     # Gradients of weights are summed.
 
     def keep(self, name: str, sums: Subtrees) -> None:
-        if not self.engine.collectives.give(("sum", name), "sums", sums):
+        if self.stages[name].parameters and not self.engine.collectives.give(("sum", name), "sums", sums):
             super().keep(name, sums)
 
     def _sum_gradients(self, name: str, own: dict[str, Subtrees]) -> None:

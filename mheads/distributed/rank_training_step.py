@@ -23,7 +23,7 @@ from mheads.data.batches import Batch
 from mheads.distributed.collectives import Collective, Key, add_fast, add_ordered, exchange
 from mheads.distributed.planning.placement import Division
 from mheads.engine.gradient_sums import PairwiseSum, Subtrees, subtrees
-from mheads.engine.training_step import BACKWARD, LOSS, PREPARE, TrainingStep, add_in_order
+from mheads.engine.training_step import BACKWARD, PREPARE, TrainingStep, add_in_order
 from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
 
@@ -75,10 +75,11 @@ class RankStep(TrainingStep):
         engine, depth = self.engine, self.tree.depths
         planned = dict(self.down.planned)
         for name in engine.shared:
+            children = self.tree.nodes[name].children
             for j, owned in enumerate(self.division.rounds(name, self.me)):
-                terms = [term for i in set(owned.values()) for term in self._terms_of(name, i, self.me).values()]
+                owners = [self.division.owner(child, i) for i in set(owned.values()) for child in children]
                 run = partial(self._exchange_gradients, name, owned)
-                planned["up", name, j] = Collective((2, -depth[name], j, name), sum(map(len, terms)), run)
+                planned["up", name, j] = Collective((2, -depth[name], j, name), owners.count(self.me), run)
         if not self.loss.separable and engine.placement.slots > 1:
             leaves = len(self.stages.here(tuple(leaf.name for leaf in self.tree.leaves)))
             for i in self.mine:
@@ -138,8 +139,8 @@ class RankStep(TrainingStep):
         group = self.engine.groups[self.engine.placement.ranks_of(self.engine.replica)]
         for value in self.engine.gathering.gather("loss", group, own).values():
             outputs |= self.engine.to_device(value)
-        self._outputs[i] = [(self.stages.nodes[name], output) for name, output in (outputs | own).items()]
-        self._spawn(LOSS, i, None, self.apply_loss)
+        for name, output in (outputs | own).items():
+            super().hand_over(i, self.stages.nodes[name], output)
 
     def hand_back(self, i: int, leaf: Node, d_output: Value, learn: Tensor | None) -> None:
         if leaf.name in self.stages:

@@ -94,9 +94,7 @@ class RanksEngine(EngineOnRank):
         self._divisions: dict[int, Division] = {}
 
     def to_device(self, value: Value) -> Value:
-        """Moves a received value to the device of this rank."""
-        if self.wire == self.options.device:
-            return value
+        """Moves a value to the device of this rank."""
         return nested_values.map_leaves(lambda t: t.to(self.options.device), value)
 
     # Training.
@@ -154,7 +152,7 @@ class RanksEngine(EngineOnRank):
                     for name, output in part.get(i, {}).items():
                         whole.hand_over(self.stages.nodes[name], self.to_device(output))
                 targets = read.targets if isinstance(read, Reader) else read().targets
-                yield whole.outputs, nested_values.map_leaves(lambda t: t.to(self.options.device), targets)
+                yield whole.outputs, self.to_device(targets)
 
     def _hand_out(self, readers: Sequence[Callable[[], Batch]]) -> list[Callable[[], Batch]]:
         """The batches that the main rank reads, on all ranks: inputs where a rank begins with them."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mheads.common.nested_values import Value, leaves, map_leaves
-from mheads.distributed.packed_values import PackedValue, align, memory_of, unpack
+from mheads.distributed.packed_values import PackedValue, memory_of, unpack
 from mheads.engine.gradient_sums import add_subtrees
 from mheads.engine.threads import Workers
 
@@ -108,7 +108,7 @@ class Gathering:
             longest = int(blocks[:, :8].contiguous().view(torch.int64).max())
             if longest <= room:
                 break
-            room = align(longest)
+            room = longest
         self._room[key] = room
         return {rank: unpack(block) for rank, block in zip(ranks, blocks, strict=True)}
 

@@ -186,7 +186,7 @@ class _Rank:
                 self.kept.append(collective(*args))
                 return self.kept[-1]
             byte = torch.zeros(1)
-            collectives.all_gather_single(torch.zeros(dist.get_world_size(args[group])), byte, group=args[group])
+            dist.all_gather([byte.clone() for _ in range(dist.get_world_size(args[group]))], byte, group=args[group])
             self.replayed += 1
             return self.kept[self.replayed - 1]
 
@@ -204,12 +204,12 @@ class _Rank:
         return began, ended
 
     def transfer(self, outputs: int, gradients: int, rounds: int = 1) -> float:
-        """All-gathers of so many floats from each rank, and all-to-alls to the other one."""
+        """All-gathers of so many floats from each rank, and exchanges with the other one."""
         group, gathering, other = dist.group.WORLD, Gathering(torch.device("cpu")), 1 - self.world.rank
-        output, gradient = torch.ones(outputs), torch.ones(gradients * 4, dtype=torch.uint8)
+        output, gradient = torch.ones(outputs), torch.ones(gradients)
         for _ in range(2):  # the first has to find out how long blocks are
             began = time.monotonic()
             for _ in range(rounds):
                 gathering.gather("transfer", group, output)
-                exchange(group, {other: gradient}, {other: gradient.numel()}, gradient.device)
+                exchange(group, {other: gradient}, {other: gradient}, gradient.device)
         return time.monotonic() - began

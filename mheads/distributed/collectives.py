@@ -1,25 +1,23 @@
 """Collectives of torch.distributed on values, and the one order in which a rank runs them.
 
 Every rank runs the same collectives of a group in the same order, one after the other, on a thread of their own while
-the workers compute: each runs when its inputs are there and all before it have run. So nothing needs a tag, and no rank
-listens for what another may send.
+the workers compute: each waits for its inputs. So nothing needs a tag, and no rank listens for what another may send.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mheads.common.nested_values import Value
-from mheads.distributed.packed_values import PackedValue, align, unpack
+from mheads.common.nested_values import Value, leaves, map_leaves
+from mheads.distributed.packed_values import PackedValue, memory_of, unpack
 from mheads.engine.gradient_sums import add_subtrees
 from mheads.engine.threads import Workers
 
@@ -27,67 +25,51 @@ T = TypeVar("T")
 Key = tuple[Any, ...]  # of a collective: its kind, then what tells it from others of that kind
 Group = dist.ProcessGroup | None  # None: all ranks
 SMALL_BLOCK = 2048  # bytes that a first gathering has room for
-all_gather_single = (
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-)  # the name before torch 2.13
 
 
 @dataclass
 class Collective:
-    """`run` takes the inputs of this rank, by name, once none is missing; `order` is the same on all ranks."""
+    """`run` takes the inputs of this rank, by name; `order` is the same on all ranks."""
 
     order: tuple[Any, ...]
-    missing: int
+    inputs: int
     run: Callable[[dict[Any, Value]], None]
-    given: dict[Any, Value] = field(default_factory=dict)
+    given: SimpleQueue[tuple[Any, Value]] = field(default_factory=SimpleQueue)
 
 
 class OrderedCollectives:
-    """Runs what is planned, in its order, each when its inputs are there. The workers wait for all of them."""
+    """Runs what is planned, in its order; each waits for its inputs. The workers wait for all of them."""
 
     def __init__(self, workers: Workers, failed: Callable[[BaseException], None]) -> None:
         self._workers, self._failed = workers, failed
-        self._lock = threading.Lock()
-        self._planned: dict[Key, Collective] = {}
-        self._left: deque[Collective] = deque()
+        self._planned: Mapping[Key, Collective] = {}
         self._thread = ThreadPoolExecutor(1, "mheads-collectives", initializer=_use_one_thread)
         self.finished = 0
 
     def plan(self, collectives: Mapping[Key, Collective]) -> None:
         """Plans the collectives that follow; all before have run."""
-        assert not self._left
+        self._planned = collectives
         self._workers.hold(len(collectives))
-        with self._lock:
-            self._planned = dict(collectives)
-            self._left.extend(sorted(collectives.values(), key=lambda one: one.order))
-            self._begin()
+        for one in sorted(collectives.values(), key=lambda one: one.order):
+            self._thread.submit(self._run, one)
 
     def give(self, key: Key, name: Any, value: Value) -> bool:
         """Gives a collective one of its inputs; whether there is such a collective."""
         one = self._planned.get(key)
         if one is not None:
-            with self._lock:
-                one.given[name] = value
-                one.missing -= 1
-                self._begin()
+            one.given.put((name, value))
         return one is not None
-
-    def _begin(self) -> None:
-        while self._left and not self._left[0].missing:
-            one = self._left.popleft()
-            self._thread.submit(self._run, one.run, one.given)
 
     def together(self, run: Callable[[], T]) -> T:
         """Runs a collective between two plans, and waits for it; the loss of a rank ends the wait."""
         results: list[T] = []
-        self._workers.hold()
-        self._thread.submit(self._run, lambda: results.append(run()))
+        self.plan({(): Collective((), 0, lambda _: results.append(run()))})
         self._workers.wait()
         return results[0]
 
-    def _run(self, run: Callable[..., None], *args: Any) -> None:
+    def _run(self, one: Collective) -> None:
         try:
-            run(*args)
+            one.run(dict(one.given.get() for _ in range(one.inputs)))
         except BaseException as error:
             self._failed(error)
         else:
@@ -95,7 +77,8 @@ class OrderedCollectives:
             self._workers.release()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        """Waits for nothing: after a failure, a collective may wait for ever for its inputs or for a lost rank."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _use_one_thread() -> None:
@@ -120,15 +103,14 @@ class Gathering:
         room = self._room.get(key, SMALL_BLOCK)
         while True:
             own = packed.write(room, self.device)
-            blocks = own.new_empty(len(ranks) * room)
-            all_gather_single(blocks, own, group=group)
-            each = blocks.view(len(ranks), room)
-            longest = int(each[:, :8].contiguous().view(torch.int64).max())
+            blocks = own.new_empty(len(ranks), room)
+            dist.all_gather(list(blocks), own, group=group)
+            longest = int(blocks[:, :8].contiguous().view(torch.int64).max())
             if longest <= room:
                 break
-            room = align(longest)
+            room = longest
         self._room[key] = room
-        return {rank: unpack(block) for rank, block in zip(ranks, each, strict=True)}
+        return {rank: unpack(block) for rank, block in zip(ranks, blocks, strict=True)}
 
     def gather_on_main(self, value: Value) -> list[Value]:
         """The values of all ranks on the main rank; nothing on the others."""
@@ -142,15 +124,17 @@ class Gathering:
 
 
 def exchange(
-    group: Group, given: Mapping[int, Tensor], sizes: Mapping[int, int], device: torch.device
-) -> dict[int, Tensor]:
-    """An all-to-all of bytes: gives each rank what is for it, and takes so many bytes from each."""
-    ranks, nothing = dist.get_process_group_ranks(group), torch.empty(0, dtype=torch.uint8)
-    parts = [given.get(rank, nothing).to(device) for rank in ranks]
-    into = [sizes.get(rank, 0) for rank in ranks]
-    taken = torch.empty(sum(into), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(taken, torch.cat(parts), into, [part.numel() for part in parts], group=group)
-    return dict(zip(ranks, taken.split(into), strict=True))
+    group: Group, given: Mapping[int, Value], forms: Mapping[int, Value], device: torch.device
+) -> dict[int, Value]:
+    """Gives ranks values of dense tensors, and takes values of these forms from others."""
+    taken = {rank: map_leaves(lambda t: torch.empty_like(t, device=device), form) for rank, form in forms.items()}
+    sent = [(rank, memory_of(t.to(device))) for rank, value in given.items() for t in leaves(value)]
+    filled = [(rank, memory_of(t)) for rank, value in taken.items() for t in leaves(value)]
+    batch = [dist.P2POp(dist.isend, memory, rank, group) for rank, memory in sent]
+    batch += [dist.P2POp(dist.irecv, memory, rank, group) for rank, memory in filled]
+    for work in dist.batch_isend_irecv(batch) if batch else ():
+        work.wait()
+    return taken
 
 
 def add_ordered(group: Group, own: Tensor, held: Mapping[int, Sequence[range]]) -> Tensor:
@@ -167,9 +151,9 @@ def add_ordered(group: Group, own: Tensor, held: Mapping[int, Sequence[range]]) 
     taken = own.new_empty(sum(counts), chunk)
     dist.all_to_all_single(taken, chunks.reshape(size * subtrees, chunk), counts, [subtrees] * size, group=group)
     total = add_subtrees(dict(zip((part for rank in ranks for part in held[rank]), taken, strict=True)))
-    whole = own.new_empty(chunk * size)
-    all_gather_single(whole, total, group=group)
-    return whole[:n]
+    whole = own.new_empty(size, chunk)
+    dist.all_gather(list(whole), total, group=group)
+    return whole.view(-1)[:n]
 
 
 def add_fast(group: Group, own: Tensor) -> Tensor:

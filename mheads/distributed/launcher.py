@@ -25,7 +25,7 @@ class Launcher:
     local_rank: str
     here: str  # the number of ranks on this host; if there are several hosts, srun has a list of numbers
     job: tuple[str, ...] = ()  # together what the ranks of one launch, and no others, have in common
-    hosts: str | None = None
+    hosts: str = ""  # the list of hosts
     meeting: tuple[str, ...] = ()  # set by a launcher that may leave out what is said of this host
 
     @property
@@ -67,7 +67,7 @@ class Launch:
     local_rank: int
     one_host: bool
     address: str = "127.0.0.1"
-    port: int = 29500
+    port: int = DEFAULT_PORT
     restart: int = 0
     agent: bool = False  # torchrun keeps a store at the address
 
@@ -129,28 +129,25 @@ def _read(row: Launcher, given: Mapping[str, str]) -> Launch:
     # No word about this host: it has one process, as Kubernetes operators do it.
     together = given.get(row.here, "1") == given[row.size]
     one_host = together or address == "localhost" or (address or "").startswith("127.")
-    job = ".".join(given[name] for name in row.job if name in given) or None
-    launch = Launch(row.name, rank, size, local_rank, one_host)
-    if row is TORCHRUN:
-        launch = replace(
-            launch,
-            launcher="torchrun" if "TORCHELASTIC_RUN_ID" in given else "env",
-            restart=_integer(given, "TORCHELASTIC_RESTART_COUNT", 0),
-            agent=given.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
-        )
     # A port for each job, below those that Linux gives to outgoing connections: two launches may share a host.
-    of_job = 16384 + zlib.crc32((job or str(os.getppid())).encode()) % 16384
-    if one_host:
-        return replace(launch, address=address, port=port) if address and port else replace(launch, port=of_job)
-    if row.hosts is not None:
-        port = port or of_job
-        address = address or (first_host(given[row.hosts]) if row.hosts in given else None)
+    job = ".".join(given[name] for name in row.job if name in given) or str(os.getppid())
+    of_job = 16384 + zlib.crc32(job.encode()) % 16384
+    if one_host and not (address and port):
+        address, port = "127.0.0.1", of_job
+    elif row.hosts in given:
+        address, port = address or first_host(given[row.hosts]), port or of_job
     if address is None:
         raise UserError(
             f"{_show(given, row.needed)}: the ranks are on several hosts, and nothing says where they meet: "
             "set MASTER_ADDR (mpirun -x MASTER_ADDR=<host of rank 0>; MPICH, Intel MPI: -genv MASTER_ADDR <that host>)"
         )
-    return replace(launch, address=address, port=port or DEFAULT_PORT)
+    launch = Launch(row.name, rank, size, local_rank, one_host, address, port or DEFAULT_PORT)
+    if row is not TORCHRUN:
+        return launch
+    if "TORCHELASTIC_RUN_ID" not in given:
+        return replace(launch, launcher="env")
+    agent = given.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return replace(launch, restart=_integer(given, "TORCHELASTIC_RESTART_COUNT", 0), agent=agent)
 
 
 def first_host(text: str) -> str:

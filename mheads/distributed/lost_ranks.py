@@ -26,7 +26,6 @@ PATIENCE = 5.0  # seconds that a rank has to end by itself after a failure
 EXIT_CODE = 3  # of a rank that ends because another one did
 SILENT = "has given no sign of life"
 GONE = "has ended, or its connection is lost"
-SUSPECT = "suspect"
 
 
 class RankFailure(UserError):  # noqa: N818, it is the failure of another
@@ -46,6 +45,7 @@ class Watch:
         self.over = threading.Event()  # nothing is a failure any more
         self.ending = False  # this rank says itself why it ends
         self._lock = threading.Lock()
+        self._lost_connection = ""  # what a collective here said when it broke off
         self._suspected = 0.0  # since when a rank is known to have gone
         self.tell()
         self._store = store
@@ -73,9 +73,8 @@ class Watch:
 
     def suspect(self, error: BaseException) -> None:
         """A collective failed: some rank has gone, and its beat will tell which. It may have said why."""
-        if not self.over.is_set() and not self._suspected:
-            self._suspected = time.monotonic()
-            ask(self._store, lambda store: store.set(SUSPECT, f"rank {self.rank} lost a connection: {error}"))
+        self._lost_connection = self._lost_connection or f"rank {self.rank} lost a connection: {error}"
+        self._suspected = self._suspected or time.monotonic()
 
     def report(self, rank: int, reason: str) -> None:
         """Writes a fault down for all ranks, unless there is one already: all end with the first."""
@@ -117,11 +116,6 @@ class Watch:
     def _pause(self) -> float:
         return min(0.5, self.timeout / 10)
 
-    @property
-    def _grace(self) -> float:
-        """Seconds without a beat after which a rank has gone, if one is known to have gone."""
-        return 4 * self._pause
-
     def _watch(self) -> None:
         """Tells how far this rank is, and looks at those it watches, as long as the store answers."""
         store, beats, now = self._store.clone(), 0, time.monotonic()
@@ -147,8 +141,9 @@ class Watch:
             except RuntimeError:
                 fault, heard = (0, f"rank 0 {GONE}"), {}
             answer, answered, beats = None, now, beats + 1
-            for rank, beat in heard.items():
+            for rank, (suspects, *beat) in heard.items():
                 self._seen[rank].hear(beat, now)
+                self._suspected = self._suspected or (now if suspects else 0.0)
             if fault is not None:
                 self.fail(*fault)
             else:
@@ -156,9 +151,8 @@ class Watch:
 
     def _exchange(self, store: Store, count: int) -> tuple[tuple[int, str] | None, dict[int, Any]]:
         """Tells the store of this rank; the fault that is written down there, and the beats of those it watches."""
-        store.set(f"beat/{self.rank}", json.dumps([count, self._progress(), bool(self._busy())]))
-        if not self._suspected and store.check([SUSPECT]):
-            self._suspected = time.monotonic()
+        beat = [self._suspected > 0, count, self._progress(), bool(self._busy())]
+        store.set(f"beat/{self.rank}", json.dumps(beat))
         begun = [rank for rank, one in self._seen.items() if one.beat[0] is not None or store.check([f"beat/{rank}"])]
         beats = store.multi_get([f"beat/{rank}" for rank in begun]) if begun else []
         fault = tuple(json.loads(store.get(FAULT))) if store.check([FAULT]) else None
@@ -167,7 +161,8 @@ class Watch:
     def _accuse(self, now: float) -> None:
         """Reports the first of those it watches that is lost or hangs."""
         for rank, one in self._seen.items():
-            if self._suspected and now - max(one.alive, self._suspected - 1) > self._grace:
+            # If a rank is known to have gone, four beats are enough.
+            if self._suspected and now - max(one.alive, self._suspected - 1) > 4 * self._pause:
                 return self.report(rank, f"rank {rank} {GONE}")
             if reason := one.judge(now, self.timeout):
                 text = f"rank {rank} {reason} for {self.timeout:g} s (timeout)"
@@ -175,8 +170,8 @@ class Watch:
                 if reason == SILENT and len(quiet) > 1 and all(quiet):
                     text += ", nor has any other: the network of rank 0 may be cut"
                 return self.report(rank, text)
-        if self._suspected and now - self._suspected > self.timeout:
-            self.report(self.rank, ask(self._store, lambda store: store.get(SUSPECT).decode()) or GONE)
+        if self._lost_connection and now - self._suspected > self.timeout:
+            self.report(self.rank, self._lost_connection)
         return None
 
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mheads.common import nested_values
-from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 
 ALIGNED = 64  # bytes: where tensors begin in a block
@@ -41,7 +39,7 @@ class PackedValue(pickle.Pickler):
         t = obj.detach().resolve_conj().resolve_neg()
         dense = t.is_contiguous() or (t.dim() == 4 and t.is_contiguous(memory_format=torch.channels_last))
         t = t if dense else t.clone()  # in strides of its own if it has gaps, in the same ones otherwise
-        self.parts.append(_memory(t))
+        self.parts.append(memory_of(t))
         return t.dtype, tuple(t.shape), t.stride()
 
     def write(self, room: int, device: torch.device) -> Tensor:
@@ -79,25 +77,7 @@ def unpack(block: Tensor) -> Value:
     return _Unpickler(block[HEADER:end].cpu().numpy().tobytes(), block[align(end) :]).load()
 
 
-def lay_out(value: Value, like: Value) -> Tensor:
-    """The tensors of a value whose form the other side knows, in the dtypes of `like` and in canonical strides."""
-    pairs = zip(nested_values.leaves(value), nested_values.leaves(like), strict=True)
-    parts = [_memory(canonical(t.to(form.dtype))) for t, form in pairs]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-
-def restore(laid_out: Tensor, like: Value) -> Value:
-    pieces = iter(laid_out.split([t.nbytes for t in nested_values.leaves(like)]))
-
-    def view(form: Tensor) -> Tensor:
-        piece, strides = next(pieces), canonical(torch.empty(form.shape, device="meta")).stride()
-        fits = piece.storage_offset() % form.element_size() == 0
-        return torch.as_strided((piece if fits else piece.clone()).view(form.dtype), form.shape, strides)
-
-    return nested_values.map_leaves(view, like)
-
-
-def _memory(dense: Tensor) -> Tensor:
+def memory_of(dense: Tensor) -> Tensor:
     """The bytes of a tensor as they lie in memory."""
     flat = torch.as_strided(dense, (dense.numel(),), (1,), dense.storage_offset())
     return flat.view(torch.uint8) if dense.numel() else flat.new_empty(0, dtype=torch.uint8)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import os
 import pickle
 import socket
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,13 +19,14 @@ import torch.distributed as dist
 from mheads.common.errors import UserError
 from mheads.common.safe_yaml import short
 from mheads.distributed.launcher import Launch
-from mheads.distributed.lost_ranks import FAULT, GONE, PATIENCE, TIMEOUT, RankFailure, Watch
+from mheads.distributed.lost_ranks import FAULT, GONE, TIMEOUT, RankFailure, Watch
 from mheads.distributed.rendezvous import ask, await_keys, in_background, rendezvous, use_interface
 from mheads.engine.threads import own_cores
 
 T = TypeVar("T")
 
 TIMEOUT_TO_START = 30.0  # at least: some launchers are slow
+TO_LEAVE = 2.0  # that the main rank waits for others, one of which may be lost
 NEVER = timedelta(days=365)  # gloo must not judge by the clock
 ALL_PAIRS = 64  # ranks up to which each is connected with each at the start
 NETWORK = (
@@ -44,7 +46,7 @@ class World:
         self.is_main = self.rank == 0
         self.nccl = torch.cuda.is_available() and dist.is_nccl_available()
         self.cores = 1  # of this machine, those that are this rank's
-        self._counts: dict[str, int] = {}
+        self._agreements = itertools.count()  # each has a number: all ranks come to the same ones in the same order
         self.store: Any = rendezvous(launch, to_start)
         self.watch = Watch(self.store, self.rank, self.size, max(timeout, TIMEOUT))  # then what the recipe says
         self._connect(to_start)
@@ -66,25 +68,21 @@ class World:
             dist.init_process_group(backend, store=self.store, rank=self.rank, world_size=self.size, timeout=NEVER)
             store.set(f"connected/{self.rank}", "1")
             dist.all_gather_object(cores, own)  # a stranger may have been taken for a rank: then this waits
-            store.set(f"greeted/{self.rank}", "1")
 
-        connecting = in_background(connect)
-
-        def check() -> None:
-            if connecting.done() and (error := connecting.exception()) is not None:
+        connecting, end = in_background(connect), time.monotonic() + seconds
+        with suppress(RankFailure), self._asking():
+            while not connecting.done():
+                self.watch.check()
+                if self.is_main and time.monotonic() > end:
+                    every = [f"connected/{rank}" for rank in range(self.size)]
+                    missing = await_keys(store, every, 0) or every
+                    who = ", ".join(store.get(f"place/{key.partition('/')[2]}").decode() for key in missing)
+                    self.watch.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
+                time.sleep(0.02)
+            if (error := connecting.exception()) is not None:
                 why = f"rank {self.rank} cannot use the network ({interface}): {str(error).splitlines()[0]}"
                 self.watch.report(self.rank, f"{why}; {NETWORK}")
             self.watch.check()
-
-        with suppress(RankFailure), self._asking():
-            greeted = [f"greeted/{rank}" for rank in (range(self.size) if self.is_main else [self.rank])]
-            if await_keys(store, greeted, seconds if self.is_main else math.inf, check):
-                for step in ("connected", "greeted"):
-                    missing = await_keys(store, [f"{step}/{rank}" for rank in range(self.size)], 0)
-                    who = ", ".join(store.get(f"place/{key.partition('/')[2]}").decode() for key in missing)
-                    if missing:
-                        self.watch.report(0, f"not connected to all others after {seconds:g} s: {who}; {NETWORK}")
-                self.watch.check()
             self.cores = share_of_cores(own[1], [cpus for machine, cpus in cores if machine == own[0]])
 
     def wire_device(self, device: torch.device) -> torch.device:
@@ -95,46 +93,26 @@ class World:
 
     def share(self, what: str, decide: Callable[[], T]) -> T:
         """What the main rank decides, on every rank; a mistake that it finds is everybody's."""
-        key = self._key(what)
+        key = f"{what}/{next(self._agreements)}"
         if self.is_main:
             try:
-                self._set(key, (decide(), None))
+                self.post(key, (decide(), None))
             except UserError as error:
-                self._set(key, (None, str(error)))
-        decision: tuple[T, str | None] = self._get(key)
+                self.post(key, (None, str(error)))
+        decision: tuple[T, str | None] = self.take(key)
         if decision[1] is not None:
             raise UserError(decision[1])
         return decision[0]
 
-    def decide(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
-        """The same for a decision that comes with something that the main rank alone keeps."""
-        kept: list[T] = []
-
-        def plain() -> Any:
-            decision, own = decide()
-            kept.append(own)
-            return decision
-
-        return self.share("decision", plain), kept[0] if kept else None
-
-    def post(self, key: str, text: str) -> None:
-        """Leaves a note for another rank, from any thread."""
-        self._set(f"note/{key}", text)
-
-    def take(self, key: str) -> str:
-        """Waits for a note; the loss of a rank ends the wait."""
-        note: str = self._get(f"note/{key}")
-        return note
-
     def compare(self, what: str, facts: dict[str, Any]) -> None:
         """Refuses, on all ranks, if a rank differs from the main rank in any of these facts."""
-        key, here = self._key(what), socket.gethostname()
-        self._set(f"{key}/{self.rank}", (here, facts))
+        key, here = f"{what}/{next(self._agreements)}", socket.gethostname()
+        self.post(f"{key}/{self.rank}", (here, facts))
 
         def differences() -> list[str]:
             lines = []
             for rank in range(1, self.size):
-                host, theirs = self._get(f"{key}/{rank}")
+                host, theirs = self.take(f"{key}/{rank}")
                 at = "" if host == here else f" ({host})"
                 for name, value in facts.items():
                     if theirs.get(name) != value:
@@ -147,19 +125,17 @@ class World:
             more = [f"  and {len(disagreements) - 10} more"] if len(disagreements) > 10 else []
             raise UserError("the ranks do not agree:\n" + "\n".join(disagreements[:10] + more))
 
-    def _key(self, what: str) -> str:
-        """Each agreement has a key of its own; all ranks come to the same ones in the same order."""
-        count = self._counts[what] = self._counts.get(what, 0) + 1
-        return f"{what}/{count}"
-
-    def _set(self, key: str, value: Any) -> None:
+    def post(self, key: str, value: Any) -> None:
+        """Leaves a note for other ranks, from any thread."""
         self.watch.check()
         with self._asking():
             self.store.set(key, pickle.dumps(value))
 
-    def _get(self, key: str) -> Any:
+    def take(self, key: str) -> Any:
+        """Waits for a note; the loss of a rank ends the wait."""
         with self._asking():
-            await_keys(self.store, [key], check=self.watch.check)
+            while await_keys(self.store, [key], 0.1):
+                self.watch.check()
             return pickle.loads(self.store.get(key))
 
     @contextmanager
@@ -175,13 +151,9 @@ class World:
 
     def close(self) -> None:
         """When all is done: nobody leaves before all are here, or the store would go with the first."""
-        with self._asking():
-            last = self.store.add("done", 1) == self.size
-        if last:
-            self._set("all-done", True)
-        self._get("all-done")
+        self.compare("end", {})
         self.watch.end()
-        self._leave(range(self.size), PATIENCE)
+        self.farewell()
         dist.destroy_process_group()
 
     def abort(self, error: BaseException) -> bool:
@@ -195,18 +167,12 @@ class World:
         _, first = self.watch.write_down(self.rank, f"rank {self.rank} {text}")
         return self.is_main or not first.startswith("rank 0 gave up: ")
 
-    def farewell(self, error: BaseException) -> None:
-        """The main rank may keep the store: it stays until the others have read what happened, or for a moment."""
-        guilty = error.rank if isinstance(error, RankFailure) else self.rank
-        self._leave([rank for rank in range(self.size) if rank != guilty], 3)
-        self._leave([guilty], 1)  # if it only hangs, it may still read why it has to go
-
-    def _leave(self, awaited: Iterable[int], seconds: float) -> None:
-        """Tells that this rank leaves; the main rank waits for some others to do so."""
+    def farewell(self) -> None:
+        """Tells that this rank leaves. The main rank may keep the store: it stays until all have read what happened."""
         ask(self.store, lambda store: store.set(f"left/{self.rank}", "1"))
         if self.is_main:
-            keys = [f"left/{rank}" for rank in awaited]
-            ask(self.store, lambda store: await_keys(store, keys, seconds), seconds + 1)
+            left = [f"left/{rank}" for rank in range(self.size)]
+            ask(self.store, lambda store: await_keys(store, left, TO_LEAVE), TO_LEAVE + 1)
 
 
 def share_of_cores(own: list[int], all_here: list[list[int]]) -> int:

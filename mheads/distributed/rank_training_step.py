@@ -3,7 +3,7 @@
 down   the output of a shared stage, all-gathered to the ranks that hold it, round by round: in round j each rank
        gives its j-th micro-batch
 loss   the outputs of the members on a micro-batch, all-gathered; every rank then computes the loss by itself
-up     the gradients of a shared stage's output: each goes to the rank that runs the micro-batch (all-to-all)
+up     the gradients of a shared stage's output: each goes to the rank that runs the micro-batch
 sum    the gradients of a stage's weights, summed over all ranks that share it
 """
 
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from mheads.common import nested_values
+from mheads.common.memory_layout import canonical
 from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.distributed.collectives import Collective, Key, add_fast, add_ordered, exchange
-from mheads.distributed.packed_values import lay_out, restore
 from mheads.distributed.planning.placement import Division
 from mheads.engine.gradient_sums import PairwiseSum, Subtrees, subtrees
-from mheads.engine.training_step import BACKWARD, FORWARD, LOSS, PREPARE, TrainingStep, add_in_order
+from mheads.engine.training_step import BACKWARD, PREPARE, TrainingStep, add_in_order
 from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
 
@@ -75,12 +75,11 @@ class RankStep(TrainingStep):
         engine, depth = self.engine, self.tree.depths
         planned = dict(self.down.planned)
         for name in engine.shared:
-            first_child = self.tree.nodes[name].children[0]
-            taken_back = self.stages.statistics or self.stages.wanted[first_child]
-            for j, owned in enumerate(self.division.rounds(name, self.me) if taken_back else ()):
-                given = sum(len(term) for i in set(owned.values()) for term in self._terms_of(name, i, self.me))
+            children = self.tree.nodes[name].children
+            for j, owned in enumerate(self.division.rounds(name, self.me)):
+                owners = [self.division.owner(child, i) for i in set(owned.values()) for child in children]
                 run = partial(self._exchange_gradients, name, owned)
-                planned["up", name, j] = Collective((2, -depth[name], j, name), given, run)
+                planned["up", name, j] = Collective((2, -depth[name], j, name), owners.count(self.me), run)
         if not self.loss.separable and engine.placement.slots > 1:
             leaves = len(self.stages.here(tuple(leaf.name for leaf in self.tree.leaves)))
             for i in self.mine:
@@ -103,9 +102,10 @@ class RankStep(TrainingStep):
 
     def start(self) -> None:
         self.engine.collectives.plan(self._plan())
-        own = self.division.begins(self.tree, self.me)
-        for i in own[:1] if self.stages.statistics else own:
-            self._spawn(PREPARE, i, None, self.prepare)
+        super().start()
+
+    def runs(self, node: Node, i: int) -> bool:
+        return i in self.division.runs(node.name, self.me)
 
     def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
         """Shared stages run first, since others wait for them, and are taken back last, while gradients travel."""
@@ -113,30 +113,20 @@ class RankStep(TrainingStep):
         wide = node is not None and self.stages[node.name].threads > self.stages.threads
         shared = phase == PREPARE or (node is not None and node.name in self.engine.shared and not self.division.whole)
         when = 0 if not shared else 1 if phase == BACKWARD else -1
-        self.spawn(
-            (group, when, self._turn[i], phase), function, i, *(() if node is None else (node,)), *args, wide=wide
-        )
-
-    def prepare(self, i: int) -> None:
-        x = self.batches[i].network_inputs(self.dtype)
-        for root in self.stages.roots:
-            if i in self.division.runs(root.name, self.me):
-                self._spawn(FORWARD, i, root, self.forward, x)
+        priority = group, when, self._turn[i], phase
+        self.spawn(priority, function, i, *(() if node is None else (node,)), *args, wide=wide)
 
     # Outputs go down.
 
     def hand_down(self, i: int, node: Node, output: Value) -> None:
-        if not self.stages.wanted[node.children[0]] and not self.stages.statistics:
-            self._tapes.pop((node.name, i))  # nothing is ever taken back
         self.down.hand_down(i, node, output)
 
     def deliver(self, i: int, node: Node, output: Value) -> None:
         if node.name in self.engine.shared:
             wanted = self.stages.wanted[node.children[0]]
-            self._forms[node.name, i] = nested_values.map_leaves(lambda t: t.to("meta"), output) if wanted else ()
-        for child in self.stages.here(node.children):
-            if i in self.division.runs(child.name, self.me):
-                self._spawn(FORWARD, i, child, self.forward, output)
+            form = nested_values.map_leaves(lambda t: canonical(t.to("meta")), output)
+            self._forms[node.name, i] = form if wanted else ()
+        super().hand_down(i, node, output)
 
     # The loss.
 
@@ -149,8 +139,8 @@ class RankStep(TrainingStep):
         group = self.engine.groups[self.engine.placement.ranks_of(self.engine.replica)]
         for value in self.engine.gathering.gather("loss", group, own).values():
             outputs |= self.engine.to_device(value)
-        self._outputs[i] = [(self.stages.nodes[name], output) for name, output in (outputs | own).items()]
-        self._spawn(LOSS, i, None, self.apply_loss)
+        for name, output in (outputs | own).items():
+            super().hand_over(i, self.stages.nodes[name], output)
 
     def hand_back(self, i: int, leaf: Node, d_output: Value, learn: Tensor | None) -> None:
         if leaf.name in self.stages:
@@ -161,51 +151,50 @@ class RankStep(TrainingStep):
     def hand_up(self, i: int, node: Node, d_input: Value) -> None:
         assert node.parent is not None
         if node.parent not in self.engine.shared:
-            if self.stages.wanted[node.name] or self.stages.statistics:
-                super().hand_up(i, node, d_input)
+            super().hand_up(i, node, d_input)
         elif self.division.owner(node.name, i) == self.me:  # of those that run it whole, the first one gives it
             key = ("up", node.parent, self.division.round_of(node.parent, i))
             self.engine.collectives.give(key, (i, node.name), d_input)
 
-    def _terms_of(self, name: str, i: int, rank: int) -> list[list[str]]:
-        """The gradients that a rank gives for a micro-batch of a stage: the children whose sum each is."""
+    def _terms_of(self, name: str, i: int, rank: int) -> dict[str, list[str]]:
+        """The gradients that a rank gives for a micro-batch of a stage: the children of each sum, by the first."""
         terms = self.division.terms(self.tree.nodes[name].children, i).get(rank, [])
         if self.options.precision != torch.float32:  # the sum of all is rounded once
             terms = [[child] for term in terms for child in term]
-        return terms
+        return {term[0]: term for term in terms}
 
     def _exchange_gradients(self, name: str, owned: dict[int, int], own: dict[tuple[int, str], Value]) -> None:
         """Gives each rank the gradients for the micro-batch that it runs, and takes those for its own."""
-        engine, parent = self.engine, self.tree.nodes[name]
+        engine, parent, mine = self.engine, self.tree.nodes[name], owned.get(self.me)
         holders = engine.placement.holders(name, engine.replica)
         added = {i: self._add_terms(name, i, own) for i in owned.values()}
-        given = {r: lay_out(added[i], self._form(name, i, self.me)) for r, i in owned.items() if r != self.me}
-        mine, forms = owned.get(self.me), {}
+        given = {
+            rank: nested_values.map_leaves(_as_form, added[i], self._form(name, i, self.me))
+            for rank, i in owned.items()
+            if rank != self.me
+        }
+        forms = {rank: self._form(name, mine, rank) for rank in holders if mine is not None and rank != self.me}
+        taken = exchange(engine.groups[holders], given, forms, engine.wire)
         if mine is not None:
-            forms = {rank: self._form(name, mine, rank) for rank in holders if rank != self.me}
-        sizes = {rank: sum(t.nbytes for t in nested_values.leaves(form)) for rank, form in forms.items()}
-        taken = exchange(engine.groups[holders], given, sizes, engine.wire)
-        if mine is not None:
-            arrived = added[mine]
-            for rank, form in forms.items():
-                arrived |= engine.to_device(restore(taken[rank], form))
-            self.collect(mine, parent, {child: arrived.get(child) for child in parent.children})
+            for value in taken.values():
+                added[mine] |= engine.to_device(value)
+            self.collect(mine, parent, {child: added[mine].get(child) for child in parent.children})
 
     def _form(self, name: str, i: int, rank: int) -> dict[str, Value]:
         """What a rank gives for a micro-batch of a stage, without its content, by the first child of each sum."""
-        return {term[0]: self._forms[name, i] for term in self._terms_of(name, i, rank)}
+        return dict.fromkeys(self._terms_of(name, i, rank), self._forms[name, i])
 
     def _add_terms(self, name: str, i: int, given: dict[tuple[int, str], Value]) -> dict[str, Value]:
         """The gradients that this rank gives, by the first child of each sum."""
         return {
-            term[0]: nested_values.map_leaves(add_in_order, *(given[i, child] for child in term))
-            for term in self._terms_of(name, i, self.me)
+            first: nested_values.map_leaves(add_in_order, *(given[i, child] for child in term))
+            for first, term in self._terms_of(name, i, self.me).items()
         }
 
     # Gradients of weights are summed.
 
     def keep(self, name: str, sums: Subtrees) -> None:
-        if not self.engine.collectives.give(("sum", name), "sums", sums):
+        if self.stages[name].parameters and not self.engine.collectives.give(("sum", name), "sums", sums):
             super().keep(name, sums)
 
     def _sum_gradients(self, name: str, own: dict[str, Subtrees]) -> None:
@@ -221,3 +210,7 @@ class RankStep(TrainingStep):
         total = add_fast(group, given) if engine.sums == "fast" else add_ordered(group, given, held)
         for tensor, piece in zip(kept, total.split(sizes), strict=True):
             tensor.copy_(piece.view(tensor.shape))
+
+
+def _as_form(gradient: Tensor, form: Tensor) -> Tensor:
+    return canonical(gradient.to(form.dtype))

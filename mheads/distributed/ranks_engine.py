@@ -1,6 +1,6 @@
 """The engine of several processes: the tasks of the threads engine, each on a rank that holds its stage.
 
-Ranks form a DeviceMesh of replicas x members. A stage lives on every rank that holds one of its members, and these
+Ranks form a mesh of replicas x members. A stage lives on every rank that holds one of its members, and these
 divide its micro-batches. What goes from rank to rank goes by torch's collectives, in an order that is the same on all
 ranks, while the workers compute. Sums have the same order as in one process, so the bits are the same.
 """
@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from mheads.common import nested_values
 from mheads.common.errors import UserError
@@ -22,7 +20,7 @@ from mheads.common.nested_values import Value
 from mheads.data.batches import Batch, Reader
 from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
 from mheads.distributed.planning.placement import Division, Placement
-from mheads.distributed.process_group import World
+from mheads.distributed.process_group import NEVER, World
 from mheads.distributed.rank_batches import keep_inputs
 from mheads.distributed.rank_evaluation import EvaluationWindow
 from mheads.distributed.rank_training_step import RankStep
@@ -59,8 +57,15 @@ class EngineOnRank(ThreadsEngine):
             self.workers.fail(error)
 
     def agree(self, decide: Callable[[], tuple[Any, T]]) -> tuple[Any, T | None]:
+        kept: list[T] = []
+
+        def plain() -> Any:
+            decision, own = decide()
+            kept.append(own)
+            return decision
+
         with self.pausing():  # reading a large checkpoint is no hanging, nor is waiting for it
-            return self.world.decide(decide)
+            return self.world.share("decision", plain), kept[0] if kept else None
 
     def close(self) -> None:
         self.world.watch.tell()
@@ -80,7 +85,7 @@ class RanksEngine(EngineOnRank):
         lead_reads: bool = False,
         sums: str = "ordered",
     ) -> None:
-        self.groups = make_groups(placement, world.rank, world.wire_device(options.device))  # the watch allows it time
+        self.groups = make_groups(placement, world.rank)  # the watch allows it time
         super().__init__(net, options, world)
         self.placement, self.lead_reads, self.sums, self.notes = placement, lead_reads, sums, world
         self.replica = world.rank // placement.slots
@@ -89,9 +94,7 @@ class RanksEngine(EngineOnRank):
         self._divisions: dict[int, Division] = {}
 
     def to_device(self, value: Value) -> Value:
-        """Moves a received value to the device of this rank."""
-        if self.wire == self.options.device:
-            return value
+        """Moves a value to the device of this rank."""
         return nested_values.map_leaves(lambda t: t.to(self.options.device), value)
 
     # Training.
@@ -149,7 +152,7 @@ class RanksEngine(EngineOnRank):
                     for name, output in part.get(i, {}).items():
                         whole.hand_over(self.stages.nodes[name], self.to_device(output))
                 targets = read.targets if isinstance(read, Reader) else read().targets
-                yield whole.outputs, nested_values.map_leaves(lambda t: t.to(self.options.device), targets)
+                yield whole.outputs, self.to_device(targets)
 
     def _hand_out(self, readers: Sequence[Callable[[], Batch]]) -> list[Callable[[], Batch]]:
         """The batches that the main rank reads, on all ranks: inputs where a rank begins with them."""
@@ -194,22 +197,16 @@ class RanksEngine(EngineOnRank):
             )
             return {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(prefixes)}
 
-        own = self.scatter_objects(lambda: [{}, *(of(rank) for rank in range(1, self.world.size))])
-        rest = {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
-        return of(0) | rest if self.is_main else own
+        own = self.scatter_objects(lambda: [of(rank) for rank in range(self.world.size)])
+        return own | {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
 
 
-def make_groups(placement: Placement, rank: int, wire: torch.device) -> dict[tuple[int, ...], Group]:
-    """The groups that a rank belongs to, by their ranks: the lines of the mesh, and those who share its stages."""
-    shape = (placement.replicas, placement.slots)
-    mesh = DeviceMesh(wire.type, torch.arange(placement.ranks).view(shape), mesh_dim_names=("replica", "member"))
-    if rank >= placement.ranks:
-        return {}
-    replica, slot = divmod(rank, placement.slots)
-    groups: dict[tuple[int, ...], Group] = {tuple(mesh.mesh[:, slot].tolist()): mesh.get_group("replica")}
-    groups[placement.ranks_of(replica)] = mesh.get_group("member")
+def make_groups(placement: Placement, rank: int) -> dict[tuple[int, ...], Group]:
+    """The groups that a rank belongs to, by their ranks: its replica, and those who share its stages."""
+    groups: dict[tuple[int, ...], Group] = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+    replica = rank // placement.slots
     for name in placement.stages_on(rank):  # an order in which the ranks of any two groups make both
-        for ranks in (placement.holders(name, replica), placement.all_holders(name)):
+        for ranks in (placement.ranks_of(replica), placement.holders(name, replica), placement.all_holders(name)):
             if len(ranks) > 1 and ranks not in groups:
-                groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                groups[ranks] = dist.new_group(list(ranks), timeout=NEVER, use_local_synchronization=True)
     return groups

@@ -9,7 +9,6 @@ Rank 0 keeps the store, unless torchrun does: the others lose it when rank 0 end
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import socket
 import struct
@@ -102,13 +101,10 @@ def _listen(launch: Launch) -> socket.socket:
 # Asking the store.
 
 
-def await_keys(
-    store: Store, keys: Sequence[str], seconds: float = math.inf, check: Callable[[], None] = lambda: None
-) -> list[str]:
-    """Waits for keys as long as `check` allows; returns those that have not come after so many seconds."""
+def await_keys(store: Store, keys: Sequence[str], seconds: float) -> list[str]:
+    """Waits for keys; returns those that have not come after so many seconds."""
     end = time.monotonic() + seconds
     while not store.check(list(keys)):  # `wait` would do, but writes warnings of its own when it gives up
-        check()
         if time.monotonic() > end:
             return [key for key in keys if not store.check([key])]
         time.sleep(0.02)

@@ -106,8 +106,12 @@ class TrainingStep:
     def start(self) -> None:
         # Running statistics are updated in the order of the micro-batches, so these run one after the other.
         for i in self.mine[:1] if self.stages.statistics else self.mine:
-            if self.stages.roots:
+            if any(self.runs(root, i) for root in self.stages.roots):
                 self._spawn(PREPARE, i, None, self.prepare)
+
+    def runs(self, node: Node, i: int) -> bool:
+        """Whether a stage that is here runs a micro-batch here."""
+        return True
 
     def _spawn(self, phase: int, i: int, node: Node | None, function: Callable[..., None], *args: object) -> None:
         # Members that have nothing in common are finished one after the other: only those running are in memory.
@@ -120,7 +124,8 @@ class TrainingStep:
     def prepare(self, i: int) -> None:
         x = self.batches[i].network_inputs(self.dtype)
         for root in self.stages.roots:
-            self._spawn(FORWARD, i, root, self.forward, x)
+            if self.runs(root, i):
+                self._spawn(FORWARD, i, root, self.forward, x)
 
     def forward(self, i: int, node: Node, x: Value) -> None:
         batch, facts, stack = self.batches[i], self.stages[node.name], self.stages.stacks.get(node.name)
@@ -207,7 +212,8 @@ class TrainingStep:
     def hand_down(self, i: int, node: Node, output: Value) -> None:
         """Gives the output of a stage to those of its children that are here."""
         for child in self.stages.here(node.children):
-            self._spawn(FORWARD, i, child, self.forward, output)
+            if self.runs(child, i):
+                self._spawn(FORWARD, i, child, self.forward, output)
 
     def hand_over(self, i: int, leaf: Node, output: Value) -> None:
         """Gives the outputs of a leaf's members, M first, to the loss."""

@@ -81,7 +81,7 @@ def join_ranks(console: Console, timeout: float | None = None) -> Iterator[ThisR
         world.close()
     except BaseException as error:
         _print_error(console, world, error, world.abort(error))
-        world.farewell(error)
+        world.farewell()
         leave(EXIT_CODE if isinstance(error, RankFailure) else _exit_code(error))
     if stopped is not None:
         if world.is_main:

@@ -1,5 +1,6 @@
 """How ranks meet, agree and leave: what goes wrong before, between and after the steps of training."""
 
+import itertools
 import os
 import pickle
 import re
@@ -89,7 +90,7 @@ def test_a_mistake_of_the_lead_is_that_of_all_and_its_decision_is_made_once(watc
     worlds = [World.__new__(World) for _ in range(3)]
     for rank, world in enumerate(worlds):
         world.rank, world.size, world.is_main, world.store, world.watch = rank, 3, rank == 0, store, watches[rank]
-        world._counts = {}
+        world._agreements = itertools.count()
     made = []
 
     def decide():
@@ -104,7 +105,7 @@ def test_a_mistake_of_the_lead_is_that_of_all_and_its_decision_is_made_once(watc
             world.share("what", decide)
     assert [world.share("what", decide) for world in worlds] == [2, 2, 2]
     for rank in (2, 1):
-        store.set(f"facts/1/{rank}", pickle.dumps(("a host", {"n": 3 if rank == 1 else 4})))
+        store.set(f"facts/3/{rank}", pickle.dumps(("a host", {"n": 3 if rank == 1 else 4})))
     with pytest.raises(UserError, match=r"rank 2 \(a host\) has another n: 4 there, 3 on rank 0"):
         worlds[0].compare("facts", {"n": 3})
 

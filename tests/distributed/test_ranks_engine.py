@@ -106,6 +106,18 @@ def test_shares_of_uneven_length_have_the_bits_of_one_process(tmp_path):
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.parametrize(
+    "frozen", [["freeze=[trunk]", "placement=default"], ["freeze=[conv/1]", "placement={trunk: 0}"]], ids=str
+)
+def test_frozen_stages_have_the_bits_of_one_process(frozen, tmp_path):
+    """A trunk that ranks share, and a member on two replicas, whose shares are sums of several subtrees."""
+    args = [*COMMON, *RECIPES["MCL k=1"][1], "engine.micro_batches=3"]
+    assert process("train", *args, *frozen, "--run", tmp_path / "one").code == 0
+    done = ranks(2, "train", *args, *frozen, "--run", tmp_path / "two")
+    assert [d.code for d in done] == [0, 0], done[0].err
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
 def test_ranks_that_read_nothing_take_part_in_what_calibration_examples_decide(tmp_path):
     args = ["diabetes", "loss=mcl", "data.calibration=20", "engine.stack=never", "optim.iterations=2"]
     assert process("train", *args, "--run", tmp_path / "one").code == 0

@@ -1364,8 +1364,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a rank gives the gradients of its own micro-batch to others",
-                    "lay_out(added[i], self._form(name, i, self.me))",
-                    "lay_out(added[min(added)], self._form(name, min(added), self.me))",
+                    "_as_form, added[i], self._form(name, i, self.me)",
+                    "_as_form, added[min(added)], self._form(name, min(added), self.me)",
                 ),
                 Bug(
                     "sums of micro-batches are taken in the order in which they finish",
@@ -1390,7 +1390,7 @@ AREAS: dict[str, list[File]] = {
                 Bug(
                     "collectives run as their inputs come",
                     "key=lambda one: one.order",
-                    "key=lambda one: one.missing",
+                    "key=lambda one: one.inputs",
                     tests="tests/distributed/test_ranks_engine.py -k 'probability and explicit'",
                 ),
             ],
@@ -1492,8 +1492,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "a mistake of the main rank is found by nobody else",
-                    "self._set(key, (None, str(error)))",
-                    "self._set(key, (None, None))",
+                    "self.post(key, (None, str(error)))",
+                    "self.post(key, (None, None))",
                 ),
             ],
         ),
@@ -1520,8 +1520,8 @@ AREAS: dict[str, list[File]] = {
                 ),
                 Bug(
                     "ranks of one host meet at a default port",
-                    "if address and port else replace(launch, port=of_job)",
-                    "if address and port else launch",
+                    'address, port = "127.0.0.1", of_job',
+                    'address = "127.0.0.1"',
                 ),
             ],
         ),

@@ -25,7 +25,7 @@ TIMEOUT = 60.0  # until the recipe says otherwise
 PATIENCE = 5.0  # seconds that a rank has to end by itself after a failure
 EXIT_CODE = 3  # of a rank that ends because another one did
 SILENT = "has given no sign of life"
-GONE = "has ended, or its connection is lost"
+GONE = "has ended, or its connection is lost; the same command goes on from the newest checkpoint"
 
 
 class RankFailure(UserError):  # noqa: N818, it is the failure of another

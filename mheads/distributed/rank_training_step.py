@@ -22,8 +22,8 @@ from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.distributed.collectives import Collective, Key, add_fast, add_ordered, exchange
 from mheads.distributed.planning.placement import Division
-from mheads.engine.gradient_sums import PairwiseSum, Subtrees, subtrees
-from mheads.engine.training_step import BACKWARD, PREPARE, TrainingStep, add_in_order
+from mheads.engine.gradient_sums import PairwiseSum, Subtrees, add_in_order, subtrees
+from mheads.engine.training_step import BACKWARD, PREPARE, TrainingStep
 from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
 

@@ -75,6 +75,14 @@ def add_subtrees(sums: Mapping[range, Tensor]) -> Tensor:
     return add(0, max(part.stop for part in sums))
 
 
+def add_in_order(*terms: Tensor) -> Tensor:
+    """The sum of children's gradients at a split, of bfloat16 in float32; the stage that gets it rounds it once."""
+    total = terms[0].float() if terms[0].dtype == torch.bfloat16 else terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
 @torch.no_grad()
 def _add(left: Gradients, right: Gradients) -> Gradients:
     """The sum, in tensors of its own: gradients may be views of one buffer, of a parameter or of what another stage

@@ -21,7 +21,7 @@ from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.gradient_sums import PairwiseSum, Subtrees
+from mheads.engine.gradient_sums import PairwiseSum, Subtrees, add_in_order
 from mheads.engine.large_outputs import MemberLosses, gives_losses
 from mheads.engine.rows import Rows
 from mheads.engine.stacked_stages import repeat_for
@@ -346,11 +346,3 @@ def join_members(parts: Sequence[tuple[Node, Value]]) -> Value:
     if all(len(leaf.members) == 1 for leaf, _ in parts):  # stack and cat lay out images in other strides
         return nested_values.map_leaves(lambda *ts: torch.stack([t[0] for t in ts]), *outputs)
     return nested_values.map_leaves(lambda *ts: torch.cat(ts), *outputs)
-
-
-def add_in_order(*terms: Tensor) -> Tensor:
-    """The sum, of bfloat16 in float32; the stage that gets it rounds it once."""
-    total = terms[0].float() if terms[0].dtype == torch.bfloat16 else terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total

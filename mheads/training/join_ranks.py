@@ -106,8 +106,6 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _print_error(console: Console, world: World, error: BaseException, aloud: bool) -> None:
-    from mheads.distributed.lost_ranks import GONE
-
     who = "" if world.is_main else f"rank {world.rank}"
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return  # whoever asked for it knows
@@ -116,5 +114,4 @@ def _print_error(console: Console, world: World, error: BaseException, aloud: bo
 
         console.complain(f"\n{traceback.format_exc()}", "failed:", who)
     elif aloud:
-        again = "; the same command goes on from the newest checkpoint" if GONE in str(error) else ""
-        console.complain(f"{error}{again}", who=who)
+        console.complain(str(error), who=who)

@@ -3,6 +3,7 @@
 import itertools
 import os
 import pickle
+import queue
 import re
 import signal
 
@@ -66,15 +67,15 @@ def watches(monkeypatch):
 
 
 def test_all_ranks_end_with_the_first_fault_that_was_written_down(watches):
-    heard = []
-    watches[2].tell(fail=heard.append)
+    heard = queue.SimpleQueue()  # a watch may hear of it on its own thread
+    watches[2].tell(fail=heard.put)
     watches[1].report(2, "rank 2 is gone")
     watches[2].report(1, "rank 1 has ended because of rank 2")
     watches[0].report(1, "rank 1 has ended because of rank 2")
     assert [(one.failure.rank, str(one.failure)) for one in watches] == [(2, "rank 2 is gone")] * 3
-    assert [str(error) for error in heard] == ["rank 2 is gone"]
-    watches[0].tell(fail=heard.append)  # who asks later hears of it, too
-    assert len(heard) == 2
+    assert str(heard.get(timeout=60)) == "rank 2 is gone"
+    watches[0].tell(fail=heard.put)  # who asks later hears of it, too
+    assert str(heard.get(timeout=60)) == "rank 2 is gone" and heard.empty()
 
 
 def test_when_all_is_done_the_end_of_a_rank_is_no_failure(watches):

@@ -49,7 +49,7 @@ class Problem(Protocol):
     @property
     def groups(self) -> tuple[str, ...]:
         """The names of the groups that ownership counts: classes, where there are some."""
-        return ("all examples",)
+        return ("all",)
 
     def group(self, targets: Value) -> Tensor:
         """The group of each target, int64 [B]."""

@@ -23,7 +23,13 @@ def map_ownership(counts: Mapping[str, np.ndarray], classes: Sequence[str]) -> l
         if table.ndim != 2 or table.shape[1] != len(classes):
             raise ValueError(f"ownership {title!r} is {table.shape}, expected (M, {len(classes)})")
     return [
-        HeatMap(title, name_members(len(table)), classes, 100 * share_out(table[None]), "owned by the member, %")
+        HeatMap(
+            title,
+            name_members(len(table)),
+            _name_columns(classes),
+            100 * share_out(table[None]),
+            "owned by the member, %",
+        )
         for title, table in counts.items()
     ]
 
@@ -40,7 +46,13 @@ def map_ownership_over_time(
     """Who owns which class at moments [T], from counts [T, M, C]; `lasting` as in `share_out`."""
     percents, labels = 100 * share_out(counts, lasting), [f"iteration {moment:,}" for moment in moments]
     rows = name_members(counts.shape[1])
-    return HeatMap(title, rows, classes, percents, "owned by the member, %", labels, pictures=pictures, name=name)
+    columns = _name_columns(classes)
+    return HeatMap(title, rows, columns, percents, "owned by the member, %", labels, pictures=pictures, name=name)
+
+
+def _name_columns(groups: Sequence[str]) -> Sequence[str]:
+    """The groups whose owners are shown; what has no classes is one group."""
+    return ["all examples"] if list(groups) == ["all"] else groups
 
 
 def share_out(counts: np.ndarray, lasting: bool = False) -> np.ndarray:

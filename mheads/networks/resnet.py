@@ -77,14 +77,15 @@ class Block(nn.Module):
             self.downsample = nn.Sequential(convolution, nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        # In place where only this block has the tensor: a ReLU is a pass over memory.
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True)))
         if self.downsample is not None:
             x = self.downsample(x)
         elif self.new:
             # Every second pixel. Pooling says it so that the gradient keeps the layout of its input; slices do not.
             x = F.avg_pool2d(x, 1, self.stride)
             x = F.pad(x, (0, 0, 0, 0, self.new // 2, self.new - self.new // 2))
-        return F.relu(x + y)
+        return F.relu(x + y, inplace=True)
 
 
 class WideBlock(nn.Module):
@@ -103,7 +104,7 @@ class WideBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.bn1(x))
-        y: Tensor = self.conv2(self.drop(F.relu(self.bn2(self.conv1(h)))))
+        y: Tensor = self.conv2(self.drop(F.relu(self.bn2(self.conv1(h)), inplace=True)))
         return y + (x if self.shortcut is None else self.shortcut(h))
 
 

@@ -3,7 +3,8 @@
 down   the output of a shared stage, all-gathered to the ranks that hold it, round by round: in round j each rank
        gives its j-th micro-batch
 loss   the outputs of the members on a micro-batch, all-gathered; every rank then computes the loss by itself
-up     the gradients of a shared stage's output: each goes to the rank that runs the micro-batch
+up     the gradients of a shared stage's output, summed over the children on a rank: each sum goes to the rank that
+       runs the micro-batch
 sum    the gradients of a stage's weights, summed over all ranks that share it
 """
 
@@ -22,7 +23,7 @@ from mheads.common.nested_values import Value
 from mheads.data.batches import Batch
 from mheads.distributed.collectives import Collective, Key, add_fast, add_ordered, exchange
 from mheads.distributed.planning.placement import Division
-from mheads.engine.gradient_sums import PairwiseSum, Subtrees, add_in_order, subtrees
+from mheads.engine.gradient_sums import Gradients, PairwiseSum, Subtrees, add_subtrees, subtrees, widen
 from mheads.engine.training_step import BACKWARD, PREPARE, TrainingStep
 from mheads.losses import Loss
 from mheads.trees.tree_spec import Node
@@ -65,8 +66,9 @@ class RankStep(TrainingStep):
             engine.stages, loss, batch, division.parts, step, spawn, engine.gradients, engine.options, share
         )
         self.down = SharedOutputs(engine, division, self.deliver)
-        self.sums = {name: PairwiseSum(division.parts, division.runs(name, self.me)) for name in self.stages.facts}
-        self._forms: dict[tuple[str, int], Value] = {}  # of the gradients of shared outputs
+        n = division.parts
+        self.sums = {name: PairwiseSum(n, subtrees(n, division.runs(name, self.me))) for name in self.stages.facts}
+        self._forms: dict[tuple[str, int], list[Tensor]] = {}  # of the gradients of shared outputs
         self._turn = division.turns(self.me)
 
     # The collectives of the step, in an order that is the same on all ranks.
@@ -75,11 +77,11 @@ class RankStep(TrainingStep):
         engine, depth = self.engine, self.tree.depths
         planned = dict(self.down.planned)
         for name in engine.shared:
-            children = self.tree.nodes[name].children
+            node = self.tree.nodes[name]
             for j, owned in enumerate(self.division.rounds(name, self.me)):
-                owners = [self.division.owner(child, i) for i in set(owned.values()) for child in children]
-                run = partial(self._exchange_gradients, name, owned)
-                planned["up", name, j] = Collective((2, -depth[name], j, name), owners.count(self.me), run)
+                given = sum(self.me in self.division.parts_of_split(node, i) for i in set(owned.values()))
+                run = partial(self._exchange_gradients, node, owned)
+                planned["up", name, j] = Collective((2, -depth[name], j, name), given, run)
         if not self.loss.separable and engine.placement.slots > 1:
             leaves = len(self.stages.here(tuple(leaf.name for leaf in self.tree.leaves)))
             for i in self.mine:
@@ -124,8 +126,7 @@ class RankStep(TrainingStep):
     def deliver(self, i: int, node: Node, output: Value) -> None:
         if node.name in self.engine.shared:
             wanted = self.stages.wanted[node.children[0]]
-            form = nested_values.map_leaves(lambda t: canonical(t.to("meta")), output)
-            self._forms[node.name, i] = form if wanted else ()
+            self._forms[node.name, i] = [canonical(t.to("meta")) for t in nested_values.leaves(output) if wanted]
         super().hand_down(i, node, output)
 
     # The loss.
@@ -149,47 +150,40 @@ class RankStep(TrainingStep):
     # Gradients of outputs go up.
 
     def hand_up(self, i: int, node: Node, d_input: Value) -> None:
-        assert node.parent is not None
-        if node.parent not in self.engine.shared:
+        if self.division.owner(node.name, i) == self.me:  # of those that run it whole, the first one gives it
             super().hand_up(i, node, d_input)
-        elif self.division.owner(node.name, i) == self.me:  # of those that run it whole, the first one gives it
-            key = ("up", node.parent, self.division.round_of(node.parent, i))
-            self.engine.collectives.give(key, (i, node.name), d_input)
 
-    def _terms_of(self, name: str, i: int, rank: int) -> dict[str, list[str]]:
-        """The gradients that a rank gives for a micro-batch of a stage: the children of each sum, by the first."""
-        terms = self.division.terms(self.tree.nodes[name].children, i).get(rank, [])
-        if self.options.precision != torch.float32:  # the sum of all is rounded once
-            terms = [[child] for term in terms for child in term]
-        return {term[0]: term for term in terms}
+    def parts_of_split(self, i: int, parent: Node) -> list[range]:
+        return self.division.parts_of_split(parent, i)[self.me]
 
-    def _exchange_gradients(self, name: str, owned: dict[int, int], own: dict[tuple[int, str], Value]) -> None:
-        """Gives each rank the gradients for the micro-batch that it runs, and takes those for its own."""
-        engine, parent, mine = self.engine, self.tree.nodes[name], owned.get(self.me)
-        holders = engine.placement.holders(name, engine.replica)
-        added = {i: self._add_terms(name, i, own) for i in owned.values()}
+    def hand_up_sums(self, i: int, parent: Node, sums: Subtrees) -> None:
+        key = ("up", parent.name, self.division.round_of(parent.name, i))
+        if not self.engine.collectives.give(key, i, sums):
+            super().hand_up_sums(i, parent, sums)
+
+    def _exchange_gradients(self, node: Node, owned: dict[int, int], own: dict[int, Subtrees]) -> None:
+        """Gives each rank the sums for the micro-batch that it runs, and takes those for its own."""
+        engine, mine = self.engine, owned.get(self.me)
+        holders = engine.placement.holders(node.name, engine.replica)
         given = {
-            rank: nested_values.map_leaves(_as_form, added[i], self._form(name, i, self.me))
+            rank: nested_values.map_leaves(_as_form, self._form(node, i, self.me), own[i])
             for rank, i in owned.items()
-            if rank != self.me
+            if rank != self.me and i in own
         }
-        forms = {rank: self._form(name, mine, rank) for rank in holders if mine is not None and rank != self.me}
+        forms = {rank: self._form(node, mine, rank) for rank in holders if mine is not None and rank != self.me}
         taken = exchange(engine.groups[holders], given, forms, engine.wire)
         if mine is not None:
+            sums = own.get(mine, {})
             for value in taken.values():
-                added[mine] |= engine.to_device(value)
-            self.collect(mine, parent, {child: added[mine].get(child) for child in parent.children})
+                sums |= engine.to_device(value)
+            terms = [dict(zip(sums, column, strict=True)) for column in zip(*sums.values(), strict=True)]
+            total: Gradients = [add_subtrees(nested_values.map_leaves(widen, term)) for term in terms]
+            super().hand_up_sums(mine, node, {range(len(node.children)): total})
 
-    def _form(self, name: str, i: int, rank: int) -> dict[str, Value]:
-        """What a rank gives for a micro-batch of a stage, without its content, by the first child of each sum."""
-        return dict.fromkeys(self._terms_of(name, i, rank), self._forms[name, i])
-
-    def _add_terms(self, name: str, i: int, given: dict[tuple[int, str], Value]) -> dict[str, Value]:
-        """The gradients that this rank gives, by the first child of each sum."""
-        return {
-            first: nested_values.map_leaves(add_in_order, *(given[i, child] for child in term))
-            for first, term in self._terms_of(name, i, self.me).items()
-        }
+    def _form(self, node: Node, i: int, rank: int) -> Subtrees:
+        """What a rank gives for a micro-batch of a stage, without its content; sums are wider than their terms."""
+        parts = self.division.parts_of_split(node, i).get(rank, ())
+        return {part: [widen(t) if len(part) > 1 else t for t in self._forms[node.name, i]] for part in parts}
 
     # Gradients of weights are summed.
 
@@ -212,5 +206,5 @@ class RankStep(TrainingStep):
             tensor.copy_(piece.view(tensor.shape))
 
 
-def _as_form(gradient: Tensor, form: Tensor) -> Tensor:
+def _as_form(form: Tensor, gradient: Tensor) -> Tensor:
     return canonical(gradient.to(form.dtype))

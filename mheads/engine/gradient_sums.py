@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,14 +17,14 @@ class PairwiseSum:
 
     Level by level, entries 2j and 2j+1 are added into entry j of the next level; an odd last one moves up alone. Two
     entries are added as soon as both are there, so no more than log2(n) of them wait when they come in order. None
-    stands for zero. Where only `own` entries come, it adds the largest subtrees that these fill.
+    stands for zero. Where only the entries of some `parts` of the tree come, it adds each of these.
     """
 
-    def __init__(self, n: int, own: range | None = None) -> None:
+    def __init__(self, n: int, parts: Sequence[range] | None = None) -> None:
         self.sizes = [n]
         while self.sizes[-1] > 1:
             self.sizes.append((self.sizes[-1] + 1) // 2)
-        self.subtrees = subtrees(n, range(n) if own is None else own)
+        self.subtrees = [range(n)] if parts is None else parts
         self._lock = threading.Lock()
         self._waiting: dict[tuple[int, int], Gradients] = {}
         self._sums: Subtrees = {}
@@ -75,12 +75,9 @@ def add_subtrees(sums: Mapping[range, Tensor]) -> Tensor:
     return add(0, max(part.stop for part in sums))
 
 
-def add_in_order(*terms: Tensor) -> Tensor:
-    """The sum of children's gradients at a split, of bfloat16 in float32; the stage that gets it rounds it once."""
-    total = terms[0].float() if terms[0].dtype == torch.bfloat16 else terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+def widen(t: Tensor) -> Tensor:
+    """The gradient of a child at a split as it is added: bfloat16 in float32. The stage above rounds the sum once."""
+    return t.float() if t.dtype == torch.bfloat16 else t
 
 
 @torch.no_grad()

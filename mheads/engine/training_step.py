@@ -21,7 +21,7 @@ from mheads.common.nested_values import Value
 from mheads.common.number_ranges import cuts
 from mheads.data.batches import Batch
 from mheads.engine.engine_options import EngineOptions
-from mheads.engine.gradient_sums import PairwiseSum, Subtrees, add_in_order
+from mheads.engine.gradient_sums import PairwiseSum, Subtrees, widen
 from mheads.engine.large_outputs import MemberLosses, gives_losses
 from mheads.engine.rows import Rows
 from mheads.engine.stacked_stages import repeat_for
@@ -96,7 +96,7 @@ class TrainingStep:
         self._tapes: dict[tuple[str, int], Tape] = {}
         self._outputs: dict[int, list[tuple[Node, Value]]] = defaultdict(list)
         self._graphs: dict[tuple[str, int], tuple[Value, Tensor]] = {}  # outputs and losses of members, for autograd
-        self._d_children: dict[tuple[str, int], dict[str, Value]] = defaultdict(dict)
+        self._splits: dict[tuple[str, int], PairwiseSum] = {}  # of the gradients of a stage's children
         self._roots_left = dict.fromkeys(self.mine, len(stages.roots))
         self.totals: dict[tuple[int, int], float | Tensor] = {}  # on an accelerator, tensors until the report
         self.losses = torch.zeros(members, self.num_rows, dtype=self.dtype, device=options.device)
@@ -190,9 +190,6 @@ class TrainingStep:
         d_leaves = torch.autograd.grad(losses, leaves, d_losses, allow_unused=True)
         self.backward(i, leaf, self._as_output(leaf, nested_values.rebuild(outputs, fill(d_leaves, leaves))), learn)
 
-    def backward_of_sum(self, i: int, node: Node, terms: list[Value]) -> None:
-        self.backward(i, node, nested_values.map_leaves(add_in_order, *terms))
-
     def _take_back(self, i: int, node: Node, tape: Tape, d_output: Value, learn: Tensor | None = None) -> None:
         d_input, gradients = tape.backward(d_output, learn)
         sums = self.sums[node.name].add(i, gradients)
@@ -251,23 +248,26 @@ class TrainingStep:
             self.hand_up(i, self.tree.nodes[name], d)
 
     def hand_up(self, i: int, node: Node, d_input: Value) -> None:
-        """Gives the gradient of a stage's input to its parent.
-
-        These are added in member order: the adjoint of handing all children the same value.
-        """
+        """Adds the gradient of a stage's input to those of its siblings: the adjoint of handing all the same value."""
         assert node.parent is not None
-        self.collect(i, self.tree.nodes[node.parent], {node.name: d_input})
-
-    def collect(self, i: int, parent: Node, d_children: dict[str, Value]) -> None:
-        """Takes in gradients from children of a stage; None for one that is already in the sum of those before it."""
+        parent = self.tree.nodes[node.parent]
         with self._lock:
-            arrived = self._d_children[parent.name, i]
-            arrived |= d_children
-            complete = len(arrived) == len(parent.children)
-        if complete:
-            del self._d_children[parent.name, i]
-            terms = [arrived[child] for child in parent.children if arrived[child] is not None]
-            self._spawn(BACKWARD, i, parent, self.backward_of_sum, terms)
+            if (parent.name, i) not in self._splits:
+                self._splits[parent.name, i] = PairwiseSum(len(parent.children), self.parts_of_split(i, parent))
+            split = self._splits[parent.name, i]
+        sums = split.add(self.tree.child_index[node.name], [widen(d) for d in nested_values.leaves(d_input)])
+        if sums is not None:
+            del self._splits[parent.name, i]
+            self.hand_up_sums(i, parent, sums)
+
+    def parts_of_split(self, i: int, parent: Node) -> Sequence[range] | None:
+        """Which parts of the sum over a stage's children are added here; None for all of it."""
+        return None
+
+    def hand_up_sums(self, i: int, parent: Node, sums: Subtrees) -> None:
+        (total,) = sums.values()
+        d_output = nested_values.rebuild(self._tapes[parent.name, i].output, total) if total else ()  # none is wanted
+        self._spawn(BACKWARD, i, parent, self.backward, d_output)
 
     def keep(self, name: str, sums: Subtrees) -> None:
         """Keeps the gradients of a stage, summed over the micro-batches, in tensors that outlive the step.

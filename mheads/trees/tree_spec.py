@@ -61,6 +61,11 @@ class Tree:
             depths[name] = 0 if node.parent is None else depths[node.parent] + 1
         return depths
 
+    @cached_property
+    def child_index(self) -> dict[str, int]:
+        """The place of each stage among its siblings."""
+        return {child: i for node in self.nodes.values() for i, child in enumerate(node.children)}
+
     @property
     def num_members(self) -> int:
         return len(self.leaves)

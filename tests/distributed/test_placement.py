@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mheads import UserError
-from mheads.distributed.planning.placement import Division, Placement, default, explicit, meshes, spread, terms_given
+from mheads.distributed.planning.placement import Division, Placement, default, explicit, meshes, parts_by_rank, spread
 from mheads.engine.gradient_sums import PairwiseSum, add_subtrees, subtrees
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
@@ -77,7 +77,7 @@ def test_subtrees_of_any_ranges_add_up_to_the_bits_of_the_whole_tree(n, stops, s
     values = torch.from_numpy(rng.standard_normal(n).astype(np.float32) * 1e3)
 
     def add(own):
-        one, found = PairwiseSum(n, own), None
+        one, found = PairwiseSum(n, subtrees(n, own)), None
         for i in rng.permutation(own):
             assert found is None
             found = one.add(int(i), [values[i]])
@@ -94,11 +94,11 @@ def test_subtrees_of_any_ranges_add_up_to_the_bits_of_the_whole_tree(n, stops, s
     assert torch.equal(add_subtrees(sums), whole[range(n)])
 
 
-def test_only_the_first_children_that_are_together_are_added_where_they_are():
-    assert terms_given([0, 0, 1, 1]) == {0: [[0, 1]], 1: [[2], [3]]}
-    assert terms_given([1, 1, 1]) == {1: [[0, 1, 2]]}
-    assert terms_given([1, 0, 1, 1]) == {1: [[0], [2], [3]], 0: [[1]]}
-    assert terms_given([3]) == {3: [[0]]}
+def test_children_that_are_together_are_added_where_they_are():
+    assert parts_by_rank([0, 0, 1, 1]) == {0: [range(2)], 1: [range(2, 4)]}
+    assert parts_by_rank([1, 1, 1]) == {1: [range(3)]}
+    assert parts_by_rank([1, 0, 0, 1, 1]) == {1: [range(1), range(3, 4), range(4, 5)], 0: [range(1, 2), range(2, 3)]}
+    assert parts_by_rank([3]) == {3: [range(1)]}
 
 
 def test_members_that_are_left_over_are_on_the_first_ranks():

@@ -350,8 +350,8 @@ def test_plan_shows_the_default_and_auto_beside_one_rank(mheads, tmp_path):
     cluster = Cluster(2)
     expected = predict(workload, cluster, workload.count_loads(1e11), place("default", workload, cluster))
     assert usual["step_seconds"] == expected.step_seconds
-    # Outputs of all rows; the sum of two gradients for the 174 rows of rank 1, two gradients for the others.
-    assert usual["floats_sent"] == 2048 * (350 + 174 + 2 * 176) + 2 * 28064
+    # Outputs of all rows, for each the sum of the two gradients on the other rank, and the gradients of weights.
+    assert usual["floats_sent"] == 2048 * (350 + 350) + 2 * 28064
     assert best["step_seconds"] <= usual["step_seconds"] < one["step_seconds"]
     assert one["images_per_second"] == pytest.approx(350 / one["step_seconds"])
 
@@ -439,9 +439,9 @@ def test_the_tree_shows_who_holds_what_and_what_is_sent(mheads):
     assert "trunk  ranks 0-1  conv1" in done.out
     assert "conv2/2  rank 1" in done.out
     lines = [line.split() for line in done.out.splitlines()]
-    assert ["trunk", "0-1", "716,800", "1,077,248", "56,128"] in lines
+    assert ["trunk", "0-1", "716,800", "716,800", "56,128"] in lines
     assert ["loss", "0-1", "14,000", "0", "0"] in lines
-    assert "1,864,176 floats per step are given to other ranks" in done.out
+    assert "1,503,728 floats per step are given to other ranks" in done.out
 
 
 def test_the_tree_shows_replicas(mheads):

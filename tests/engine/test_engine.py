@@ -198,6 +198,30 @@ def test_float32_gradients_are_equal_bit_for_bit_for_any_number_of_workers():
                     assert all(torch.equal(a, b) for a, b in zip(results[0][stage], other[stage], strict=True))
 
 
+@pytest.mark.parametrize("members", [2, 4, 5, 7])
+def test_gradients_of_children_at_a_split_are_added_in_the_pairwise_tree(members, monkeypatch):
+    """Bit for bit: of seven terms no other order gives these last digits."""
+    terms, sums = {}, []
+    hand_up, backward = TrainingStep.hand_up, TrainingStep.backward
+
+    def from_child(step, i, node, d_input):
+        terms[node.name] = d_input.clone()
+        hand_up(step, i, node, d_input)
+
+    def into(step, i, node, d_output, learn=None):
+        sums.extend([d_output.clone()] if node.name == "trunk" else [])
+        backward(step, i, node, d_output, learn)
+
+    monkeypatch.setattr(TrainingStep, "hand_up", from_child)
+    monkeypatch.setattr(TrainingStep, "backward", into)
+    net = TreeNet(conv_net, tree={"conv1": members})
+    engine_gradients(net, LOSSES["independent"], batch_of(21, members, torch.float32), micro_batches=1)
+    level = [terms[child] for child in net.tree.nodes["trunk"].children]
+    while len(level) > 1:
+        level = [sum(level[i + 1 : i + 2], level[i]) for i in range(0, len(level), 2)]
+    assert torch.equal(sums[0], level[0])
+
+
 def in_any_order(start, rng):
     """Runs tasks one after the other in a random order: `start(spawn)` spawns the first ones."""
     tasks = []

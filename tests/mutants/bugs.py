@@ -318,10 +318,10 @@ AREAS: dict[str, list[File]] = {
                     tests="tests/engine/test_engine.py -k part_of_its_key",
                 ),
                 Bug(
-                    "gradients of children are added as they come",
-                    "terms = [arrived[child] for child in parent.children if arrived[child] is not None]",
-                    "terms = [d for d in arrived.values() if d is not None]",
-                    tests="tests/engine/test_engine.py -k no_bit_depends",
+                    "gradients of children are added in another order",
+                    "split.add(self.tree.child_index[node.name], [",
+                    "split.add(len(parent.children) - 1 - self.tree.child_index[node.name], [",
+                    tests="tests/engine/test_engine.py -k added_in_the_pairwise_tree",
                 ),
                 Bug(
                     "outputs go to the loss as they come",
@@ -1364,8 +1364,8 @@ AREAS: dict[str, list[File]] = {
             [
                 Bug(
                     "a rank gives the gradients of its own micro-batch to others",
-                    "_as_form, added[i], self._form(name, i, self.me)",
-                    "_as_form, added[min(added)], self._form(name, min(added), self.me)",
+                    "_as_form, self._form(node, i, self.me), own[i]",
+                    "_as_form, self._form(node, min(own), self.me), own[min(own)]",
                 ),
                 Bug(
                     "sums of micro-batches are taken in the order in which they finish",
@@ -1405,9 +1405,9 @@ AREAS: dict[str, list[File]] = {
             "tests/distributed/test_placement.py",
             [
                 Bug(
-                    "children that are together but not the first are added first",
-                    "len(list(itertools.takewhile(lambda giver: giver == givers[0], givers)))",
-                    "len([giver for giver in givers if giver == givers[0]])",
+                    "children that are together are not added where they are",
+                    "subtrees(len(owners), range(start, stop))",
+                    "[range(k, k + 1) for k in range(start, stop)]",
                 ),
                 Bug("a rank beyond the mesh owns stages", "if rank >= self.ranks", "if rank > self.ranks"),
                 Bug(

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from mheads.common.errors import UserError
 from mheads.common.number_ranges import cuts
-from mheads.trees.tree_spec import Tree
+from mheads.engine.gradient_sums import subtrees
+from mheads.trees.tree_spec import Node, Tree
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Division:
                 ranks = placement.holders(name, replica)
                 each = [(0, len(share))] * len(ranks) if whole else cuts(len(share), len(ranks))
                 self._runs[name] |= {rank: share[a:b] for rank, (a, b) in zip(ranks, each, strict=True)}
-        self._terms: dict[tuple[tuple[str, ...], int], dict[int, list[list[str]]]] = {}
+        self._parts_of_split: dict[tuple[str, int], dict[int, list[range]]] = {}
         self._owners = {
             name: {i: rank for rank, own in reversed(runs.items()) for i in own} for name, runs in self._runs.items()
         }
@@ -79,14 +80,11 @@ class Division:
         """The rank that runs micro-batch i of a stage; the first where several do."""
         return self._owners[stage][i]
 
-    def terms(self, children: tuple[str, ...], i: int) -> dict[int, list[list[str]]]:
-        """By rank, the gradients that it gives for micro-batch i of the parent of these: the children of each."""
-        if (children, i) not in self._terms:
-            given = terms_given([self.owner(child, i) for child in children])
-            self._terms[children, i] = {
-                r: [[children[k] for k in term] for term in terms] for r, terms in given.items()
-            }
-        return self._terms[children, i]
+    def parts_of_split(self, stage: Node, i: int) -> dict[int, list[range]]:
+        """By rank, the parts of the sum over the children of a stage that it adds for micro-batch i."""
+        if (stage.name, i) not in self._parts_of_split:
+            self._parts_of_split[stage.name, i] = parts_by_rank([self.owner(child, i) for child in stage.children])
+        return self._parts_of_split[stage.name, i]
 
     def rounds(self, stage: str, rank: int) -> list[dict[int, int]]:
         """What the ranks that share a stage with this one exchange together: by rank, its j-th micro-batch."""
@@ -112,16 +110,15 @@ class Division:
         return sorted({i for root in tree.roots for i in self.runs(root.name, rank)})
 
 
-def terms_given(givers: Sequence[int]) -> dict[int, list[list[int]]]:
-    """By rank, the gradients that it gives to the parent of children that run on `givers`: the children of each.
-
-    Gradients are added in member order. If the first children of all are together, they are added where they are.
-    """
-    together = len(list(itertools.takewhile(lambda giver: giver == givers[0], givers)))
-    given: dict[int, list[list[int]]] = {givers[0]: [list(range(together))]}
-    for child in range(together, len(givers)):
-        given.setdefault(givers[child], []).append([child])
-    return given
+def parts_by_rank(owners: Sequence[int]) -> dict[int, list[range]]:
+    """By rank, the largest parts of the pairwise sum of so many terms that it has all terms of."""
+    parts: dict[int, list[range]] = {}
+    start = 0
+    for rank, run in itertools.groupby(owners):
+        stop = start + len(list(run))
+        parts.setdefault(rank, []).extend(subtrees(len(owners), range(start, stop)))
+        start = stop
+    return parts
 
 
 def place_stacks_whole(tree: Tree, stacked: Sequence[Sequence[str]], place: Callable[[Tree], Placement]) -> Placement:

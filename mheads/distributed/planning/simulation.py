@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from mheads.common.number_ranges import cuts
-from mheads.distributed.planning.placement import Division, Placement, terms_given
+from mheads.distributed.planning.placement import Division, Placement
 from mheads.distributed.planning.stage_loads import StageLoad
 from mheads.distributed.planning.wires import Wires
 from mheads.distributed.planning.workload import Workload
@@ -171,22 +171,21 @@ class _Replica:
         self._add(("down", name, j), order, Collective((), slots, len(owned), seconds, sum(blocks), arrive))
 
     def _plan_up(self, name: str, j: int, owned: dict[int, int], order: tuple[Any, ...]) -> None:
-        slots, children = self.placement.stages[name], self.step.tree.nodes[name].children
+        slots, node = self.placement.stages[name], self.step.tree.nodes[name]
         sent: Counter[int] = Counter()
         taken: Counter[int] = Counter()
         for target, i in owned.items():
-            givers = [self.division.owner(child, i) for child in children]
-            for slot, terms in terms_given(givers).items():
+            for slot, parts in self.division.parts_of_split(node, i).items():
                 if slot != target:
-                    sent[slot] += len(terms) * self._floats(name, i)  # type: ignore[assignment]
-                    taken[target] += len(terms) * self._floats(name, i)  # type: ignore[assignment]
+                    sent[slot] += len(parts) * self._floats(name, i)  # type: ignore[assignment]
+                    taken[target] += len(parts) * self._floats(name, i)  # type: ignore[assignment]
 
         def arrive() -> None:
             for slot, i in owned.items():
                 self._spawn(slot, BACKWARD, name, i)
 
         most = max([*sent.values(), *taken.values()], default=0)
-        missing = len(children) * len(set(owned.values()))
+        missing = len(node.children) * len(set(owned.values()))
         seconds, floats = self.wires.exchange(most), sum(sent.values())
         self._add(("up", name, j), order, Collective((), slots, missing, seconds, floats, arrive))
 

@@ -13,7 +13,8 @@ class Case:
     """A command and its config keys; {data} is the folder of `data.py`, {runs} that of the finished runs.
 
     The command `fit` is a call from Python, in `fit.py`. `cut`: it is also killed after its first checkpoint, and the
-    other version goes on. `ranks`: on so many processes. `equals`: its weights must be those of another case.
+    other version goes on. `ranks`: on so many processes. `equals`: its weights must be those of another case. `since`: the
+    commit that changed its bits last, if that was later than the one that all others are compared with.
     """
 
     name: str
@@ -22,6 +23,7 @@ class Case:
     ranks: int = 1
     cut: bool = False
     equals: str | None = None
+    since: str | None = None
     short: bool = True
 
     @property
@@ -37,6 +39,8 @@ class Case:
 DROPOUT = ["digits", "model=nets:with_dropout", "members=3", "split=conv", "loss=mcl", "sampling=bagging"]
 NORMS = ["digits", "model=nets:with_batchnorm", "members=2", "split=conv2", "optim.accumulate=2"]
 TREE = ["digits", "members=4", "split={conv1: [2, {conv2: 2}]}", "loss=mcl", "loss.k=2", "engine.micro_batches=4"]
+WIDE = ["digits", "members=5", "split=conv2", "loss=mcl", "engine.micro_batches=3", "engine.stack=never"]
+ADDED_IN_PAIRS = "e576da0"  # the gradients of children at a split
 PLAIN = ["digits", "members=3"]
 
 CASES = [
@@ -48,6 +52,8 @@ CASES = [
     Case("batchnorm_ranks", NORMS, ranks=2, equals="batchnorm"),
     Case("tree", [*TREE, "optim.clip=1.0"], cut=True),
     Case("tree_ranks", [*TREE, "optim.clip=1.0"], ranks=3, equals="tree", cut=True),
+    Case("wide_split", WIDE, cut=True, since=ADDED_IN_PAIRS),
+    Case("wide_split_ranks", WIDE, ranks=2, equals="wide_split", since=ADDED_IN_PAIRS),
     Case("residual", ["digits", "model=nets:Residual", "members=3", "split=first", "loss=mcl"], cut=True),
     Case("score_averaged", [*PLAIN, "split=conv1", "loss=score_averaged"]),
     Case("prob_averaged", [*PLAIN, "split=conv1", "loss=prob_averaged", "optim.nesterov=true"]),

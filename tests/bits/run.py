@@ -2,7 +2,7 @@
 
     python tests/bits/run.py --base COMMIT [--only NAME]
 
-Each case of `cases.py` is trained by both. Their weights must be equal, and so must the outputs of the earlier
+Each case of `cases.py` is trained by both; some say themselves since which commit they have their bits. Their weights must be equal, and so must the outputs of the earlier
 version's runs when this code evaluates them. Runs that the earlier version began and lost to SIGKILL are finished by
 this code, and must end with the weights of an undisturbed run. Bits depend on the machine and on torch, so nothing is
 committed: what the earlier version made is kept in .bits/, for this machine.
@@ -35,6 +35,7 @@ from cases import CASES, Case  # noqa: E402
 from helpers.painted_scenes import paint  # noqa: E402
 
 BASE = (HERE / "BASE").read_text().split()[0]
+DATA = ROOT / ".bits/data"  # one place for all versions: a run is resumed with the paths that it began with
 UNSTACKED = "engine.stack=never"  # a key that the earlier version has not: it stacks nothing
 SECONDS = 300  # after which a command is taken to hang
 
@@ -42,14 +43,14 @@ SECONDS = 300  # after which a command is taken to hang
 class Version:
     """Code of the package, and the folder of what it trains."""
 
-    def __init__(self, code: Path, folder: Path, data: Path) -> None:
-        self.code, self.folder, self.data = code, folder, data
+    def __init__(self, code: Path, folder: Path) -> None:
+        self.code, self.folder = code, folder
 
     def start(self, case: Case, run: Path, *more: str) -> subprocess.Popen:
         """Trains a case into a run folder, or goes on with it; `more` are further keys."""
         if case.command == "fit":
             return self._python(HERE / "fit.py", run, *more)
-        names = {"data": self.data, "runs": self.folder / "runs"}
+        names = {"data": DATA, "runs": self.folder / "runs"}
         args = [*(_filled(arg, names) for arg in case.args), *more]
         trust = ["--trust"] if case.command == "distil" else []
         return self._mheads(case.ranks, case.command, *args, "--folder", run, "--quiet", *trust)
@@ -83,13 +84,17 @@ def main() -> int:
     options = parser.parse_args()
     needed = {case.equals for case in CASES if options.only and case.name in options.only}
     cases = [case for case in CASES if not options.only or case.name in {*options.only, *needed}]
-    before, after = _versions(options.base)
+    before = {commit: _earlier(commit) for commit in {case.since or options.base for case in cases}}
+    after = _now()
+    if not DATA.exists():
+        data.write(DATA)
+        paint(DATA / "scenes")
     with ThreadPoolExecutor(2) as pool:
         for stage in _in_order(cases):
-            list(pool.map(lambda case: _record(before, case), stage))
+            list(pool.map(lambda case: _record(before[case.since or options.base], case), stage))
         wrong = 0
         for stage in _in_order(cases):
-            compared = list(pool.map(lambda case: _compare(before, after, case), stage))
+            compared = list(pool.map(lambda case: _compare(before[case.since or options.base], after, case), stage))
             for case, lines in zip(stage, compared, strict=True):
                 if case.equals:
                     runs = after.folder / "runs"
@@ -97,7 +102,7 @@ def main() -> int:
                 bad = [line for line in lines if not line.endswith("same")]
                 wrong += bool(bad)
                 print(f"{case.name:16} {'; '.join(lines)}", flush=True)
-    print(f"{len(cases) - wrong} of {len(cases)} cases have the bits of {options.base}")
+    print(f"{len(cases) - wrong} of {len(cases)} cases have the bits of {options.base}, or of where they began")
     return int(wrong > 0)
 
 
@@ -107,21 +112,22 @@ def _in_order(cases: list[Case]) -> list[list[Case]]:
     return [[case for case in cases if case not in later], later]
 
 
-def _versions(commit: str) -> tuple[Version, Version]:
+def _earlier(commit: str) -> Version:
     machine = hashlib.sha256(f"{platform.processor()} {_flags()} {torch.__version__}".encode()).hexdigest()[:8]
-    there = ROOT / ".bits" / f"{commit[:12]}-{machine}"
+    there = ROOT / ".bits" / f"{machine}-{commit[:12]}"
     code = there / "code"
     if not code.exists():
         archive = subprocess.run(["git", "archive", commit, "mheads"], cwd=ROOT, capture_output=True, check=True).stdout
         code.mkdir(parents=True)
         subprocess.run(["tar", "x"], cwd=code, input=archive, check=True)
-    if not (there / "data").exists():
-        data.write(there / "data")
-        paint(there / "data/scenes")
+    return Version(code, there)
+
+
+def _now() -> Version:
     now = ROOT / ".bits/now"
     shutil.rmtree(now, ignore_errors=True)
-    now.mkdir()
-    return Version(code, there, there / "data"), Version(ROOT, now, there / "data")
+    now.mkdir(parents=True)
+    return Version(ROOT, now)
 
 
 def _flags() -> str:

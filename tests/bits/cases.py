@@ -13,8 +13,8 @@ class Case:
     """A command and its config keys; {data} is the folder of `data.py`, {runs} that of the finished runs.
 
     The command `fit` is a call from Python, in `fit.py`. `cut`: it is also killed after its first checkpoint, and the
-    other version goes on. `ranks`: on so many processes. `equals`: its weights must be those of another case. `since`: the
-    commit that changed its bits last, if that was later than the one that all others are compared with.
+    other version goes on. `ranks`: on so many processes. `equals`: its weights must be those of another case.
+    `since`: the commit that changed its bits last, if later than the one that the others are compared with.
     """
 
     name: str

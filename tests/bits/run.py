@@ -2,10 +2,11 @@
 
     python tests/bits/run.py --base COMMIT [--only NAME]
 
-Each case of `cases.py` is trained by both; some say themselves since which commit they have their bits. Their weights must be equal, and so must the outputs of the earlier
-version's runs when this code evaluates them. Runs that the earlier version began and lost to SIGKILL are finished by
-this code, and must end with the weights of an undisturbed run. Bits depend on the machine and on torch, so nothing is
-committed: what the earlier version made is kept in .bits/, for this machine.
+Each case of `cases.py` is trained by both; some say themselves since which commit they have their bits. Their weights
+must be equal, and so must the outputs of the earlier version's runs when this code evaluates them. Runs that the
+earlier version began and lost to SIGKILL are finished by this code, and must end with the weights of an undisturbed
+run. Bits depend on the machine and on torch, so nothing is committed: what the earlier version made is kept in .bits/,
+for this machine.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ from typing import Any
 
 # From another name of a key, dotted, to its name in the schema, in the same section.
 ALIASES: dict[str, str] = {"loss.of": "loss.base_loss"}
+# Keys of earlier versions that decided no bit, by section: files of these, such as the config of a run, are still read.
+GONE = {"data": ["reader"]}
 
 
 def rename_key(key: str) -> str:

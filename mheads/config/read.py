@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from mheads.common import atomic_files, safe_yaml
 from mheads.common.errors import UserError
 from mheads.common.options import expand_name
-from mheads.config.aliases import rename_key, rename_keys
+from mheads.config.aliases import GONE, rename_key, rename_keys
 from mheads.config.schema import ENTRIES, SECTIONS, Config, all_keys
 from mheads.config.unknown_keys import did_you_mean, suggest
 from mheads.optim.optimizers import OPTIMIZERS
@@ -91,6 +91,9 @@ def parse(text: str, source: str, overrides: Sequence[str] = (), defaults: Defau
         raise ConfigError(source, [str(error)]) from error
     if not isinstance(tree, dict):
         raise ConfigError(source, [f"it must hold a mapping of config keys, not {safe_yaml.short(tree)}"])
+    for section, keys in GONE.items():
+        if isinstance(tree.get(section), dict):
+            tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
     for section, values in (defaults or {}).items():
         if isinstance(tree.setdefault(section, {}), dict):
             tree[section] = {**values, **tree[section]}

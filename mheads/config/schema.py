@@ -228,7 +228,7 @@ def is_free(key: str, config: Config) -> bool:
     """Whether this key may differ when a run is resumed: it decides no bit of the steps already done."""
     if key == "optim.iterations":
         return not config.optim.schedule.entry.ends and not config.optim.has_early_ends
-    return key in ("engine.workers", "data.reader", "placement", "timeout") or key.startswith("log.")
+    return key in ("engine.workers", "placement", "timeout") or key.startswith("log.")
 
 
 def differing(one: Config, other: Config) -> list[str]:

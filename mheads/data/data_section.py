@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from mheads.common.errors import UserError
 from mheads.common.options import Location, Section, absolute_path, option
@@ -85,9 +85,6 @@ class DataOptions(Section):
     grey: bool = option(False, "folder, list: read images in one channel")
     limit: int | None = option(None, "use only the first n training and n test examples", ge=1)
     regions: RegionOptions = option(RegionOptions(), "voc: regions of images")
-    reader: Annotated[Literal["every", "lead"], BeforeValidator(lambda name: "lead" if name == "root" else name)] = (
-        option("every", "ranks: each reads what it needs, or the main rank, 0, reads for all")
-    )
 
 
 def read_options(**keys: Any) -> DataOptions:

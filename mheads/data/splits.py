@@ -109,27 +109,6 @@ class SplitDefaults:
         return ValueRange("uint8", 0, 255)
 
 
-@dataclass(frozen=True)
-class AbsentSplit(SplitDefaults):
-    """Examples that another process reads."""
-
-    length: int
-    shape: tuple[int, ...]
-
-    @property
-    def targets(self) -> np.ndarray:
-        return np.zeros(self.length, np.int64)
-
-    def without_augmentation(self) -> Self:
-        return self
-
-    def read(self, rows: np.ndarray, seeds: np.ndarray | None) -> torch.Tensor:
-        raise AssertionError("these examples are read by another process")
-
-    def read_targets(self, rows: np.ndarray, seeds: np.ndarray | None) -> TargetRows:
-        raise AssertionError("these examples are read by another process")
-
-
 @dataclass(frozen=True, eq=False)  # arrays have no truth value to compare by
 class WrappedSplit:
     """Answers as the source does; subclasses change the rows or the targets."""
@@ -267,12 +246,6 @@ class Data:
     num_given: int = 0
     side: dict[str, tuple[int, ...]] = field(default_factory=dict)
     calibration: Split | None = None
-
-    def without_examples(self) -> Data:
-        """What a process knows of data that another one reads for it."""
-        train, test = (AbsentSplit(len(split), split.shape) for split in (self.train, self.test))
-        calibration = None if self.calibration is None else AbsentSplit(len(self.calibration), train.shape)
-        return Data(self.name, train, test, self.problem, self.preprocess, self.fingerprint, calibration=calibration)
 
     def with_normalized_targets(self) -> Data:
         """Targets of training have mean 0 and standard deviation 1 in each value; members answer in the old units."""

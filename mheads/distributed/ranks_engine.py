@@ -8,7 +8,6 @@ ranks, while the workers compute. Sums have the same order as in one process, so
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -21,7 +20,6 @@ from mheads.data.batches import Batch, Reader
 from mheads.distributed.collectives import Gathering, Group, OrderedCollectives
 from mheads.distributed.planning.placement import Division, Placement
 from mheads.distributed.process_group import NEVER, World
-from mheads.distributed.rank_batches import keep_inputs
 from mheads.distributed.rank_evaluation import EvaluationWindow
 from mheads.distributed.rank_training_step import RankStep
 from mheads.engine.engine_options import EngineOptions
@@ -82,12 +80,11 @@ class RanksEngine(EngineOnRank):
         options: EngineOptions,
         world: World,
         placement: Placement,
-        lead_reads: bool = False,
         sums: str = "ordered",
     ) -> None:
         self.groups = make_groups(placement, world.rank)  # the watch allows it time
         super().__init__(net, options, world)
-        self.placement, self.lead_reads, self.sums, self.notes = placement, lead_reads, sums, world
+        self.placement, self.sums, self.notes = placement, sums, world
         self.replica = world.rank // placement.slots
         # The stages here that other ranks of this replica hold, too.
         self.shared = {name for name in self.stages.facts if len(placement.stages[name]) > 1}
@@ -142,7 +139,7 @@ class RanksEngine(EngineOnRank):
         size = 2 * self.workers.count * self.placement.ranks  # enough to keep all busy, few enough to fit in memory
         for first in range(0, len(readers), size):
             some = readers[first : first + size]
-            window = EvaluationWindow(self, self._hand_out(some) if self.lead_reads else some)
+            window = EvaluationWindow(self, some)
             window.start()
             self.workers.wait()
             parts = self.collectives.together(lambda: self.gathering.gather_on_main(window.outputs))  # noqa: B023
@@ -154,31 +151,7 @@ class RanksEngine(EngineOnRank):
                 targets = read.targets if isinstance(read, Reader) else read().targets
                 yield whole.outputs, self.to_device(targets)
 
-    def _hand_out(self, readers: Sequence[Callable[[], Batch]]) -> list[Callable[[], Batch]]:
-        """The batches that the main rank reads, on all ranks: inputs where a rank begins with them."""
-        division = Division(self.placement, len(readers))
-
-        def parts() -> list[list[Batch]]:
-            batches = [read() for read in readers]
-            begun = [division.begins(self.net.tree, rank) for rank in range(self.world.size)]
-            return [
-                [keep_inputs(batch, range(len(batch) if i in own else 0)) for i, batch in enumerate(batches)]
-                for own in begun
-            ]
-
-        own = self.scatter_objects(parts)
-        pairs = zip(own, readers, strict=True)
-        return [lambda part=part, read=read: replace(part, preprocess=read.preprocess) for part, read in pairs]  # type: ignore[misc]
-
     # Bringing tensors together, and handing them out.
-
-    def scatter_objects(self, parts: Callable[[], list[T]]) -> T:
-        """What the main rank has for each rank; `parts` is called there alone."""
-        given = parts() if self.is_main else None
-        taken: list[Any] = [None]
-        self.collectives.together(lambda: dist.scatter_object_list(taken, given, src=0))
-        own: T = taken[0]
-        return own
 
     @property
     def writers(self) -> dict[str, int]:
@@ -197,8 +170,10 @@ class RanksEngine(EngineOnRank):
             )
             return {name: tensor.clone() for name, tensor in tensors.items() if name.startswith(prefixes)}
 
-        own = self.scatter_objects(lambda: [of(rank) for rank in range(self.world.size)])
-        return own | {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
+        given = [of(rank) for rank in range(self.world.size)] if self.is_main else None
+        taken: list[dict[str, Tensor]] = [{}]
+        self.collectives.together(lambda: dist.scatter_object_list(taken, given, src=0))
+        return taken[0] | {name: tensor for name, tensor in tensors.items() if name.startswith("progress/")}
 
 
 def make_groups(placement: Placement, rank: int) -> dict[tuple[int, ...], Group]:

@@ -167,7 +167,7 @@ def build_loss(config: Config) -> Loss:
 def adapt_loss(loss: Loss, data: Data, config: Config, outputs: Value = None) -> Loss:
     """The loss as it is on these data, with what the teacher answers if there is one.
 
-    `outputs` [b, ...] are some of a network; None on a rank without data.
+    `outputs` [b, ...] are some of a network.
     """
     loss, teacher = loss.on(data.problem), config.teacher
     if teacher.answers is None:

@@ -9,25 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import mheads
 from mheads.common.device import resolve
 from mheads.common.errors import UserError
 from mheads.config import schema
 from mheads.config.schema import Config
-from mheads.data import Data
 from mheads.data.batches import Batches
 from mheads.distributed.layers.graph_engine import GraphEngine, RankGraph
 from mheads.distributed.planning.measure_bandwidth import measure_bandwidth
 from mheads.distributed.planning.placement import Placement
 from mheads.distributed.planning.workload import BANDWIDTH, Cluster
 from mheads.distributed.process_group import World
-from mheads.distributed.rank_batches import SharedStream, inputs_needed
 from mheads.distributed.ranks_engine import RanksEngine
 from mheads.engine.interface import Engine
 from mheads.training.build_from_config import (
-    adapt_loss,
     build_loss,
     build_net,
     load_data,
@@ -37,9 +33,7 @@ from mheads.training.build_from_config import (
 from mheads.training.build_sample_weights import cluster_classes
 from mheads.training.experiment import Experiment, assemble_experiment
 from mheads.training.init_weights import digest_init
-from mheads.training.measure_whitening import measure_covariance, whiten_first_layers
 from mheads.training.plan_ranks import make_workload, place
-from mheads.trees.treenet import TreeNet
 
 
 @dataclass(frozen=True)
@@ -52,22 +46,12 @@ class RanksExperiment(Experiment):
     def make_engine(self) -> RanksEngine:
         device = resolve(self.config.device, self.world.launch.local_rank)
         options = make_engine_options(self.config, self.net, device, self.world.cores, self.loss)
-        lead_reads = self.config.data.reader == "lead"
-        sums = self.config.distributed.sums
-        return RanksEngine(self.net, options, self.world, self.placement, lead_reads, sums)
+        return RanksEngine(self.net, options, self.world, self.placement, self.config.distributed.sums)
 
     def batches(self, engine: Engine) -> Batches:
         assert isinstance(engine, RanksEngine)
-        optim = self.config.optim
-        rows = optim.batch_size * optim.accumulate
-        division = engine.divide(engine.parts(rows))
-
-        def needs(rank: int) -> range:
-            return inputs_needed(self.net.tree, division, rank, rows)
-
-        if not engine.lead_reads:
-            return self.stream(needs(self.world.rank))
-        return SharedStream(engine, self.stream() if engine.is_main else None, self.data.preprocess, needs)
+        rows = self.config.optim.batch_size * self.config.optim.accumulate
+        return self.stream(engine.divide(engine.parts(rows)).inputs_needed(self.net.tree, self.world.rank, rows))
 
 
 @dataclass(frozen=True)
@@ -99,28 +83,13 @@ def build_experiment_on_rank(config: Config, world: World) -> Experiment:
     clusters = None
     if config.sampling.entry.from_run:
         clusters = world.share("groups", lambda: cluster_classes(config))
-    lead = config.data.reader == "lead"
-    if lead and loss.in_units_of is not None:  # all ranks say so, or the main rank would only see the others leave
-        raise UserError("loss.relative needs the targets on every rank: give data.reader=every", key="loss.relative")
-    if lead and not world.is_main:
-        absent, covariance = world.share("data", lambda: _describe(net, load_data(config)))
-        whiten_first_layers(net, covariance)
-        return RanksExperiment(config, net, adapt_loss(loss, absent, config), absent, None, world, placement)
     data = load_data(config)
-    if lead:
-        world.share("data", lambda: _describe(net, data))
-    else:
-        world.compare("data", {"data checksum": data.fingerprint})
+    world.compare("data", {"data checksum": data.fingerprint})
     experiment = assemble_experiment(config, net, loss, data, clusters=clusters)
-    if experiment.digests and not lead:
+    if experiment.digests:
         what = "the sample weights" + (" and of the teacher's answers" if config.teacher.answers is not None else "")
         world.compare("sampling", {f"digest of {what}": list(experiment.digests.values())})
     return RanksExperiment(**vars(experiment), world=world, placement=placement)
-
-
-def _describe(net: TreeNet, data: Data) -> tuple[Data, Tensor | None]:
-    """What other ranks need of data that they do not read, and what their whitening layers are made of."""
-    return data.without_examples(), measure_covariance(net.network(), data)
 
 
 def _build_graph(config: Config, world: World, rank_graph: RankGraph) -> GraphExperiment:

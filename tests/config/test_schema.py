@@ -203,6 +203,13 @@ def test_of_a_key_given_twice_the_last_counts():
     assert configs.load("digits", ["optim.lr=0.1", "optim.lr=0.2"]).optim.lr == 0.2
 
 
+def test_a_key_that_is_gone_is_read_in_files_and_refused_on_the_command_line(tmp_path):
+    (tmp_path / "old.yaml").write_text("data: {reader: lead, name: digits}\n")
+    assert configs.load(str(tmp_path / "old.yaml")).data.name == "digits"
+    with pytest.raises(UserError, match=r"unknown key 'data\.reader'"):
+        configs.load("digits", ["data.reader=lead"])
+
+
 def test_another_name_of_a_key_is_accepted_wherever_a_config_is_read(tmp_path, monkeypatch):
     monkeypatch.setitem(aliases.ALIASES, "optim.learning_speed", "optim.lr")
     monkeypatch.setitem(aliases.ALIASES, "journal", "log")

@@ -10,7 +10,6 @@ from mheads import data
 from mheads.data.batches import Batch, BatchStream, evaluation_batches
 from mheads.data.splits import TargetRows
 from mheads.distributed.planning.placement import Division, Placement
-from mheads.distributed.rank_batches import SharedStream, inputs_needed
 from mheads.trees.splitting.cut_sequential import ChainLayer
 from mheads.trees.tree_spec import parse
 
@@ -124,42 +123,14 @@ def test_a_stream_of_some_inputs_has_them_at_their_place():
 # Of several ranks.
 
 
-@pytest.mark.parametrize("bagged", [False, True])
-def test_what_the_lead_sends_is_the_batch_that_it_read(bagged):
-    stream = regions_stream(np.random.default_rng(0).random((2, 20), np.float32) if bagged else None)
-    batch = stream.read(5)
-    handed = []
-
-    def scatter(parts):
-        handed.append(parts())
-        return handed[-1][0]
-
-    engine = SimpleNamespace(world=SimpleNamespace(size=3), scatter_objects=scatter)
-    needs = [range(2), range(2, 4), range(0)]
-    main = SharedStream(engine, stream, batch.preprocess, needs.__getitem__)
-    main.batch(5)
-    main.close()
-    for rank, rows in enumerate(needs):
-        heard = SimpleNamespace(scatter_objects=lambda parts, rank=rank: handed[0][rank])
-        found = SharedStream(heard, None, batch.preprocess, needs.__getitem__).batch(5)
-        for name in ("targets", "ties", "counts"):
-            assert torch.equal(getattr(found, name), getattr(batch, name)), name
-        assert torch.equal(found.side["where"], batch.side["where"])
-        assert torch.equal(found.sample_weights, batch.sample_weights) if bagged else found.sample_weights is None
-        assert found.first_input == rows.start
-        assert torch.equal(found.inputs, batch.inputs[rows.start : rows.stop]) if rows else found.inputs is None
-        if rows:
-            assert found.inputs.untyped_storage().nbytes() == found.inputs.nbytes, "and nothing else is sent with them"
-
-
 def test_a_rank_needs_the_inputs_of_the_micro_batches_that_it_begins():
     tree = parse({"a": 2}, [ChainLayer(name, True, False) for name in "abc"])
     # 10 examples in 4 micro-batches: 3, 3, 2, 2.
     division = Division(Placement({"trunk": (0, 1), "a/0": (0,), "a/1": (1,)}, slots=2, replicas=2), 4)
-    found = [inputs_needed(tree, division, rank, 10) for rank in range(5)]
+    found = [division.inputs_needed(tree, rank, 10) for rank in range(5)]
     assert found == [range(3), range(3, 6), range(6, 8), range(8, 10), range(0)]
     apart = Division(Placement({"0": (0,), "1": (1,)}, slots=2), 4)
-    assert [inputs_needed(parse(2, [ChainLayer("a", True, False)]), apart, r, 10) for r in (0, 1)] == [range(10)] * 2
+    assert [apart.inputs_needed(parse(2, [ChainLayer("a", True, False)]), r, 10) for r in (0, 1)] == [range(10)] * 2
 
 
 def test_a_micro_batch_whose_inputs_are_elsewhere_has_none():

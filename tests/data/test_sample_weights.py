@@ -56,7 +56,7 @@ def test_sample_weights_from_a_file_give_the_bits_of_the_same_ones_drawn_here_ev
     assert_same_run(run, bagging)
 
 
-@pytest.mark.parametrize("placement", ["placement={trunk: 0}", "data.reader=lead"])
+@pytest.mark.parametrize("placement", ["placement={trunk: 0}", "placement=default"])
 def test_sample_weights_from_a_file_give_the_same_bits_on_ranks(tmp_path, sample_weights, bagging, placement):
     done = ranks(2, "train", *TINY, *of_file(sample_weights), placement, "--run", tmp_path / "run")
     assert [d.code for d in done] == [0, 0], done[0].err
@@ -162,8 +162,7 @@ def test_each_member_learns_the_classes_that_a_generalist_confuses(tmp_path, gen
     groups_by_hand = f"sampling={{name: specialists, groups: {groups}}}"
     assert mheads("train", *TINY, groups_by_hand, "--run", by_hand).code == 0
     assert_same_run(run, by_hand)
-    on_ranks = [*args[:-1], tmp_path / "ranks", "data.reader=lead"]
-    done = ranks(2, "train", *on_ranks)
+    done = ranks(2, "train", *args[:-1], tmp_path / "ranks")
     assert [d.code for d in done] == [0, 0], done[0].err
     assert_same_run(tmp_path / "ranks", run)
 

@@ -114,11 +114,10 @@ def recipe(tmp_path_factory):
     return recipe, one
 
 
-@pytest.mark.parametrize("reader", ["every", "root"])
 @pytest.mark.parametrize("placement", ["default", "{trunk: 1, a/0: 0, a/1: 2, a/2: 0}"])
-def test_side_inputs_travel_to_ranks(recipe, tmp_path, reader, placement):
+def test_side_inputs_travel_to_ranks(recipe, tmp_path, placement):
     path, one = recipe
-    done = ranks(3, "train", path, f"data.reader={reader}", f"placement={placement}", "-f", tmp_path / "run")
+    done = ranks(3, "train", path, f"placement={placement}", "-f", tmp_path / "run")
     assert [found.code for found in done] == [0, 0, 0], done[0].err
     assert_same_run(tmp_path / "run", one)
 
@@ -241,8 +240,8 @@ def test_images_with_regions_train_and_resume_and_spread_over_ranks_with_the_sam
     assert_same_run(tmp_path / "killed", one)
     for name, size, options in (
         ("three", 3, ["placement={trunk: 1, conv/0: 0, conv/1: 2, conv/2: 1}"]),
-        ("reader", 3, ["data.reader=lead"]),
-        ("replicas", 2, ["placement={trunk: 0, conv/0: 0, conv/1: 0, conv/2: 0}", "data.reader=lead"]),
+        ("default", 3, []),
+        ("replicas", 2, ["placement={trunk: 0, conv/0: 0, conv/1: 0, conv/2: 0}"]),
     ):
         before = dict.fromkeys(range(size), register_scenes)
         done = ranks(size, "train", *SCENES, *options, "-f", tmp_path / name, before=before)

@@ -23,12 +23,3 @@ def test_a_run_killed_in_one_process_and_resumed_on_three_ranks_keeps_its_bits(n
     for rank in ranks(3, "train", "digits", *settings, "--run", killed):
         assert rank.code == 0, rank.err
     assert_same_run(killed, whole)
-
-
-def test_temperatures_relative_to_the_targets_are_refused_on_all_ranks_if_one_reads_for_all(tmp_path):
-    run = tmp_path / "run"
-    settings = [*TINY, "loss=annealed", "loss.relative=true", "data.reader=lead"]
-    main, other = ranks(2, "train", "digits", *settings, "--run", run)
-    assert (main.code, other.code) == (2, 2)
-    assert main.err.startswith("error: loss.relative needs the targets on every rank: give data.reader=every")
-    assert not run.exists()

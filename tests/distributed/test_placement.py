@@ -149,7 +149,7 @@ def test_there_must_be_a_rank():
         default(parse(2, LAYERS), 0, 1)
 
 
-@pytest.mark.parametrize("argument", ["placement=fast", "data.reader=all", "timeout=0", "distributed.sums=any"])
+@pytest.mark.parametrize("argument", ["placement=fast", "timeout=0", "distributed.sums=any"])
 def test_a_key_about_ranks_that_cannot_be_is_refused_in_one_process_as_well(argument, mheads):
     done = mheads("train", "digits", argument)
     assert done.code == 2

@@ -1,4 +1,4 @@
-"""The ranks engine: the same bits for any number of ranks, placement, replicas and readers."""
+"""The ranks engine: the same bits for any number of ranks, placement and replicas."""
 
 from contextlib import ExitStack
 
@@ -41,13 +41,13 @@ PLACEMENTS = {
     },
 }
 SPREAD = {
-    "2 ranks": (2, "default", []),
-    "3 ranks": (3, "default", []),
-    "5 ranks": (5, "default", []),
-    "3 ranks, explicit": (3, "explicit", []),
-    "3 ranks, auto": (3, "auto", []),
-    "2 replicas": (2, "replicas", []),
-    "2 replicas of 2 ranks, the main rank reads": (4, "replicas of 2", ["data.reader=lead"]),
+    "2 ranks": (2, "default"),
+    "3 ranks": (3, "default"),
+    "5 ranks": (5, "default"),
+    "3 ranks, explicit": (3, "explicit"),
+    "3 ranks, auto": (3, "auto"),
+    "2 replicas": (2, "replicas"),
+    "2 replicas of 2 ranks": (4, "replicas of 2"),
 }
 
 
@@ -69,9 +69,9 @@ def one_process(tmp_path_factory):
 @pytest.mark.parametrize("spread", SPREAD)
 @pytest.mark.parametrize("name", RECIPES)
 def test_ranks_give_the_bits_of_one_process(name, spread, one_process, tmp_path):
-    (shape, recipe), (size, placement, options) = RECIPES[name], SPREAD[spread]
-    options = [f"placement={PLACEMENTS.get(placement, {}).get(shape, placement)}", *options]
-    done = ranks(size, "train", *COMMON, *recipe, *options, "--run", tmp_path / "run")
+    (shape, recipe), (size, placement) = RECIPES[name], SPREAD[spread]
+    placement = f"placement={PLACEMENTS.get(placement, {}).get(shape, placement)}"
+    done = ranks(size, "train", *COMMON, *recipe, placement, "--run", tmp_path / "run")
     assert [d.code for d in done] == [0] * size, "\n".join(d.err for d in done)
     assert_same_run(tmp_path / "run", one_process(name))
     assert "Ensemble-Mean" in done[0].out
@@ -118,10 +118,10 @@ def test_frozen_stages_have_the_bits_of_one_process(frozen, tmp_path):
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
 
-def test_ranks_that_read_nothing_take_part_in_what_calibration_examples_decide(tmp_path):
+def test_ranks_take_part_in_what_calibration_examples_decide(tmp_path):
     args = ["diabetes", "loss=mcl", "data.calibration=20", "engine.stack=never", "optim.iterations=2"]
     assert process("train", *args, "--run", tmp_path / "one").code == 0
-    done = ranks(2, "train", *args, "data.reader=lead", "timeout=20", "--run", tmp_path / "two")
+    done = ranks(2, "train", *args, "timeout=20", "--run", tmp_path / "two")
     assert [d.code for d in done] == [0, 0], done[0].err
     assert_same_run(tmp_path / "two", tmp_path / "one")
 
@@ -181,16 +181,15 @@ def test_fit_says_that_it_is_one_process(monkeypatch):
         mheads.fit(net, train=(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)))
 
 
-@pytest.mark.parametrize("spread", ["3 ranks, explicit", "2 replicas of 2 ranks, the main rank reads"])
+@pytest.mark.parametrize("spread", ["3 ranks, explicit", "2 replicas of 2 ranks"])
 def test_a_teacher_is_heard_alike_on_ranks(spread, tmp_path):
     answers = torch.softmax(torch.randn(150, 10, generator=torch.Generator().manual_seed(0)), -1)
     np.save(tmp_path / "answers.npy", answers.numpy())
     recipe = [*COMMON, "split=conv", "loss=mcl", "loss.k=2", f"teacher.answers={tmp_path / 'answers.npy'}"]
     done = process("train", *recipe, "-f", tmp_path / "one")
     assert done.code == 0, done.err
-    size, placement, options = SPREAD[spread]
-    options = [f"placement={PLACEMENTS[placement]['tree']}", *options]
-    there = ranks(size, "train", *recipe, *options, "-f", tmp_path / "several")
+    size, placement = SPREAD[spread]
+    there = ranks(size, "train", *recipe, f"placement={PLACEMENTS[placement]['tree']}", "-f", tmp_path / "several")
     assert [d.code for d in there] == [0] * size, "\n".join(d.err for d in there)
     assert_same_run(tmp_path / "several", tmp_path / "one")
 

@@ -1337,7 +1337,7 @@ AREAS: dict[str, list[File]] = {
     "ranks": [
         File(
             "mheads/distributed/ranks_engine.py",
-            "tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
+            "tests/distributed/test_ranks_engine.py -k 'MCL and of'",
             [
                 Bug(
                     "a signal to another rank is not heard",
@@ -1377,7 +1377,7 @@ AREAS: dict[str, list[File]] = {
                     "a gradient that nobody learned is noise",
                     "piece.fill_(-0.0) if gradient is None",
                     "piece.fill_(1e-3) if gradient is None",
-                    tests="tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
+                    tests="tests/distributed/test_ranks_engine.py -k 'MCL and of'",
                     equivalent="every parameter of these networks learns in every micro-batch",
                 ),
             ],
@@ -1409,6 +1409,12 @@ AREAS: dict[str, list[File]] = {
                     "subtrees(len(owners), range(start, stop))",
                     "[range(k, k + 1) for k in range(start, stop)]",
                 ),
+                Bug(
+                    "every rank reads the first inputs",
+                    "begun, slices = self.begins(tree, rank),",
+                    "begun, slices = self.begins(tree, 0),",
+                    tests="tests/data/test_batches.py -k needs_the_inputs",
+                ),
                 Bug("a rank beyond the mesh owns stages", "if rank >= self.ranks", "if rank > self.ranks"),
                 Bug(
                     "a stage that is not named goes to rank 0", "stages[name] = stages[node.parent]", "stages[name] = 0"
@@ -1418,13 +1424,6 @@ AREAS: dict[str, list[File]] = {
                     "held[parent] |= held[name]",
                     "held[parent] or held[parent].update(held[name])",
                 ),
-            ],
-        ),
-        File(
-            "mheads/distributed/rank_batches.py",
-            "tests/distributed/test_ranks_engine.py -k 'MCL and reads'",
-            [
-                Bug("every rank is sent the first inputs", "self.needs(rank))", "self.needs(0))"),
             ],
         ),
         File(

@@ -186,11 +186,11 @@ def test_bits_are_the_same_for_any_workers_and_after_a_kill(images, tmp_path, pr
     assert_same_run(tmp_path / "killed", tmp_path / "one")
 
 
-def test_bits_are_the_same_on_ranks_whoever_reads(images, tmp_path):
+def test_bits_are_the_same_on_ranks(images, tmp_path):
     args = ["train", "cifar10_fast", *SMALL, *TREE, f"data.path={images}"]
     assert process(*args, "--folder", tmp_path / "one").code == 0
     elsewhere = {"trunk": 1, "block2-conv1/0": 0, "block2-conv1/1": 0, "block2-conv1/2": 1}
-    for name, keys in {"every": [], "lead": ["data.reader=lead", f"placement={elsewhere}"]}.items():
+    for name, keys in {"default": [], "explicit": [f"placement={elsewhere}"]}.items():
         for done in ranks(2, *args, *keys, "--folder", tmp_path / name):
             assert done.code == 0, done.err
         assert_same_run(tmp_path / name, tmp_path / "one")

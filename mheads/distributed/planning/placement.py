@@ -109,6 +109,11 @@ class Division:
         """The micro-batches whose inputs a rank needs: those that it runs the first stage on."""
         return sorted({i for root in tree.roots for i in self.runs(root.name, rank)})
 
+    def inputs_needed(self, tree: Tree, rank: int, batch_size: int) -> range:
+        """The examples of a batch whose inputs a rank needs: those of the micro-batches that it begins."""
+        begun, slices = self.begins(tree, rank), cuts(batch_size, self.parts)
+        return range(slices[begun[0]][0], slices[begun[-1]][1]) if begun else range(0)
+
 
 def parts_by_rank(owners: Sequence[int]) -> dict[int, list[range]]:
     """By rank, the largest parts of the pairwise sum of so many terms that it has all terms of."""
